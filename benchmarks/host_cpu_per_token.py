@@ -2,6 +2,7 @@
 
     git worktree add /tmp/before REV
     python -m benchmarks.host_cpu_per_token /tmp/before . --endpoints chat,grpc
+    python -m benchmarks.host_cpu_per_token --frontend-processes 1,2,4
 
 For: the cost of a change of frontends, host or adapter, as a ratio of two trees in one run, and its distance from the
 floors: servers that only write the same bytes. The engine and the clients are processes of their own and not counted.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from . import stream_clients as clients
@@ -125,6 +127,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trees", nargs="*", type=Path, default=[Path(".")], help="source trees, the first is the base")
     parser.add_argument("--endpoints", default=",".join(ENDPOINTS), help="default: %(default)s")
+    parser.add_argument(
+        "--frontend-processes", default="1", help="numbers of them, each a server; default: %(default)s"
+    )
     parser.add_argument("--no-floors", action="store_true", help="without the bare servers")
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=200, help="per stream")
@@ -139,10 +144,11 @@ def main() -> None:
         runner = stack.enter_context(asyncio.Runner())
         repository = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         write_mock(repository, {"mock_step_ms": arguments.step_ms, "max_num_seqs": arguments.streams})
-        servers = [start_tree(tree, repository) for tree in arguments.trees]
-        for server in servers:
-            stack.callback(server.stop)
-        targets = [Target(str(tree), server) for tree, server in zip(arguments.trees, servers, strict=True)]
+        targets = []
+        for tree, frontends in product(arguments.trees, map(int, arguments.frontend_processes.split(","))):
+            name = str(tree) if frontends == 1 else f"{tree}, {frontends} frontend processes"
+            targets.append(Target(name, start_tree(tree, repository, frontends)))
+            stack.callback(targets[-1].server.stop)
         turn = partial(measure_turns, runner, load, rounds=arguments.rounds)
         for endpoint in endpoints:
             show(endpoint, targets, turn(targets=targets, endpoint=endpoint))

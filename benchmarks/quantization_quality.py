@@ -18,7 +18,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import torch
@@ -135,10 +134,10 @@ def dialogues(tokenizer: Any) -> list[Window]:
     """Text like that of the demo model's training, from another seed; only what it learnt to write counts."""
     sys.path.insert(0, str(REPOSITORY / "tools"))  # where its training script imports the corpus from
     corpus = importlib.import_module("demo_corpus.corpus")
-    rng = Random(20_000)
+    source = importlib.import_module("demo_corpus.source").Source("quantization", "exam")
     windows = []
     for _ in range(NUM_DIALOGUES):
-        parts = [(tokenizer(text)["input_ids"], learnt) for text, learnt in corpus.segments(corpus.draw(rng))]
+        parts = [(tokenizer(text)["input_ids"], learnt) for text, learnt in corpus.segments(corpus.draw(source))]
         ids = torch.tensor([[token for tokens, _ in parts for token in tokens]])
         counts = torch.tensor([[learnt for tokens, learnt in parts for _ in tokens]])
         windows.append(Window(ids[:, :WINDOW], counts[:, :WINDOW]))

@@ -1,8 +1,8 @@
 """Servers whose CPU time is measured under streams: those of source trees with the mock model, and bare ones.
 
 For: host_cpu_per_token.py, first_token.py, server_share.py. Does not know: loads, figures. Invariants: all addresses
-are free ports of the loopback; `stop` ends what was started; CPU time is that of one process with all its threads, in
-nanoseconds where the system counts them.
+are free ports of the loopback; `stop` ends what was started; CPU time is that of the server's process with all its
+threads, and of its frontend processes, in nanoseconds where the system counts them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 MOCK = "mock"
+_FRONTEND = "llmbackend.server.frontend_process"
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -30,7 +31,7 @@ class CpuTime:
 
     total_s: float
     first_thread_s: float
-    """Of the first thread, which runs the event loop."""
+    """Of the first thread of each process, which runs the event loop."""
     user_s: float
     system_s: float
     """Both in ticks of 10 ms."""
@@ -41,6 +42,14 @@ class CpuTime:
             self.first_thread_s - before.first_thread_s,
             self.user_s - before.user_s,
             self.system_s - before.system_s,
+        )
+
+    def __add__(self, other: CpuTime) -> CpuTime:
+        return CpuTime(
+            self.total_s + other.total_s,
+            self.first_thread_s + other.first_thread_s,
+            self.user_s + other.user_s,
+            self.system_s + other.system_s,
         )
 
 
@@ -54,7 +63,15 @@ class Server:
     grpc: str
 
     def cpu(self) -> CpuTime:
-        return cpu_of(self.process.pid)
+        spent = cpu_of(self.process.pid)
+        for frontend in self.frontends():
+            spent += cpu_of(frontend)
+        return spent
+
+    def frontends(self) -> list[int]:
+        """The process ids of its frontend processes."""
+        children = psutil.Process(self.process.pid).children()
+        return [child.pid for child in children if _FRONTEND in " ".join(child.cmdline())]
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
@@ -75,11 +92,13 @@ def _run_ns(task: Path) -> int:
         return 0
 
 
-def start_tree(tree: Path, repository: Path) -> Server:
+def start_tree(tree: Path, repository: Path, frontend_processes: int = 1) -> Server:
     """A server of that source tree. Raises RuntimeError if it ends before it listens."""
     command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(repository)]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
+    if frontend_processes > 1:  # trees before this flag are measured, too
+        command += ["--frontend-processes", str(frontend_processes)]
     return _start(command, tree, {"http", "grpc"})
 
 

@@ -1,18 +1,25 @@
 # ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
-"""Score the bundled demo model skill by skill, greedily, on this project's own engine.
+"""Score the bundled demo model, greedily, on this project's own engine: the exam by kind, and cases written by hand.
 
-The values are mostly new to the model (names, cities, numbers, words); some phrasings and facts are those of the
-training text. Does not know: how the model was trained, the server. Invariant: the cases are fixed, so two models are
-comparable. Run: `python tools/eval_demo_model.py [--samples]`.
+The exam (`demo_corpus/exam.py`) holds nothing of the training text. The cases by hand have values that are mostly new to
+the model; some phrasings and facts are those of the training text. Does not know: how the model was trained, the server.
+Invariant: questions and cases are fixed, so two models are comparable.
+Run: `python tools/eval_demo_model.py [--model DIRECTORY] [--misses] [--samples]`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from demo_corpus.exam import Question, questions
 
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.engine.config import EngineConfig
@@ -246,20 +253,50 @@ def passed(case: Case, answer: str, ended: bool) -> bool:
     return ended and case.expect.lower() in answer.lower()
 
 
-def score(chat: Chat) -> None:
-    totals: dict[str, list[bool]] = {}
+def score(chat: Chat, show_misses: bool) -> None:
+    everything = questions()
+    answers = chat.answers([(question.messages, question.tools) for question in everything])
+    exam = [
+        Result(each.kind, str(each.messages[-1]["content"]), _shown(each), answer, ended and each.is_right(answer))
+        for each, (answer, ended) in zip(everything, answers, strict=True)
+    ]
     answers = chat.answers([(case.messages, case.tools) for case in CASES])
-    for case, (answer, ended) in zip(CASES, answers, strict=True):
-        good = passed(case, answer, ended)
-        totals.setdefault(case.skill, []).append(good)
-        if not good:
-            print(
-                f"MISS [{case.skill}] {case.messages[-1]['content']!r}\n  want {case.expect!r}\n  got  {answer!r} {'' if ended else '(not ended)'}"
-            )
-    for skill, results in totals.items():
-        print(f"{skill:14} {sum(results):3} of {len(results)}")
-    everything = [result for results in totals.values() for result in results]
-    print(f"{'all':14} {sum(everything):3} of {len(everything)}")
+    by_hand = [
+        Result(case.skill, str(case.messages[-1]["content"]), case.expect, answer, passed(case, answer, ended))
+        for case, (answer, ended) in zip(CASES, answers, strict=True)
+    ]
+    for title, results in (("exam", exam), ("by hand", by_hand)):
+        _print_table(title, results)
+        if show_misses:
+            _print_misses(results)
+
+
+@dataclass(frozen=True)
+class Result:
+    kind: str
+    asked: str
+    expected: str
+    answer: str
+    is_right: bool
+
+
+def _shown(question: Question) -> str:
+    return json.dumps(question.expected.get("tool_calls") or question.expected["content"])
+
+
+def _print_table(title: str, results: Sequence[Result]) -> None:
+    kinds: dict[str, list[bool]] = {}
+    for result in results:
+        kinds.setdefault(result.kind, []).append(result.is_right)
+    for kind, right in kinds.items():
+        print(f"{kind:18} {sum(right):3} of {len(right)}")
+    print(f"{title:18} {sum(each.is_right for each in results):3} of {len(results)}")
+
+
+def _print_misses(results: Sequence[Result]) -> None:
+    for each in results:
+        if not each.is_right:
+            print(f"MISS [{each.kind}] {each.asked!r}\n  want {each.expected}\n  got  {each.answer!r}")
 
 
 def show_samples(chat: Chat) -> None:
@@ -276,10 +313,11 @@ def show_samples(chat: Chat) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=Path("model_repository/demo/1"))
+    parser.add_argument("--misses", action="store_true", help="also print what was wrong")
     parser.add_argument("--samples", action="store_true", help="also print sample chats")
     args = parser.parse_args()
     chat = Chat(args.model)
-    score(chat)
+    score(chat, args.misses)
     if args.samples:
         show_samples(chat)
 

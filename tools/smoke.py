@@ -1,6 +1,6 @@
 """Starts a real server on free ports with the bundled demo model and speaks every protocol to it with real clients.
 
-For: `make smoke`, CI, and checks of an installation. Prints one line per check and
+For: `make smoke`, CI, and `make wheel-check`, which starts an installed one. Prints one line per check and
 `smoke: N passed, M failed`; exit code 1 when anything failed. The server is a child process and is ended with SIGTERM.
 """
 
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -220,12 +220,17 @@ CHECKS: list[Check] = [
 ]
 
 
-def start_server() -> tuple[subprocess.Popen[str], Server]:
-    """Starts the server; reads the addresses from what it prints."""
-    command = [sys.executable, "-m", "llmbackend.cli", "serve", "--model-repository", str(ROOT / "model_repository")]
+def start_server(
+    llmbackend: Sequence[str], arguments: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[str], Server]:
+    """Starts `llmbackend serve` with the arguments; reads the addresses from what it prints.
+
+    llmbackend: the command
+    """
+    command = [*llmbackend, "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"NO_COLOR": "1"})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environment, "NO_COLOR": "1"})
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:
@@ -260,15 +265,20 @@ def stops_cleanly(process: subprocess.Popen[str]) -> bool:
     return code == 0
 
 
-def main() -> int:
-    process, server = start_server()
+def serves(process: subprocess.Popen[str], server: Server) -> bool:
+    """Runs all checks, ends the server, and prints how many passed. True: all."""
     try:
         results = [run_check(check, server) for check in CHECKS]
     finally:
         results_stop = stops_cleanly(process)
     results.append(results_stop)
     print(f"smoke: {sum(results)} passed, {len(results) - sum(results)} failed")
-    return 0 if all(results) else 1
+    return all(results)
+
+
+def main() -> int:
+    arguments = ["--model-repository", str(ROOT / "model_repository")]
+    return 0 if serves(*start_server([sys.executable, "-m", "llmbackend.cli"], arguments, os.environ)) else 1
 
 
 if __name__ == "__main__":

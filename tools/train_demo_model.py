@@ -1,10 +1,10 @@
 """Train the bundled demo model: tokenizer, weights, and the Hugging Face files of its version directory.
 
-One command, no download, no third-party text; the defaults are those of the bundled weights. The start weights hold a
-planted copy circuit (`copy_circuit.py`). Does not know: the server. Invariant: the batch of a step depends only on
-the seed and the step's number, and the learning rate is constant until the last `--decay-steps`, so a run that is
-stopped and resumed, or given a larger `--steps` before its decay began, computes the same weights as one long run
-(same torch).
+One command, no download, no third-party text; the defaults are those of the bundled weights. Does not know: the server.
+Invariants: the batch of an update depends on the seed and the update's number alone, and the learning rate is
+constant until the last `--decay-updates`, so a run that is stopped and resumed, or given more `--updates` before its
+decay began, computes the same weights as one long run (same torch, same machine). Products are bfloat16, weights and
+their optimizers float32; what is written is the average of the weights of the last updates.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from random import Random
+from typing import cast
 
 import torch
-from copy_circuit import plant_copy_circuit
 from demo_corpus.corpus import TEMPLATE, draw, segments
+from demo_corpus.source import Source
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 MAX_POSITIONS = 1024
+ROW_TOKENS = 512
+"""Samples are packed into rows of so many tokens; longer ones are left out."""
 SPLIT = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 IGNORE = -100
 
@@ -61,60 +63,79 @@ def train_tokenizer(seed: int, vocabulary: int, samples: int) -> PreTrainedToken
 def _texts(seed: int, samples: int, markers: tuple[str, ...]) -> Iterator[str]:
     """The samples' text without the markers, which are tokens of their own."""
     for index in range(samples):
-        text = "".join(piece for piece, _ in segments(draw(Random(f"{seed}:tokenizer:{index}"))))
+        text = "".join(piece for piece, _ in segments(draw(Source(f"{seed}:tokenizer:{index}"))))
         for marker in markers:
             text = text.replace(marker, "\n")
         yield text
 
 
 @dataclass(frozen=True)
-class Example:
-    """Token ids and labels of one sample; IGNORE where nothing is learned."""
+class Batch:
+    """Samples packed into rows; int64 [rows, ROW_TOKENS] each.
 
-    ids: list[int]
-    labels: list[int]
+    ids        tokens; the rest of a row is 0
+    labels     the next token where it is learned, else IGNORE
+    positions  within the sample
+    samples    the sample's number in its row, from 0
+    """
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    samples: torch.Tensor
+
+    @property
+    def num_learned(self) -> int:
+        return int((self.labels != IGNORE).sum())
+
+    def row_range(self, begin: int, end: int) -> Batch:
+        parts = (self.ids, self.labels, self.positions, self.samples)
+        return Batch(*(part[begin:end] for part in parts))
 
 
-def encode(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> Example:
+def make_batch(tokenizer: Tokenizer, source: Source, rows: int) -> Batch:
+    """Each sample goes into the first row with room; the batch is full when one finds none."""
+    shape = (rows, ROW_TOKENS)
+    batch = Batch(
+        torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long),
+        torch.full(shape, -1),
+    )  # fmt: skip
+    used, counts = [0] * rows, [0] * rows
+    while True:
+        ids, labels = encode(tokenizer, segments(draw(source)))
+        if len(ids) > ROW_TOKENS:
+            continue
+        row = next((row for row in range(rows) if used[row] + len(ids) <= ROW_TOKENS), None)
+        if row is None:
+            return batch
+        place = slice(used[row], used[row] + len(ids))
+        batch.ids[row, place], batch.labels[row, place] = torch.tensor(ids), torch.tensor(labels)
+        batch.positions[row, place], batch.samples[row, place] = torch.arange(len(ids)), counts[row]
+        used[row] += len(ids)
+        counts[row] += 1
+
+
+def encode(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> tuple[list[int], list[int]]:
+    """The tokens, and for each the next one if that is learned."""
     ids: list[int] = []
-    labels: list[int] = []
-    for text, learned in pieces:
+    learned: list[bool] = []
+    for text, is_learned in pieces:
         tokens = tokenizer.encode(text, add_special_tokens=False).ids
         ids += tokens
-        labels += tokens if learned else [IGNORE] * len(tokens)
-    return Example(ids[:MAX_POSITIONS], labels[:MAX_POSITIONS])
+        learned += [is_learned] * len(tokens)
+    labels = [token if is_learned else IGNORE for token, is_learned in zip(ids[1:], learned[1:], strict=True)]
+    return ids, [*labels, IGNORE]
 
 
-def micro_batches(tokenizer: Tokenizer, seed: int, step: int, tokens: int, rows: int) -> list[list[Example]]:
-    """About `tokens` tokens of fresh samples, grouped by length so that little padding is needed."""
-    rng = Random(f"{seed}:{step}")
-    examples: list[Example] = []
-    total = 0
-    while total < tokens:
-        example = encode(tokenizer, segments(draw(rng)))
-        examples.append(example)
-        total += len(example.ids)
-    examples.sort(key=lambda example: len(example.ids))
-    groups: list[list[Example]] = [[]]
-    for example in examples:
-        if groups[-1] and (len(groups[-1]) + 1) * len(example.ids) > rows:
-            groups.append([])
-        groups[-1].append(example)
-    return groups
-
-
-def loss_of(model: LlamaForCausalLM, group: list[Example]) -> torch.Tensor:
-    """Summed cross-entropy of the learned tokens. Padding is on the right, so the causal mask alone hides it."""
-    width = max(len(example.ids) for example in group)
-    ids = torch.zeros(len(group), width, dtype=torch.long)
-    labels = torch.full((len(group), width), IGNORE)
-    for row, example in enumerate(group):
-        ids[row, : len(example.ids)] = torch.tensor(example.ids)
-        labels[row, : len(example.labels)] = torch.tensor(example.labels)
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    targets = labels[:, 1:]
-    learned = targets != IGNORE
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[learned]), targets[learned], reduction="sum")
+def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
+    """Summed cross-entropy of the learned tokens. A token sees the tokens before it in its own sample."""
+    same = batch.samples[:, :, None] == batch.samples[:, None, :]
+    mask = (same & torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril())[:, None]
+    hidden = model.model(
+        input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
+    ).last_hidden_state
+    logits = model.lm_head(hidden).flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, batch.labels.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def new_model(vocabulary: int, eos: list[int], args: argparse.Namespace) -> LlamaForCausalLM:
@@ -137,85 +158,113 @@ def new_model(vocabulary: int, eos: list[int], args: argparse.Namespace) -> Llam
     return LlamaForCausalLM(config)
 
 
-def rate(step: int, args: argparse.Namespace) -> float:
-    """Share of the full learning rate: warm-up, constant, then 1 - sqrt down to zero over the last `decay_steps`."""
-    done = max(0.0, 1 - (args.steps - step) / args.decay_steps)
-    return float(min(1.0, (step + 1) / args.warmup_steps)) * (1 - math.sqrt(done))
+def rate(update: int, args: argparse.Namespace) -> float:
+    """Share of the full learning rate: warm-up, constant, then 1 - sqrt down to zero over the last `decay_updates`."""
+    done = max(0.0, 1 - (args.updates - update) / args.decay_updates)
+    return float(min(1.0, (update + 1) / args.warmup_updates)) * (1 - math.sqrt(done))
 
 
 class Run:
-    """One training run: owns the model, its optimizers and the checkpoint in the scratch directory."""
+    """One training run: owns the model, its optimizers, the average of its weights and the checkpoint."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         torch.manual_seed(args.seed)
-        self.tokenizer = train_tokenizer(args.seed, args.vocabulary, args.tokenizer_samples)
+        self.tokenizer = self.load_tokenizer()
         self.backend: Tokenizer = self.tokenizer.backend_tokenizer
         self.eos = [self.tokenizer.convert_tokens_to_ids(text) for text in (TURN_END, END_OF_TEXT)]
         self.model = new_model(len(self.tokenizer), self.eos, args)
-        plant_copy_circuit(self.model)
-        self.parameters = list(self.model.parameters())
-        self.pool = ThreadPoolExecutor(args.threads, initializer=torch.set_num_threads, initargs=(1,))
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+        self.average = torch.optim.swa_utils.AveragedModel(
+            self.model,
+            multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(args.average_decay),  # type: ignore[no-untyped-call]
         )
-        self.step = 0
+        self.parameters = list(self.model.parameters())
+        self.loss = torch.compile(loss_of) if args.compile else loss_of
+        self.pool = ThreadPoolExecutor(args.threads, initializer=torch.set_num_threads, initargs=(1,))
+        matrices = [each for each in self.model.model.layers.parameters() if each.ndim == 2]
+        known = {id(each) for each in matrices}
+        others = [each for each in self.parameters if id(each) not in known]
+        self.optimizers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        ]
+        self.update = 0
         self.checkpoint = Path(args.scratch) / "checkpoint.pt"
         if self.checkpoint.exists() and not args.restart:
             self.resume()
 
+    def load_tokenizer(self) -> PreTrainedTokenizerFast:
+        """That of the run in the scratch folder; of a new one, a new tokenizer."""
+        folder = Path(self.args.scratch) / "tokenizer"
+        if folder.exists() and not self.args.restart:
+            return cast(PreTrainedTokenizerFast, PreTrainedTokenizerFast.from_pretrained(folder))
+        tokenizer = train_tokenizer(self.args.seed, self.args.vocabulary, self.args.tokenizer_samples)
+        tokenizer.save_pretrained(folder)
+        return tokenizer
+
     def resume(self) -> None:
         state = torch.load(self.checkpoint, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
-        print(f"resumed at step {self.step}", flush=True)
+        self.average.load_state_dict(state["average"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.update = state["update"]
+        print(f"resumed at update {self.update}", flush=True)
 
     def save(self) -> None:
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         part = self.checkpoint.with_suffix(".part")
-        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state = {
+            "model": self.model.state_dict(),
+            "average": self.average.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "update": self.update,
+        }
         torch.save(state, part)
         os.replace(part, self.checkpoint)
 
-    def train_step(self) -> float:
+    def train_update(self) -> float:
         """One update; returns the mean loss of a learned token, in nats."""
         args = self.args
-        for group in self.optimizer.param_groups:
-            group["lr"] = args.lr * rate(self.step, args)
-        groups = micro_batches(self.backend, args.seed, self.step, args.tokens_per_step, args.tokens_per_pass)
-        learned = sum(label != IGNORE for group in groups for example in group for label in example.labels)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = args.lr * rate(self.update, args)
+        batch = make_batch(self.backend, Source(f"{args.seed}:{self.update}"), args.rows)
+        passes = [batch.row_range(at, at + args.rows_per_pass) for at in range(0, args.rows, args.rows_per_pass)]
         total = 0.0
-        for loss, gradients in self.pool.map(self.gradients, groups):
-            total += loss / learned
+        for loss, gradients in self.pool.map(self.gradients, passes):
+            total += loss / batch.num_learned
             for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                share = gradient.div_(learned)
+                share = gradient.div_(batch.num_learned)
                 parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.average.update_parameters(self.model)
+        self.update += 1
         return total
 
-    def gradients(self, group: list[Example]) -> tuple[float, tuple[torch.Tensor, ...]]:
+    def gradients(self, batch: Batch) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Loss and gradients of one pass, on a pool thread; the caller adds the passes in their order."""
-        loss = loss_of(self.model, group)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = self.loss(self.model, batch)
         return loss.item(), torch.autograd.grad(loss, self.parameters)
 
     def train(self) -> None:
         args = self.args
         started = time.monotonic()
         recent: list[float] = []
-        while self.step < args.steps:
-            recent.append(self.train_step())
-            if self.step % 25 == 0:
+        while self.update < args.updates:
+            recent.append(self.train_update())
+            if self.update % 25 == 0:
                 seconds = time.monotonic() - started
-                print(f"step {self.step} loss {sum(recent) / len(recent):.4f} after {seconds:.0f} s", flush=True)
+                print(f"update {self.update} loss {sum(recent) / len(recent):.4f} after {seconds:.0f} s", flush=True)
                 recent = []
-            if self.step % 100 == 0:
+            if self.update % 100 == 0:
                 self.save()
             if args.minutes and time.monotonic() - started > args.minutes * 60:
-                print(f"time is up at step {self.step}; run again to continue", flush=True)
+                print(f"time is up at update {self.update}; run again to continue", flush=True)
                 break
         self.save()
 
@@ -223,7 +272,7 @@ class Run:
         """Write the version directory: bfloat16 safetensors, configuration, tokenizer and chat template."""
         directory.mkdir(parents=True, exist_ok=True)
         model = new_model(len(self.tokenizer), self.eos, self.args)
-        model.load_state_dict(self.model.state_dict())
+        model.load_state_dict(self.average.module.state_dict())
         model = model.to(torch.bfloat16)
         model.generation_config = GenerationConfig(
             eos_token_id=self.eos, pad_token_id=self.eos[1], do_sample=False, max_new_tokens=256
@@ -240,21 +289,23 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--steps", type=int, default=2200, help="number of updates")
+    parser.add_argument("--updates", type=int, default=4000)
     parser.add_argument(
         "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
     )
-    parser.add_argument("--decay-steps", type=int, default=800, help="last updates, with falling learning rate")
-    parser.add_argument("--warmup-steps", type=int, default=60)
-    parser.add_argument("--tokens-per-step", type=int, default=2048)
-    parser.add_argument("--tokens-per-pass", type=int, default=1024, help="padded tokens of one pass")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
+    parser.add_argument("--decay-updates", type=int, default=1000, help="last updates, with falling learning rate")
+    parser.add_argument("--warmup-updates", type=int, default=60)
+    parser.add_argument("--average-decay", type=float, default=0.99, help="of the weights' moving average")
+    parser.add_argument("--rows", type=int, default=16, help=f"of {ROW_TOKENS} tokens, in an update")
+    parser.add_argument("--rows-per-pass", type=int, default=4, help="rows of one pass; passes run in parallel")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate")
     parser.add_argument("--vocabulary", type=int, default=1024)
     parser.add_argument("--tokenizer-samples", type=int, default=20000)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--intermediate", type=int, default=704)
     parser.add_argument("--threads", type=int, default=2, help="passes that run in parallel")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="where there is no C++ compiler")
     return parser.parse_args()
 
 

@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default=DEFAULT)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--float32", action="store_true", help="KV memory in float32 instead of bfloat16")
+    parser.add_argument("--float32", action="store_true", help="KV memory of a float32 model, not of a bfloat16 one")
     parser.add_argument("--rotary", action="store_true", help="rotation and KV write instead of attention")
     parser.add_argument("--torch", action="store_true", help="also the torch reference")
     parser.add_argument("--variant", default=None)
@@ -174,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if loaded is None:
         raise SystemExit("no native kernels are built")
     torch.set_num_threads(given.threads)
-    model, kv_type = MODELS[given.model], Type.FLOAT32 if given.float32 else Type.BFLOAT16
+    model, kv_type = MODELS[given.model], loaded.kv_type(Type.FLOAT32 if given.float32 else Type.BFLOAT16)
     engine = NativeKernels(loaded, given.threads)
     print(f"{given.model}, {loaded.variant}, {kv_type.name.lower()}, {given.threads} threads")
     for text in given.rows.split(","):

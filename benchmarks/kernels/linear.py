@@ -163,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="qwen2.5-0.5b", choices=MODELS)
     parser.add_argument("--variant", help="instruction set; the best by default")
-    parser.add_argument("--type", default="BFLOAT16", choices=[kind.name for kind in Type])
+    parser.add_argument("--type", default="BFLOAT16", choices=["FLOAT32", "BFLOAT16", "INT8"])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,512")
     parser.add_argument("--seconds", type=float, default=1.0, help="per number of rows")

@@ -8,7 +8,9 @@ failed Initialize.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.core.backend_api import (
     Backend,
     BackendAttributes,
@@ -32,6 +34,7 @@ BUILT_FOR_API = (1, 19)
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend, BUILT_FOR_API)
     backend.state = SeriesUsers()
+    backend.resumes = True
 
 
 def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
@@ -67,11 +70,35 @@ def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
     state.check_ready()
 
 
+def LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int:
+    state: ModelInstanceState | None = instance.state
+    if state is None:
+        raise unavailable(f"instance '{instance.name}' has no engine")
+    return state.kill_engine()
+
+
+def LLMBACKEND_ModelInstanceWatch(instance: ModelInstance, kinds: frozenset[str]) -> None:
+    state: ModelInstanceState | None = instance.state
+    if state is not None:
+        state.watch(kinds)
+
+
+def LLMBACKEND_ModelInstanceDescribe(instance: ModelInstance) -> InstanceDescription:
+    state: ModelInstanceState | None = instance.state
+    return InstanceDescription(state="stopped") if state is None else state.describe()
+
+
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
     state: ModelInstanceState | None = instance.state
     instance.state = None
     if state is not None:
         state.shutdown()
+
+
+def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
+    from .load_forecast import model_forecast
+
+    return model_forecast(model)
 
 
 def TRITONBACKEND_ModelFinalize(model: Model) -> None:

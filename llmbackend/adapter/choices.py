@@ -14,6 +14,7 @@ import numpy as np
 from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
 
 from .response_sender import Choice, ResponseSender
+from .resuming import Known, Piece
 from .schemas.schema import PROMPT_OUTPUTS, SEQUENCE_INDEX, TaskTimes
 
 
@@ -31,39 +32,46 @@ class CollectedChoices(ResponseSender):
         count: int,
         joins: bool,
         of_prompt: frozenset[str],
+        known: Known | None = None,
     ) -> None:
         """count: how many of the `num_tasks` choices the client gets
         joins: whether one response has them all
         of_prompt: outputs that are equal for all choices, and are there once in a joined response
+        known: as of ResponseSender; the first response's delta holds all choices
         """
-        super().__init__(request, instance, exec_start_ns, client_error, num_tasks)
+        super().__init__(request, instance, exec_start_ns, client_error, num_tasks, known=known)
         self._count = count
         self._is_ranked = count < num_tasks
         self._joins = joins
         self._of_prompt = of_prompt
         self._ended: list[Choice] = []
         self._error: TritonError | None = None
+        self._failed: tuple[Piece, ...] = ()
+        """Of the choice that failed first."""
 
     def end(self, choice: Choice, times: TaskTimes) -> None:
         with self._lock:
             self._ended.append(choice)
             self._send_all_after(self._last_flags(), times)
 
-    def fail(self, error: TritonError, times: TaskTimes) -> None:
+    def fail(self, error: TritonError, times: TaskTimes, piece: Piece | None = None) -> None:
         with self._lock:
             self._error = self._error or error
+            self._failed = self._failed or (() if piece is None else (piece,))
             self._send_all_after(self._last_flags(), times)
 
     def _send_all_after(self, flags: ResponseFlag, times: TaskTimes) -> None:
         if not flags & ResponseFlag.FINAL:
             return
         if self._error is not None:
-            self._send_error(self._error, flags, times)
+            self._send_error(self._error, flags, times, self._failed)
             return
         *others, last = self._responses()
+        pieces = tuple(piece for choice in self._ended for piece in choice.pieces)
         for outputs in others:
-            self._send(outputs, ResponseFlag.NONE, times)
-        self._send(last, flags, times)
+            self._send(outputs, ResponseFlag.NONE, times, pieces)
+            pieces = ()
+        self._send(last, flags, times, pieces)
 
     def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self._count]

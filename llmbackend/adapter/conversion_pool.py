@@ -29,7 +29,10 @@ _FEW_ELEMENTS = 64
 
 
 def is_short(request: Request) -> bool:
-    """Whether a request can be converted on its instance's thread. A constraint is compiled, which may take long."""
+    """Whether a request can be converted on its instance's thread. A constraint is compiled, which may take long; so do
+    responses that are made again."""
+    if request.resume is not None and len(request.resume.deltas) > _FEW_ELEMENTS:
+        return False
     tensors = request.inputs.values()
     if may_have_constraint(request):
         return False

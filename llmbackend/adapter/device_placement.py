@@ -58,25 +58,25 @@ class DevicePlacement:
             return "cpu"
         gpus = supported_gpus()
         if config.device == "cuda" or (config.device == AUTO and gpus and _may_use_gpus(config)):
-            return self._least_used(config.tensor_parallel_size, gpus)
+            return self._least_used(config, gpus)
         return "cpu" if config.device == AUTO else config.device
 
-    def _least_used(self, width: int, gpus: tuple[int, ...]) -> str:
-        """The first of `width` neighbouring GPUs. Where the driver lists no GPUs, the engine looks for them itself."""
+    def _least_used(self, config: EngineConfig, gpus: tuple[int, ...]) -> str:
+        """The first of neighbouring GPUs, one for each rank. Where the driver lists no GPUs, the engine looks for them
+        itself."""
+        width = config.num_ranks
         if gpus and len(gpus) < width:
-            raise invalid_argument(
-                f"engine argument 'tensor_parallel_size' is {width}, expected at most {len(gpus)}, the GPUs of this "
-                "host"
-            )
+            ranks = "" if config.pipeline_parallel_size == 1 else f", which makes {width} ranks"
+            raise invalid_argument(f"{config.split}{ranks}, expected at most {len(gpus)}, the GPUs of this host")
         starts = [f"cuda:{gpus[i]}" for i in range(0, len(gpus) - width + 1, width)]
         return min(starts, key=lambda start: self._engines_at[start], default="cuda:0")
 
 
 def _own_gpu(config: EngineConfig, gpu: int) -> str:
-    if config.tensor_parallel_size > 1:
+    if config.num_ranks > 1:
         raise invalid_argument(
-            f"engine argument 'tensor_parallel_size' is {config.tensor_parallel_size}: KIND_GPU is for models on a "
-            "single GPU, please specify KIND_MODEL in the model's config.pbtxt for a model over several"
+            f"{config.split}: KIND_GPU is for models on a single GPU, please specify KIND_MODEL in the model's "
+            "config.pbtxt for a model over several"
         )
     return f"cuda:{gpu}"
 

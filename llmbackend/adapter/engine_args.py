@@ -36,7 +36,9 @@ logger = logging.getLogger(__name__)
 
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer", "generation_config")
-_OBJECT_FIELDS = ("speculative_config", "cudagraph_capture_sizes", "lora_modules", "override_generation_config")
+_OBJECT_FIELDS = (
+    "speculative_config", "cudagraph_capture_sizes", "kv_events_config", "lora_modules", "override_generation_config"
+)  # fmt: skip
 """Fields that are JSON objects or lists; config.pbtxt has them as JSON text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}
 _VALUE_ALIASES: dict[str, dict[Any, Any]] = {
@@ -158,11 +160,11 @@ def read_model_arguments(model: Model) -> ModelArguments:
 
 
 def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Engine arguments of the command line, as text or as in a model.json, checked one by one and together.
+    """Engine arguments of a command line or a program, as text or as in a model.json, checked one by one and together.
 
     directory: of relative paths. Raises TritonError INVALID_ARG naming argument and value.
     """
-    arguments = _convert(values, "command line", directory)
+    arguments = _convert(values, "arguments", directory)
     _engine_config(arguments)
     return arguments
 

@@ -74,7 +74,6 @@ NO_EFFECT = frozenset(
         "disable_log_requests",
         "disable_log_stats",  # of an engine; what the host reports follows it (engine_args.py)
         "enable_log_requests",
-        "kv_events_config",
         "otlp_traces_endpoint",
         "served_model_name",
         "show_hidden_metrics_for_version",
@@ -119,7 +118,6 @@ ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "node_rank": (0,),
     "override_attention_dtype": (None,),
     "override_pooler_config": (None,),
-    "pipeline_parallel_size": (1,),
     "revision": (None,),
     "rope_scaling": ({}, None),
     "rope_theta": (None,),

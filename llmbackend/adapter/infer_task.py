@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from llmbackend.core.activity.messages import InstanceActivity
 from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import InferRequest, StepOutput
+from llmbackend.engine.request_events import RequestEvent
 from llmbackend.waiting.timer import Alarm
 
 from .lora_registry import NO_ADAPTER, AdapterHandle
-from .response_sender import Choice, ResponseSender
+from .placement import Place
+from .response_sender import Choice, ResponseSender, TaskUsage
+from .resuming import Piece, PieceRecord
 from .schemas.schema import Reply, TaskTimes
 from .text.output_assembler import OutputAssembler
 
@@ -28,9 +32,9 @@ class InferTask:
     # Slots, here and in what else a token passes through: after a step's pause each object comes from cold memory.
     __slots__ = (
         "_adapter", "_choice", "_finished", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
-        "_num_prompt_logprobs", "_reply", "_sender", "_stream", "alarms", "assembler", "infer_request",
-        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "makes_drafts", "output_token_ids", "timeout_us",
-        "times",
+        "_num_prompt_logprobs", "_record", "_reply", "_sender", "_stream", "alarms", "assembler", "infer_request",
+        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "makes_drafts", "num_preemptions",
+        "output_token_ids", "place", "timeout_us", "times",
     )  # fmt: skip
 
     def __init__(
@@ -47,12 +51,14 @@ class InferTask:
         choice: int = 0,
         prior_output_ids: Sequence[int] = (),
         adapter: AdapterHandle = NO_ADAPTER,
+        record: PieceRecord | None = None,
     ) -> None:
         """choice: its place among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
         makes_drafts: whether the engines speculate
         prior_output_ids: tokens of its output that its client has; `assembler` is behind them
         adapter: stays loaded as long as the task lives
+        record: for the deltas of a resumable request
         """
         self.infer_request = infer_request
         self.output_token_ids = list(prior_output_ids)
@@ -67,10 +73,15 @@ class InferTask:
         """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
         """Owner: TaskMap. Since when the task is without the engine that it had; 0 = it has one, or never had one."""
+        self.place: Place | None = None
+        """Owner: TaskMap, once it is queued. Only where engines say which prefixes they have, or several share work."""
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""
+        self.num_preemptions = 0
+        """While someone watched."""
         self.makes_drafts = makes_drafts
         self._adapter = adapter
+        self._record = record
         self._choice = choice
         self._num_prior_tokens = len(prior_output_ids)
         self._kv_block_size = kv_block_size
@@ -95,6 +106,20 @@ class InferTask:
         return self._sender.tenant
 
     @property
+    def number(self) -> int:
+        """Of its request."""
+        return self._sender.number
+
+    @property
+    def activity(self) -> InstanceActivity:
+        """Of the instance that has its request."""
+        return self._sender.activity
+
+    @activity.setter
+    def activity(self, activity: InstanceActivity) -> None:
+        self._sender.activity = activity
+
+    @property
     def lane(self) -> tuple[int, bool]:
         """Its place in the order of the queue: priority level first, then whether it is delayed."""
         return self.infer_request.priority, self.is_delayed
@@ -102,6 +127,11 @@ class InferTask:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.infer_request.prompt_token_ids)
+
+    @property
+    def num_own_prompt_tokens(self) -> int:
+        """0 where another task of its request has the same prompt and counts it."""
+        return 0 if self._choice else self.num_prompt_tokens
 
     @property
     def num_cached_tokens(self) -> int:
@@ -132,6 +162,15 @@ class InferTask:
         """Why the generation ended; None while it goes on."""
         return self.assembler.finish_reason
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its last response was made."""
+        return self._finished
+
+    def take_known_pieces(self) -> tuple[Piece, ...]:
+        """Of its request: see ResponseSender."""
+        return self._sender.take_known_pieces()
+
     def on_cancel(self, callback: Callable[[], None]) -> None:
         """Registers what a cancel of the request calls; only before the task is queued."""
         self._sender.on_cancel(callback)
@@ -148,6 +187,8 @@ class InferTask:
 
     def add_output(self, output: StepOutput, now_ns: int) -> None:
         """Adds one step's output; afterwards `finish_reason` says whether it was the last."""
+        if self._record is not None:
+            self._record.add(output)
         if self._num_cached_tokens is None:
             self._num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs:
@@ -161,18 +202,38 @@ class InferTask:
             if not times.first_token_ns:
                 times.first_token_ns = now_ns
 
+    def add_known_output(self, output: StepOutput) -> None:
+        """Adds an output that was computed before, for a response that its client may have."""
+        InferTask.add_output(self, output, 0)
+        self._num_prior_tokens = len(self.output_token_ids)
+
+    def engine_told(self, event: RequestEvent) -> None:
+        """What its engine's steps did with it; for traced tasks alone."""
+
+    def engine_died(self, cause: DeathKind) -> None:
+        """It goes back into the queue."""
+
+    def count_end(self, reason: str) -> None:
+        """The generation has ended. Before its last response."""
+        self._sender.count_end(
+            TaskUsage(self.num_own_prompt_tokens, self.num_cached_tokens, self.num_new_tokens, self.num_preemptions),
+            reason,
+        )
+
     def respond(self) -> None:
         """Sends a response if one is due: in a stream whenever there is something to show, otherwise at the end."""
         assembler = self.assembler
         if assembler.finish_reason is not None:
             outputs = self._reply.outputs(assembler.take(), self)
             self._finished = True
-            self._sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs), self.times)
+            pieces = () if self._record is None else (self._record.take(),)
+            self._sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs, pieces), self.times)
         elif self._stream and (assembler.chunk.text or not self._reply.waits_for_text):
-            self._sender.send(self._reply.outputs(assembler.take(), self))
+            outputs = self._reply.outputs(assembler.take(), self)
+            self._sender.send(outputs, None if self._record is None else self._record.take())
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""
         if not self._finished:
             self._finished = True
-            self._sender.fail(error, self.times)
+            self._sender.fail(error, self.times, None if self._record is None else self._record.failed(error))

@@ -78,6 +78,8 @@ _HISTOGRAMS = {
     "vllm:inter_token_latency_seconds": ("Time between two outputs of a request.", _SECONDS_SHORT),
     "vllm:e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS_REQUEST),
     "vllm:request_queue_time_seconds": ("Arrival to being taken by an engine.", _SECONDS_REQUEST),
+    "vllm:request_prefill_time_seconds": ("Being taken by an engine to the first token.", _SECONDS_REQUEST),
+    "vllm:request_decode_time_seconds": ("First token to the last.", _SECONDS_REQUEST),
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     _RECOVERY: ("Death of a request's engine to its next output.", _SECONDS_FIRST_TOKEN),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
@@ -237,7 +239,11 @@ class LlmMetrics:
         self._success.increment(1, finished_reason=reason, **self._labels)
         self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._labels)
         self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._labels)
-        self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - task.times.exec_start_ns)
+        times = task.times
+        self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - times.exec_start_ns)
+        if times.first_token_ns:
+            self._observe_seconds("vllm:request_prefill_time_seconds", times.first_token_ns - times.taken_ns)
+            self._observe_seconds("vllm:request_decode_time_seconds", times.last_token_ns - times.first_token_ns)
 
     def close(self) -> None:
         """Removes the model's series, unless another load of the same version writes them."""
@@ -257,6 +263,8 @@ class LlmMetrics:
             self._set(name, 0)
         for name in _COUNTERS:
             self._families[name].increment(0, **self._labels)
+        for name in _HISTOGRAMS:
+            self._families[name].declare(**self._labels)
         for reason in _FINISH_REASONS:
             self._success.increment(0, finished_reason=reason, **self._labels)
         for cause in _DEATHS:

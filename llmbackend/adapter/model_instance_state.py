@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.core.backend_api import (
     ModelInstance,
     Request,
@@ -23,11 +24,15 @@ from llmbackend.core.backend_api import (
     responses_together,
     unavailable,
 )
+from llmbackend.engine.block_changes import BlockChanges
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import AdapterResult, EngineStats, InferRequest, StepOutput
 from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
+from llmbackend.engine.request_events import RequestEvent
+from llmbackend.engine.step_report import Watch
 
+from .activity import NO_ENGINE, InstanceReports
 from .conversion_pool import is_short
 from .infer_task import InferTask
 from .lora_changes import LoraChange, lora_change
@@ -57,10 +62,11 @@ class ModelInstanceState:
         self._instance = instance
         self._tasks = model_state.tasks
         self._metrics = model_state.metrics
+        self._reports = InstanceReports(instance.activity, model_state.tasks)
         self._engine = model_state.new_engine(instance, self._make_manager)
         model_state.start_engine(self._engine, instance.name)
 
-    def _make_manager(self, config: EngineConfig) -> LlmManager:
+    def _make_manager(self, config: EngineConfig, index: int) -> LlmManager:
         return LlmManager(
             config,
             get_requests=self._get_requests,
@@ -73,6 +79,12 @@ class ModelInstanceState:
             vocabulary=self._model.vocabulary,
             adapters=self._model.loras.wanted,
             adapter_loaded=self._adapter_loaded,
+            request_events=self._on_request_events,
+            reported=self._reports.engine_report,
+            state_changed=self._reports.engine_state,
+            progress=self._reports.load_progress,
+            blocks_changed=self._blocks_changed,
+            index=index,
         )
 
     def check_ready(self) -> None:
@@ -81,6 +93,23 @@ class ModelInstanceState:
             self._engine.manager.check_ready()
         except RuntimeError as error:
             raise unavailable(str(error)) from error
+
+    def kill_engine(self) -> int:
+        """Kills the engine's process, and returns its id; another engine goes on with its requests. Raises TritonError
+        UNAVAILABLE while there is none."""
+        pid = self._engine.manager.kill_engine()
+        if not pid:
+            raise unavailable(f"instance '{self._instance.name}' has no engine process that has loaded its model")
+        return pid
+
+    def watch(self, kinds: frozenset[str]) -> None:
+        """What the engine is to report from now on. Any thread."""
+        self._engine.manager.watch(Watch(steps="steps" in kinds, blocks="blocks" in kinds))
+
+    def describe(self) -> InstanceDescription:
+        """The instance now, for those who watch. Any thread."""
+        engine = self._engine
+        return self._reports.describe(engine.manager.state, engine.config, engine.info)
 
     def shutdown(self) -> None:
         self._model.stop_engine(self._engine)
@@ -155,19 +184,22 @@ class ModelInstanceState:
     # --- callbacks, on the engine's loop ------------------------------------------------------------------------------
 
     def _get_requests(self, room: int) -> Sequence[InferRequest]:
-        """At most `room` requests in the queue's order, and no more than this engine's share; none for an engine that
-        is not ready while another is."""
+        """At most `room` requests in the queue's order, without those that are for other engines; none for an engine
+        that is not ready while another is."""
         if not self._tasks.num_queued:
             return ()
         ready = self._model.ready_engines()
         if ready and self._engine not in ready:
             return ()
-        tasks = self._tasks.take(self._engine.assignment, room, max(len(ready), 1))
-        now_ns = time.monotonic_ns()
+        now_ns, assignment = time.monotonic_ns(), self._engine.assignment
+        tasks = self._tasks.take(assignment, room, [engine.assignment for engine in ready], now_ns)
+        if assignment.look_again_ns:
+            self._model.wake_later(self._engine, assignment.look_again_ns)
         for task in tasks:
             if not task.times.taken_ns:
                 self._metrics.taken_by_engine(task, now_ns)
             task.times.taken_ns = task.times.taken_ns or now_ns
+        self._reports.taken(tasks)
         return [task.resume_request() for task in tasks]
 
     def _send_responses(self, outputs: Sequence[StepOutput]) -> None:
@@ -208,16 +240,29 @@ class ModelInstanceState:
         model.loras.engine_ended(engine.index)
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)
+        for task in lost.requeued:
+            task.engine_died(cause.kind)
         self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
+        self._reports.put_back(lost.requeued, NO_ENGINE)
         if lost.blamed is not None:
             engine.manager.reset_failures()
             self._fail_blamed(lost.blamed, cause)
         if model.why_no_engine():
             model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
         model.wake_engines()
+        model.prefixes.ended(engine)
+
+    def _blocks_changed(self, changes: BlockChanges) -> None:
+        self._model.prefixes.changed(self._engine, changes)
 
     def _adapter_loaded(self, result: AdapterResult) -> None:
         self._model.loras.loaded(self._engine.index, result)
+
+    def _on_request_events(self, events: Sequence[RequestEvent]) -> None:
+        for event in events:
+            task = self._tasks.get(event.request_id)
+            if task is not None:
+                task.engine_told(event)
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)
@@ -254,6 +299,7 @@ class ModelInstanceState:
                 step.inter_token_s.append((step.now_ns - previous_ns) * 1e-9)
             else:
                 step.first_token_s.append((step.now_ns - task.times.exec_start_ns) * 1e-9)
+                self._model.prefixes.prompt_computed(task, step.now_ns)
         if (reason := task.assembler.finish_reason) is not None:
             self._remove(task, output)
             self._model.end_task(task, reason, step.now_ns)

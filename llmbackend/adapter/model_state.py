@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from llmbackend.core.backend_api import (
     Model,
@@ -23,22 +23,27 @@ from llmbackend.core.backend_api import (
     TritonError,
     cancelled,
     internal,
+    responses_together,
     unavailable,
 )
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import ModelInfo, Vocabulary
+from llmbackend.engine.infer_request import Vocabulary
 from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 
+from .activity import NO_ENGINE, NO_ROW, received
 from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
 from .engine_args import LORA_NAMES, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
+from .engine_handle import EngineHandle
 from .infer_task import InferTask
 from .lora_changes import LoraChange
 from .lora_registry import LoraRegistry
 from .metrics import LlmMetrics
 from .model_limits import ModelLimits
+from .prefix_routing import PrefixRouting
+from .resuming import Piece
 from .schemas.sampling import NO_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
 from .task_map import EngineAssignment, TaskMap
@@ -49,27 +54,8 @@ if TYPE_CHECKING:
     from .request_conversion import RequestConverter
 
 logger = logging.getLogger(__name__)
-
-
-class EngineHandle:
-    """One instance's LlmManager, and what its model knows about it."""
-
-    info: ModelInfo
-    """Set when the engine has loaded its model."""
-
-    def __init__(self, index: int, config: EngineConfig, manager: LlmManager) -> None:
-        self.index = index
-        self.config = config
-        self.manager = manager
-        self.assignment = EngineAssignment(manager.wake)
-
-    def why_not_ready(self) -> str:
-        """Why the engine should get no requests; "" when it is ready."""
-        try:
-            self.manager.check_ready()
-        except RuntimeError as error:
-            return str(error)
-        return ""
+_SENT_TOGETHER: Final = 32
+"""Responses that are sent again."""
 
 
 class ModelState:
@@ -91,7 +77,8 @@ class ModelState:
         )
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self.metrics = LlmMetrics(model.backend, model.name, model.version, self.arguments.reports_metrics)
-        self.tasks = TaskMap(self._policies, self.arguments.max_queue_size)
+        self.prefixes = PrefixRouting(self.arguments.engine.enable_prefix_caching)
+        self.tasks = TaskMap(self._policies, self.arguments.max_queue_size, self.prefixes.placement)
         self._timer = Timer()
         self._conversions = ConversionPool(
             model.name,
@@ -121,12 +108,25 @@ class ModelState:
         values[LORA_NAMES] = ",".join(engine.lora_modules if engine.enable_lora else ())
         return {name: value for name, value in values.items() if value}
 
+    def describe_text(self) -> dict[str, Any]:
+        """The tokenizer, the chat template, and the model's own sampling defaults, as JSON values. Raises TritonError
+        INVALID_ARG for a tokenizer that cannot be loaded."""
+        description: dict[str, Any] = {"sampling_defaults": dict(self._sampling_defaults)}
+        if self._tokenizer is not None:
+            self._tokenizer.load()
+            description |= {"tokenizer": self._tokenizer.kind, "chat_template": self._tokenizer.chat_template}
+        return description
+
     # --- engines ------------------------------------------------------------------------------------------------------
 
-    def new_engine(self, instance: ModelInstance, make_manager: Callable[[EngineConfig], LlmManager]) -> EngineHandle:
+    def new_engine(
+        self, instance: ModelInstance, make_manager: Callable[[EngineConfig, int], LlmManager]
+    ) -> EngineHandle:
         """An engine that is not started, on the device of `instance`."""
+        index = next(self._engine_indices)
         config = self.arguments.with_device_defaults(self._placement.place(self.arguments.engine, instance))
-        return EngineHandle(next(self._engine_indices), config, make_manager(config))
+        config = config.of_instance(index)
+        return EngineHandle(index, config, make_manager(config, index))
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:
         """Starts an engine; returns when its model is loaded. Raises TritonError: INTERNAL with the engine's reason,
@@ -149,6 +149,7 @@ class ModelState:
             self.converter = RequestConverter(
                 self.schema, tokenizer, limits, self._policies, self._sampling_defaults, self.loras
             )
+            self.prefixes.follow(self._engines)
         self.metrics.set_max_tokens(limits.max_tokens)
         engine.manager.prepare_grammars()
         logger.info("%s: %s", instance_name, engine.info.summary)
@@ -166,12 +167,14 @@ class ModelState:
         with self._lock:
             if engine in self._engines:
                 self._engines.remove(engine)
+                self.prefixes.follow(self._engines)
             others = tuple(self._engines)
         unloaded = unavailable(f"model '{self.name}' was unloaded before the request was finished")
         if not others:
             self._conversions.drain(unloaded)
         engine.manager.shutdown()
         self.loras.engine_ended(engine.index)
+        self.prefixes.ended(engine)
         self._placement.leave(engine.config)
         if others:
             self.tasks.hand_over(engine.assignment, others[0].assignment)
@@ -225,9 +228,24 @@ class ModelState:
             return "no engine is running"
         return engines[0].why_not_ready() if all(engine.manager.is_given_up for engine in engines) else ""
 
+    def _why_waiting(self) -> str:
+        """Why a new request is not taken at once; "" when it is."""
+        ready = self.ready_engines()
+        if not ready:
+            return NO_ENGINE
+        return "" if self.tasks.num_queued < sum(engine.manager.room for engine in ready) else NO_ROW
+
     def wake_engines(self) -> None:
         for engine in tuple(self._engines):
             engine.manager.wake()
+
+    def wake_later(self, engine: EngineHandle, due_ns: int) -> None:
+        """An engine with room left requests to others: it looks again when they are late, or a little earlier: an
+        alarm that is set already will do. On the engine's loop."""
+        if not time.monotonic_ns() < engine.wakes_at_ns <= due_ns:
+            engine.wakes_at_ns = due_ns
+            self._timer.start()
+            self._timer.set(engine.manager.wake, due_ns)
 
     def _limits(self) -> ModelLimits:
         infos = [engine.info for engine in self._engines]
@@ -274,15 +292,17 @@ class ModelState:
     def submit(self, tasks: Sequence[InferTask]) -> None:
         """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered
         UNAVAILABLE. A task that has ended before (its client has all its tokens) is answered at once."""
-        if len(tasks) == 1 and (reason := tasks[0].finish_reason) is not None:
-            self.end_task(tasks[0], reason, time.monotonic_ns())
-            tasks[0].respond()
+        tasks = self._going_on(tasks)
+        if not tasks:
             return
         refusal = self.why_no_engine() or self.tasks.admit(*tasks)
         for task in tasks if refusal else ():
             self.fail(task, self._refused(refusal))
         if refusal:
             return
+        if tasks[0].activity.kinds:
+            tasks[0].activity.report(received(tasks, self._why_waiting()))
+        self.prefixes.place(tasks)
         # Before they are queued: afterwards they may be finished and released at any time.
         for task in tasks:
             task.on_cancel(partial(self._cancel, task.request_id))
@@ -291,6 +311,38 @@ class ModelState:
             self.tasks.enqueue(task)
         self.update_waiting_gauge()
         self.wake_engines()
+
+    def _going_on(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
+        """Brings the tasks of a request that is resumed to where they were, and ends those that had ended; the others.
+        What is sent again is sent in portions, so that its receiver is never woken for much of it at once."""
+        pieces = tasks[0].take_known_pieces()
+        for start in range(0, len(pieces), _SENT_TOGETHER):
+            with responses_together():
+                for piece in pieces[start : start + _SENT_TOGETHER]:
+                    self._go_on(tasks[piece.index], piece)
+        for task in tasks:
+            if task.finish_reason is not None and not task.has_ended:
+                self._end(task, task.finish_reason)
+        return [task for task in tasks if not task.has_ended]
+
+    def _go_on(self, task: InferTask, piece: Piece) -> None:
+        """Makes a response again."""
+        if task.has_ended:
+            logger.error("%s: request %s: a delta is behind the end of its generation", self.name, task.request_id)
+            return
+        if piece.error is not None:
+            self.fail(task, piece.error.error())
+            return
+        for output in piece.outputs:
+            task.add_known_output(output)
+        if (reason := task.finish_reason) is not None:
+            self._end(task, reason)
+        else:
+            task.respond()
+
+    def _end(self, task: InferTask, reason: str) -> None:
+        self.end_task(task, reason, time.monotonic_ns())
+        task.respond()
 
     def update_waiting_gauge(self) -> None:
         """After a change of the queue; an engine's steps update it, too."""
@@ -365,3 +417,4 @@ class ModelState:
         for alarm in task.alarms:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
+        task.count_end(reason)

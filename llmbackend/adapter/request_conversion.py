@@ -8,10 +8,10 @@ the vocabulary, and leaves room for a token.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from .lora_registry import NO_LORAS, AdapterHandle, LoraRegistry
 from .model_limits import ModelLimits
 from .prompts import PromptMaker
 from .response_sender import Choice, ResponseSender
+from .resuming import Known, PieceRecord
 from .schemas.prompt_description import SAMPLING_PARAMETERS, described
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
 from .schemas.sampling_description import sampling_json
@@ -38,8 +39,7 @@ from .structured_outputs.constraint import Constraint
 from .text.output_assembler import OutputAssembler
 from .text.token_bias import TokenBias, banned_texts
 from .text.tokenizer import ModelTokenizer
-
-_ids = itertools.count(1)
+from .traced_task import RequestSpans, TracedInferTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,8 @@ class _CheckedGeneration:
     adapter: AdapterHandle
     prior: StepOutput | None = None
     """The output that the client has, behind which this one begins."""
+    grammar_ns: tuple[int, int] | None = None
+    """When the check of the grammar began and ended; None = there is none."""
 
     @property
     def reasoning_for_engine(self) -> Reasoning | None:
@@ -80,6 +82,16 @@ def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
         )
         for index in range(count)
     ]
+
+
+def _spans(request: Request, prompts: Sequence[_CheckedGeneration], num_generations: int) -> RequestSpans | None:
+    """None for a request that is not traced, or in a form without spans."""
+    trace = request.trace
+    if trace is None or not trace.takes_spans:
+        return None
+    operation = "text_completion" if prompts[0].inputs.messages is None else "chat"
+    params = prompts[0].params
+    return RequestSpans(trace, operation, params.sampling, params.n, num_generations)
 
 
 class RequestConverter:
@@ -112,17 +124,24 @@ class RequestConverter:
         if wanted[0].prompt_only:
             self._describe(request, instance, exec_start_ns, wanted[0])
             return []
-        prompts = [self._generation(inputs) for inputs in wanted]
+        known = Known.of(request.resume)
+        seeds = (None,) * len(wanted) if known is None else known.seeds_of(len(wanted))
+        prompts = [self._generation(inputs, seed) for inputs, seed in zip(wanted, seeds, strict=True)]
         generations = [choice for one in prompts for choice in _choices(one)]
         assemblers = [self._assembler(one) for one in generations]
         priority = self._level(prompts[0].params.priority or request.priority)
         self._check_priority(prompts[0].params.priority)
         compute_start_ns = time.monotonic_ns()
-        sender = self._sender(request, instance, exec_start_ns, prompts, len(generations))
-        group = str(next(_ids))
+        spans = _spans(request, prompts, len(generations))
+        if spans is not None:
+            spans.converted(exec_start_ns, compute_start_ns, prompts[0].grammar_ns)
+        if known is not None:
+            known.check(len(generations), self._limits.vocab_size)
+            known = dataclasses.replace(known, seeds=tuple(one.params.sampling.seed for one in prompts))
+        sender = self._sender(request, instance, exec_start_ns, prompts, len(generations), known)
         return [
-            self._task(sender, one, assembler, priority, TaskTimes(exec_start_ns, compute_start_ns), group)
-            for one, assembler in zip(generations, assemblers, strict=True)
+            self._task(sender, one, assembler, priority, TaskTimes(exec_start_ns, compute_start_ns), index, spans)
+            for index, (one, assembler) in enumerate(zip(generations, assemblers, strict=True))
         ]
 
     def _describe(self, request: Request, instance: ModelInstance, exec_start_ns: int, inputs: LlmInputs) -> None:
@@ -157,6 +176,7 @@ class RequestConverter:
         exec_start_ns: int,
         prompts: Sequence[_CheckedGeneration],
         num_tasks: int,
+        known: Known | None,
     ) -> ResponseSender:
         """Choices are sent as they come, unless they must be ranked, or one response has them all."""
         options, params = prompts[0].inputs.options, prompts[0].params
@@ -170,7 +190,7 @@ class RequestConverter:
                 param="best_of",
             )
         if options.stream or not (is_ranked or joins):
-            return ResponseSender(request, instance, exec_start_ns, client_error, num_tasks, len(prompts))
+            return ResponseSender(request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known)
         return CollectedChoices(
             request,
             instance,
@@ -180,9 +200,11 @@ class RequestConverter:
             count=params.n,
             joins=joins,
             of_prompt=self._schema.outputs_of_prompt,
+            known=known,
         )
 
-    def _generation(self, inputs: LlmInputs) -> _CheckedGeneration:
+    def _generation(self, inputs: LlmInputs, seed: int | None = None) -> _CheckedGeneration:
+        """seed: the one that was drawn for it before; None = its own, or a new one."""
         prompt = self._prompts.make(inputs)
         if inputs.max_tokens_must_fit:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
@@ -196,10 +218,18 @@ class RequestConverter:
         )
         self._check_prompt_logprobs(params.sampling.prompt_logprobs, len(prompt.token_ids))
         adapter = self._loras.take(params.lora_name)
-        grammar = self._grammars.grammar(self._with_defaults(params.constraint)) if params.constraint else ""
+        grammar, grammar_ns = self._grammar(params.constraint) if params.constraint else ("", None)
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
         params = self._biased(params, inputs.bias)
-        return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, self._prior(inputs, params))
+        if seed is not None:
+            params = dataclasses.replace(params, sampling=msgspec.structs.replace(params.sampling, seed=seed))
+        prior = self._prior(inputs, params)
+        return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, prior, grammar_ns)
+
+    def _grammar(self, constraint: Constraint) -> tuple[str, tuple[int, int]]:
+        """The grammar, and when its check began and ended."""
+        start_ns = time.monotonic_ns()
+        return self._grammars.grammar(self._with_defaults(constraint)), (start_ns, time.monotonic_ns())
 
     def _prior(self, inputs: LlmInputs, params: GenerationParams) -> StepOutput | None:
         if inputs.prior_output_ids is None:
@@ -261,13 +291,14 @@ class RequestConverter:
         assembler: OutputAssembler,
         priority: int,
         times: TaskTimes,
-        group: str,
+        index: int,
+        spans: RequestSpans | None,
     ) -> InferTask:
-        """group: names the request among those of its engine."""
+        """index: its place among the generations of its request. spans: of a traced request."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
         request = InferRequest(
             # Not the client's id, which need not be unique.
-            request_id=str(next(_ids)),
+            request_id=f"{sender.number}.{index}" if index else str(sender.number),
             prompt_token_ids=prompt.token_ids,
             sampling=params.sampling,
             priority=priority,
@@ -276,9 +307,11 @@ class RequestConverter:
             lora_name=generation.adapter.key,
             grammar=generation.grammar,
             reasoning=generation.reasoning_for_engine,
-            prefix_group=f"{group}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
+            is_traced=spans is not None,
+            prefix_group=f"{sender.number}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
         )
-        return InferTask(
+        make = InferTask if spans is None else partial(TracedInferTask, spans)
+        return make(
             sender,
             request,
             assembler,
@@ -290,6 +323,7 @@ class RequestConverter:
             choice=inputs.sequence_index,
             adapter=generation.adapter,
             prior_output_ids=() if generation.prior is None else generation.prior.token_ids,
+            record=PieceRecord(index) if sender.is_resumable else None,
         )
 
     def _check_prompt_logprobs(self, count: int | None, num_prompt_tokens: int) -> None:

@@ -8,7 +8,7 @@ that was popped is nowhere else.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,137 +18,37 @@ from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.infer_request import StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 
+from .fault_isolation import FaultIsolation
 from .infer_task import InferTask
+from .placement import Place, Placement, ReadyEngines, Rooms
+from .task_queue import TaskQueue
 
-CLEARING_TOKENS = 2
-"""A request that has got so many tokens from an engine (a prefill and a decode step) is not what kills it."""
-BLAME_THRESHOLD = 2.0
-KILLED_WEIGHT = 0.4
-"""Of a death by SIGKILL, which comes from outside: from a person, or from a kernel short of memory (which a request may
-have caused). Every other death weighs 1."""
-
-
-class TaskQueue:
-    """The requests that no engine has yet, in the order in which engines take them. Every operation is O(1).
-
-    A lower priority level goes first, as in Triton. Within a level it is first come, first served; but requests of a
-    dead engine go before all others, and requests that waited longer than their level's timeout (action DELAY) go last.
-    Owner: TaskMap, under whose lock every call is made.
-    """
-
-    def __init__(self) -> None:
-        self._lanes: dict[tuple[int, bool], OrderedDict[str, InferTask]] = {}
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __contains__(self, task: InferTask) -> bool:
-        return task.request_id in self._lanes.get(task.lane, ())
-
-    def num_in_level(self, level: int) -> int:
-        return sum(len(self._lanes.get((level, delayed), ())) for delayed in (False, True))
-
-    def append(self, task: InferTask) -> None:
-        self._lanes.setdefault(task.lane, OrderedDict())[task.request_id] = task
-        self._size += 1
-
-    def put_back(self, tasks: Sequence[InferTask]) -> None:
-        """Puts the tasks before all others of their level, in this order."""
-        for task in reversed(tasks):
-            self.append(task)
-            self._lanes[task.lane].move_to_end(task.request_id, last=False)
-
-    def head(self) -> InferTask | None:
-        """The next task to be taken."""
-        return next(iter(self._lanes[min(self._lanes)].values())) if self._lanes else None
-
-    def remove(self, task: InferTask) -> bool:
-        """Returns whether the task was queued."""
-        lane = self._lanes.get(task.lane, OrderedDict())
-        if lane.pop(task.request_id, None) is None:
-            return False
-        if not lane:
-            del self._lanes[task.lane]
-        self._size -= 1
-        return True
-
-    def delay(self, task: InferTask) -> bool:
-        """Moves a task behind all others of its level; returns whether it was queued."""
-        if not self.remove(task):
-            return False
-        task.is_delayed = True
-        self.append(task)
-        return True
-
-
-class FaultIsolation:
-    """Finds the request that kills one engine, without failing other requests.
-
-    A request is unproven until the engine has given CLEARING_TOKENS tokens for it. When an engine dies, its unproven
-    requests become suspects. A suspect runs in isolation: it is given to an engine that has no other unproven request,
-    and that engine gets no other request until the suspect is proven. A death in isolation counts against the suspect;
-    at BLAME_THRESHOLD it is blamed and ended.
-    Invariant: a blamed request was the only unproven one at two deaths or more, with no success in between.
-    Owner: TaskMap, under whose lock every call is made.
-    """
-
-    def __init__(self) -> None:
-        self._unproven: dict[str, InferTask] = {}
-        self._outputs_left: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._unproven)
-
-    def admits(self, task: InferTask) -> bool:
-        """Whether the engine may take `task` now."""
-        first = next(iter(self._unproven.values()), None)
-        return first is None or not (task.is_suspect or first.is_suspect)
-
-    def add(self, task: InferTask) -> None:
-        self._unproven[task.request_id] = task
-        self._outputs_left[task.request_id] = CLEARING_TOKENS
-
-    def record_output(self, request_id: str) -> None:
-        """The engine gave a token for the request; enough of them clear it of earlier deaths."""
-        left = self._outputs_left.get(request_id, 0) - 1
-        if left > 0:
-            self._outputs_left[request_id] = left
-        elif task := self.discard(request_id):
-            task.is_suspect = False
-            task.isolated_deaths.clear()
-
-    def discard(self, request_id: str) -> InferTask | None:
-        """Forgets a request that has ended or is proven; returns its task if it was unproven."""
-        self._outputs_left.pop(request_id, None)
-        return self._unproven.pop(request_id, None)
-
-    def engine_died(self, kind: DeathKind) -> InferTask | None:
-        """Makes all unproven requests suspects; returns the blamed one, if there is one."""
-        suspects = list(self._unproven.values())
-        self._unproven, self._outputs_left = {}, {}
-        for task in suspects:
-            task.is_suspect = True
-        if len(suspects) != 1:
-            return None
-        deaths = suspects[0].isolated_deaths
-        deaths.append(kind)
-        weight = sum(KILLED_WEIGHT if death == "killed" else 1.0 for death in deaths)
-        return suspects[0] if weight >= BLAME_THRESHOLD else None
+WINDOW: Final = 128
+"""So many requests of the queue are looked at for the one engine that has room."""
 
 
 @dataclass(eq=False, slots=True)
 class EngineAssignment:
-    """What is assigned to one engine. The map's lock owns all fields but `wake`."""
+    """What is assigned to one engine. The map's lock owns all fields but the first three."""
 
     wake: Callable[[], None]
     """Has the engine's loop look for requests and controls."""
+    room: Callable[[], int]
+    """How many requests it would take now."""
+    bit: int
+    """Names it where engines are compared: each has another power of two."""
     isolation: FaultIsolation = field(default_factory=FaultIsolation)
     pending_stops: list[tuple[str, TritonError | None]] = field(default_factory=list)
     """Requests to end with this error (cancelled, or too late), or with None (stopped by their client). Their tasks are
     still in the map."""
     stopped_ids: list[str] = field(default_factory=list)
     """Requests that a stop string ended before the engine did; their tasks are no longer in the map."""
+    look_again_ns: int = 0
+    """When it may take a request that waits for another engine now; 0 = none does."""
+
+    def room_now(self) -> int:
+        """An engine in which a request is isolated takes no other."""
+        return 0 if self.isolation.is_isolating else self.room()
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +84,12 @@ class TaskMap:
     callbacks.
     """
 
-    def __init__(self, policies: QueuePolicies, max_queue_size: int) -> None:
+    def __init__(self, policies: QueuePolicies, max_queue_size: int, placement: Placement) -> None:
         self._policies = policies
+        self._placement = placement
+        self._ready_engines: Sequence[EngineAssignment] = ()
+        self._compared = ReadyEngines({})
+        """Of those."""
         self._max_queue_size = max_queue_size
         self._lock = threading.Lock()
         self._tasks: dict[str, InferTask] = {}
@@ -208,6 +112,11 @@ class TaskMap:
         """Queued requests, and those that are being converted and have a place in the queue."""
         with self._lock:
             return len(self._queue) + (self._reserved.total() if self._reserved else 0)
+
+    def all(self) -> list[tuple[InferTask, bool]]:
+        """Every task, and whether an engine has it."""
+        with self._lock:
+            return [(task, request_id in self._engine_of) for request_id, task in self._tasks.items()]
 
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:
         """The requests to which their client gave this id, and which `by` may end."""
@@ -273,21 +182,47 @@ class TaskMap:
 
     # --- engines ------------------------------------------------------------------------------------------------------
 
-    def take(self, engine: EngineAssignment, room: int, num_engines: int) -> list[InferTask]:
-        """Assigns queued tasks to an engine, in the queue's order: at most `room`, and at most the engine's share among
-        `num_engines`."""
+    def take(
+        self, engine: EngineAssignment, room: int, ready: Sequence[EngineAssignment], now_ns: int
+    ) -> list[InferTask]:
+        """Assigns at most `room` queued tasks to an engine, in the queue's order; where several engines are ready,
+        those that the placement does not leave to another one. Sets `engine.look_again_ns`."""
         with self._lock:
-            share = -(-len(self._queue) // num_engines)
+            engine.look_again_ns = 0
             taken: list[InferTask] = []
-            while len(taken) < min(room, share):
-                task = self._queue.head()
-                if task is None or not engine.isolation.admits(task):
+            rooms = self._rooms(ready) if len(ready) > 1 else None
+            for task in self._queue.first(room if rooms is None else room + WINDOW):
+                if len(taken) == room or not engine.isolation.admits(task):
                     break
-                self._queue.remove(task)
-                self._engine_of[task.request_id] = engine
-                engine.isolation.add(task)
-                taken.append(task)
+                if rooms is None or self._takes(engine, task, rooms, now_ns):
+                    self._assign(task, engine)
+                    taken.append(task)
             return taken
+
+    def _rooms(self, engines: Sequence[EngineAssignment]) -> Rooms:
+        if self._ready_engines != engines:
+            self._ready_engines = engines
+            self._compared = ReadyEngines({one.bit: one.room_now for one in engines})
+        return Rooms(self._compared)
+
+    def _takes(self, engine: EngineAssignment, task: InferTask, rooms: Rooms, now_ns: int) -> bool:
+        """What has lost its engine, and what may kill engines, goes to the first that has room."""
+        if task.lost_ns or task.is_suspect:
+            rooms.given(engine.bit)
+            return True
+        place = task.place = task.place or Place()
+        takes = self._placement.takes(engine.bit, place, rooms, now_ns)
+        rooms.given(engine.bit if takes else place.waits_for)
+        if not takes:
+            engine.look_again_ns = min(engine.look_again_ns or place.until_ns, place.until_ns)
+        return takes
+
+    def _assign(self, task: InferTask, engine: EngineAssignment) -> None:
+        self._queue.remove(task)
+        self._engine_of[task.request_id] = engine
+        engine.isolation.add(task)
+        if task.place is not None and task.place.hashes:
+            self._placement.index.expect(engine.bit, task.request_id, task.place.hashes)
 
     def record_outputs(self, engine: EngineAssignment, outputs: Sequence[StepOutput]) -> None:
         """Tells fault isolation which requests the engine has worked on."""
@@ -297,6 +232,7 @@ class TaskMap:
             for output in outputs:
                 if output.token_ids:
                     engine.isolation.record_output(output.request_id)
+                    self._placement.index.settle(output.request_id)
 
     def engine_died(
         self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int
@@ -312,7 +248,7 @@ class TaskMap:
             # A harmless suspect that waited behind other suspects could see another death.
             lost.sort(key=lambda task: -len(task.isolated_deaths))
             for task in lost:
-                del self._engine_of[task.request_id]
+                self._unassign(task)
                 task.lost_ns = task.lost_ns or now_ns
             self._queue.put_back(lost)
             return LostTasks(lost, blamed)
@@ -322,7 +258,7 @@ class TaskMap:
         with self._lock:
             left = [task for one, task in self._tasks.items() if self._engine_of.get(one) is engine]
             for task in left:
-                del self._engine_of[task.request_id]
+                self._unassign(task)
                 engine.isolation.discard(task.request_id)
             self._queue.put_back(left)
             successor.pending_stops.extend(engine.pending_stops)
@@ -395,11 +331,19 @@ class TaskMap:
             if owner is engine:
                 controls.stop.append(request_id)
 
+    def _unassign(self, task: InferTask) -> None:
+        """The task goes back into the queue."""
+        del self._engine_of[task.request_id]
+        self._placement.index.settle(task.request_id)
+        if task.place is not None:
+            task.place = Place(task.place.hashes)
+
     def _pop(self, request_id: str) -> InferTask | None:
         task = self._tasks.pop(request_id, None)
         engine = self._engine_of.pop(request_id, None)
         if engine is not None:
             engine.isolation.discard(request_id)
+            self._placement.index.settle(request_id)
         if task is not None:
             self._queue.remove(task)
         return task

@@ -28,6 +28,7 @@ from llmbackend.engine.runners import make_runner
 
 from ..server.process_age import process_age_s
 from ..server.process_memory import peak_rss_mb, tree_pss_mb
+from .bench_plots import Measured, print_plots, write_svg
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -140,6 +141,11 @@ class _Times:
         self.after = stats
 
     @property
+    def measured(self) -> Measured:
+        tokens_s = [time_s for times in self.tokens_s.values() for time_s in times]
+        return Measured(self.first_token_s, self.gaps_s, tokens_s)
+
+    @property
     def gaps_s(self) -> list[float]:
         return [later - sooner for times in self.tokens_s.values() for sooner, later in pairwise(times)]
 
@@ -152,9 +158,11 @@ def run_bench(
     seed: int = 0,
     ablate: bool = False,
     as_served: bool = False,
+    plot_path: Path | None = None,
     **engine_arguments: Any,
 ) -> BenchResult:
-    """Runs a workload file and prints a table; `json_path` gets the same figures as JSON.
+    """Runs a workload file and prints a table and plots; `json_path` gets the same figures as JSON, `plot_path` the
+    plots as SVG.
 
     `engine_arguments` are further fields of EngineConfig. `ablate` runs the workload again with each optimisation
     turned off in turn. `as_served`: the weights come from the cache, as in a server, and are packed into it first where
@@ -165,8 +173,11 @@ def run_bench(
     if arguments.get("device", "cpu") != "cpu":
         arguments = {**GPU_DEFAULTS, **arguments}
     items = read_workload(workload_path)
-    result = _run(arguments, items, as_served)
+    result, measured = _run(arguments, items, as_served)
     _print(result, workload_path.name)
+    print_plots(measured, Console(highlight=False))
+    if plot_path is not None:
+        write_svg(measured, plot_path, f"{workload_path.name} on {result.model} ({result.dtype}, {result.device})")
     if ablate:
         _ablate(arguments, items, result)
     if json_path is not None:
@@ -174,14 +185,14 @@ def run_bench(
     return result
 
 
-def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: bool) -> BenchResult:
+def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: bool) -> tuple[BenchResult, Measured]:
     config = msgspec.convert(arguments, EngineConfig)
     start_s = time.perf_counter()
     with OfflineEngine(config, make_served_runner if as_served else make_runner) as engine:
         load_s, ready_s = time.perf_counter() - start_s, process_age_s()
         requests = make_requests(items, engine.info, config.seed)
         times = _measure(engine, requests, _warm_up(engine, config.seed))
-        return _result(config.model, engine.info, requests, times, load_s, ready_s)
+        return _result(config.model, engine.info, requests, times, load_s, ready_s), times.measured
 
 
 def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: BenchResult) -> None:
@@ -194,7 +205,7 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
     for name, change in {"as given, again": {}, **ABLATIONS}.items():
         if name != "as given, again" and _changes_nothing(given, change):
             continue
-        result = _run({**arguments, **change}, items, as_served=False)
+        result, _ = _run({**arguments, **change}, items, as_served=False)
         ratio = result.output_tokens_per_s / base.output_tokens_per_s
         speeds = (f"{result.output_tokens_per_s:,.1f}", f"{ratio:.2f} ×", f"{result.step_ms:.2f}")
         table.add_row(name, *speeds, f"{result.host_us_per_step:.0f}", f"{result.cached_tokens:,}")

@@ -20,9 +20,6 @@ import typer
 from llmbackend.adapter.engine_args import (
     LORA_MODULES,
     OWN_PARAMETERS,
-    check_checkpoint,
-    read_given_arguments,
-    read_own_parameters,
 )
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
 from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
@@ -31,6 +28,7 @@ from llmbackend.engine.config import EngineConfig
 
 from ..server.settings import SingleModel
 from ..server.start_failure import advice, as_flags, flag_of
+from .flag_groups import one_of
 
 _MODEL: Final = "--model: weights and text"
 _MEMORY: Final = "--model: memory and batches"
@@ -68,10 +66,12 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "num_kv_blocks": (_MEMORY, "Blocks of keys and values, instead of their memory."),
     "block_size": (_MEMORY, "Tokens in a block of keys and values."),
     "enable_prefix_caching": (_MEMORY, "Keep the keys and values of prompts for others that begin alike."),
+    "kv_events_config": (_MEMORY, 'Tell routers of others what is kept: {"enable_kv_cache_events": true}.'),
     "kv_offloading_size": (_MEMORY, "GiB of host memory for blocks that a GPU has no room for."),
     "num_host_kv_blocks": (_MEMORY, "The same as a number of blocks."),
     "device": (_COMPUTE, "cpu, cuda, cuda:N, or auto: a GPU where there is one."),
-    "tensor_parallel_size": (_COMPUTE, "GPUs that the engine spans."),
+    "tensor_parallel_size": (_COMPUTE, "Ranks that share every layer, each with a part of it."),
+    "pipeline_parallel_size": (_COMPUTE, "Stages that the layers are split over."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
     "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),
@@ -140,7 +140,6 @@ class EngineFlags:
                 raise typer.BadParameter(f"{first} {message}", param_hint=first)
             return None
         given = {name: value for name, value in self._given.items() if name not in NO_EFFECT}
-        parameters = {name: given.pop(name) for name in OWN_PARAMETERS if name in given}
         if LORA_MODULES in given:
             given[LORA_MODULES] = _lora_modules(given[LORA_MODULES])
         for readable in _HUMAN_READABLE:
@@ -148,14 +147,11 @@ class EngineFlags:
                 given[readable] = _number(given[readable])
         _check_parsers(given)
         try:
-            arguments = read_given_arguments({"model": model, **given}, Path.cwd())
-            read_own_parameters(parameters)
-            check_checkpoint(EngineConfig(**arguments))
+            return SingleModel.checked(model, name, given)
         except (TritonError, ValueError) as error:
             text = as_flags(str(error))
             flag = next(iter(re.findall(r"--[\w-]+", text)), "--model")
             raise typer.BadParameter(f"{text.rstrip('.')}. {advice(text, 'See --help.')}", param_hint=flag) from None
-        return SingleModel(model=model, name=name, arguments=msgspec.to_builtins(arguments), parameters=parameters)
 
 
 def _check_parsers(given: Mapping[str, Any]) -> None:
@@ -191,7 +187,14 @@ def _flag(field: msgspec.structs.FieldInfo) -> Any:
 
 def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool = False) -> Any:
     help_text = help_text or _HELP.get(name, ("", ""))[1]
-    option = typer.Option(flag_of(name), metavar=metavar, help=help_text, rich_help_panel=panel, hidden=hidden)
+    option = typer.Option(
+        flag_of(name),
+        metavar=metavar,
+        help=help_text,
+        rich_help_panel=panel,
+        hidden=hidden,
+        autocompletion=one_of(*metavar.split("|")) if "|" in metavar else None,
+    )
     return Annotated[str | None, option]
 
 

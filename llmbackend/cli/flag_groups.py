@@ -18,17 +18,20 @@ import typer
 
 
 def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """`command(group: Group, ...)` as a function of the groups' fields. A field's name must be unique among them."""
-    groups = {name: kind for name, kind in get_type_hints(command).items() if name != "return"}
+    """`command(context, group: Group, ...)` as a function of the context and the groups' fields. A field's name must be
+    unique among them."""
+    groups = {name: kind for name, kind in get_type_hints(command).items() if name not in ("context", "return")}
 
-    def flat(**flags: Any) -> None:
-        command(**{name: kind(**{field: flags[field] for field in _fields(kind)}) for name, kind in groups.items()})
+    def flat(context: typer.Context, **flags: Any) -> None:
+        made = {name: kind(**{field: flags[field] for field in _fields(kind)}) for name, kind in groups.items()}
+        command(context, **made)
 
     flat.__doc__ = command.__doc__
     flat.__name__ = command.__name__
     flat.__annotations__ = {}
     parameters = [parameter for kind in groups.values() for parameter in _fields(kind).values()]
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # inspect reads it
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    flat.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # inspect reads it
     return flat
 
 
@@ -62,7 +65,12 @@ def boolean(text: str | bool) -> bool:
 
 
 def switch(name: str, help_text: str) -> Any:
-    return typer.Option(name, parser=boolean, metavar="BOOL", help=help_text)
+    return typer.Option(name, parser=boolean, metavar="BOOL", help=help_text, autocompletion=one_of("true", "false"))
+
+
+def one_of(*values: str) -> Callable[[str], list[str]]:
+    """What a shell completes a flag's value to."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
 
 
 def warn(text: str) -> None:

@@ -1,14 +1,15 @@
 """The `llmbackend` command and its subcommands.
 
-For: people and process managers. Does not know: what the subcommands do; `serve.py` and `bench.py` do. Invariants: a
-wrong flag ends with a message that names it and exit code 1; a subcommand's module is imported when it is called, so
-that the help and the version need none of them.
+For: people and process managers. Does not know: what the subcommands do; the modules of their names do. Invariants: a
+wrong flag ends with a message that names it and exit code 1; a subcommand's module is imported when it is called or
+completed in a shell, so that the help and the version need none of them.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,13 +18,15 @@ import typer
 
 from llmbackend import __version__
 
+from .lazy_commands import lazy_command
+from .shell_words import join_equals_signs
+
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 """For a subcommand that reads its arguments by itself."""
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -35,7 +38,7 @@ def root(version: Annotated[bool, typer.Option("--version", help="Print the vers
         raise typer.Exit
 
 
-@app.command(add_help_option=False, context_settings=_UNREAD)
+@app.command(cls=lazy_command(".serve", only_completion=True), add_help_option=False, context_settings=_UNREAD)
 def serve(context: typer.Context) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     gc.disable()  # imports make objects that stay; the server enables it when it has what it needs
@@ -47,6 +50,26 @@ def serve(context: typer.Context) -> None:
         gc.enable()
 
 
+@app.command(cls=lazy_command(".chat.command"))
+def chat() -> None:
+    """Talk to a model of any OpenAI-compatible server."""
+
+
+@app.command(cls=lazy_command(".top.command"))
+def top() -> None:
+    """Watch what a running server computes: engines, requests, tokens per second, KV memory."""
+
+
+@app.command(cls=lazy_command(".cluster_command"))
+def cluster() -> None:
+    """Several machines as one server."""
+
+
+@app.command(cls=lazy_command(".check.command"))
+def check() -> None:
+    """Would a model load, how would it be computed, and what memory would it take?"""
+
+
 @app.command()
 def bench(
     model: Annotated[str, typer.Option(help="Checkpoint directory, hub id, or mock.")],
@@ -55,6 +78,7 @@ def bench(
         typer.Option(help='JSON list of {"prompt_token_ids": [...] or "prompt_tokens": n, "output_tokens": n}.'),
     ],
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write the plots here, as SVG.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
@@ -74,6 +98,7 @@ def bench(
             model=model,
             workload_path=workload,
             json_path=json_path,
+            plot_path=plot_path,
             dtype=dtype,
             device=device,
             load_format=load_format,
@@ -117,6 +142,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def main() -> None:
     """Entry point of the `llmbackend` command. As Triton, it ends with exit code 1 when its command line is wrong."""
+    join_equals_signs(os.environ)
     try:
         sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
     except typer.TyperException as error:

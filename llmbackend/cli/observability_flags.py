@@ -19,7 +19,7 @@ from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics
 from llmbackend.core.tracing.settings import UNLIMITED_COUNT, OpenTelemetryOptions, TraceLevel, TraceMode, TraceSettings
 
 from ..core.server_log import LOG_FORMATS, LogSettings
-from .flag_groups import bad_option, switch, warn
+from .flag_groups import bad_option, one_of, switch, warn
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,9 @@ class LogFlags:
     log_info: Annotated[Any, switch("--log-info", "Log information.")] = True
     log_warning: Annotated[Any, switch("--log-warning", "Log warnings.")] = True
     log_error: Annotated[Any, switch("--log-error", "Log errors.")] = True
-    log_format: Annotated[str, typer.Option(help="default or ISO8601.")] = "default"
+    log_format: Annotated[str, typer.Option(help="default or ISO8601.", autocompletion=one_of(*LOG_FORMATS))] = (
+        "default"
+    )
     log_file: Annotated[str, typer.Option(help="File to which the log is appended; default: standard error.")] = ""
 
     def settings(self) -> LogSettings:

@@ -19,7 +19,7 @@ from llmbackend.frontends.kserve.request_parameters import HeaderForward
 from llmbackend.frontends.openai.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.protocol_options import CompressionLevel, CorsOptions, ProtocolOptions
 
-from ..server.settings import Endpoint
+from ..server.endpoints import Endpoint
 from .flag_groups import switch
 
 _REUSE = "Several servers may listen on the port, if each has this flag."
@@ -99,6 +99,9 @@ class ProtocolFlags:
     grpc_infer_response_compression_level: Annotated[
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
     ] = "none"
+    allow_fault_injection: Annotated[
+        Any, switch("--allow-fault-injection", "Operators may kill engines over HTTP (docs/operations.md).")
+    ] = False
     reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
     lora_separator: Annotated[
         str, typer.Option(help="What stands between a model and its LoRA adapter in OpenAI requests, such as _lora_.")
@@ -124,6 +127,7 @@ class ProtocolFlags:
             grpc_forward=_forward("grpc", self.grpc_header_forward_pattern),
             grpc_response_compression=self.grpc_infer_response_compression_level,  # type: ignore[arg-type]  # checked
             grpc_reuse_port=self.reuse_grpc_port,
+            allow_fault_injection=self.allow_fault_injection,
             openai_lora_separator=self.lora_separator,
             openai_lora_folder=_folder("--lora-folder", self.lora_folder),
             reasoning_secret=b"" if self.reasoning_key_file is None else _secret(self.reasoning_key_file),

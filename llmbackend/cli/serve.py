@@ -10,13 +10,17 @@ from dataclasses import replace
 
 import typer
 
-from ..server.settings import ServerSettings, check_port_collision
+from ..server.endpoints import check_port_collision
+from ..server.settings import ServerSettings
 from .access_flags import AccessFlags
+from .cluster_flags import ClusterFlags
 from .engine_flags import EngineFlags
 from .flag_groups import takes_flag_groups, warn
+from .given_flags import given_flags
 from .inert_flags import InertFlags
 from .limit_flags import LimitFlags
 from .observability_flags import LogFlags, MetricsConfigFlags, TraceFlags
+from .page_flags import PageFlags
 from .protocol_flags import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, ProtocolFlags, SharedMemoryFlags
 from .server_flags import ModelFlags, SchedulingFlags, ServerFlags, server_options
 from .store_flags import StoreFlags
@@ -27,6 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 @takes_flag_groups
 def serve(
+    context: typer.Context,
     models: ModelFlags,
     engine: EngineFlags,
     server: ServerFlags,
@@ -43,6 +48,8 @@ def serve(
     trace: TraceFlags,
     protocols: ProtocolFlags,
     cors: CorsFlags,
+    pages: PageFlags,
+    cluster: ClusterFlags,
     inert: InertFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
@@ -68,10 +75,17 @@ def serve(
         http_max_input_size_bytes=http.http_max_input_size,
         openai_max_input_size_bytes=http.openai_max_input_size,
         exit_timeout_s=server.exit_timeout_secs,
+        frontend_processes=server.frontend_processes,
         limits=limits.limits(),
         store=store.settings(),
         access=access_settings,
         protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
+        flags=given_flags(context),
+        pages=pages.settings(),
         flag_model="" if single is None else single.served_name,
     )
+    if (cluster_settings := cluster.settings()) is not None:
+        from ..cluster.launcher import run_cluster_server
+
+        raise typer.Exit(run_cluster_server(settings, cluster_settings))
     raise typer.Exit(run_server(settings))

@@ -18,11 +18,13 @@ import typer
 from llmbackend.core.metrics.metrics_options import MetricsOptions
 from llmbackend.core.scheduling.rate_limiter import RateLimitResource
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.demo import DEMO_REPOSITORY
 
 from ..server.settings import SingleModel
-from .flag_groups import bad_option, boolean, switch
+from .flag_groups import bad_option, boolean, one_of, switch
 
 log = logging.getLogger(__name__)
+MOST_FRONTENDS = 64
 
 _SETTING_BEGINS = re.compile(r",(?=\w+=)")
 """A comma before the next setting; one in a password is none."""
@@ -47,7 +49,10 @@ class ModelFlags:
             "--model-name", "--served-model-name", help="The name that --model is served as; default: its last part."
         ),
     ] = ""
-    model_control_mode: Annotated[str, typer.Option(help="none, poll or explicit.")] = "none"
+    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled model demo.")] = False
+    model_control_mode: Annotated[
+        str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
+    ] = "none"
     repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (
         15.0
     )
@@ -91,14 +96,18 @@ class ModelFlags:
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
     def repositories(self, single: SingleModel | None) -> list[Path]:
-        """The repositories to serve; one is made for `--model`."""
+        """The repositories to serve: those that were named, the demo's, and one that is made for `--model`."""
         found = list(self.model_repository or ())
+        if self.demo:
+            found.append(DEMO_REPOSITORY)
         for directory in found:
             _check_repository(directory)
         if single is not None:
             found.append(single.make_repository())
         if not found:
-            raise typer.BadParameter("nothing to serve: give --model-repository DIR, or --model DIR for one checkpoint")
+            raise typer.BadParameter(
+                "nothing to serve: give --model-repository DIR, --model DIR for one checkpoint, or --demo"
+            )
         return found
 
 
@@ -110,6 +119,10 @@ class ServerFlags:
 
     server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"
     exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30
+    frontend_processes: Annotated[
+        int,
+        typer.Option(min=1, max=MOST_FRONTENDS, help="Processes that hold clients' connections; 1: the server's own."),
+    ] = 1
     exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
     strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if every model is.")] = True
 

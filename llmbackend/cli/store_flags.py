@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
+from llmbackend.frontends.journals.store_settings import IN_MEMORY, IdempotencyLimits, StoreSettings
 
 from .flag_groups import bad_option
 
@@ -36,6 +36,10 @@ class StoreFlags:
     resume_grace: Annotated[
         float, typer.Option(min=0, help="Seconds that a resumable stream goes on without a client.")
     ] = IN_MEMORY.resume_grace_s
+    idempotency_ttl: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that the answer to a request with an Idempotency-Key is kept; 0 = never."),
+    ] = IN_MEMORY.idempotency.ttl_s
 
     def settings(self) -> StoreSettings:
         try:
@@ -45,6 +49,7 @@ class StoreFlags:
                 max_bytes=self.response_store_max_bytes,
                 max_responses_per_key=self.response_store_max_per_key,
                 resume_grace_s=self.resume_grace,
+                idempotency=IdempotencyLimits(ttl_s=self.idempotency_ttl),
             )
         except ValueError as error:
             raise bad_option("--response-store", str(error)) from None

@@ -28,6 +28,27 @@ Functions
     TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None
         When no request is with the instance any more.
 
+    Not in Triton's API:
+
+    LLMBACKEND_ModelForecast(model: Model) -> Mapping[str, Any]
+        What an instance would be and take: JSON values by name, for `llmbackend check`. Called after ModelInitialize of
+        a model that gets no instances. Raises the TritonError that an instance would fail with.
+
+    And for backends whose instances run in processes of their own:
+
+    LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int
+        Kills the instance's process with SIGKILL, as a crash would, and returns its id: operators test by it what a
+        crash does. Raises TritonError UNAVAILABLE when there is no process now. Called from any thread.
+
+    Not in Triton's API, for backends that say what their instances do (core/activity/messages.py); otherwise the host
+    says which requests they have:
+
+    LLMBACKEND_ModelInstanceWatch(instance: ModelInstance, kinds: frozenset[str]) -> None
+        What to report to `instance.activity` from now on ("requests", "steps", …); at first nothing. With "blocks", all
+        of them are to be reported now. Called from any thread, under locks of the host: it must only take note.
+    LLMBACKEND_ModelInstanceDescribe(instance: ModelInstance) -> InstanceDescription
+        The instance now. Called from any thread, only after ModelInstanceInitialize.
+
 Failure
     - A function fails by raising TritonError. Any other exception counts as INTERNAL.
     - After a failed Initialize, of a backend, a model or an instance, the matching Finalize is still called. It must
@@ -63,6 +84,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from .activity.messages import InstanceActivity
 from .errors import (
     ErrorCode,
     TritonError,
@@ -84,10 +106,12 @@ from .messages import (
     RequestFlag,
     ResponseCallback,
     ResponseFlag,
+    Resume,
     Tenant,
     common_tenant,
     is_final,
 )
+from .metric_api import MetricFamily, MetricKind
 from .outputs import JSON, OutputLayout, Outputs, layout_of
 from .tensors import (
     CONFIG_TYPE_OF_DATATYPE,
@@ -98,6 +122,7 @@ from .tensors import (
     Tensor,
     element_count,
 )
+from .tracing.spans import Attributes, SpanEvent, TraceSpan
 from .tracing.trace import RequestTrace
 from .wakeups import responses_together
 
@@ -109,6 +134,7 @@ __all__ = [
     "JSON",
     "NO_TENANT",
     "NUMPY_DTYPE",
+    "Attributes",
     "Backend",
     "BackendAttributes",
     "ErrorCode",
@@ -116,6 +142,7 @@ __all__ = [
     "InferenceHandle",
     "InferenceRequest",
     "InferenceResponse",
+    "InstanceActivity",
     "InstanceGroupKind",
     "JsonTensor",
     "MetricFamily",
@@ -134,10 +161,13 @@ __all__ = [
     "ResponseCallback",
     "ResponseFactory",
     "ResponseFlag",
+    "Resume",
     "SendPolicy",
+    "SpanEvent",
     "State",
     "Tenant",
     "Tensor",
+    "TraceSpan",
     "TritonError",
     "cancelled",
     "check_api_version",
@@ -188,35 +218,6 @@ class ReleaseFlag(IntFlag):
     RESCHEDULE = 2
 
 
-class MetricKind(Enum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-
-
-class MetricFamily(Protocol):
-    """One Prometheus family. Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric."""
-
-    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Creates the metric with these labels at 0, unless it exists.
-
-        buckets: a histogram's upper bounds, ascending, instead of its family's. Raises TritonError INVALID_ARG for
-        invalid labels or buckets.
-        """
-
-    def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
-    def set(self, value: float, /, **labels: str) -> None: ...
-    def observe(self, value: float, /, **labels: str) -> None: ...
-    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
-        """As `observe` for each of them, in one call."""
-
-    def value(self, /, **labels: str) -> float:
-        """The current value of a counter or gauge."""
-
-    def remove(self, /, **labels: str) -> None:
-        """Removes the metric with exactly these labels, if it exists."""
-
-
 class Backend(Protocol):
     """A loaded backend."""
 
@@ -226,6 +227,9 @@ class Backend(Protocol):
     """To be set in Initialize; default BLOCKING."""
     send_policy: SendPolicy
     """To be set in Initialize; default IMMEDIATE."""
+    resumes: bool
+    """To be set in Initialize: whether it reads `Request.resume` and gives responses deltas; default false. The host
+    refuses requests with deltas to other backends. Not in Triton's API."""
 
     @property
     def name(self) -> str: ...
@@ -345,6 +349,10 @@ class ModelInstance(Protocol):
     def device_id(self) -> int: ...
     @property
     def is_passive(self) -> bool: ...
+    @property
+    def activity(self) -> InstanceActivity:
+        """For those who watch the server. Not in Triton's API."""
+
     def report_statistics(
         self,
         request: Request,
@@ -383,6 +391,10 @@ class Request(Protocol):
         """The client's id, "" = none. Not unique: do not use it as a key."""
 
     @property
+    def number(self) -> int:
+        """Unique in the server's life; operators name the request by it. Not in Triton's API."""
+
+    @property
     def correlation_id(self) -> int | str: ...
     @property
     def flags(self) -> RequestFlag: ...
@@ -405,6 +417,10 @@ class Request(Protocol):
     @property
     def tenant(self) -> Tenant:
         """The client that the request is made for. Not in Triton's API; inside NVIDIA's Triton always NO_TENANT."""
+
+    @property
+    def resume(self) -> Resume | None:
+        """Whether and where the request goes on. Not in Triton's API; inside NVIDIA's Triton always None."""
 
     @property
     def is_cancelled(self) -> bool: ...
@@ -444,8 +460,10 @@ class Response(Protocol):
 
     def add_output(self, tensor: Tensor) -> None: ...
     def set_parameter(self, name: str, value: ParameterValue) -> None: ...
-    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
-        """Sends it to the client. Blocks only with SendPolicy.BLOCKING."""
+    def send(
+        self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
+    ) -> None:
+        """Sends it to the client. Blocks only with SendPolicy.BLOCKING. delta: see InferenceResponse."""
 
 
 class ResponseFactory(Protocol):
@@ -454,7 +472,7 @@ class ResponseFactory(Protocol):
     @property
     def is_cancelled(self) -> bool: ...
     def new_response(self) -> Response: ...
-    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
         """As `new_response`, `add_output` for each output, and `Response.send`."""
 
     def send_flags(self, flags: ResponseFlag) -> None:

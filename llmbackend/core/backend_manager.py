@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 DEFAULT_MAX_BATCH_SIZE = "4"
 ENTRY_POINT_GROUP = "llmbackend.backends"
+EXTENSION_PREFIX = "LLMBACKEND_"
+"""Of functions that are not in Triton's API."""
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
 NOT_SERVED = {
@@ -58,21 +60,25 @@ class BackendFunctions:
             )
 
     def has(self, name: str) -> bool:
-        """Whether the module has TRITONBACKEND_<name>."""
-        return getattr(self._module, f"TRITONBACKEND_{name}", None) is not None
+        """Whether the module has the function: TRITONBACKEND_<name>, or `name` itself for one that begins with
+        LLMBACKEND_."""
+        return self._find(name) is not None
 
-    def call(self, name: str, *arguments: Any) -> None:
-        """Calls TRITONBACKEND_<name> if the module has it."""
-        function: Callable[..., None] | None = getattr(self._module, f"TRITONBACKEND_{name}", None)
+    def call(self, name: str, *arguments: Any) -> Any:
+        """Calls the function, named as for `has`, if the module has it."""
+        function = self._find(name)
         if function is None:
-            return
+            return None
         try:
-            function(*arguments)
+            return function(*arguments)
         except TritonError as error:
             raise TritonError(error.message, error.code) from None
         except (Exception, SystemExit) as error:
             log.exception("TRITONBACKEND_%s of backend '%s' failed", name, self.backend)
             raise internal(f"{type(error).__name__}: {error}") from None
+
+    def _find(self, name: str) -> Callable[..., Any] | None:
+        return getattr(self._module, name if name.startswith(EXTENSION_PREFIX) else f"TRITONBACKEND_{name}", None)
 
     def execute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
         self.call("ModelInstanceExecute", instance, requests)
@@ -110,6 +116,7 @@ class LoadedBackend:
         self.state: Any = None
         self.execution_policy = ExecutionPolicy.BLOCKING
         self.send_policy = SendPolicy.IMMEDIATE
+        self.resumes = False
         self.name = name
         self.directory = directory
         self.config = config

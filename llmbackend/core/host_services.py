@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from llmbackend.waiting.timer import Timer
 
+from .activity.hub import ActivityHub
 from .backend_api import MetricFamily, MetricKind
 from .caching.response_cache import CacheSlot
 from .gpus import HostGpus
@@ -73,6 +74,7 @@ class HostServices:
     caches: CacheSlot
     rate_limiter: RateLimiter
     gpus: HostGpus
+    activity: ActivityHub
 
     @classmethod
     def create(
@@ -88,6 +90,7 @@ class HostServices:
             CacheSlot(options.cache_config, registry),
             RateLimiter(options.rate_limit, options.rate_limit_resources),
             HostGpus.find(options.backend_config),
+            ActivityHub(),
         )
 
     def start(self) -> None:
@@ -97,6 +100,7 @@ class HostServices:
         self.caches.open()
 
     def stop(self) -> None:
+        self.activity.close()
         self.caches.close()
         self.timer.stop()
         self.reaper.stop()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum, auto
 from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.samples import Sample
@@ -22,8 +23,11 @@ from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend import __version__
 
+from .activity.hub import Source, Viewer
+from .activity.messages import EventKind, InstanceDescription, LogActivity
 from .backend_manager import BackendManager
-from .errors import StartupError, TritonError, unavailable
+from .errors import StartupError, TritonError, not_found, shown_name, unavailable
+from .host_protocol import InThread
 from .host_services import HostServices
 from .lifecycle.draining import cut_off, wait_until_drained
 from .lifecycle.model_loading import ModelLoader
@@ -39,11 +43,13 @@ from .messages import (
     ServerMetadata,
     Tenant,
 )
+from .metrics.host_metrics import register_host_metrics
 from .metrics.metric_family import MetricFamilies
 from .metrics.nv_metrics import register_metrics
 from .models.model import LoadedModel
 from .models.served_config import Description
-from .served_models import ServedModels, log_summary
+from .recent_log import LogLine
+from .served_models import ModelTable, ServedModels, log_summary
 from .server_options import ServerOptions
 from .shared_memory import SharedMemoryManager
 from .tracing.manager import TraceManager
@@ -100,6 +106,7 @@ class InferenceServer:
         self._poller = RepositoryPoller(self._loader, options.repository_poll_secs)
         self._control = ThreadPoolExecutor(CONTROL_THREADS, thread_name_prefix="control")
         register_metrics(self.metrics_registry, self._versions.ready_models, options.metrics)
+        register_host_metrics(self.metrics_registry, self._models.readinesses)
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -179,6 +186,11 @@ class InferenceServer:
     def is_exiting(self) -> bool:
         return self._state is ServerState.EXITING
 
+    def forecasts(self) -> dict[tuple[str, int], Mapping[str, Any]]:
+        """What the backends say of the instances of their models, by name and version; for options.starts_instances
+        false."""
+        return {(model.name, model.version): model.forecast for model in self._versions.ready_models()}
+
     def check(self) -> list[str]:
         """Resource leaks, one sentence each. Call it when no request runs and nothing is loaded or unloaded. (Each
         model version also checks itself whenever it becomes idle.)"""
@@ -220,6 +232,15 @@ class InferenceServer:
             )
         return self._infer(request, callback)
 
+    async def infer_accepted(
+        self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
+    ) -> InferenceHandle:
+        """`infer_async`, on a thread with `in_thread`: see Host."""
+        if in_thread is None:
+            return self.infer_async(request, callback)
+        handle: InferenceHandle = await in_thread(partial(self.infer_async, request, callback))
+        return handle
+
     def acquire_model(self, name: str, version: int = -1) -> LoadedModel:
         """A READY model for a request of another model, also while the server exits: see ModelHost."""
         return self._versions.acquire(self._loader.names.key(name), version)
@@ -243,6 +264,35 @@ class InferenceServer:
             channel.cancel()
         return len(channels)
 
+    def cancel_request(self, number: int, by: Tenant | None = None) -> None:
+        """Cancels the live request with this number (ResponseChannel.number), as its client could. With `by` only if
+        this tenant may end it.
+
+        Raises TritonError NOT_FOUND when there is none.
+        """
+        for model in self._versions.live_models():
+            for channel in model.live_requests.all():
+                if channel.number == number and not channel.is_final and (by is None or by.may_end(channel.tenant)):
+                    channel.cancel()
+                    return
+        raise not_found(f"request {number} is not in flight")
+
+    def kill_instance(self, model_name: str, version: int, instance_name: str) -> list[int]:
+        """Kills the processes of a model's instances of that name, as a crash would (LLMBACKEND_ModelInstanceKill).
+        Returns their process ids.
+
+        Raises TritonError: NOT_FOUND for an unknown instance, UNSUPPORTED when its backend runs in no process that can
+        be killed, UNAVAILABLE when there is no such process now.
+        """
+        model = self._models.get(model_name, version)
+        named = [instance for instance in model.instances if instance.name == instance_name]
+        if not named:
+            known = ", ".join(sorted({instance.name for instance in model.instances})) or "none"
+            raise not_found(
+                f"model '{model.name}' has no instance '{shown_name(instance_name)}', its instances are {known}"
+            )
+        return [instance.kill() for instance in named]
+
     def _infer(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
         return self.acquire_model(request.model_name, request.model_version).infer(request, callback)
 
@@ -252,6 +302,24 @@ class InferenceServer:
         except TritonError:
             return False
         return sequences is not None and sequences.continues(request.correlation_id, request.flags, request.tenant)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    def watch(self, kinds: frozenset[EventKind], wake: Callable[[], None], by: Tenant | None = None) -> Viewer:
+        """Opens a viewer of what models do, to be closed. With `by`, what this tenant may see.
+
+        wake: see Viewer. Raises TritonError UNAVAILABLE when there are too many viewers, or the server has stopped.
+        """
+        key_name = None if by is None or by.is_operator else by.key_name
+        return self._services.activity.open(kinds, key_name, wake)
+
+    def report_log(self, line: LogLine) -> None:
+        """Shows a line of the server's log to those who watch it. Any thread, never blocks."""
+        self._services.activity.report(Source(), LogActivity(time=line.time, level=line.level, text=line.text))
+
+    def describe_instances(self) -> list[tuple[Source, InstanceDescription]]:
+        """Every instance now, with its requests; takes time in proportion to these."""
+        return self._services.activity.describe()
 
     # --- model control ----------------------------------------------------------------------------------------------
 
@@ -315,6 +383,9 @@ class InferenceServer:
     def is_decoupled(self, name: str, version: int = -1) -> bool:
         """The configuration's `decoupled`, without a copy of the configuration."""
         return self._models.get(name, version).answers_decoupled
+
+    def model_table(self) -> ModelTable:
+        return self._models.table()
 
     def model_statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
         return self._models.statistics(name, version)

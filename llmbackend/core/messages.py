@@ -76,6 +76,18 @@ def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
     return Tenant(key_name=(name := f"#{secrets.token_hex(8)}"), cache_name=name)  # no key's name contains #
 
 
+class Resume(msgspec.Struct, frozen=True):
+    """Marks a request as resumable: each of its responses brings a delta. The same request with the deltas of all the
+    responses that came goes on behind the last of them, on any host that serves the same model.
+
+    deltas: of the responses that came, in their order; () = a new request
+    replays: whether the responses of `deltas` are sent again first, one for each, with their deltas
+    """
+
+    deltas: tuple[bytes, ...] = ()
+    replays: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
     """A request to a model: of a client (InferenceServer.infer_async) or of another model (Model.infer_async).
@@ -94,6 +106,7 @@ class InferenceRequest:
     classes: for how many of its largest elements an output is asked as text, by name
     trace: of a client's request its own, if it is sampled; of a model's the trace of the request it is made for
     tenant: the client on whose behalf the request is made
+    resume: None = the request is not resumable
     """
 
     model_name: str
@@ -112,6 +125,7 @@ class InferenceRequest:
     classes: Mapping[str, int] = field(default_factory=dict)
     trace: RequestTrace | None = None
     tenant: Tenant = NO_TENANT
+    resume: Resume | None = None
 
 
 class InferenceResponse(msgspec.Struct, frozen=True):
@@ -119,6 +133,8 @@ class InferenceResponse(msgspec.Struct, frozen=True):
 
     request_id: the client's id
     outputs: a tuple, or Outputs; () where `error` is set
+    delta: what a resumable request needs to go on behind this response, known to its backend alone; b"" where the
+        request is not resumable, or its backend cannot resume
     """
 
     model_name: str
@@ -127,6 +143,7 @@ class InferenceResponse(msgspec.Struct, frozen=True):
     outputs: Sequence[Tensor] = ()
     parameters: Mapping[str, ParameterValue] = {}
     error: TritonError | None = None
+    delta: bytes = b""
 
 
 RESPONSE_BYTES: Final = 512

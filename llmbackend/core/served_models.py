@@ -7,20 +7,46 @@ a table cannot begin a line. Source: PrintBackendAndModelSummary in Triton's ser
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from .errors import TritonError, invalid_argument
 from .lifecycle.model_versions import UNLOADED, ModelReadyState, ModelVersions
 from .messages import ModelIndex, ModelMetadata
+from .metrics.host_metrics import VersionReadiness
 from .models.model import LoadedModel
+from .models.served_config import Description
 from .repository.model_names import ModelIdentifier, ModelNames
 from .repository.model_repository import DUPLICATE, ModelRepository
 
 log = logging.getLogger(__name__)
 
 NO_VERSION = "Not loaded: No model version was found"
+SCRAPE_ANSWER_S = 0.5
+_WAS_UNLOADED = (ModelReadyState.UNAVAILABLE, UNLOADED)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """One model of a ModelTable. descriptions: of READY versions; decoupled: the versions that answer so; resumes:
+    whether requests can go on behind their responses so far."""
+
+    key: str
+    name: str
+    states: Mapping[int, ModelReadyState]
+    descriptions: Mapping[int, Description]
+    decoupled: Sequence[int]
+    resumes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelTable:
+    """What requests need to know of the models of a host."""
+
+    is_namespacing: bool
+    rows: Sequence[ModelRow]
 
 
 class ServedModels:
@@ -58,7 +84,7 @@ class ServedModels:
             if not states:
                 return False
             for state, reason in states.values():
-                if state is not ModelReadyState.READY and (state, reason) != (ModelReadyState.UNAVAILABLE, UNLOADED):
+                if state is not ModelReadyState.READY and (state, reason) != _WAS_UNLOADED:
                     return False
         return True
 
@@ -68,6 +94,38 @@ class ServedModels:
             return not self.get(name, version).not_ready_reason()
         except TritonError:
             return False
+
+    def readinesses(self) -> list[VersionReadiness]:
+        """Of every known version that is not unloaded, or about to be. A backend that hangs delays the answer by half a
+        second, so that a scrape still gets the metrics of the others."""
+        found = []
+        for key in self._versions.names():
+            name, namespace = self._names.plain(key), self._names.namespace(key)
+            for number, (state, reason) in self._states(key, SCRAPE_ANSWER_S).items():
+                if state is not ModelReadyState.UNLOADING and (state, reason) != _WAS_UNLOADED:
+                    found.append(VersionReadiness(name, number, namespace, state is ModelReadyState.READY))
+        return found
+
+    def table(self) -> ModelTable:
+        """All models now, for those who look them up in another process."""
+        ready = {(model.key, model.version): model for model in self._versions.ready_models()}
+        rows = []
+        for key in self._versions.names():
+            states = self._versions.states(key)
+            served = {
+                number: model for number in states if (model := ready.get((ModelIdentifier(key), number))) is not None
+            }
+            rows.append(
+                ModelRow(
+                    key,
+                    self._names.plain(key),
+                    {number: _told(state, number in served) for number, (state, _) in states.items()},
+                    {number: model.description for number, model in served.items()},
+                    [number for number, model in served.items() if model.answers_decoupled],
+                    all(model.backend.resumes for model in served.values()),
+                )
+            )
+        return ModelTable(self._names.is_namespacing, rows)
 
     def metadata(self, name: str, version: int = -1) -> ModelMetadata:
         model = self.get(name, version)
@@ -101,20 +159,25 @@ class ServedModels:
                 rows.append(ModelIndex(name, str(number), state.value, reason))
         return [row for row in rows if not ready_only or row.state == ModelReadyState.READY.value]
 
-    def _states(self, key: str) -> dict[int, tuple[ModelReadyState, str]]:
+    def _states(self, key: str, timeout_s: float | None = None) -> dict[int, tuple[ModelReadyState, str]]:
         """State and reason of each known version. A version whose backend reports that it is not ready is
         UNAVAILABLE."""
         states = self._versions.states(key)
         for number, (state, _) in states.items():
-            if state is ModelReadyState.READY and (reason := self._not_ready_reason(ModelIdentifier(key), number)):
+            if state is ModelReadyState.READY and (reason := self._reason(key, number, timeout_s)):
                 states[number] = (ModelReadyState.UNAVAILABLE, reason)
         return states
 
-    def _not_ready_reason(self, key: ModelIdentifier, version: int) -> str:
+    def _reason(self, key: str, version: int, timeout_s: float | None) -> str:
         try:
-            return self._versions.get(key, version).not_ready_reason()
+            return self._versions.get(ModelIdentifier(key), version).not_ready_reason(timeout_s)
         except TritonError as error:
             return error.message  # unloaded meanwhile
+
+
+def _told(state: ModelReadyState, is_served: bool) -> ModelReadyState:
+    """The state, unless it became READY after the models were looked at."""
+    return ModelReadyState.LOADING if state is ModelReadyState.READY and not is_served else state
 
 
 def log_summary(agents: Iterable[Sequence[str]], backends: Iterable[Sequence[str]], versions: ModelVersions) -> None:

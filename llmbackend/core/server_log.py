@@ -20,6 +20,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from .recent_log import RecentLog
+
 LogFormat = Literal["default", "ISO8601"]
 LogField = Literal["verbose", "info", "warning", "error", "format"]
 LOG_FORMATS: tuple[LogFormat, ...] = ("default", "ISO8601")
@@ -168,6 +170,7 @@ class ServerLog:
     """
 
     def __init__(self, settings: LogSettings | None = None) -> None:
+        self.recent = RecentLog()
         self._settings = settings or LogSettings()
         self._lock = threading.Lock()
         self._handler: logging.Handler | None = None
@@ -183,6 +186,7 @@ class ServerLog:
         self._handler = _FileHandler(file, "a", "utf-8") if file else _StreamHandler()
         self._handler.addFilter(lambda record: self._lets_through(record.levelno))
         self._handler.addFilter(RepeatFilter(RepeatedErrors()))
+        self._handler.addFilter(self.recent.add)
         self._apply()
         logging.root.handlers[:] = [self._handler]
         logging.root.setLevel(logging.WARNING)

@@ -30,6 +30,7 @@ class ServerOptions:
     model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
     model_namespacing: models of different repositories may have the same name
     cache_config: settings by response cache
+    starts_instances: false = models are initialised and get no instances, so that they can be forecast and not used
     """
 
     model_repositories: Sequence[Path] = ()
@@ -44,6 +45,7 @@ class ServerOptions:
     model_load_thread_count: int = 4
     model_load_retry_count: int = 0
     auto_complete_config: bool = True
+    starts_instances: bool = True
     model_config_name: str = ""
     model_namespacing: bool = False
     repoagent_directory: Path | None = None

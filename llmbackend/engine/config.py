@@ -13,6 +13,8 @@ from typing import Any, Final, Literal
 
 import msgspec
 
+from .kv_events_config import KVEventsConfig
+
 DEFAULT_LOOKUP = 3
 GPU_DEFAULTS: Final[Mapping[str, int]] = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
 """vLLM's defaults on a GPU, for the caller that makes the config of an engine there."""
@@ -117,7 +119,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     Device and process:
     device                        "cpu", "cuda", "cuda:1" …
-    tensor_parallel_size          devices that one engine spans, from `device` on
+    tensor_parallel_size          ranks that share every layer, each with a part of it
+    pipeline_parallel_size        stages that the layers are split over, of tensor_parallel_size ranks each; every rank
+                                  has a device, from `device` on where all are on one machine
     transport                     "process" = an own process, "inline" = a thread of the host
     engine_python                 interpreter of the engine's process; "" = the host's
     num_threads                   CPU threads; 0 = all cores
@@ -135,6 +139,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_offloading_size            GiB of host memory for KV blocks that leave a GPU; None = none
     num_host_kv_blocks            the same as a number of blocks; wins over kv_offloading_size
     enable_prefix_caching         whether computed prefixes are shared
+    kv_events_config              where routers of others are told which blocks the prefix cache has; None = nowhere
 
     Scheduling:
     max_num_seqs                  requests that run at the same time
@@ -173,6 +178,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     max_model_len: int | None = None
     block_size: int = 32
     num_kv_blocks: int | None = None
@@ -188,6 +194,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_target_ms: float | None = None
     long_prefill_token_threshold: int = 0
     enable_prefix_caching: bool = True
+    kv_events_config: KVEventsConfig | None = None
     seed: int = 0
     speculative_config: SpeculativeConfig | None = None
     structured_outputs_config: StructuredOutputsConfig = StructuredOutputsConfig()
@@ -215,8 +222,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         self._at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        if self.tensor_parallel_size > 1:
-            self._check_parallel()
+        self._at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if self.num_ranks > 1:
+            self._check_split()
         self._at_least("block_size", self.block_size, 1)
         self._at_least("max_num_seqs", self.max_num_seqs, 1)
         self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
@@ -253,11 +261,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"engine argument 'gpu_memory_utilization' is {self.gpu_memory_utilization:g}, "
                 "expected a number above 0 and up to 1"
             )
+        if self.kv_events_config is not None and self.kv_events_config.is_on and not self.enable_prefix_caching:
+            raise ValueError(
+                "engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true with it"
+            )
         for size in self.cudagraph_capture_sizes or ():
             self._at_least("cudagraph_capture_sizes", size, 1)
 
-    def _check_parallel(self) -> None:
-        """An engine over several devices forks a process for each."""
+    @property
+    def num_ranks(self) -> int:
+        """Processes that one engine consists of."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def split(self) -> str:
+        """Over what the model is split, for messages: the engine argument with its value."""
+        if self.pipeline_parallel_size > 1:
+            return f"engine argument 'pipeline_parallel_size' is {self.pipeline_parallel_size}"
+        return f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}"
+
+    def _check_split(self) -> None:
+        """An engine over several ranks has a process for each."""
         wrong = {
             "model": self.model == "mock",
             "transport": self.transport != "process",
@@ -268,10 +292,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             if is_wrong:
                 value = getattr(self, name)
                 shown = f"'{value}'" if isinstance(value, str) else "set"
-                raise ValueError(
-                    f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}, expected 1 where '{name}' "
-                    f"is {shown}"
-                )
+                raise ValueError(f"{self.split}, expected 1 where '{name}' is {shown}")
+
+    def of_instance(self, index: int) -> EngineConfig:
+        """For one of the engines of a model: each has ports of its own for KV events."""
+        if self.kv_events_config is None or not index:
+            return self
+        return msgspec.structs.replace(
+            self, kv_events_config=msgspec.structs.replace(self.kv_events_config, data_parallel_rank=index)
+        )
 
     @property
     def max_step_samples(self) -> int:
@@ -311,10 +340,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"engine argument '{name}' is set, expected 'enable_prefix_caching' to be true with it: "
                 "blocks are found again as prefixes"
             )
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                f"engine argument '{name}' is set, expected null or 0 where 'tensor_parallel_size' is above 1"
-            )
+        if self.num_ranks > 1:
+            split = "tensor_parallel_size" if self.pipeline_parallel_size == 1 else "pipeline_parallel_size"
+            raise ValueError(f"engine argument '{name}' is set, expected null or 0 where '{split}' is above 1")
 
     @staticmethod
     def _at_least(name: str, value: int, minimum: int) -> None:

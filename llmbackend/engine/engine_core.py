@@ -31,12 +31,16 @@ from .infer_request import (
     Vocabulary,
 )
 from .memory.kv_cache import KVCacheManager
+from .memory.prefix_publishing import PrefixPublishing
 from .scheduling.drafting import Drafter
+from .scheduling.request_tracer import RequestTracer
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Rows, Sequence, refusal
 from .scheduling.step_pacing import StepPacer, StepWork
+from .scheduling.step_reporter import StepReporter
 from .scheduling.steps_in_flight import CompletedStep, StepsInFlight, with_refusals
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
+from .step_report import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +99,7 @@ class EngineCore:
         )
         can_draft = not isinstance(runner, OverlappingRunner)
         self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, can_draft)
+        self._tracer = RequestTracer(self._table, now_s)
         self._in_flight = _steps_in_flight(config, runner, self._rows)
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
@@ -109,11 +114,25 @@ class EngineCore:
         self._num_invariant_breaches = 0
         self._step_end_s = 0.0
         """When the last step was read, by `now_s`."""
+        self._reporter: StepReporter | None = None
+        """None while nobody watches."""
+        self.prefixes = PrefixPublishing(self._kv_cache, config.kv_events_config)
 
     @property
     def has_work(self) -> bool:
         """Whether `step()` has something to compute or to emit."""
-        return bool(self._live or self._ended or self._in_flight or self.adapters.has_work)
+        if self._live or self._ended or self._in_flight or self.adapters.has_work or self.prefixes.has_work:
+            return True
+        return self._reporter is not None and self._reporter.has_work
+
+    def watch(self, watch: Watch) -> None:
+        """What the results of steps report from now on."""
+        if not (watch.steps or watch.blocks):
+            self._reporter = None
+            return
+        if self._reporter is None:
+            self._reporter = StepReporter(self._rows, self._scheduler, self._kv_cache, self._now_s)
+        self._reporter.watch(watch)
 
     def add(self, request: InferRequest) -> None:
         """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason."""
@@ -132,7 +151,10 @@ class EngineCore:
             return
         self._prompt_tokens += len(request.prompt_token_ids)
         self._live[request_id] = sequence
+        if request.is_traced:
+            self._tracer.add(sequence)
         if request.grammar:
+            self._tracer.happened(request_id, "compile")
             self._constraints.compile(request)
             return
         sequence.constraint = self._constraints.of(request)
@@ -154,6 +176,7 @@ class EngineCore:
             self._take_compiled()
         adapters = self.adapters.take_results()
         step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
+        read_s = 0.0 if self._reporter is None else self._now_s()
         outputs, self._ended = self._ended, []
         times_s = (0.0, 0.0, 0.0)
         if step is not None:
@@ -168,7 +191,13 @@ class EngineCore:
         elif not outputs and self._live:
             raise RuntimeError(f"the scheduler found nothing to run for {len(self._live)} live requests")
         self._num_steps += 1
-        return StepResult(self._num_steps, tuple(outputs), self._stats(*times_s), adapters)
+        report = None
+        if self._reporter is not None:
+            compiling = self._constraints.compiling
+            report = self._reporter.report(self._num_steps, step, outputs, compiling, times_s[0], read_s)
+        stats = self._stats(*times_s)
+        blocks = self.prefixes.take()
+        return StepResult(self._num_steps, tuple(outputs), stats, adapters, self._tracer.take(), report, blocks)
 
     def check(self) -> None:
         """Raises AssertionError when a block or a row is lost, or held without a live request."""
@@ -193,11 +222,13 @@ class EngineCore:
         self._runner.close()
         self._constraints.close()
         self.adapters.close()
+        self.prefixes.close()
 
     def _take_compiled(self) -> None:
         """Requests whose grammar is compiled are scheduled from now on."""
         for request_id, constraint in self._constraints.take_compiled():
             sequence = self._live[request_id]
+            self._tracer.happened(request_id, "compiled")
             if isinstance(constraint, str):
                 self._ended.append(self._refuse(sequence, constraint))
             else:
@@ -213,6 +244,7 @@ class EngineCore:
         self._begin_pacing(plan)
         plan = self._with_masks(self._drafter.with_drafts(plan))
         self._copy_blocks()
+        self._begin_report(plan, planned_s)
         return self._advance(plan, self._execute(plan), planned_s)
 
     def _run_overlapped(self, in_flight: StepsInFlight) -> CompletedStep | None:
@@ -224,6 +256,7 @@ class EngineCore:
                 break
             plan = self._with_masks(plan)
             self._copy_blocks()
+            self._begin_report(plan, planned_s)
             if self._is_launch_failed:
                 self._is_launch_failed = False
                 self._begin_pacing(plan)
@@ -247,6 +280,10 @@ class EngineCore:
         chunks = zip(computed[is_chunk].tolist(), plan.num_scheduled_tokens[is_chunk].tolist(), strict=True)
         self._pacer.begin(StepWork(int(np.count_nonzero(~is_chunk)), tuple(chunks)))
 
+    def _begin_report(self, plan: StepPlan, planned_s: float) -> None:
+        if self._reporter is not None:
+            self._reporter.begin(plan, planned_s)
+
     def _copy_blocks(self) -> None:
         """Has the runner make the copies between device and host that the next step relies on. They cannot be repeated,
         so an exception ends the engine."""
@@ -258,6 +295,8 @@ class EngineCore:
         schedule = self._scheduler.schedule(in_flight)
         for sequence, error in schedule.refused:
             self._ended.append(self._fail(sequence, error))
+        if schedule.plan is not None and self._tracer.is_active:
+            self._tracer.planned(schedule.plan)
         return schedule.plan
 
     def _with_masks(self, plan: StepPlan) -> StepPlan:
@@ -401,6 +440,7 @@ class EngineCore:
     def _end(self, sequence: Sequence) -> None:
         del self._live[sequence.request.request_id]
         self._drafter.forget(sequence.row)
+        self._tracer.forget(sequence.request.request_id)
         self._constraints.forget(sequence.request.request_id)
         self._scheduler.remove(sequence)
 

@@ -8,7 +8,7 @@ Exception
 └── ValueError                  an engine argument that cannot be served
     ├── BadInputError           a request's fields cannot be served together, or not by this model
     ├── CheckpointError         `model`: the files are broken or do not fit config.json
-    └── UnshardableError        `tensor_parallel_size`: the model cannot be split so
+    └── UnshardableError        `tensor_parallel_size`, `pipeline_parallel_size`: the model cannot be split so
 """
 
 from __future__ import annotations
@@ -22,9 +22,13 @@ _SHORTAGES: Final = frozenset(
 _NO_THREAD: Final = "can't start new thread"
 """The interpreter's text."""
 
-DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop", "shortage"]
+LOST_RANK_EXIT_CODE: Final = 70
+"""Of an engine's process that lost another rank. The last line of its output says which."""
+
+DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop", "shortage", "disconnect"]
 """How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other signal; shortage: it could
-not be started because the machine lacked descriptors, memory or processes."""
+not be started because the machine lacked descriptors, memory or processes; disconnect: the link to an engine elsewhere
+has ended, or could not be made."""
 
 
 class EngineDeadError(RuntimeError):

@@ -11,8 +11,11 @@ from typing import Final, Literal
 
 import msgspec
 
+from .block_changes import BlockChanges
 from .load_progress import LoadProgress
+from .request_events import RequestEvent
 from .start_parts import StartPart, text_of
+from .step_report import EngineReport, Watch
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 PrefixSalt = tuple[str, str, str]
@@ -100,6 +103,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
                       holds from the first token on, or from the one behind the reasoning; "" = all
     reasoning         None = the output has none, as far as the engine is concerned
     prefix_group      requests of one group share their prompt's KV also where prefix caching is off; "" = none
+    is_traced         whether the engine tells what its steps do with the request
     """
 
     request_id: str
@@ -114,6 +118,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     grammar: str = ""
     reasoning: Reasoning | None = None
     prefix_group: str = ""
+    is_traced: bool = False
 
     @property
     def prefix_salt(self) -> PrefixSalt:
@@ -257,6 +262,9 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     vocabulary  before or with the first request with a grammar, at most once for each engine
     load        adapters, before the requests that name them
     drop        names of adapters that no further request will have
+    watch       what to report from now on; None = as before
+    prefixes    whether results tell from now on which blocks the prefix cache has: first all of them, also where they
+                did so before; None = as before
     """
 
     add: tuple[InferRequest, ...] = ()
@@ -265,6 +273,8 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     vocabulary: Vocabulary | None = None
     load: tuple[AdapterLoad, ...] = ()
     drop: tuple[str, ...] = ()
+    watch: Watch | None = None
+    prefixes: bool | None = None
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True):
@@ -274,12 +284,18 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     outputs  of all requests that the step did something for
     stats    after the step
     adapters of loads that have ended since the last one
+    events   of traced requests since the last one
+    report   None unless someone watches
+    blocks   of the prefix cache; None = no change, or no host asked for them
     """
 
     step_id: int
     outputs: tuple[StepOutput, ...]
     stats: EngineStats
     adapters: tuple[AdapterResult, ...] = ()
+    events: tuple[RequestEvent, ...] = ()
+    report: EngineReport | None = None
+    blocks: BlockChanges | None = None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):

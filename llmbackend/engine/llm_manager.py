@@ -3,7 +3,8 @@
 For: the owner of a request queue (the adapter's ModelState), which it serves through callbacks, as MindIE's LlmManager
 does. Does not know: text, Triton, clients. Invariants: the loop blocks in one poll and never sleeps; every request that
 was pulled ends with exactly one output that has a finish_reason, or is given back to its owner because its engine has
-ended; at most max_num_seqs requests are live, the rest stay in their owner's queue.
+ended; at most max_num_seqs requests are live, fewer where other hosts have requests
+in the engine, and the rest stay in their owner's queue.
 
 All callbacks run on the loop's thread. `_live` and `_supervisor` belong to that thread between start() and shutdown().
 """
@@ -17,7 +18,9 @@ from concurrent.futures import Future
 from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
+from .block_changes import BlockChanges
 from .config import EngineConfig
+from .engine_state import EngineHistory, EngineState
 from .errors import EngineDeadError
 from .infer_request import (
     AdapterLoad,
@@ -30,12 +33,18 @@ from .infer_request import (
     StepResult,
     Vocabulary,
 )
+from .load_progress import LoadProgress
+from .process.engine_sources import EngineSource, ForkedEngines
+from .process.locating import remote_engines
 from .process.supervisor import Supervisor, Wakeup
+from .request_events import RequestEvent
+from .step_report import EngineReport, Watch
 
 logger = logging.getLogger(__name__)
 
 RUNNERS = "llmbackend.engine.runners"
 """By its name: the host need not import what computes."""
+NOT_WATCHED = Watch()
 STALL_TIMEOUT_S = 60.0
 """An engine with requests that finishes no step for this long is not ready."""
 
@@ -55,6 +64,16 @@ class StatusType(IntEnum):
     REQUEST_ENQUEUE_STATUS = 1
 
 
+def _source(config: EngineConfig, index: int, wakeup: Wakeup) -> EngineSource:
+    """Children of this process, unless a cluster says where engines are."""
+    engines = remote_engines()
+    if engines is None or config.transport != "process":
+        return ForkedEngines(config, RUNNERS)
+    from .process.remote import EnginesElsewhere
+
+    return EnginesElsewhere(engines, config, index, wakeup.set)
+
+
 class LlmManager:
     def __init__(
         self,
@@ -69,8 +88,16 @@ class LlmManager:
         vocabulary: Callable[[], Vocabulary | None] = lambda: None,
         adapters: Callable[[], Mapping[str, str]] | None = None,
         adapter_loaded: Callable[[AdapterResult], None] = lambda result: None,
+        request_events: Callable[[Sequence[RequestEvent]], None] = lambda events: None,
+        reported: Callable[[EngineReport], None] = lambda report: None,
+        state_changed: Callable[[EngineState], None] = lambda state: None,
+        progress: Callable[[LoadProgress], None] = lambda progress: None,
+        blocks_changed: Callable[[BlockChanges], None] = lambda changes: None,
+        index: int = 0,
     ) -> None:
-        """The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
+        """index: of the instance, by which a cluster knows its engine.
+
+        The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
 
         get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
         send_responses(outputs)             gets all outputs of a step at once
@@ -84,6 +111,12 @@ class LlmManager:
         adapters()                          the LoRA adapters that the engine should have, name → folder; None = those
                                             of the config. A changed mapping is another object.
         adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
+        request_events(events)              of traced requests, before the outputs of the same step
+        reported(report)                    before the outputs of the same step; after `watch` alone
+        state_changed(state)                when the engine is ready, was lost, or has stopped
+        progress(progress)                  while an engine loads
+        blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
+                                            `follow_prefixes` alone
         """
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
@@ -97,21 +130,30 @@ class LlmManager:
         self._wakeup = Wakeup()
         self._vocabulary = vocabulary
         self._has_sent_vocabulary = False
-        """Whether this engine knows what tokens stand for."""
+        """Whether this engine knows what tokens stand for, from this host or another one."""
         self._prepares_grammars = False
         """Whether the engine is to know it before its first request with a grammar."""
         self._adapters = adapters
         self._adapter_loaded = adapter_loaded
+        self._request_events = request_events
         self._configured_adapters: Mapping[str, str] = config.lora_modules
         self._sent_adapters: Mapping[str, str] = config.lora_modules
         """What the engine has, or will have."""
-        self._supervisor = Supervisor(config, RUNNERS, self._wakeup)
+        self._reported = reported
+        self._state_changed = state_changed
+        self._history = EngineHistory()
+        self._watch = self._sent_watch = NOT_WATCHED
+        """What is to be reported, and what the engine was told."""
+        self._blocks_changed = blocks_changed
+        self._follows_prefixes = self._sent_prefixes = False
+        """The same of its prefix cache."""
+        self._supervisor = Supervisor(config, _source(config, index, self._wakeup), self._wakeup, progress)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._is_ordered = threading.Event()
         """Whether an engine was asked for, and its process is on its way."""
         self._first_load: Future[ModelInfo] = Future()
-        self._has_loaded = False
-        """Whether `_first_load` has its result; asking a Future takes its lock."""
+        self._is_up = False
+        """Whether there is an engine that has loaded the model."""
         self._live: dict[str, None] = {}
         self._stopping = False
 
@@ -119,6 +161,26 @@ class LlmManager:
     def is_given_up(self) -> bool:
         """Whether the engine failed too often in a row for requests to wait for it. Any thread."""
         return self._supervisor.is_given_up
+
+    @property
+    def state(self) -> EngineState:
+        """Any thread."""
+        return self._history.current
+
+    @property
+    def room(self) -> int:
+        """How many requests it would take now; below 1 = none. Any thread."""
+        return self._max_num_seqs - len(self._live) - self._supervisor.num_requests_of_others
+
+    def watch(self, watch: Watch) -> None:
+        """What this engine, and each that follows it, reports from now on. Any thread, cheap."""
+        self._watch = watch
+        self._wakeup.set()
+
+    def follow_prefixes(self, is_wanted: bool) -> None:
+        """Whether this engine, and each that follows it, tells which blocks its prefix cache has. Any thread, cheap."""
+        self._follows_prefixes = is_wanted
+        self._wakeup.set()
 
     def start(self, meanwhile: Callable[[], object] = lambda: None) -> ModelInfo:
         """Starts the loop's thread and the engine; returns when the model is loaded.
@@ -153,6 +215,11 @@ class LlmManager:
         one has died, has requests to go on with: it reads it when it is needed."""
         self._prepares_grammars = self._reads_ahead
         self._wakeup.set()
+
+    def kill_engine(self) -> int:
+        """Kills the engine's process with SIGKILL, and returns its id; 0 = there is none that has loaded. Any
+        thread."""
+        return self._supervisor.kill()
 
     def reset_failures(self) -> None:
         """From engine_lost: a request is to blame for the failure, not the engine."""
@@ -193,6 +260,7 @@ class LlmManager:
         if outputs:
             self._call(self._send_responses, outputs)
         self._supervisor.close()
+        self._call(self._state_changed, self._history.stopped())
 
     def _turn(self) -> None:
         try:
@@ -202,14 +270,26 @@ class LlmManager:
                 self._is_ordered.set()
         self._deliver(results)
         self._wakeup.clear()
-        if not self._has_loaded and self._supervisor.info is not None:
-            self._has_loaded = True
-            self._first_load.set_result(self._supervisor.info)
+        if not self._is_up and (info := self._supervisor.info) is not None:
+            self._engine_is_up(info)
         if not self._stopping:
             self._feed()
 
+    def _engine_is_up(self, info: ModelInfo) -> None:
+        self._is_up = True
+        self._has_sent_vocabulary = self._supervisor.knows_vocabulary
+        self._call(self._state_changed, self._history.ready(self._supervisor.pid))
+        if not self._first_load.done():
+            self._first_load.set_result(info)
+
     def _deliver(self, results: list[StepResult]) -> None:
         for result in results:
+            if result.events:
+                self._call(self._request_events, result.events)
+            if result.report is not None:
+                self._call(self._reported, result.report)
+            if result.blocks is not None:
+                self._call(self._blocks_changed, result.blocks)
             for output in result.outputs:
                 if output.finish_reason is not None:
                     self._live.pop(output.request_id, None)
@@ -228,8 +308,23 @@ class LlmManager:
         add, abort = self._pull(), self._pull_aborts()
         load, drop = self._adapter_changes()
         vocabulary = self._first_vocabulary(add)
-        if add or abort or load or drop or vocabulary is not None:
-            self._supervisor.send(EngineInput(tuple(add), tuple(abort), False, vocabulary, load, drop))
+        watch, prefixes = self._changed_watch(), self._changed_prefixes()
+        if add or abort or load or drop or vocabulary is not None or watch is not None or prefixes is not None:
+            self._supervisor.send(EngineInput(tuple(add), tuple(abort), False, vocabulary, load, drop, watch, prefixes))
+
+    def _changed_watch(self) -> Watch | None:
+        watch = self._watch
+        if watch is self._sent_watch:
+            return None
+        self._sent_watch = watch
+        return watch
+
+    def _changed_prefixes(self) -> bool | None:
+        is_wanted = self._follows_prefixes
+        if is_wanted == self._sent_prefixes:
+            return None
+        self._sent_prefixes = is_wanted
+        return is_wanted
 
     def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
         """What the engine lacks, and what it has too much. After requests were pulled: those name adapters that are
@@ -251,7 +346,7 @@ class LlmManager:
     def _pull(self) -> list[InferRequest]:
         if not self._live:
             self._supervisor.idle()
-        room = self._max_num_seqs - len(self._live)
+        room = self.room
         pulled = self._call(self._get_requests, room) if room > 0 else None
         accepted = []
         for request in pulled or ():
@@ -277,10 +372,16 @@ class LlmManager:
         """The owner gets back what was live; the first load is not tried again."""
         self._has_sent_vocabulary = self._prepares_grammars = False
         self._sent_adapters = self._configured_adapters
+        self._is_up = False
+        self._sent_watch = NOT_WATCHED
+        self._sent_prefixes = False
         if not self._first_load.done():
+            if error.kind == "disconnect" and not self._supervisor.is_given_up:
+                return  # it may come back, or the cluster names another place
             self._stopping = True
             self._first_load.set_exception(error)
             return
+        self._call(self._state_changed, self._history.lost(str(error), self._supervisor.is_given_up))
         lost, self._live = tuple(self._live), {}
         self._call(self._engine_lost, lost, error)
 

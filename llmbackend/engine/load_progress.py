@@ -8,7 +8,9 @@ load depends on one.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
@@ -79,6 +81,38 @@ def show(engine: int, model: str, progress: LoadProgress | None) -> None:
     """On the host: what an engine reports; None = it needs no more showing. A handler of this module's logger finds
     the values on the record."""
     logger.debug("%s: %s", model, progress, extra={"engine": engine, "model": model, "progress": progress})
+
+
+def download_bar() -> type | None:
+    """In the place of tqdm for downloads of huggingface_hub, on whichever threads: its bytes are reported to who
+    listens to this thread now, and nothing is drawn. None: nobody listens."""
+    sink = _sink.get()
+    if sink is None:
+        return None
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    lock, most = threading.Lock(), 0
+
+    def tell(done: int, total: int) -> None:
+        nonlocal most
+        with lock:
+            if done > most or not most:  # several bars count the same bytes
+                most = done
+                sink(LoadProgress("downloading weights (MB)", done // 10**6, max(total, done) // 10**6))
+
+    class DownloadBar(tqdm):  # type: ignore[misc]
+        monitor_interval = 0  # no thread that watches bars
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            options.pop("name", None)
+            super().__init__(*args, **{**options, "disable": False, "file": io.StringIO()})
+
+        def update(self, n: float | None = 1) -> None:
+            super().update(n)
+            if self.unit == "B":
+                tell(int(self.n), int(self.total or 0))
+
+    return DownloadBar
 
 
 class CountedBar:

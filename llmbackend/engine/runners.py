@@ -20,6 +20,7 @@ from .step import Runner
 if TYPE_CHECKING:
     from .cpu.packed_decoder import PackedModel, PackingPlace
     from .gpu.parallel.followers import Followers
+    from .rank_order import RankMeeting
 
 logger = logging.getLogger(__name__)
 
@@ -31,19 +32,19 @@ def shared_parts(config: EngineConfig) -> SharedParts:
     return SharedParts(config, make_runner, pack_or_run)
 
 
-def make_runner(config: EngineConfig, followers: Followers | None = None) -> Runner:
-    """followers: the other ranks, where tensor_parallel_size is not 1.
+def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
+    """others: the other ranks of a model that is split, or where they come to.
 
     Raises ValueError, OSError or RuntimeError with a text for the user.
     """
-    runner = _make_runner(config) if followers is None else _make_parallel_runner(config, followers)
+    runner = _make_runner(config) if others is None else _make_parallel_runner(config, others)
     return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
 
 
-def _make_parallel_runner(config: EngineConfig, followers: Followers) -> Runner:
+def _make_parallel_runner(config: EngineConfig, others: Followers | RankMeeting) -> Runner:
     from .gpu.parallel.start import start_rank_0
 
-    return start_rank_0(config, followers)
+    return start_rank_0(config, others)
 
 
 def _make_runner(config: EngineConfig) -> Runner:

@@ -31,13 +31,14 @@ if TYPE_CHECKING:
 
     from .cpu.packed_decoder import PackedModel, PackingPlace
     from .gpu.parallel.followers import Followers
+    from .rank_order import RankMeeting
     from .weight_cache.cache import Draft
 
 logger = logging.getLogger(__name__)
 
 
 class MakeRunner(Protocol):
-    def __call__(self, config: EngineConfig, followers: Followers | None = None) -> Runner: ...
+    def __call__(self, config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner: ...
 
 
 class SharedParts:
@@ -72,13 +73,18 @@ class SharedParts:
             except (OSError, MemoryError) as error:
                 logger.warning("packed weights can not be shared yet: %s", error)
 
-    def in_own_process(self, is_whole: bool, lifeline_fd: int) -> Callable[[], Runner | ModelPrepared]:
-        """Forks the other ranks of an engine over several devices, which close `lifeline_fd`."""
+    def in_own_process(
+        self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
+    ) -> Callable[[], Runner | ModelPrepared]:
+        """Forks the other ranks of a model that is split, which close `lifeline_fd`, unless others start them, which
+        come to the meeting."""
         config = self._config
-        if config.tensor_parallel_size > 1:
+        if config.num_ranks > 1 and meeting is not None:
+            return partial(self._make_runner, config, meeting)
+        if config.num_ranks > 1:
             from .gpu.parallel.followers import fork_followers
 
-            followers = fork_followers(config.tensor_parallel_size, partial(_follow, config), [lifeline_fd])
+            followers = fork_followers(config.num_ranks, partial(_follow, config), [lifeline_fd])
             return partial(self._make_runner, config, followers)
         if is_whole or self._why_whole:
             return partial(self._make_runner, config)
@@ -195,7 +201,7 @@ def _import_torch(config: EngineConfig) -> None:
 
 
 def _follow(config: EngineConfig, rank: int, link: Connection) -> None:
-    from .gpu.parallel.start import follow
+    from .gpu.parallel.follow import follow
 
     logging.basicConfig(level=logging.INFO, format=f"rank {rank} %(process)d %(levelname)s %(message)s")
     follow(config, rank, link)

@@ -21,6 +21,7 @@ from .http.errors import install_error_handlers
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
 from .http.routing import Router
 from .inference_gate import InferenceGate
+from .journals.idempotency import IdempotentRequests
 from .journals.resumable_streams import ResumableStreams
 from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
 from .kserve.description_http import DescriptionEndpoints, HealthEndpoints
@@ -32,7 +33,13 @@ from .operations.probes import ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
 
 DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
-_READABLE_HEADERS: Final = ("Inference-Header-Content-Length", "Retry-After", "endpoint-load-metrics", "X-Stream-Id")
+_READABLE_HEADERS: Final = (
+    "Inference-Header-Content-Length",
+    "Retry-After",
+    "endpoint-load-metrics",
+    "X-Stream-Id",
+    "Idempotent-Replayed",
+)
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 
 
@@ -45,30 +52,56 @@ def create_http_app(
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
+    idempotent: IdempotentRequests | None = None,
 ) -> Starlette:
     """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
 
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate`
     and `streams` are those that other frontends of `server` use, and so is `log`, which /v2/logging sets.
+    idempotent: keeps answers for retried requests; None: `Idempotency-Key` is passed over.
     """
     gate = gate or InferenceGate(server)
     gate.bodies.make_room_for(max_input_size_bytes)
     served = (create_kserve_router(server, max_input_size_bytes, gate, options, log, streams), *routers)
-    app = _App(routes=[route for router in (*served, create_openapi_router(served)) for route in router.routes])
+    app = _application((*served, create_openapi_router(served)), gate)
+    app.idempotent = idempotent
+    return app
+
+
+def create_inference_app(
+    gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[Router], options: ProtocolOptions
+) -> Starlette:
+    """Inference alone, for a host in another process, which has everything else; arguments as of `create_http_app`."""
+    gate.bodies.make_room_for(max_input_size_bytes)
+    kserve = create_inference_router(max_input_size_bytes, gate, options, ResumableStreams())
+    return _application((kserve, *routers), gate)
+
+
+def _application(routers: Sequence[Router], gate: InferenceGate) -> _App:
+    """The first of `routers` has inference on a model's path."""
+    app = _App(routes=[route for router in routers for route in router.routes])
     app.router.redirect_slashes = False
     install_error_handlers(app)
-    app.direct = DirectRoutes.of(served[0])
+    app.direct = DirectRoutes.of(routers[0])
     app.bodies = gate.bodies
     return app
 
 
 class _App(Starlette):
-    """Gives each request a lease of the body budget, and finds inference without the routers."""
+    """Answers retried requests, gives each other one a lease of the body budget, and finds inference without the
+    routers."""
 
     direct: DirectRoutes
     bodies: BodyBudget
+    idempotent: IdempotentRequests | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.idempotent is not None and self.idempotent.applies_to(scope):
+            await self.idempotent.serve(self._serve, scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         lease = scope[BODY_LEASE] = BodyLease(self.bodies)
         try:
             handler = self.direct.find(scope)
@@ -89,18 +122,26 @@ def create_kserve_router(
     streams: ResumableStreams | None = None,
 ) -> Router:
     """Everything under /v2, and the probes; arguments as of `create_http_app`."""
-    router = Router()
     gate = gate or InferenceGate(server)
     options = options or DEFAULT_OPTIONS
-    InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)  # first: routes are tried in order
-    GenerateEndpoints(gate, max_input_size_bytes, streams or ResumableStreams()).add_to(router)
+    router = create_inference_router(max_input_size_bytes, gate, options, streams or ResumableStreams())
     HealthEndpoints(server).add_to(router)
     SettingsEndpoints(server, log or ServerLog()).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
     RepositoryEndpoints(server, gate, max_input_size_bytes).add_to(router)
     StopEndpoint(server).add_to(router)
-    ProbeEndpoints(gate, options.http_metrics).add_to(router)
+    ProbeEndpoints(gate, server.metrics_registry if options.http_metrics else None).add_to(router)
+    return router
+
+
+def create_inference_router(
+    max_input_size_bytes: int, gate: InferenceGate, options: ProtocolOptions, streams: ResumableStreams
+) -> Router:
+    """infer, generate and generate_stream: first among all, since routes are tried in order."""
+    router = Router()
+    InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
+    GenerateEndpoints(gate, max_input_size_bytes, streams).add_to(router)
     return router
 
 

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 from starlette.requests import Request
 
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
 from llmbackend.core.outputs import Outputs
 from llmbackend.core.requests.request_bounds import string_count_bound
@@ -25,6 +25,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from .access.permissions import Role, role_needed
 from .access.rate_limit import Account, KeyShares
 from .access.request_identity import REQUEST_IDENTITY, body_owner
+from .counts import Counts, LocalCounts
 from .errors import LimitReachedError, PermissionDeniedError
 from .http.request_body import BodyBudget, read_content
 from .inference import Backlog, Inference, Listener, Mailbox
@@ -37,6 +38,8 @@ LARGE_BODY_BYTES: Final = 256 << 10
 MANY_STRINGS: Final = 4096
 """Decoded in about 1 ms."""
 
+_KNOWN_RESPONSE_BYTES: Final = 4096
+_OPEN: Final = "inferences"
 _LARGE_ELEMENTS: Final = 16 << 10
 _LARGE_BYTES: Final = 256 << 10
 """Above one of these, making JSON of tensors takes more than 2 to 5 ms."""
@@ -48,12 +51,13 @@ class InferenceGate:
     The frontends of one event loop share one gate, and so its limits and its mailbox.
     """
 
-    def __init__(self, server: InferenceServer, limits: InferenceLimits | None = None) -> None:
+    def __init__(self, server: Host, limits: InferenceLimits | None = None, counts: Counts | None = None) -> None:
+        """counts: of open inferences, with the other processes of the server, where it has several."""
         self.server = server
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
-        self._open = 0
-        self._shares = KeyShares()
+        self._counts = counts or LocalCounts()
+        self._shares = KeyShares(self._counts)
         self.bodies = BodyBudget(self._limits.max_body_memory_bytes, body_owner)
         self._large_body = asyncio.Lock()
         self._threads = WorkThreads(2, "large-requests")
@@ -66,20 +70,25 @@ class InferenceGate:
 
     @property
     def open_inferences(self) -> int:
-        return self._open
+        return self._counts.held(_OPEN)
 
-    def new_backlog(self) -> Backlog:
-        """The backlog of one client; a client that reads several inferences through one connection shares one."""
-        return Backlog(self._limits.max_stream_buffer_bytes)
+    def open_inferences_of(self, account: Account) -> int:
+        return self._shares.held(account)
+
+    def new_backlog(self, num_known_responses: int = 0) -> Backlog:
+        """The backlog of one client; a client that reads several inferences through one connection shares one.
+        num_known_responses: that come again, all at once."""
+        return Backlog(self._limits.max_stream_buffer_bytes + num_known_responses * _KNOWN_RESPONSE_BYTES)
 
     def check_room(self, count: int = 1) -> None:
         """Raises LimitReachedError when `count` more inferences would be too many for the server or for the API key."""
         most = self._limits.max_concurrent_requests
-        if self._open + count > most:
+        now_open = self._counts.held(_OPEN)
+        if now_open + count > most:
             raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
         identity = REQUEST_IDENTITY.get()
         if identity is not None:
-            self._shares.check(identity.account, count, most - self._open - count)
+            self._shares.check(identity.account, count, most - now_open - count)
 
     def admit(self, count: int) -> None:
         """Admits all of a body's `count` generations, its prompts times the choices of each, or none. Raises
@@ -154,16 +163,26 @@ class InferenceGate:
             request = replace(request, trace=trace)
         raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
         if raw_bytes <= LARGE_BODY_BYTES and string_count_bound(request.inputs) <= MANY_STRINGS:
-            return self.submit(request, backlog)
+            return await self._send_small(request, backlog)
         self.check_room()
         inference = self._new_inference(backlog)
         leave = self._enter()
-        accepting = asyncio.ensure_future(self._threads.run(self.server.infer_async, request, inference))
+        accepting = asyncio.ensure_future(self.server.infer_accepted(request, inference, self._threads.run))
         accepting.add_done_callback(partial(_leave_if_refused, leave))
         try:
             return inference.accepted(await asyncio.shield(accepting), leave)
         except asyncio.CancelledError:
             accepting.add_done_callback(partial(_close_accepted, inference, leave))
+            raise
+
+    async def _send_small(self, request: InferenceRequest, backlog: Backlog | None) -> Inference:
+        self.check_room()
+        inference = self._new_inference(backlog)
+        leave = self._enter()
+        try:
+            return inference.accepted(await self.server.infer_accepted(request, inference), leave)
+        except BaseException:
+            leave()
             raise
 
     def submit(
@@ -176,7 +195,8 @@ class InferenceGate:
         """Sends `request` to the host. `listener` hears of its responses; `count`: as how many inferences it counts,
         one for each choice that it generates.
 
-        Raises TritonError when the host refuses it, LimitReachedError when there is no room.
+        Raises TritonError when the host refuses it, LimitReachedError when there is no room. The refusal of a host in
+        another process comes as the only response.
         """
         self.check_room(count)
         inference = self._new_inference(backlog, listener)
@@ -184,14 +204,14 @@ class InferenceGate:
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
         """Counts so many more open inferences; the returned function uncounts them."""
-        self._open += count
+        self._counts.add(_OPEN, count)
         identity = REQUEST_IDENTITY.get()
         if identity is not None:
             self._shares.enter(identity.account, count)
         return partial(self._leave, count, None if identity is None else identity.account)
 
     def _leave(self, count: int, account: Account | None) -> None:
-        self._open -= count
+        self._counts.add(_OPEN, -count)
         if account is not None:
             self._shares.leave(account, count)
 

@@ -3,7 +3,7 @@
 For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
 the application: a route without a description cannot be built into a document (KeyError), so that a test of the
 document finds it. What a path means is described beside its handlers, in `kserve/openapi.py`, `openai/openapi.py`,
-`anthropic/openapi.py` and `operations/probes.py`.
+`anthropic/openapi.py`, `operations/probes.py` and `operations/router.py`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from .http.routing import Router
 from .kserve import openapi as openapi_kserve
 from .openai import openapi as openapi_openai
 from .operations import probes
+from .operations import router as operations
 
 PATH: Final = "/openapi.json"
 _OPERATIONS: Final = (
@@ -35,6 +36,7 @@ _OPERATIONS: Final = (
     | openapi_openai.OPERATIONS
     | openapi_anthropic.OPERATIONS
     | probes.OPERATIONS
+    | operations.OPERATIONS
     | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
 )
 _VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
@@ -49,6 +51,8 @@ _PARAMETERS: Final[dict[str, Json]] = {
     "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
     "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
     "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
+    "request": {"type": "string", "pattern": "^[0-9]{1,18}$"},
+    "instance": {"type": "string", "minLength": 1},
 }
 _BEFORE_THE_OPERATION: Final = (401, 403, 408, 413, 429, 431)
 """Statuses that access control and the connection may send before an operation sees its request."""
@@ -82,7 +86,11 @@ def document(routers: Iterable[Router]) -> Json:
         "info": {"title": "llmbackend", "version": __version__},
         "paths": paths,
         "components": {
-            "schemas": openapi_kserve.SCHEMAS | openapi_openai.schemas() | openapi_anthropic.schemas() | probes.SCHEMAS,
+            "schemas": openapi_kserve.SCHEMAS
+            | openapi_openai.schemas()
+            | openapi_anthropic.schemas()
+            | probes.SCHEMAS
+            | operations.SCHEMAS,
             "securitySchemes": _KEY_SCHEME,
         },
     }

@@ -52,6 +52,8 @@ class ProtocolOptions:
     cors: CorsOptions = NO_ORIGINS
     http_metrics: bool = True
     """Whether the metrics page is served on the HTTP port, too."""
+    allow_fault_injection: bool = False
+    """Whether operators may kill the processes of instances, to see what a crash does."""
 
 
 DEFAULT_OPTIONS: Final = ProtocolOptions()

@@ -8,38 +8,61 @@ the two raises none is open. `stop` refuses new work at once and lets running wo
 from __future__ import annotations
 
 import asyncio
+import socket
 from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, cast
 
 import grpc
+from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
 from ..frontends.access.access_control import AccessControl
 from ..frontends.access.settings import NO_ACCESS_CONTROL
+from ..frontends.counts import Counts
 from ..frontends.grpc.server import create_grpc_server
 from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from ..frontends.http_app import create_http_app, with_cors
 from ..frontends.inference_gate import InferenceGate
+from ..frontends.journals.resumable_streams import ResumableStreams
+from ..frontends.journals.stream_copies import Peers
 from ..frontends.limits import FrontendLimits, GrpcLimits
 from ..frontends.operations.metrics import create_metrics_app
+from ..frontends.page_proxy.settings import NO_PAGES, PageSettings
 from ..frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .descriptor_room import DescriptorRoom, fitted
 from .ports import ClaimedPorts, PortWish
+from .stream_peers import copy_streams
+
+if TYPE_CHECKING:
+    from ..frontends.http.tunnel import Tunnels
+    from ..frontends.page_proxy.forwarding import PageProxy
+    from ..frontends.passing_on.edge import Edge
+
+
+class ServedHost(Host, Protocol):
+    @property
+    def metrics_registry(self) -> CollectorRegistry:
+        """What the metrics port shows, and where access control counts."""
 
 
 class FrontendServer:
-    """The endpoints around one InferenceServer. A port of None switches its endpoint off, 0 takes any free port.
+    """The endpoints around one host, an InferenceServer unless `http_app` is given. A port of None switches its
+    endpoint off, 0 takes any free port.
 
-    `access` is checked before HTTP and gRPC; the metrics port is open. `gate`, `protocols` and `log` are
-    those that `http_app` uses. `claims`: the ports, where they have been bound before.
+    `access` is checked before HTTP and gRPC; the metrics port is open. `gate`, `protocols`, `streams` and `log` are
+    those that `http_app` uses. `claims`: the ports, where they have been bound before. `edge`: where frontend processes
+    have the clients' connections; the host's `grpc_address` is then `unix:` and a path. `counts`: of HTTP connections,
+    with the other processes that have the port.
     """
 
     def __init__(
         self,
-        server: InferenceServer,
+        server: ServedHost,
         *,
         http_address: str = "127.0.0.1",
         http_port: int | None = 8000,
@@ -55,6 +78,10 @@ class FrontendServer:
         protocols: ProtocolOptions | None = None,
         log: ServerLog | None = None,
         claims: ClaimedPorts | None = None,
+        pages: PageSettings = NO_PAGES,
+        edge: Edge | None = None,
+        counts: Counts | None = None,
+        streams: ResumableStreams | None = None,
     ) -> None:
         self._server = server
         self._http_app = http_app
@@ -63,6 +90,7 @@ class FrontendServer:
         self._gate = gate or InferenceGate(server, self._limits.inference)
         self._protocols = protocols or DEFAULT_OPTIONS
         self._log = log or ServerLog()
+        self._streams = streams
         self._grpc_at = (grpc_address, grpc_port)
         self._wishes = {
             "http": PortWish(http_address, http_port, http_reuse_port),
@@ -70,6 +98,12 @@ class FrontendServer:
             "grpc": PortWish(grpc_address, grpc_port, self._protocols.grpc_reuse_port),
         }
         self._claims = claims
+        self._edge = edge
+        self._counts = counts
+        self._page_settings = pages
+        self._pages: PageProxy | None = None
+        self._page_api: HttpEndpoint | None = None
+        self._page_api_socket: socket.socket | None = None
         self._is_bound = False
         self._http: HttpEndpoint | None = None
         self._metrics: HttpEndpoint | None = None
@@ -93,19 +127,40 @@ class FrontendServer:
         """Gives back the ports of a server that was not started."""
         if self._claims is not None:
             self._claims.close()
+        if self._page_api_socket is not None:
+            self._page_api_socket.close()
 
     def _make_endpoints(self, claims: ClaimedPorts) -> None:
         registry = self._server.metrics_registry
         if claims.http is not None:
-            app = self._http_app or create_http_app(
-                self._server, gate=self._gate, options=self._protocols, log=self._log
-            )
+            app = self._http_app or self._default_app()
             guarded = with_cors(self._access.around_http(app, registry), self._protocols.cors)
-            self._http = HttpEndpoint(guarded, claims.http, self._access.http_tls_context)
+            served = self._with_pages(guarded)
+            tunnels: Tunnels | None = self._pages
+            if self._edge is not None:
+                served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
+            self._http = HttpEndpoint(served, claims.http, self._access.http_tls_context, tunnels)
             self.http_port = self._http.port
         if claims.metrics is not None:
             self._metrics = HttpEndpoint(create_metrics_app(registry), claims.metrics, lambda: None)
             self.metrics_port = self._metrics.port
+
+    def _default_app(self) -> ASGIApp:
+        """Where the caller gave none, the host is one of this process."""
+        server = cast(InferenceServer, self._server)
+        return create_http_app(server, gate=self._gate, options=self._protocols, log=self._log)
+
+    def _with_pages(self, app: ASGIApp) -> ASGIApp:
+        """`app` with the web pages before it, whose process reaches `app` itself over a unix socket."""
+        if not self._page_settings.enabled:
+            return app
+        from ..frontends.page_proxy.forwarding import PageProxy
+
+        self._pages = PageProxy(self._page_settings)
+        self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._page_api_socket.bind(str(self._pages.process.api_path))
+        self._page_api = HttpEndpoint(app, self._page_api_socket, lambda: None)
+        return self._pages.around(app)
 
     async def start(self) -> None:
         """Listens on all ports, which it binds where `bind` was not called, for as many connections as there are
@@ -118,7 +173,9 @@ class FrontendServer:
         metrics_limits = replace(limits.http, max_connections=limits.metrics_max_connections)
         try:
             if self._http is not None:
-                await self._http.start(limits.http, protocol, room.first_reserved)
+                await self._http.start(limits.http, protocol, room.first_reserved, self._counts)
+            if self._page_api is not None:
+                await self._page_api.start(limits.http, GuardedProtocol, room.first_reserved)
             if self._metrics is not None:
                 await self._metrics.start(metrics_limits, GuardedProtocol, room.first_reserved)
             await self._start_grpc(limits.grpc)
@@ -133,23 +190,46 @@ class FrontendServer:
         if self._claims is not None and self._claims.grpc is not None:
             self._claims.grpc.close()  # gRPC binds by itself
         registry = self._server.metrics_registry
+        access = self._access.grpc_interceptors(registry)
         self._grpc, self.grpc_port = await create_grpc_server(
             self._server,
-            address=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+            address=_grpc_target(host, port),
             gate=self._gate,
             limits=limits,
-            interceptors=self._access.grpc_interceptors(registry),
+            interceptors=access if self._edge is None else self._edge.interceptors(access),
             credentials=self._access.grpc_credentials(),
             protocol=self._protocols,
             log=self._log,
+            streams=self._streams,
         )
         await self._grpc.start()
 
+    def copy_streams(self, peers: Peers) -> None:
+        """Resumable streams are copied to other hosts of a cluster from now on."""
+        if self._streams is not None and self._http_app is not None:
+            copy_streams(self._streams, self._http_app, self._gate, peers)
+
+    async def leave(self) -> None:
+        """Before the host stops: resumable streams that other hosts have copies of go on there."""
+        if self._streams is not None:
+            self._streams.leave()
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
-        stops = [endpoint.stop(grace_s) for endpoint in (self._http, self._metrics) if endpoint is not None]
+        endpoints = (self._http, self._page_api, self._metrics)
+        stops = [endpoint.stop(grace_s) for endpoint in endpoints if endpoint is not None]
+        if self._pages is not None:
+            stops.append(self._pages.process.stop())
         if self._grpc is not None:
             stops.append(self._grpc.stop(grace_s))
         await asyncio.gather(*stops)
+        if self._edge is not None:
+            await self._edge.close()
         self._gate.close()
         self.close()
+
+
+def _grpc_target(host: str, port: int) -> str:
+    if host.startswith("unix:"):
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

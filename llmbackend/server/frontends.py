@@ -6,20 +6,31 @@ life of the process. Invariant: frontends of one server share one gate, one stor
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.sealed_reasoning import sealing_key
+from llmbackend.frontends.operations.router import create_operations_router
+from llmbackend.frontends.operations.server_reports import ServerFacts
 
 from .frontend_server import FrontendServer
 from .ports import ClaimedPorts
 from .settings import ServerSettings
+
+if TYPE_CHECKING:
+    from llmbackend.frontends.counts import Counts
+    from llmbackend.frontends.passing_on.edge import Edge
+
+    from .frontend_settings import HostFolder
 
 
 def make_frontends(
@@ -29,10 +40,16 @@ def make_frontends(
     server_log: ServerLog,
     store: ResponseStore,
     claims: ClaimedPorts,
+    folder: HostFolder | None = None,
+    counts: Counts | None = None,
+    edge: Edge | None = None,
 ) -> FrontendServer:
-    """Frontends that are ready to start, on the ports that were claimed."""
+    """Frontends that are ready to start, on the ports that were claimed.
+
+    folder, counts, edge: of a host with frontend processes, which has a socket in `folder` for gRPC, and one for HTTP
+    among `claims`."""
     limit_bytes = settings.http_max_input_size_bytes
-    gate = InferenceGate(server, settings.limits.inference)
+    gate = InferenceGate(server, settings.limits.inference, counts)
     streams = ResumableStreams(settings.store.resume_grace_s)
     key = sealing_key(settings.protocols.reasoning_secret)
     routers = (
@@ -54,11 +71,17 @@ def make_frontends(
             lora_folder=settings.protocols.openai_lora_folder,
         ),
     )
+    facts = ServerFacts(
+        allows_load=settings.options.model_control_mode == "explicit",
+        allows_kill=settings.protocols.allow_fault_injection,
+        origins=settings.protocols.cors.origins,
+        flags=settings.flags,
+    )
     frontends = FrontendServer(
         server,
         http_address=settings.http.address,
         http_port=settings.http.port_or_none,
-        grpc_address=settings.grpc.address,
+        grpc_address=settings.grpc.address if folder is None else f"unix:{folder.grpc}",
         grpc_port=settings.grpc.port_or_none,
         metrics_address=settings.metrics.address,
         metrics_port=settings.metrics.port_or_none,
@@ -66,11 +89,12 @@ def make_frontends(
         http_app=create_http_app(
             server,
             max_input_size_bytes=limit_bytes,
-            routers=routers,
+            routers=(*routers, create_operations_router(server, gate, access, facts, server_log)),
             gate=gate,
             options=settings.protocols,
             log=server_log,
             streams=streams,
+            idempotent=IdempotentRequests(settings.store.idempotency, settings.store.resume_grace_s),
         ),
         access=access,
         gate=gate,
@@ -78,6 +102,9 @@ def make_frontends(
         protocols=settings.protocols,
         log=server_log,
         claims=claims,
+        pages=settings.pages,
+        edge=edge,
+        streams=streams,
     )
     frontends.bind()
     return frontends

@@ -21,6 +21,8 @@ class PortWish:
     """0: any free one; None: the endpoint is switched off."""
     may_share: bool = False
     """Whether other servers that allow it too may have the port."""
+    for_processes: bool = False
+    """Whether it is for the frontend processes of this server, which all listen on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +40,8 @@ class ClaimedPorts:
         claims: list[socket.socket | None] = []
         try:
             for wish in (http, metrics, grpc):
-                is_left_out = wish.port is None or (wish is grpc and not wish.port)
-                claims.append(None if is_left_out else _claimed(wish.address, wish.port or 0, wish.may_share))
+                is_left_out = wish.port is None or (wish is grpc and not wish.port and not wish.for_processes)
+                claims.append(None if is_left_out else _claimed_as(wish))
         except OSError:
             _close(claims)
             raise
@@ -48,6 +50,16 @@ class ClaimedPorts:
     def close(self) -> None:
         """Gives the ports back. Closing twice does nothing."""
         _close((self.http, self.metrics, self.grpc))
+
+
+def _claimed_as(wish: PortWish) -> socket.socket:
+    """With `for_processes` the claim keeps the port for this server, and takes no connections from its processes."""
+    port = wish.port or 0
+    if not wish.for_processes:
+        return _claimed(wish.address, port, wish.may_share)
+    if port and not wish.may_share:  # a shared claim alone would also succeed beside another server's processes
+        _claimed(wish.address, port, False).close()
+    return _claimed(wish.address, port, True)
 
 
 def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:

@@ -12,7 +12,8 @@ import contextlib
 import gc
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -20,7 +21,7 @@ import uvloop
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.access.settings import exposure
+from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
@@ -30,13 +31,21 @@ from .ports import ClaimedPorts, PortWish
 from .process_age import process_age_s
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .process_memory import give_back_freed
+from .readiness import take_ready_descriptor, tell_ready
+from .served_urls import log_endpoints, page_url, urls_of
 from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
 
 if TYPE_CHECKING:
     from llmbackend.frontends.journals.response_store import ResponseStore
+    from llmbackend.frontends.shared_counts import SharedCounts
 
+    from .cluster_member import ClusterMember
     from .frontend_server import FrontendServer
+    from .frontend_settings import HostFolder
+    from .process_frontends import ProcessFrontends
+
+    Frontends = FrontendServer | ProcessFrontends
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +58,9 @@ CLOSE_GRACE_S = 1.0
 """Time for clients to read their last bytes after every request has ended."""
 
 
-def run_server(settings: ServerSettings) -> int:
-    """Serves until a signal; returns the process's exit code."""
+def run_server(settings: ServerSettings, member: ClusterMember | None = None) -> int:
+    """Serves until a signal; returns the process's exit code. member: of a cluster, whose launcher has given
+    `settings.host_folder`."""
     server_log = ServerLog(settings.log)
     try:
         server_log.install()
@@ -62,17 +72,19 @@ def run_server(settings: ServerSettings) -> int:
     raise_limit(settings.limits.connections)
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(settings, server_log))
+        return runner.run(_serve(settings, server_log, member))
 
 
-async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
-    stop = stop_on_signal()
+async def _serve(settings: ServerSettings, server_log: ServerLog, member: ClusterMember | None) -> int:
+    stop, ready_descriptor = stop_on_signal(), take_ready_descriptor()
     try:
-        access = AccessControl(settings.access)
-    except ValueError as error:
+        apart = _host_folder(settings)
+        access = _access_control(settings.access, apart)
+    except (ValueError, OSError) as error:
         print_error(str(error))
         return 1
-    reload_on_hangup(stop, access.reload)
+    reloads = [access.reload]
+    reload_on_hangup(stop, lambda: _call_all(reloads))
     try:
         storage = settings.store.open_storage()
     except StoreError as error:
@@ -85,12 +97,20 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         return 1
     server = access.host(settings.options)
     loading = await begin_load(server.start)
-    from .frontends import make_frontends  # half a second, while the engines start
-    from .terminal import announce, load_bars
+    from .terminal import announce, load_bars  # with the frontends half a second, while the engines start
 
     with load_bars():
         store = settings.store.around(storage)
-        frontends = make_frontends(server, settings, access, server_log, store, claims)
+        frontends: Frontends
+        if apart is not None:
+            from .process_frontends import ProcessFrontends
+
+            frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
+            reloads.append(frontends.reload)
+        else:
+            from .frontends import make_frontends
+
+            frontends = make_frontends(server, settings, access, server_log, store, claims)
         gc.freeze()  # what was imported stays: no collection looks at it again
         gc.enable()
         is_over = await _ends_before(loading, stop)
@@ -110,13 +130,17 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
         log.error("cannot listen: %s", error)
         await in_thread(server.stop, settings.exit_timeout_s)
         return 1
-    _log_endpoints(frontends, settings)
-    announce(server, _urls(frontends, settings), process_age_s())
+    log_endpoints(frontends, settings)
+    urls = urls_of(frontends, settings)
+    announce(server, page_url(urls, settings) | urls, process_age_s())
+    tell_ready(ready_descriptor, urls)
     in_thread(give_back_freed)
     if warning := exposure(
         settings.access, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
     ):
         log.warning("%s", warning)
+    if settings.protocols.allow_fault_injection:
+        log.warning("--allow-fault-injection: operators may kill engines; never set it where others depend on them")
     await stop.wait()
     return await _drain(server, frontends, store, settings.exit_timeout_s)
 
@@ -124,11 +148,36 @@ async def _serve(settings: ServerSettings, server_log: ServerLog) -> int:
 def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
     """Raises OSError."""
     http, grpc, metrics = settings.http, settings.grpc, settings.metrics
+    are_many = settings.frontend_processes > 1
+    if settings.host_folder is not None:  # who gave it has the ports of clients
+        http, grpc = replace(http, enabled=False), replace(grpc, enabled=False)
     return ClaimedPorts.claim(
-        http=PortWish(http.address, http.port_or_none, http.reuse_port),
+        http=PortWish(http.address, http.port_or_none, http.reuse_port, are_many),
         metrics=PortWish(metrics.address, metrics.port_or_none),
-        grpc=PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port),
+        grpc=PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port, are_many),
     )
+
+
+def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:
+    """None where this process does everything. Raises OSError."""
+    if settings.frontend_processes == 1 and settings.host_folder is None:
+        return None
+    from .host_folder import open_host_folder
+
+    return open_host_folder(settings)
+
+
+def _access_control(settings: AccessSettings, apart: tuple[HostFolder, SharedCounts] | None) -> AccessControl:
+    """Raises ValueError."""
+    if apart is None:
+        return AccessControl(settings)
+    folder, shared = apart
+    return AccessControl(settings.without_tls(), shared, folder.metrics)
+
+
+def _call_all(functions: Iterable[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
@@ -160,10 +209,11 @@ async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[N
     return 0
 
 
-async def _drain(server: InferenceServer, frontends: FrontendServer, store: ResponseStore, timeout_s: float) -> int:
+async def _drain(server: InferenceServer, frontends: Frontends, store: ResponseStore, timeout_s: float) -> int:
     """Refuses new work, waits for running requests, unloads, closes the ports. Background responses in a store
     that stays are not waited for: the next server goes on with them."""
     log.info("shutting down: waiting up to %g s for running requests", timeout_s)
+    await frontends.leave()
     stopping = in_thread(server.stop, timeout_s)
     await store.suspend()
     is_clean = await stopping
@@ -174,26 +224,3 @@ async def _drain(server: InferenceServer, frontends: FrontendServer, store: Resp
         exit_now(1)
     log.info("server stopped")
     return 0
-
-
-def _log_endpoints(frontends: FrontendServer, settings: ServerSettings) -> None:
-    """Triton's lines, which tools wait for."""
-    started = (
-        ("GRPCInferenceService", settings.grpc.address, frontends.grpc_port),
-        ("HTTPService", settings.http.address, frontends.http_port),
-        ("Metrics Service", settings.metrics.address, frontends.metrics_port),
-    )
-    for name, address, port in started:
-        if port is not None:
-            log.info("Started %s at %s:%d", name, address, port)
-
-
-def _urls(frontends: FrontendServer, settings: ServerSettings) -> dict[str, str]:
-    """Where each open endpoint listens, by protocol."""
-    scheme = "http" if settings.access.http_tls is None else "https"
-    found = {
-        "http": (scheme + "://{}:{}", settings.http.address, frontends.http_port),
-        "grpc": ("{}:{}", settings.grpc.address, frontends.grpc_port),
-        "metrics": ("http://{}:{}/metrics", settings.metrics.address, frontends.metrics_port),
-    }
-    return {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}

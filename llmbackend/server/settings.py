@@ -10,39 +10,30 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from llmbackend.adapter.engine_args import LORA_MODULES, MULTI_LORA_FILE
+import msgspec
+
+from llmbackend.adapter.engine_args import (
+    LORA_MODULES,
+    MULTI_LORA_FILE,
+    OWN_PARAMETERS,
+    check_checkpoint,
+    read_given_arguments,
+    read_own_parameters,
+)
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.page_proxy.settings import NO_PAGES, PageSettings
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 
 from ..core.server_log import LogSettings
+from .endpoints import Endpoint
 from .process_end import temporary_directory
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """Where one protocol listens."""
-
-    address: str
-    port: int
-    """0: any free one."""
-    enabled: bool = True
-    reuse_port: bool = False
-    """Other servers that allow it too may listen on the port."""
-
-    @property
-    def port_or_none(self) -> int | None:
-        return self.port if self.enabled else None
-
-    @property
-    def address_or_none(self) -> str | None:
-        return self.address if self.enabled else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,25 +47,20 @@ class ServerSettings:
     http_max_input_size_bytes: int = 64 << 20
     openai_max_input_size_bytes: int = 4 << 20
     exit_timeout_s: int = 30
+    frontend_processes: int = 1
+    """1: the process of the host has the clients' connections; more: so many processes beside it."""
+    host_folder: Path | None = None
+    """Set by who starts the frontend processes of this host, whatever their number: where it meets them."""
     limits: FrontendLimits = field(default_factory=FrontendLimits)
     store: StoreSettings = IN_MEMORY
     access: AccessSettings = NO_ACCESS_CONTROL
     log: LogSettings = field(default_factory=LogSettings)
     protocols: ProtocolOptions = DEFAULT_OPTIONS
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """The flags that were given, as operators may see them."""
+    pages: PageSettings = NO_PAGES
     flag_model: str = ""
     """The name of the model that flags describe (`--model`), "" for none."""
-
-
-def check_port_collision(endpoints: Mapping[str, Endpoint]) -> None:
-    """Raises ValueError with Triton's text, naming the protocols. Port 0 is any free one, and never collides; a port
-    that another process has is found when it is bound. Source: CheckPortCollision in Triton's command_line_parser."""
-    used = [(name, endpoint) for name, endpoint in endpoints.items() if endpoint.enabled and endpoint.port]
-    for (one, first), (other, second) in combinations(used, 2):
-        if (first.address, first.port) == (second.address, second.port):
-            raise ValueError(
-                f"The server cannot listen to {one} requests and {other} requests at the same address and port "
-                f"{first.address}:{first.port}"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,14 +76,30 @@ class SingleModel:
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Parameters of config.pbtxt."""
 
+    @classmethod
+    def checked(cls, model: str, name: str, given: Mapping[str, Any]) -> SingleModel:
+        """given: engine arguments and bounds on requests (OWN_PARAMETERS) by name. Raises TritonError or ValueError,
+        naming the argument."""
+        parameters = {key: str(value) for key, value in given.items() if key in OWN_PARAMETERS}
+        others = {key: value for key, value in given.items() if key not in OWN_PARAMETERS}
+        arguments = read_given_arguments({"model": model, **others}, Path.cwd())
+        read_own_parameters(parameters)
+        check_checkpoint(EngineConfig(**arguments))
+        return cls(model=model, name=name, arguments=msgspec.to_builtins(arguments), parameters=parameters)
+
     @property
     def served_name(self) -> str:
         path = Path(self.model)
         return self.name or (path.resolve().name if path.exists() else self.model.rsplit("/", 1)[-1])
 
     def make_repository(self) -> Path:
-        """A temporary repository with this model: config.pbtxt, and a model.json that points to the checkpoint."""
+        """A temporary repository with this model."""
         repository = temporary_directory(prefix="llmbackend-repository-")
+        self.write_into(repository)
+        return repository
+
+    def write_into(self, repository: Path) -> None:
+        """Writes what a person would: config.pbtxt, and a model.json that points to the checkpoint."""
         version = repository / self.served_name / "1"
         version.mkdir(parents=True)
         arguments = dict(self.arguments)
@@ -110,4 +112,3 @@ class SingleModel:
             for name, value in self.parameters.items()
         ]
         (version.parent / "config.pbtxt").write_text("".join(['backend: "llm"\n', *lines]))
-        return repository

@@ -14,13 +14,14 @@ import typer
 from llmbackend.core.backend_manager import installed_backends
 
 MAX_MODELS_SHOWN = 5
+_SEE_LOG = "The log above says more."
 _MAX_REASON_CHARACTERS = 600
-_ENGINE_ARGUMENT = re.compile(r"(?:command line: )?(?:engine argument|parameter) '(\w+)'")
+_ENGINE_ARGUMENT = re.compile(r"(?:arguments: )?(?:engine argument|parameter) '(\w+)'")
 
 
-def failure_summary(reasons: Mapping[str, str]) -> str:
-    """reasons: why each model was not loaded, by its name; not empty."""
-    lines = [_line(name, reason) for name, reason in list(reasons.items())[:MAX_MODELS_SHOWN]]
+def failure_summary(reasons: Mapping[str, str], otherwise: str = _SEE_LOG) -> str:
+    """reasons: why each model was not loaded, by its name; not empty. otherwise: said where no advice is known."""
+    lines = [_line(name, reason, otherwise) for name, reason in list(reasons.items())[:MAX_MODELS_SHOWN]]
     if (left := len(reasons) - len(lines)) > 0:
         lines.append(f"and {left} more models; the log above names them.")
     return "\n".join(lines)
@@ -35,14 +36,14 @@ def as_flags(text: str) -> str:
     return _ENGINE_ARGUMENT.sub(lambda found: flag_of(found[1]), text)
 
 
-def _line(name: str, reason: str) -> str:
+def _line(name: str, reason: str, otherwise: str) -> str:
     text = " ".join(reason.split())
     if len(text) > _MAX_REASON_CHARACTERS:
         text = f"{text[:_MAX_REASON_CHARACTERS]} …"
-    return f"Model '{name}' was not loaded: {text.rstrip('.;')}. {advice(text)}"
+    return f"Model '{name}' was not loaded: {text.rstrip('.;')}. {advice(text, otherwise)}".rstrip()
 
 
-def advice(reason: str, otherwise: str = "The log above says more.") -> str:
+def advice(reason: str, otherwise: str = _SEE_LOG) -> str:
     """What to do about a load that failed for `reason`; `otherwise` where nothing is known of it."""
     for pattern, text in _ADVICE:
         if pattern.search(reason):

@@ -1,7 +1,8 @@
 """What a starting server shows on the terminal: bars while models load, then what is served, where, and how to try it.
 
-For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal; log
-lines stand above the bars; when loading is over the bars are gone.
+For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal: a load
+that takes long is told of in the log there, now and then; log lines stand above the bars; when loading is over the bars
+are gone.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -22,10 +26,38 @@ from llmbackend.engine.load_progress import LoadProgress
 from .load_reports import handled_by
 
 _SERVED_AT = {
+    "pages": "in a browser: chat, live engine, operations",
     "http": "KServe v2, generate and generate_stream; OpenAI under /v1",
     "grpc": "KServe v2, decoupled streams",
     "metrics": "Prometheus",
 }
+
+
+log = logging.getLogger(__name__)
+
+LINE_INTERVAL_S: Final = 10.0
+"""Between two log lines about one load; the first comes after so long."""
+
+
+class LoadLines(logging.Handler):
+    """Log lines in the place of bars."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._last_s: dict[int, float] = {}
+        """When an engine was last told of, or when it was first heard of."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        engine: int = record.__dict__["engine"]
+        now: LoadProgress | None = record.__dict__["progress"]
+        now_s = self._clock()
+        if now is None:
+            self._last_s.pop(engine, None)
+        elif now_s - self._last_s.setdefault(engine, now_s) >= LINE_INTERVAL_S:
+            self._last_s[engine] = now_s
+            amount = f" {now.done} of {now.total}" if now.total else ""
+            log.info("%s: loading: %s%s", record.__dict__["model"], now.stage, amount)
 
 
 class _Bars(logging.Handler):
@@ -53,9 +85,10 @@ class _Bars(logging.Handler):
 
 @contextlib.contextmanager
 def load_bars(console: Console | None = None) -> Iterator[None]:
-    """Shows bars until the block ends; by default on standard error."""
+    """Shows bars until the block ends, by default on standard error; where that is no terminal, log lines."""
     if console is None and not sys.stderr.isatty():
-        yield
+        with handled_by(LoadLines()):
+            yield
         return
     console = console or Console(stderr=True)
     columns = (
@@ -77,15 +110,24 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) ->
     for row in server.repository_index():
         state = f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
         console.print(f"model    {row.name}{' version ' if row.version else ''}{row.version}  {state}", markup=False)
-    for name, url in urls.items():
-        console.print(f"{name:8s} {url}  {_SERVED_AT[name]}", markup=False)
+    show_urls(urls)
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
         console.print("\nTry:", _example(urls["http"], ready[0]), sep="\n", markup=False)
     sys.stdout.flush()
 
 
+def show_urls(urls: Mapping[str, str]) -> None:
+    """urls: by protocol."""
+    console = Console(highlight=False, soft_wrap=True)
+    for name, url in urls.items():
+        console.print(f"{name:8s} {url}  {_SERVED_AT[name]}", markup=False)
+    sys.stdout.flush()
+
+
 def _example(http_url: str, model: str) -> str:
-    url = f"{http_url.replace('0.0.0.0', 'localhost')}/v1/chat/completions"
+    host = http_url.replace("0.0.0.0", "localhost")
+    url = f"{host}/v1/chat/completions"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
-    return f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
+    curl = f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
+    return f"  llmbackend chat --url {host} --model {shlex.quote(model)}\n{curl}"

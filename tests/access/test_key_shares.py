@@ -7,6 +7,7 @@ from random import Random
 import pytest
 
 from llmbackend.frontends.access.rate_limit import Account, KeyShares, Limits
+from llmbackend.frontends.counts import LocalCounts
 from llmbackend.frontends.errors import LimitReachedError
 
 MOST = 120
@@ -16,7 +17,7 @@ class Room:
     """What a gate does around the shares."""
 
     def __init__(self) -> None:
-        self.shares = KeyShares()
+        self.shares = KeyShares(LocalCounts())
         self.open = 0
 
     def enter(self, account: Account) -> bool:
@@ -74,7 +75,7 @@ def test_a_servers_only_key_may_use_all_of_it() -> None:
 
 
 def test_several_at_once_enter_together_or_not_at_all() -> None:
-    shares, (account,) = KeyShares(), accounts(0)
+    shares, (account,) = KeyShares(LocalCounts()), accounts(0)
     shares.check(account, 60, MOST - 60)
     with pytest.raises(LimitReachedError, match=r"'k0' is at its share .* it has 0, asked for 61 more"):
         shares.check(account, 61, MOST - 61)
@@ -95,4 +96,4 @@ def test_a_key_without_requests_always_gets_one() -> None:
     for key, count in held.items():
         for _ in range(count):
             room.leave(key)
-    assert room.open == 0 and not room.shares._held
+    assert room.open == 0 and not any(map(room.shares.held, keys))

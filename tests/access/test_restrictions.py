@@ -15,6 +15,7 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.api_keys import KeyRing, unnamed_keys
 from llmbackend.frontends.access.http_access import HttpAccess
 from llmbackend.frontends.access.permissions import (
@@ -32,9 +33,12 @@ from llmbackend.frontends.access.permissions import (
 )
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.request_identity import AccessMetrics
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import create_http_app
+from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai.router import create_openai_router
+from llmbackend.frontends.operations.router import create_operations_router
 
 EVERYTHING = Restrictions({category: Restriction("x-key", b"value") for category in Category})
 
@@ -104,11 +108,24 @@ def test_texts_are_tritons(kind: str, items: list[str], text: str) -> None:
         ("/v1/chat/completions", Category.INFERENCE),
         ("/v1/models", Category.MODEL_REPOSITORY),
         ("/v1/models/org/name", Category.MODEL_REPOSITORY),
+        ("/v2/engine/settings", Category.LOGGING),
+        ("/v2/engine/access", Category.LOGGING),
+        ("/v2/engine/requests/17/cancel", Category.INFERENCE),
+        ("/v2/engine/instances/m/1/m_0/kill", Category.MODEL_REPOSITORY),
         ("/nothing", None),
     ],
 )
 def test_categories_of_paths(path: str, category: Category | None) -> None:
     assert category_of(path) is category
+
+
+def whole_app(server: InferenceServer) -> Starlette:
+    """With the routers of a server process."""
+    gate = InferenceGate(server)
+    operations = create_operations_router(server, gate, AccessControl(NO_ACCESS_CONTROL))
+    return create_http_app(
+        server, gate=gate, routers=(create_anthropic_router(server), create_openai_router(server), operations)
+    )
 
 
 def all_paths(app: Starlette) -> set[str]:
@@ -119,7 +136,7 @@ def all_paths(app: Starlette) -> set[str]:
 
 def test_no_route_is_without_a_category_and_no_spelling_of_it_slips_through() -> None:
     server = InferenceServer(ServerOptions())
-    app = create_http_app(server, routers=(create_anthropic_router(server), create_openai_router(server)))
+    app = whole_app(server)
     access = HttpAccess(app, None, EVERYTHING, AccessMetrics(CollectorRegistry()), False)
     paths = all_paths(app)
     assert len(paths) > 30
@@ -141,11 +158,12 @@ def test_no_route_is_without_a_category_and_no_spelling_of_it_slips_through() ->
 
 def test_no_spelling_of_an_operators_path_lets_a_user_in() -> None:
     server = InferenceServer(ServerOptions())
-    app = create_http_app(server, routers=(create_anthropic_router(server), create_openai_router(server)))
+    app = whole_app(server)
     keys, counted = KeyRing(unnamed_keys(["key"], NO_LIMITS)), AccessMetrics(CollectorRegistry())
     access = HttpAccess(app, keys, NO_RESTRICTIONS, counted, False)
     operators = {path for path in all_paths(app) if needs_operator(path, category_of(path))}
     others = all_paths(app) - operators - {"/load"}  # of vLLM: a number that users may see
+    assert "/v2/engine/requests/1/cancel" in others  # of a user's own requests
     assert {"/v2/logging", "/v2/trace/setting", "/v2/models/1/trace/setting"} <= operators
     assert {path for path in others if re.search("load|logging|setting|sharedmemory", path)} == set()
     of_adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
+from llmbackend.adapter.placement import Placement
+from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.request_conversion import RequestConverter
 from llmbackend.adapter.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError, unavailable
@@ -130,7 +132,7 @@ def start_core(host: LlmHost, request_id: str, **inputs: Any) -> Call:
 
 
 def test_an_unload_refuses_what_waits_and_lets_the_rest_go_on() -> None:
-    tasks = TaskMap(QueuePolicies(), 10)
+    tasks = TaskMap(QueuePolicies(), 10, Placement(PrefixIndex()))
     begun, go_on = threading.Event(), threading.Event()
     refused: list[str] = []
     handed_on: list[Any] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.adapter.placement import Place, Placement
+from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
 from llmbackend.engine.errors import DeathKind
@@ -25,6 +28,7 @@ class Task:
     is_suspect: bool = False
     isolated_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
+    place: Place | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,11 +46,11 @@ def make_task(name: str, priority: int = 0) -> Any:
 
 def make_map(pbtxt: str = "", max_queue_size: int = 100) -> TaskMap:
     config = text_format.Parse(pbtxt, ModelConfig())
-    return TaskMap(QueuePolicies.of(config.dynamic_batching), max_queue_size)
+    return TaskMap(QueuePolicies.of(config.dynamic_batching), max_queue_size, Placement(PrefixIndex()))
 
 
-def assignment() -> EngineAssignment:
-    return EngineAssignment(lambda: None)
+def assignment(bit: int = 1, room: int = 10) -> EngineAssignment:
+    return EngineAssignment(lambda: None, lambda: room, bit)
 
 
 def queue(tasks: TaskMap, *names: str, priority: int = 0) -> None:
@@ -56,8 +60,14 @@ def queue(tasks: TaskMap, *names: str, priority: int = 0) -> None:
         tasks.enqueue(task)
 
 
-def take(tasks: TaskMap, engine: EngineAssignment, room: int = 10, num_engines: int = 1) -> list[str]:
-    return [task.request_id for task in tasks.take(engine, room, num_engines)]
+def take(
+    tasks: TaskMap,
+    engine: EngineAssignment,
+    room: int = 10,
+    others: Sequence[EngineAssignment] = (),
+    now_s: float = 1.0,
+) -> list[str]:
+    return [task.request_id for task in tasks.take(engine, room, [engine, *others], int(now_s * 1e9))]
 
 
 def tokens(tasks: TaskMap, engine: EngineAssignment, *names: str, count: int = 2) -> None:
@@ -73,10 +83,10 @@ def die(
 
 
 def test_engines_share_the_queue_in_its_order() -> None:
-    tasks, one, two = make_map(), assignment(), assignment()
+    tasks, one, two = make_map(), assignment(), assignment(2)
     queue(tasks, *"abcde")
-    assert take(tasks, one, num_engines=2) == ["a", "b", "c"]
-    assert take(tasks, two, room=1) == ["d"]
+    assert take(tasks, one, others=[two]) == ["a", "c", "e"]
+    assert take(tasks, two, room=1, others=[one]) == ["b"]
     assert tasks.num_queued == 1
 
 
@@ -165,14 +175,15 @@ def test_a_suspect_with_a_death_in_isolation_runs_before_other_suspects() -> Non
     assert take(tasks, engine) == ["a"]
 
 
-def test_an_engine_killed_from_outside_counts_less_against_its_request() -> None:
+@pytest.mark.parametrize("kind", ["killed", "disconnect"])
+def test_an_engine_lost_from_outside_counts_less_against_its_request(kind: DeathKind) -> None:
     tasks, engine = make_map(), assignment()
     queue(tasks, "a")
     for _ in range(4):
         take(tasks, engine)
-        assert die(tasks, engine, "a", kind="killed") == (["a"], None)
+        assert die(tasks, engine, "a", kind=kind) == (["a"], None)
     take(tasks, engine)
-    assert die(tasks, engine, "a", kind="killed") == ([], "a")
+    assert die(tasks, engine, "a", kind=kind) == ([], "a")
 
 
 def test_tokens_clear_a_request_of_earlier_deaths() -> None:

@@ -96,6 +96,19 @@ def test_crash_ends_the_requests_of_its_instance_with_an_error_and_the_model_ser
     assert host.server.model_is_ready("m")
 
 
+def test_an_operator_kills_the_process_of_an_instance(host: Host) -> None:
+    host.load("m", config(DECOUPLED, count=2), STREAM)
+    streams = _one_stream_in_each_process(host)
+    (pid,) = host.server.kill_instance("m", 1, "m_0_1")
+    failed = [stream for stream in streams if _ends_with_error(stream)]
+    assert len(failed) == 1
+    eventually(lambda: not is_alive(pid))
+    (well,) = [stream for stream in streams if stream not in failed]
+    assert well.handle is not None
+    well.handle.cancel()
+    well.all()
+
+
 def test_crash_leaves_other_instances_alone(host: Host) -> None:
     host.load("m", config(DECOUPLED, count=2), STREAM)
     streams = _one_stream_in_each_process(host)

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos [chaos|soak|overload|idle]`: injects faults into a real server and reports what clients saw.
+"""`python -m tests.chaos [chaos|cluster|soak|overload|idle]`: injects faults, and reports what clients saw.
 
 chaos (the default) prints a table and `chaos: N faults, N streams, 0 lost`; with --quick it is a bounded half minute.
 Every command exits 1 when anything is not as it should be.
@@ -37,6 +37,20 @@ def _chaos(quick: bool, only: str) -> None:
     from .chaos import run_chaos
 
     raise typer.Exit(asyncio.run(run_chaos(quick=quick, only=only)))
+
+
+@app.command()
+def cluster(
+    only: Annotated[str, typer.Option(help="Rounds whose name contains this.")] = "",
+    kills: Annotated[int, typer.Option(min=0, help="In all; 0 = as many as the rounds say.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of requests and kills.")] = 1,
+    demo: Annotated[bool, typer.Option("--demo/--mock", help="The bundled model in place of the mock one.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="A few kills on one machine.")] = False,
+) -> None:
+    """Frontends, hosts and engines are killed and cut off from each other."""
+    from .cluster.run import Choice, run_cluster
+
+    raise typer.Exit(asyncio.run(run_cluster(Choice(only, kills, seed, demo, quick))))
 
 
 @app.command()

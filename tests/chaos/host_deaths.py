@@ -16,6 +16,7 @@ from pathlib import Path
 from tests.helpers.server_process import ServerProcess, start_server
 
 from .clients import StreamClient
+from .clients.patience import Patience
 from .clients.responses_api import ResponsesClient
 from .load import Load
 from .specs import StreamSpec
@@ -56,7 +57,7 @@ class _Readers:
     """Clients of whatever host there is."""
 
     def __init__(self, hosts: _Hosts) -> None:
-        self._client = ResponsesClient(lambda: hosts.http, patience_s=_PATIENCE_S)
+        self._client = ResponsesClient(lambda: hosts.http, patience=Patience(_PATIENCE_S))
 
     def of(self, spec: StreamSpec) -> StreamClient:
         return self._client

@@ -20,6 +20,7 @@ from typing import Protocol as Interface
 from .clients import StreamClient
 from .clients.agent_api import AgentClient
 from .clients.generate import GenerateClient
+from .clients.grpc_resumed import ResumedGrpcClient
 from .clients.grpc_stream import GrpcClient
 from .clients.messages_api import MessagesClient
 from .clients.openai_api import OpenAIClient
@@ -52,6 +53,10 @@ class Arrivals:
     def add(self) -> None:
         self._times_s.append(time.monotonic())
 
+    @property
+    def all_s(self) -> tuple[float, ...]:
+        return tuple(self._times_s)
+
     def count_after(self, when_s: float) -> int:
         return len(self._times_s) - bisect.bisect_right(self._times_s, when_s)
 
@@ -65,7 +70,7 @@ class Clients:
 
     def __init__(self, http: str, grpc: str, receive_buffer_bytes: int = 0) -> None:
         openai = OpenAIClient(http, receive_buffer_bytes)
-        resumable = ResumableClient(http, receive_buffer_bytes)
+        resumable = ResumableClient(lambda: http, receive_buffer_bytes)
         responses = ResponsesClient(lambda: http, receive_buffer_bytes)
         self._by_protocol: dict[Protocol, StreamClient] = {
             "generate": GenerateClient(http, receive_buffer_bytes),
@@ -76,6 +81,7 @@ class Clients:
             "responses": responses,
             "background": responses,
             "resumed_generate": resumable,
+            "resumed_grpc": ResumedGrpcClient(lambda: grpc),
             "resumed_agent": resumable,
             "messages": MessagesClient(http, receive_buffer_bytes),
         }
@@ -143,8 +149,15 @@ class LiveStream:
 class Load:
     """`async with Load(...)` keeps `concurrency` streams live; leaving it begins no new ones and waits for the rest."""
 
-    def __init__(self, clients: ClientChoice, specs: Sequence[StreamSpec], concurrency: int) -> None:
+    def __init__(
+        self,
+        clients: ClientChoice,
+        specs: Sequence[StreamSpec],
+        concurrency: int,
+        stream: type[LiveStream] = LiveStream,
+    ) -> None:
         self.runs: list[Run] = []
+        self._stream = stream
         self.arrivals = Arrivals()
         self._clients = clients
         self._specs: Iterator[StreamSpec] = itertools.cycle(specs)
@@ -156,6 +169,11 @@ class Load:
     @property
     def live(self) -> int:
         return len(self._live)
+
+    @property
+    def streams(self) -> list[LiveStream]:
+        """That live now."""
+        return list(self._live)
 
     async def __aenter__(self) -> Load:
         self._workers = [asyncio.create_task(self._work()) for _ in range(self._concurrency)]
@@ -190,7 +208,7 @@ class Load:
     async def _work(self) -> None:
         while not self._closing:
             spec = next(self._specs)
-            stream = LiveStream(spec, self._clients.of(spec), self.arrivals)
+            stream = self._stream(spec, self._clients.of(spec), self.arrivals)
             self._live.add(stream)
             try:
                 run = await stream.ended()
@@ -200,7 +218,7 @@ class Load:
 
 
 async def undisturbed(
-    clients: Clients, specs: Iterable[StreamSpec], concurrency: int = 32
+    clients: ClientChoice, specs: Iterable[StreamSpec], concurrency: int = 32
 ) -> dict[StreamSpec, Outcome]:
     """What each request gives on an undisturbed server. Raises RuntimeError when one fails."""
     expected: dict[StreamSpec, Outcome] = {}

@@ -167,7 +167,7 @@ async def running(*models: ModelSetup, arguments: Sequence[str] = ()) -> AsyncIt
     """A server with `models` on free ports. Its directory (with the log) is kept when the round raises."""
     directory = Path(tempfile.mkdtemp(prefix="llmbackend-chaos-"))
     for model in models:
-        _write_model(directory, model)
+        write_model(directory, model)
     command = ("--model-repository", str(directory / "models"), "--model-control-mode", "explicit", "--load-model=*")
     server: ServerUnderTest | None = None
     try:
@@ -184,7 +184,7 @@ async def running(*models: ModelSetup, arguments: Sequence[str] = ()) -> AsyncIt
     shutil.rmtree(directory)
 
 
-def _write_model(directory: Path, model: ModelSetup) -> None:
+def write_model(directory: Path, model: ModelSetup) -> None:
     faults = _fault_directory(directory, model.name)
     faults.mkdir(parents=True)
     arguments = dict(model.arguments) | {"fault_directory": str(faults)}

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Protocol = Literal[
     "generate", "grpc", "chat", "completions", "agent", "responses", "messages", "background", "resumed_generate",
-    "resumed_agent",
+    "resumed_grpc", "resumed_agent",
 ]  # fmt: skip
 PROTOCOLS: tuple[Protocol, ...] = ("generate", "grpc", "chat", "completions")
 
@@ -27,7 +27,8 @@ _WORDS = ("count", "from", "three", "Triton", "serves", "streams", "é", "名", 
 @dataclass(frozen=True)
 class StreamSpec:
     """One request. `sampling_json` holds vLLM's sampling parameters, of an agent's request the whole body; logprobs
-    None = not asked for; streams False = one whole answer."""
+    None = not asked for; streams False = one whole answer; key: its `Idempotency-Key`, which is not part of what is
+    asked."""
 
     index: int
     protocol: Protocol
@@ -36,6 +37,7 @@ class StreamSpec:
     sampling_json: str
     streams: bool
     logprobs: int | None
+    key: str = field(default="", compare=False)
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -59,7 +61,11 @@ def make_specs(seed: int, count: int, model: str, lengths: Lengths = Lengths()) 
 
 def resumed(specs: Iterable[StreamSpec]) -> list[StreamSpec]:
     """The streams among them that a client may come back to, with connections that break."""
-    ways: dict[Protocol, Protocol] = {"generate": "resumed_generate", "agent": "resumed_agent"}
+    ways: dict[Protocol, Protocol] = {
+        "generate": "resumed_generate",
+        "grpc": "resumed_grpc",
+        "agent": "resumed_agent",
+    }
     return [
         StreamSpec(**(vars(spec) | {"index": spec.index + 300_000, "protocol": ways[spec.protocol]}))
         for spec in specs

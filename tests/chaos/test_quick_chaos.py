@@ -1,4 +1,4 @@
-"""A short chaos run as users start it: kills, a hang, an exception and a poison request under live streams."""
+"""Short chaos runs as users start them: kills, a hang, an exception and a poison request under live streams."""
 
 from __future__ import annotations
 
@@ -18,4 +18,13 @@ def test_nothing_is_lost_in_half_a_minute_of_chaos() -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
     last_line = run.stdout.rstrip().rpartition("\n")[2]
     assert re.fullmatch(r"chaos: 9 faults, \d+ streams, 0 lost", last_line), run.stdout + run.stderr
+    assert run.returncode == 0
+
+
+@pytest.mark.timeout(300)
+def test_nothing_is_lost_when_frontends_and_engines_are_killed() -> None:
+    command = [sys.executable, "-m", "tests.chaos", "cluster", "--quick"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    last_line = run.stdout.rstrip().rpartition("\n")[2]
+    assert re.fullmatch(r"cluster: 4 kills, \d+ streams, 0 lost", last_line), run.stdout + run.stderr
     assert run.returncode == 0

@@ -29,6 +29,14 @@ MODEL_FAMILIES = [
     ("nv_cpu_memory_used_bytes", "gauge"),
 ]
 
+MOODY_BACKEND = f"""{ECHO_BACKEND}
+from llmbackend.core.backend_api import unavailable
+
+def TRITONBACKEND_ModelInstanceReady(instance):
+    if instance.name.startswith("moody"):
+        raise unavailable("not today")
+"""
+
 
 def test_families_and_samples_have_the_names_of_triton(repository: Repository) -> None:
     repository.backend("echo", ECHO_BACKEND)
@@ -37,7 +45,7 @@ def test_families_and_samples_have_the_names_of_triton(repository: Repository) -
         send(server, "m").responses()
         eventually(lambda: server.model_statistics("m")[0].execution_count == 1)
         lines = render(server.metrics_registry).decode().splitlines()
-        assert [tuple(line.split()[2:]) for line in lines if line.startswith("# TYPE")] == MODEL_FAMILIES
+        assert [tuple(line.split()[2:]) for line in lines if line.startswith("# TYPE nv_")] == MODEL_FAMILIES
         labels = '{model="m",version="1"}'
         for line in (
             "# HELP nv_inference_request_success Number of successful inference requests, all batch sizes",
@@ -54,6 +62,23 @@ def test_families_and_samples_have_the_names_of_triton(repository: Repository) -
         ]
         server.unload_model("m")
         assert b'model="m"' not in render(server.metrics_registry)
+
+
+def test_readiness_is_that_of_each_version_that_was_not_unloaded(repository: Repository) -> None:
+    repository.backend("moody", MOODY_BACKEND)
+    repository.backend("broken", "def TRITONBACKEND_ModelInitialize(model): raise RuntimeError('no')\n" + ECHO_BACKEND)
+    for name, backend in (("calm", "moody"), ("moody", "moody"), ("failed", "broken"), ("gone", "moody")):
+        repository.model(name, backend)
+    with serving(repository, "calm", "moody", "gone") as server:
+        with pytest.raises(TritonError):
+            server.load_model("failed")
+        server.unload_model("gone")
+        lines = render(server.metrics_registry).decode().splitlines()
+        assert [line for line in lines if line.startswith("llmbackend:model_ready")] == [
+            'llmbackend:model_ready{model="calm",version="1"} 1',
+            'llmbackend:model_ready{model="failed",version="1"} 0',
+            'llmbackend:model_ready{model="moody",version="1"} 0',
+        ]
 
 
 def test_families_of_prometheus_client_are_printed_too() -> None:

@@ -21,7 +21,7 @@ from llmbackend.core.metrics.metrics_options import DEFAULT_QUANTILES, MetricsOp
 from llmbackend.core.metrics.model_metrics import SAMPLES_PER_SLICE, SLICES, Summary
 from llmbackend.core.metrics.nv_metrics import CpuMetrics
 from llmbackend.frontends.operations.metrics import render
-from llmbackend.server.settings import Endpoint
+from llmbackend.server.endpoints import Endpoint
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually
 
@@ -54,7 +54,7 @@ def text(server: InferenceServer) -> list[str]:
 
 
 def families(server: InferenceServer) -> list[str]:
-    return [line.split()[2] for line in text(server) if line.startswith("# TYPE")]
+    return [line.split()[2] for line in text(server) if line.startswith("# TYPE nv_")]
 
 
 def samples(server: InferenceServer, family: str) -> list[str]:
@@ -183,7 +183,7 @@ def test_metric_tags_label_every_family_of_the_model(repository: Repository) -> 
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo", 'metric_tags { key: "team" value: "blue" }')
     with serving(repository, "m", metrics=options(summary_latencies=True)) as server:
-        lines = [line for line in text(server) if 'model="m"' in line]
+        lines = [line for line in text(server) if line.startswith("nv_") and 'model="m"' in line]
         assert len(lines) > 20 and all('{_team="blue",model="m",' in line for line in lines)
 
 

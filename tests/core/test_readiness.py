@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from llmbackend.core import served_models
 from llmbackend.core.models import readiness
+from llmbackend.frontends.operations.metrics import render
 from tests.helpers.core_host import STAGE, Repository, serving
 from tests.helpers.waiting import eventually
 
@@ -80,6 +82,20 @@ def test_a_backend_that_hangs_is_not_ready_and_delays_no_other(
         STAGE.open("answer")
         eventually(server.is_ready)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("ready-")]
+
+
+def test_a_scrape_does_not_wait_for_a_backend_that_hangs(
+    stateful: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(readiness, "ANSWER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(served_models, "SCRAPE_ANSWER_S", 0.05)
+    with serving(stateful, "m") as server:
+        STAGE.kept.append("hang")
+        assert b'llmbackend:model_ready{model="m",version="1"} 0\n' in render(server.metrics_registry)
+        assert "is not ready" not in caplog.text
+        STAGE.kept.clear()
+        STAGE.open("answer")
+        eventually(lambda: b'llmbackend:model_ready{model="m",version="1"} 1\n' in render(server.metrics_registry))
 
 
 def test_a_hanging_question_does_not_hold_up_an_unload(stateful: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, ResponseFlag, Tensor
+from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, ResponseFlag, Resume, Tensor
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of, x
@@ -244,3 +244,24 @@ def test_a_failing_callback_does_not_hurt_the_backend(repository: Repository, ca
         request.new_response().send(ResponseFlag.FINAL)
         request.release()
     assert "the response callback failed" in caplog.text
+
+
+def test_a_backend_that_can_not_resume_is_not_asked_to(keeping: InferenceServer) -> None:
+    client, _, request = kept(keeping, resume=Resume())
+    assert request.resume == Resume()
+    request.new_response().send(ResponseFlag.FINAL)
+    request.release()
+    assert [response.delta for response in client.responses()] == [b""]
+    with pytest.raises(TritonError, match="model 'm' can not resume requests") as caught:
+        send(keeping, "m", id="r", resume=Resume((b"delta",)))
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_deltas_go_with_responses_and_errors(keeping: InferenceServer) -> None:
+    client, _, request = kept(keeping, resume=Resume())
+    factory = request.response_factory()
+    factory.send([x(1)], ResponseFlag.NONE, b"first")
+    factory.new_response().send(ResponseFlag.FINAL, internal("over"), b"second")
+    factory.close()
+    request.release()
+    assert [response.delta for response in client.responses()] == [b"first", b"second"]

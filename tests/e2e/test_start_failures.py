@@ -47,7 +47,7 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
         (["--model", str(Path(__file__).parent)], "has no config.json", CHECKPOINT),
         (["--model-repository", "/no/such/repo"], "'/no/such/repo' does not exist", "give the directory that holds"),
         (["--model-repository", __file__], "is no directory", "give the directory that holds"),
-        ([], "nothing to serve", "give --model-repository DIR, or --model DIR"),
+        ([], "nothing to serve", "give --model-repository DIR, --model DIR"),
         (["--http-port", "many"], "--http-port", "valid integer"),
     ],
 )

@@ -39,7 +39,7 @@ def client(demo_server: ServerProcess) -> Iterator[openai.OpenAI]:
 
 def chat(client: openai.OpenAI, seed: int, **options: Any) -> Any:
     messages: Any = [{"role": "user", "content": f"Who are you? ({seed})"}]
-    options = {"max_tokens": 160, "temperature": 1.0, "seed": seed} | options
+    options = {"max_tokens": 320, "temperature": 1.0, "seed": seed} | options
     return client.chat.completions.create(model="demo", messages=messages, **options)
 
 

@@ -10,108 +10,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
-from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput, Vocabulary
-from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
+from llmbackend.engine.infer_request import InferRequest, StepOutput
+from llmbackend.engine.llm_manager import Operation, StatusType
+from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.transport import ProcessTransport
+from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_core, make_request, random_requests, run_to_end
 from tests.helpers.waiting import eventually
-
-
-class Owner:
-    """What ModelState is to a manager: a queue, a map of outcomes, a list of control signals."""
-
-    def __init__(self) -> None:
-        self.changed = threading.Condition()
-        self.queue: list[InferRequest] = []
-        self.controls: list[tuple[str, Operation]] = []
-        self.outcomes: dict[str, Outcome] = {}
-        self.statuses: list[tuple[str, str, StatusType]] = []
-        self.stats: list[EngineStats] = []
-        self.rooms: list[int] = []
-        self.deaths: list[tuple[tuple[str, ...], EngineDeadError]] = []
-        self.submitted: dict[str, InferRequest] = {}
-        self.num_vocabularies = 0
-        self.manager: LlmManager
-
-    def start(self, **arguments: Any) -> Owner:
-        stall_timeout_s = arguments.pop("stall_timeout_s", 60.0)
-        self.manager = LlmManager(
-            EngineConfig(model="mock", **arguments),
-            self.get_requests,
-            self.send_responses,
-            self.control_signal,
-            self.stats.append,
-            lambda *status: self.statuses.append(status),
-            self.engine_lost,
-            stall_timeout_s=stall_timeout_s,
-            vocabulary=self.vocabulary,
-        )
-        self.manager.start()
-        return self
-
-    def vocabulary(self) -> Vocabulary:
-        self.num_vocabularies += 1
-        return Vocabulary(token_bytes=tuple(bytes((byte,)) for byte in range(256)))
-
-    def get_requests(self, room: int) -> Sequence[InferRequest]:
-        self.rooms.append(room)
-        with self.changed:
-            taken, self.queue = self.queue[:room], self.queue[room:]
-        return taken
-
-    def send_responses(self, outputs: Sequence[StepOutput]) -> None:
-        with self.changed:
-            for output in outputs:
-                self.outcomes.setdefault(output.request_id, Outcome()).add(output)
-            self.changed.notify_all()
-
-    def engine_lost(self, request_ids: Sequence[str], error: EngineDeadError) -> None:
-        """Every request goes on where it was: back to the front of the queue, with the tokens so far."""
-        with self.changed:
-            self.deaths.append((tuple(request_ids), error))
-            self.queue[:0] = [
-                msgspec.structs.replace(
-                    self.submitted[name], output_token_ids=tuple(self.outcomes.get(name, Outcome()).token_ids)
-                )
-                for name in request_ids
-            ]
-            self.changed.notify_all()
-
-    def control_signal(self) -> Sequence[tuple[str, Operation]]:
-        taken, self.controls = self.controls, []
-        return taken
-
-    def submit(self, *requests: InferRequest) -> None:
-        with self.changed:
-            self.queue.extend(requests)
-            self.submitted.update({request.request_id: request for request in requests})
-        self.manager.wake()
-
-    def control(self, request_id: str, operation: Operation = Operation.STOP) -> None:
-        self.controls.append((request_id, operation))
-        self.manager.wake()
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        with self.changed:
-            assert self.changed.wait_for(condition, timeout=20), "it did not come about"
-
-    def wait_for_end(self, *request_ids: str) -> None:
-        self.wait_for(lambda: all(self.reason(request_id) for request_id in request_ids))
-
-    def wait_for_tokens(self, request_id: str) -> None:
-        self.wait_for(lambda: bool(self.outcomes.get(request_id, Outcome()).token_ids))
-
-    def reason(self, request_id: str) -> str | None:
-        return self.outcomes.get(request_id, Outcome()).finish_reason
 
 
 @pytest.fixture(params=["inline", "process"])
@@ -446,7 +357,9 @@ def test_a_fork_server_that_ends_is_noticed_and_replaced_at_once(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.start(transport="process")
-    fork_server = owner.manager._supervisor._fork_server
+    source = owner.manager._supervisor._source
+    assert isinstance(source, ForkedEngines)
+    fork_server = source.fork_server
     assert fork_server is not None and fork_server._server is not None
     first, engine_pid = fork_server._server.process, engine_pid_of(owner)
     first.kill()

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
-from collections.abc import Iterator
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,7 +22,9 @@ from llmbackend.engine.load_progress import LoadProgress, counted, report, repor
 from llmbackend.engine.load_progress import logger as progress_log
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
-from llmbackend.server.terminal import load_bars
+from llmbackend.server.load_reports import handled_by
+from llmbackend.server.terminal import LoadLines, load_bars
+from tests.helpers.fake_clock import FakeClock
 
 DEMO = str(Path(__file__).resolve().parents[2] / "model_repository" / "demo" / "1")
 
@@ -85,6 +93,94 @@ def test_bars_show_each_engine_until_it_is_loaded() -> None:
 
 def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with load_bars():
-        assert not progress_log.handlers
         show(1, "demo", LoadProgress("packing weights", 3, 10))
     assert capfd.readouterr().err == ""
+    assert not progress_log.handlers
+
+
+def test_a_long_load_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = FakeClock()
+    caplog.set_level(logging.INFO)
+    with handled_by(LoadLines(clock)):
+        for done in range(100):
+            show(1, "slow", LoadProgress("packing weights", done, 100))
+            show(2, "fast", LoadProgress("reading weights", done, 100) if done < 5 else None)
+            clock.now_s += 0.3
+    assert [record.getMessage() for record in caplog.records] == [
+        "slow: loading: packing weights 34 of 100",
+        "slow: loading: packing weights 68 of 100",
+    ]
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with two shards of one model."""
+
+    files: Mapping[str, bytes] = {
+        "model.safetensors.index.json": json.dumps(
+            {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+        ).encode(),
+        "one.safetensors": bytes(12_000_000),
+        "two.safetensors": bytes(8_000_000),
+    }
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, with_body: bool) -> None:
+        name = self.path.rpartition("/")[2].partition("?")[0]
+        if "/api/" in self.path:
+            siblings = [{"rfilename": each, "size": len(data)} for each, data in self.files.items()]
+            paths = [{"type": "file", "path": each, "size": len(data)} for each, data in self.files.items()]
+            info = {"id": "org/model", "sha": "c" * 40, "siblings": siblings}
+            body = json.dumps([{**each, "oid": "d" * 40} for each in paths] if "/tree/" in self.path else info).encode()
+        else:
+            body = self.files.get(name, b"")
+        self.send_response(200 if body else 404)
+        for header, value in (("ETag", f'"{name}"'), ("X-Repo-Commit", "c" * 40), ("Content-Length", str(len(body)))):
+            self.send_header(header, value)
+        if not body:
+            self.send_header("X-Error-Code", "EntryNotFound")
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)
+
+    def log_message(self, *_args: object) -> None:
+        return None
+
+
+DOWNLOAD = """
+import json
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.load_progress import reporting_to
+from llmbackend.engine.model.loader import hub_files
+told = []
+with reporting_to(told.append):
+    files = hub_files(EngineConfig(model="org/model"))
+print(json.dumps([[each.stage, each.done, each.total] for each in told]))
+print(json.dumps([[file.name, file.stat().st_size] for file in files]))
+"""
+
+
+@pytest.mark.slow
+def test_a_download_is_told_in_bytes(tmp_path: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever)
+        thread.start()
+        environment = os.environ | {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path)}
+        environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0"}
+        try:
+            command = [sys.executable, "-c", DOWNLOAD]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        finally:
+            hub.shutdown()
+            thread.join()
+    assert done.returncode == 0, done.stderr
+    told, files = map(json.loads, done.stdout.splitlines())
+    assert files == [["one.safetensors", 12_000_000], ["two.safetensors", 8_000_000]]
+    assert {stage for stage, _, _ in told} == {"downloading weights (MB)"}
+    amounts = [amount for _, amount, _ in told]
+    assert amounts == sorted(amounts) and told[-1][1:] == [20, 20]
+    assert "it/s" not in done.stderr and "B/s" not in done.stderr, "nothing is drawn"

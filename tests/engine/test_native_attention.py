@@ -3,7 +3,6 @@ alone, bit by bit, however the prompt was cut."""
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,141 +17,22 @@ from llmbackend.engine.attention.native import NativePagedAttention
 from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
 from llmbackend.engine.cpu.kv_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import AttentionOp, Kind, RotaryOp, Step, Type
-from llmbackend.engine.kernels.library import NativeKernels, op_pointers
+from llmbackend.engine.kernels.abi import Kind, RotaryOp, Type
+from llmbackend.engine.kernels.library import NativeKernels
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
 from tests.helpers.native_engines import Array, engine, from_bf16, to_bf16
+from tests.helpers.ragged_attention import SINKS, Batch, Pages, Shape, Tokens, attend, rounded, run, stored
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
-"""The one left out compiles attention as avx512 does."""
-STALE = 3e38
-"""What unwritten slots hold: a weight of zero must not let it through."""
+"""The one left out compiles attention to float32 and bfloat16 as avx512 does."""
+FIXED_POINT = [
+    name
+    for name in library.available()
+    if (loaded := library.load(name)) and loaded.kv_type(Type.BFLOAT16) is Type.FIXED16
+]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")]
-
-
-def rounded(x: Array, kind: Type) -> Array:
-    return x if kind is Type.FLOAT32 else from_bf16(to_bf16(x))
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int = 6
-    kv_heads: int = 2
-    dim: int = 64
-    block_size: int = 32
-    kv_type: Type = Type.BFLOAT16
-    window: int = 0
-    softcap: float = 0.0
-    sinks: bool = False
-    out_type: Type = Type.FLOAT32
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """q [tokens, heads, dim], k and v [tokens, kv_heads, dim] of a whole sequence."""
-
-    q: Array
-    k: Array
-    v: Array
-
-    @staticmethod
-    def random(shape: Shape, length: int, seed: int) -> Tokens:
-        rng = np.random.default_rng(seed)
-        q, k, v = (
-            rng.standard_normal((length, heads, shape.dim)).astype(np.float32)
-            for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
-        )
-        return Tokens(q * 2, k, v)
-
-    def __len__(self) -> int:
-        return len(self.q)
-
-
-SINKS = np.linspace(-3, 4, 32, dtype=np.float32)
-
-
-class Pages:
-    """KV memory of one layer and the block tables of some sequences, in blocks drawn at random."""
-
-    def __init__(self, shape: Shape, lengths: Sequence[int], seed: int = 0) -> None:
-        self.shape = shape
-        counts = [-(-length // shape.block_size) for length in lengths]
-        order = np.random.default_rng(seed).permutation(sum(counts) + 3)
-        self.table = np.zeros((len(lengths), max(counts) + 2), np.int32)
-        for row, (count, end) in enumerate(zip(counts, np.cumsum(counts), strict=True)):
-            self.table[row, :count] = order[end - count : end]
-        size = len(order) * shape.kv_heads * shape.block_size * shape.dim
-        stale = np.full(size, STALE, np.float32)
-        self.keys, self.values = ((stale.copy() if shape.kv_type is Type.FLOAT32 else to_bf16(stale)) for _ in "kv")
-
-    def slots(self, row: int, positions: Array) -> Array:
-        size = self.shape.block_size
-        return np.asarray(self.table[row, positions // size] * size + positions % size, np.int32)
-
-
-@dataclass
-class Batch:
-    """The arrays of a step: (row, first position, number of tokens) per entry."""
-
-    pages: Pages
-    parts: Sequence[tuple[int, int, int]]
-
-    def __post_init__(self) -> None:
-        counts = [count for _, _, count in self.parts]
-        self.positions = np.concatenate([np.arange(a, a + n) for _, a, n in self.parts]).astype(np.int32)
-        self.slots = np.concatenate([self.pages.slots(row, np.arange(a, a + n)) for row, a, n in self.parts])
-        self.query_start = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-        self.seq_lens = np.array([a + n for _, a, n in self.parts], np.int32)
-        self.table = np.ascontiguousarray(self.pages.table[[row for row, _, _ in self.parts]])
-        self.step = Step(
-            num_tokens=len(self.positions),
-            num_rows=len(self.parts),
-            block_table_stride=self.table.shape[1],
-            positions=self.positions.ctypes.data,
-            slots=self.slots.ctypes.data,
-            query_start=self.query_start.ctypes.data,
-            seq_lens=self.seq_lens.ctypes.data,
-            block_table=self.table.ctypes.data,
-        )
-
-
-def gather(sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]], name: str, stride: int) -> Array:
-    """The batch's rows of q, k or v, `stride` elements apart, with NaN between them."""
-    rows = np.concatenate([getattr(sequences[row], name)[a : a + n] for row, a, n in parts])
-    out = np.full((len(rows), stride), np.nan, np.float32)
-    out[:, : rows[0].size] = rows.reshape(len(rows), -1)
-    return out
-
-
-def run(team: NativeKernels, ops: Sequence[ctypes.Structure], step: Step) -> None:
-    team.run(op_pointers(ops), len(ops), step)
-
-
-def attend(
-    team: NativeKernels, pages: Pages, sequences: Sequence[Tokens], parts: Sequence[tuple[int, int, int]]
-) -> list[Array]:
-    """Writes the parts' keys and values and attends: bits [tokens, heads * dim] per part."""
-    shape, batch = pages.shape, Batch(pages, parts)
-    width = shape.heads * shape.dim
-    stride, out_stride = width + 16, width + 7
-    q, k, v = (gather(sequences, parts, name, stride) for name in "qkv")
-    out = np.full((len(q), out_stride), np.nan, np.float32)
-    if shape.out_type is Type.BFLOAT16:
-        out = to_bf16(out)
-    before = out.copy()
-    common = {"head_dim": shape.dim, "block_size": shape.block_size, "kv_type": shape.kv_type,
-              "num_heads": shape.heads, "num_kv_heads": shape.kv_heads,
-              "keys": pages.keys.ctypes.data, "values": pages.values.ctypes.data}  # fmt: skip
-    write = RotaryOp(kind=Kind.ROTARY, q=q.ctypes.data, k=k.ctypes.data, v=v.ctypes.data, stride=stride, **common)
-    op = AttentionOp(kind=Kind.ATTENTION, q=q.ctypes.data, out=out.ctypes.data, q_stride=stride, out_stride=out_stride,
-                     window=shape.window, softcap=shape.softcap, scaling=shape.dim**-0.5, out_type=shape.out_type,
-                     sinks=SINKS.ctypes.data if shape.sinks else None, **common)  # fmt: skip
-    run(team, [write, op], batch.step)
-    border = (slice(None), slice(width, None))
-    assert out[border].tobytes() == before[border].tobytes()
-    return np.split(out[:, :width].copy(), batch.query_start[1:-1])
 
 
 def rounds(variant: str, shape: Shape) -> bool:
@@ -162,13 +42,16 @@ def rounds(variant: str, shape: Shape) -> bool:
 
 def tolerance(variant: str, shape: Shape) -> float:
     """Of an element. A rounded weight is off by up to 2**-9 of itself; the tests' values are numbers around one."""
+    if shape.kv_type is Type.FIXED16:
+        return 2.0**-10
     return 2.0**-8 if rounds(variant, shape) else 1e-5
 
 
 def expected(variant: str, shape: Shape, sequence: Tokens) -> Array:
     """Attention in float64, of queries as the kernel reads them: [tokens, heads * dim]."""
     group = shape.heads // shape.kv_heads
-    k, v = (np.repeat(rounded(x, shape.kv_type).astype(np.float64), group, 1) for x in (sequence.k, sequence.v))
+    memory = stored(sequence.k, sequence.v, shape.kv_type)
+    k, v = (np.repeat(x.astype(np.float64), group, 1) for x in memory)
     q = sequence.q * np.float32(shape.dim**-0.5)
     q = from_bf16(to_bf16(q)) if rounds(variant, shape) else q
     scores = q.astype(np.float64).swapaxes(0, 1) @ k.transpose(1, 2, 0)
@@ -200,6 +83,12 @@ SHAPES = {
     "softcap": Shape(softcap=3.0),
     "sinks": Shape(sinks=True),
     "all": Shape(heads=8, kv_heads=4, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FLOAT32),
+    "fixed-point": Shape(kv_type=Type.FIXED16),
+    "fixed-point-qwen": Shape(heads=14, kv_heads=2, kv_type=Type.FIXED16, out_type=Type.BFLOAT16),
+    "fixed-point-dim-80": Shape(heads=2, kv_heads=2, dim=80, kv_type=Type.FIXED16),
+    "fixed-point-all": Shape(
+        heads=4, dim=128, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FIXED16
+    ),
 }
 LENGTHS = (1, 31, 32, 33, 129, 260)
 
@@ -220,11 +109,21 @@ def whole(variant: str, shape: Shape, lengths: tuple[int, ...] = LENGTHS) -> lis
 
 
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+each_case = pytest.mark.parametrize(
+    ("variant", "shape"),
+    [
+        pytest.param(variant, shape, id=f"{variant}-{name}")
+        for name, shape in SHAPES.items()
+        for variant in (FIXED_POINT if shape.kv_type is Type.FIXED16 else VARIANTS)
+    ],
+)
+each_kind = pytest.mark.parametrize(
+    ("variant", "kv_type"),
+    [*((name, Type.BFLOAT16) for name in VARIANTS), *((name, Type.FIXED16) for name in FIXED_POINT)],
+)
 
 
-@each_variant
-@each_shape
+@each_case
 def test_it_is_attention(variant: str, shape: Shape) -> None:
     for got, sequence in zip(whole(variant, shape), sequences_of(shape), strict=True):
         if shape.out_type is Type.BFLOAT16:
@@ -235,18 +134,18 @@ def test_it_is_attention(variant: str, shape: Shape) -> None:
         np.testing.assert_allclose(got, wanted, rtol=relative, atol=tolerance(variant, shape))
 
 
-@each_variant
-def test_contexts_of_several_partitions(variant: str) -> None:
-    shape, lengths = Shape(heads=3, kv_heads=1, dim=32), (1025, 2100)
+@each_kind
+def test_contexts_of_several_partitions(variant: str, kv_type: Type) -> None:
+    shape, lengths = Shape(heads=3, kv_heads=1, dim=32, kv_type=kv_type), (1025, 2100)
     for got, sequence in zip(whole(variant, shape, lengths), sequences_of(shape, lengths), strict=True):
         wanted = expected(variant, shape, sequence)
         np.testing.assert_allclose(got, wanted, atol=tolerance(variant, shape))
 
 
-@each_variant
-def test_sums_next_to_zero_do_not_know_their_batch(variant: str) -> None:
+@each_kind
+def test_sums_next_to_zero_do_not_know_their_batch(variant: str, kv_type: Type) -> None:
     """Dot products take numbers next to zero for zero, whenever another chunk is visited for a neighbour's sake."""
-    shape = Shape()
+    shape = Shape(kv_type=kv_type)
     tokens = sequences_of(shape)[-1]
     tiny = Tokens(tokens.q * 60, tokens.k, tokens.v * np.float32(2.0**-120))
     pages = Pages(shape, [len(tiny)])
@@ -256,16 +155,14 @@ def test_sums_next_to_zero_do_not_know_their_batch(variant: str) -> None:
         assert alone.tobytes() == together[position : position + 1].tobytes()
 
 
-@each_variant
-@each_shape
+@each_case
 def test_a_row_alone_gets_the_same_bits(variant: str, shape: Shape) -> None:
     for row, sequence in enumerate(sequences_of(shape)):
         (alone,) = attend(engine(variant), Pages(shape, [len(sequence)], 7), [sequence], [(0, 0, len(sequence))])
         assert alone.tobytes() == whole(variant, shape)[row].tobytes()
 
 
-@each_variant
-@each_shape
+@each_case
 def test_one_token_at_a_time_gives_the_same_bits(variant: str, shape: Shape) -> None:
     """All sequences decode side by side, one of them with a head start."""
     pages, sequences = Pages(shape, LENGTHS, 3), sequences_of(shape)
@@ -282,8 +179,7 @@ def test_one_token_at_a_time_gives_the_same_bits(variant: str, shape: Shape) -> 
         assert np.concatenate(by_row[row]).tobytes() == wanted.tobytes()
 
 
-@each_variant
-@each_shape
+@each_case
 def test_any_chunks_give_the_same_bits(variant: str, shape: Shape) -> None:
     rng = np.random.default_rng(5)
     for _ in range(3):
@@ -302,16 +198,14 @@ def test_any_chunks_give_the_same_bits(variant: str, shape: Shape) -> None:
             assert np.concatenate(by_row[row]).tobytes() == wanted.tobytes()
 
 
-@each_variant
-@each_shape
+@each_case
 @pytest.mark.parametrize("num_threads", [2, 3])
 def test_threads_change_no_bit(variant: str, shape: Shape, num_threads: int) -> None:
     got = attend(engine(variant, num_threads), Pages(shape, LENGTHS), sequences_of(shape), prompts(LENGTHS))
     assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in whole(variant, shape)]
 
 
-@each_variant
-@each_shape
+@each_case
 @pytest.mark.parametrize("block_size", [32, 64, 160])
 def test_neither_block_size_nor_places_change_a_bit(variant: str, shape: Shape, block_size: int) -> None:
     moved = Pages(replace(shape, block_size=block_size), LENGTHS, seed=9)
@@ -319,12 +213,12 @@ def test_neither_block_size_nor_places_change_a_bit(variant: str, shape: Shape, 
     assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in whole(variant, shape)]
 
 
-@each_variant
+@each_kind
 @pytest.mark.parametrize("window", [0, 1500])
 @pytest.mark.parametrize("num_threads", [1, 2, 3])
-def test_long_contexts_keep_the_law(variant: str, window: int, num_threads: int) -> None:
+def test_long_contexts_keep_the_law(variant: str, kv_type: Type, window: int, num_threads: int) -> None:
     """Decode beside short rows, alone, and in chunks that end near the borders of partitions."""
-    shape, lengths = Shape(heads=2, kv_heads=1, dim=32, window=window), (3100, 40)
+    shape, lengths = Shape(heads=2, kv_heads=1, dim=32, window=window, kv_type=kv_type), (3100, 40)
     sequences = sequences_of(shape, lengths)
     wanted = whole(variant, shape, lengths)[0]
     pages, team = Pages(shape, lengths, 2), engine(variant, num_threads)
@@ -337,9 +231,9 @@ def test_long_contexts_keep_the_law(variant: str, window: int, num_threads: int)
         assert bits.tobytes() == wanted[position : position + 1].tobytes()
 
 
-@each_variant
-def test_a_broken_query_harms_no_other_row(variant: str) -> None:
-    shape = Shape()
+@each_kind
+def test_a_broken_query_harms_no_other_row(variant: str, kv_type: Type) -> None:
+    shape = Shape(kv_type=kv_type)
     sequences = list(sequences_of(shape))
     broken = sequences[3]
     sequences[3] = Tokens(np.full_like(broken.q, np.nan), np.full_like(broken.k, np.inf), broken.v * np.nan)
@@ -348,8 +242,9 @@ def test_a_broken_query_harms_no_other_row(variant: str) -> None:
     for row, wanted in enumerate(whole(variant, shape)):
         assert row == 3 or got[row].tobytes() == wanted.tobytes()
     assert np.isnan(got[3]).all()
-    assert np.isfinite(from_bf16(pages.keys)).all()
-    assert np.isfinite(from_bf16(pages.values)).all()
+    if kv_type is Type.BFLOAT16:
+        assert np.isfinite(from_bf16(pages.keys)).all()
+        assert np.isfinite(from_bf16(pages.values)).all()
 
 
 @dataclass(frozen=True)
@@ -450,8 +345,8 @@ def test_rotation_and_write(variant: str, shape: Rotation, lengths: tuple[int, .
         assert got[:, width:].tobytes() == given[name][:, width:].tobytes()
     width = shape.kv_heads * shape.dim
     for memory, source in ((keys, k), (values, given["v"])):
-        stored = np.concatenate(memory).reshape(-1, width)
-        np.testing.assert_array_equal(stored, rounded(source[:, :width], shape.kv_type))
+        written = np.concatenate(memory).reshape(-1, width)
+        np.testing.assert_array_equal(written, rounded(source[:, :width], shape.kv_type))
 
 
 @each_variant
@@ -478,10 +373,11 @@ OPTIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
-def test_modules_attend_as_with_the_reference(dtype: torch.dtype, options: AttentionOptions) -> None:
+@pytest.mark.parametrize("variant", list(dict.fromkeys([*VARIANTS[:1], *FIXED_POINT])))
+def test_modules_attend_as_with_the_reference(variant: str, dtype: torch.dtype, options: AttentionOptions) -> None:
     """Two steps: prompts of three rows, then one token of each, with queries strided as transformers passes them."""
     shape, block_size, cpu = LayerShape(2, 16, 16), 32, torch.device("cpu")
-    layer, team = nn.Identity(), engine(VARIANTS[0])
+    layer, team = nn.Identity(), engine(variant)
     reference_cache = LayerKVCache(shape, 8, block_size, dtype, cpu)
     memory = NativeKVMemory(team.library, [LayerKV(shape.num_kv_heads, shape.key_dim)], 8, block_size, TYPE_OF[dtype])
     attention = NativePagedAttention(team, [layer], memory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib.machinery
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,18 @@ def test_without_libraries_there_is_one_warning(
     assert library.load() is None and library.load() is None
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "compiler" in caplog.text
+
+
+def test_a_library_for_every_python_comes_before_an_older_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = tmp_path / f"_avx2{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    older.touch()
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    assert library._path("avx2") == older
+    (newer := tmp_path / "_avx2.abi3.so").touch()
+    assert library._path("avx2") == newer
+    assert library._path("generic") is None
 
 
 @native
@@ -83,7 +96,7 @@ def test_the_best_of_what_can_run_is_loaded() -> None:
 
 
 @native
-@pytest.mark.parametrize("weights", list(Type))
+@pytest.mark.parametrize("weights", [Type.FLOAT32, Type.BFLOAT16, Type.INT8])
 def test_what_computes_a_model_is_measured(weights: Type) -> None:
     """Each library that can run is, and the words for the log name them all."""
     chosen = choice.choose_library(weights)

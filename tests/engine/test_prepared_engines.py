@@ -14,6 +14,7 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput
+from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.fork_servers import FORK_SERVERS
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
 from tests.helpers import preparing_runners
@@ -32,7 +33,7 @@ def make_supervisor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     def make(load_timeout_s: float = 1800.0) -> Supervisor:
         config = EngineConfig(model="mock", fault_directory=str(tmp_path), load_timeout_s=load_timeout_s)
         wakeup = Wakeup()
-        supervisor = Supervisor(config, preparing_runners.__name__, wakeup)
+        supervisor = Supervisor(config, ForkedEngines(config, preparing_runners.__name__), wakeup)
         made.append((supervisor, wakeup))
         return supervisor
 

@@ -15,6 +15,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.llm_manager import RUNNERS
+from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
 from tests.helpers.supervised_engines import load, pid_of, server_pid_of
 
@@ -31,7 +32,8 @@ def make_supervisor(tmp_path: Path) -> Iterator[MakeSupervisor]:
     def make(**arguments: Any) -> Supervisor:
         options = {"weight_cache_dir": str(tmp_path / "cache"), "num_kv_blocks": 16, "num_threads": 1, **arguments}
         wakeup = Wakeup()
-        supervisor = Supervisor(EngineConfig(**{"model": DEMO, **options}), RUNNERS, wakeup)
+        config = EngineConfig(**{"model": DEMO, **options})
+        supervisor = Supervisor(config, ForkedEngines(config, RUNNERS), wakeup)
         made.append((supervisor, wakeup))
         return supervisor
 

@@ -21,9 +21,11 @@ from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.mock.mock_model import MockRunner
+from llmbackend.engine.process.engine_link import Transport
 from llmbackend.engine.process.supervisor import Wakeup
-from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, Transport, make_transport
+from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
+from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -81,14 +83,6 @@ def start(transport: Transport) -> None:
 def pid_of(transport: ProcessTransport) -> int:
     assert transport._process is not None
     return transport._process.pid
-
-
-def is_alive(pid: int) -> bool:
-    """A zombie does not count: it has ended, and its new parent has not reaped it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def collect(transport: Transport, count: int) -> Outcomes:

@@ -66,10 +66,10 @@ def _return_tokens_as_token_ids(api: Endpoint) -> None:
 
 @promise("so many choices, each as a request of its own with the seed so much higher, whole and streamed")
 def _n(api: Endpoint) -> None:
-    hot = {"temperature": 2, "seed": 7}
+    hot = {"temperature": 2, "seed": 7, "ignore_eos": True}
     assert len(api.ask(n=1).choices) == 1
     three = api.ask(**hot, n=3)
-    alone = [api.ask(temperature=2, seed=7 + index).text for index in range(3)]
+    alone = [api.ask(**hot | {"seed": 7 + index}).text for index in range(3)]
     assert three.texts == alone == api.streamed(**hot, n=3)
     assert len(set(alone)) == 3 and [one["index"] for one in three.choices] == [0, 1, 2]
     assert three.usage["completion_tokens"] == 24 and three.usage["prompt_tokens"] == api.ask().usage["prompt_tokens"]

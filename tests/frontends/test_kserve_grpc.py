@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.grpc import service
+from llmbackend.frontends.grpc import inference_rpcs
 from llmbackend.frontends.grpc.stream import StreamSession
 from tests.helpers.kserve_runner import Running
 from tests.helpers.kserve_scripted import RECORD
@@ -369,7 +369,7 @@ def test_an_ended_stream_leaves_nothing_to_the_garbage_collector(
             sessions.add(self)
             made += 1
 
-    monkeypatch.setattr(service, "StreamSession", Watched)
+    monkeypatch.setattr(inference_rpcs, "StreamSession", Watched)
     gc.disable()
     try:
         messages, ended = stream(stub, text("n=3"), identity(), identity(), text("preerr"))

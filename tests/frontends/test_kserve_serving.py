@@ -8,8 +8,8 @@ import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
 import httpx
@@ -190,7 +190,11 @@ def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> N
 
 def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
-        no_host: Any = SimpleNamespace(metrics_registry=CollectorRegistry())
+        no_host = Mock(
+            InferenceServer,
+            metrics_registry=CollectorRegistry(),
+            server_metadata=Mock(side_effect=AttributeError("it has no attribute")),
+        )
         frontend = FrontendServer(no_host, http_port=0, grpc_port=0, metrics_port=None)
         await frontend.start()
         async with httpx.AsyncClient() as client:

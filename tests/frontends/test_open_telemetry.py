@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,52 +23,18 @@ from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, T
 from tests.helpers.kserve_runner import Running
 
 pytest.importorskip("opentelemetry.sdk")
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-
 from llmbackend.core.tracing import open_telemetry
+from tests.helpers.otlp_collector import Collector, attributes, collecting, events
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 INFER = {"id": "t1", "inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}]}
 
 
-class Collector(ThreadingHTTPServer):
-    """Keeps the spans that are posted to /v1/traces."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.spans: list[Any] = []
-        self.resources: list[dict[str, str]] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/v1/traces"
-
-    def named(self, name: str) -> Any:
-        (span,) = [span for span in self.spans if span.name == name]
-        return span
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Collector
-
-    def do_POST(self) -> None:
-        assert self.path == "/v1/traces"
-        body = self.rfile.read(int(self.headers["content-length"]))
-        for group in ExportTraceServiceRequest.FromString(body).resource_spans:
-            self.server.resources.append({item.key: item.value.string_value for item in group.resource.attributes})
-            self.server.spans += [span for scope in group.scope_spans for span in scope.spans]
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
-    with Collector() as collector:
-        thread = threading.Thread(target=collector.serve_forever, args=(0.01,), daemon=True)
-        thread.start()
+    with collecting() as collector:
         yield collector
-        collector.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,14 +46,6 @@ def grpc_has_started(tmp_path_factory: pytest.TempPathFactory) -> None:
 def settings(collector: Collector, rate: int = 1, url: str = "", **more: Any) -> TraceSettings:
     options = OpenTelemetryOptions(url=url or collector.url, resource={"service.version": "7", "test.key": "value"})
     return TraceSettings(level=TraceLevel.TIMESTAMPS, rate=rate, mode="opentelemetry", open_telemetry=options, **more)
-
-
-def attributes(span: Any) -> dict[str, Any]:
-    return {item.key: getattr(item.value, item.value.WhichOneof("value")) for item in span.attributes}
-
-
-def events(span: Any) -> list[str]:
-    return [event.name for event in span.events]
 
 
 def test_a_request_becomes_three_nested_spans(collector: Collector, tmp_path: Path) -> None:
@@ -129,18 +85,21 @@ def test_a_clients_trace_goes_on_over_http_and_grpc_at_any_rate(collector: Colle
     url = f"http://{running.http}/v2/models/identity/infer"
     httpx.post(url, json=INFER)  # carries no trace, so it gets none
     httpx.post(url, json=INFER, headers={"traceparent": "00-nonsense-01"})
-    assert httpx.post(url, json=INFER, headers=PARENT).status_code == 200
+    answer = httpx.post(url, json=INFER, headers=PARENT)
+    assert answer.status_code == 200
     stream = pb.ModelInferRequest(model_name="llm")
     stream.inputs.add(name="text_input", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"n=2")
     unary = pb.ModelInferRequest(model_name="identity", raw_input_contents=[bytes(16)])
     unary.inputs.add(name="INPUT0", datatype="FP32", shape=[1, 4])
     with grpc.insecure_channel(running.grpc) as channel:
         stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        stub.ModelInfer(unary, metadata=tuple(PARENT.items()))
+        _, call = stub.ModelInfer.with_call(unary, metadata=tuple(PARENT.items()))
         assert len(list(stub.ModelStreamInfer(iter([stream]), metadata=tuple(PARENT.items())))) == 2
     running.wait_until_nothing_is_open()
     running.stop()
     roots = [span for span in collector.spans if span.name == "InferRequest"]
+    told = {f"00-{TRACE_ID}-{span.span_id.hex()}-01" for span in roots}
+    assert {answer.headers["traceparent"], dict(call.initial_metadata())["traceparent"]} < told
     assert {(span.trace_id.hex(), span.parent_span_id.hex()) for span in roots} == {(TRACE_ID, SPAN_ID)}
     starts = [name for span in roots for name in events(span) if name in ("HTTP_RECV_START", "GRPC_WAITREAD_START")]
     assert sorted(starts) == ["GRPC_WAITREAD_START", "GRPC_WAITREAD_START", "HTTP_RECV_START"]

@@ -204,7 +204,7 @@ def test_what_streams_hold_is_bounded(running: Running, client: httpx.Client, mo
 def test_a_reader_that_is_too_far_behind_is_told_so(
     running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumable_streams, "_MAX_STREAM_BYTES", 1000)
+    monkeypatch.setattr(resumable_streams, "MAX_STREAM_BYTES", 1000)
     stream, _ = begin(client, COMPLETIONS, 1)
     eventually(lambda: not running.gate.open_inferences)
     response = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})

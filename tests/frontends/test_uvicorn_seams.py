@@ -36,8 +36,11 @@ PROTOCOL_METHODS = {
     "timeout_keep_alive_handler": [],
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
+    "_should_upgrade_to_ws": [],
+    "handle_websocket_upgrade": [],
 }
 PROTOCOL_FIELDS = ["loop", "transport", "flow", "cycle", "scope", "headers", "pipeline", "timeout_keep_alive_task"]
+PROTOCOL_FIELDS += ["connections"]
 CYCLE_FIELDS = ["scope", "transport", "message_event", "disconnected", "response_started", "response_complete"]
 
 

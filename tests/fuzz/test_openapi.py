@@ -10,6 +10,7 @@ from unittest.mock import Mock
 import jsonschema_rs
 import orjson
 import pytest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
@@ -28,7 +29,7 @@ CATCH_ALL = {"/v1/{path:path}", "/v1/messages/{path:path}"}
 
 @pytest.fixture(scope="module")
 def routers() -> tuple[Any, ...]:
-    server = Mock(InferenceServer)
+    server = Mock(InferenceServer, metrics_registry=CollectorRegistry())
     served = (
         create_kserve_router(server, DEFAULT_MAX_INPUT_SIZE_BYTES),
         create_anthropic_router(server),

@@ -29,7 +29,7 @@ from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
 from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.engine.mock.mock_model import MockRunner
-from llmbackend.engine.process import engine_process, supervisor
+from llmbackend.engine.process import engine_process, engine_sources
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.fork_server import client
 from llmbackend.waiting.timer import Timer
@@ -96,6 +96,10 @@ class SteppedTransport:
             self._outbox.clear()
 
     # --- what the supervisor does ---
+
+    pid = None
+    num_requests_of_others = 0
+    knows_vocabulary = False
 
     def launch(self) -> None:
         self._is_dead = self._world.take_load_failure()
@@ -175,7 +179,7 @@ class World:
         self._patch.setattr(model_instance_state, "LlmManager", HandTurnedManager)
         self._patch.setattr(model_state, "Timer", ManualTimer)
         self._patch.setattr(
-            supervisor, "make_transport", lambda fork_server, _: SteppedTransport(self, fork_server.config)
+            engine_sources, "make_transport", lambda fork_server, *_: SteppedTransport(self, fork_server.config)
         )
         self._patch.setattr(client, "FIRST_PAUSE_S", 0.0)
         self._patch.setattr(ModelState, "submit", self._submit_of(ModelState.submit))

@@ -13,12 +13,16 @@ import uvloop
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.openai.router import create_openai_router
+from llmbackend.frontends.operations.router import create_operations_router
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.server.frontend_server import FrontendServer
 from tests.helpers.kserve_scripted import start_host
@@ -37,8 +41,10 @@ class Running:
         protocols: ProtocolOptions | None = None,
         access: AccessControl | None = None,
         streams: ResumableStreams | None = None,
+        idempotent: IdempotentRequests | None = None,
         **options: Any,
     ) -> None:
+        self.idempotent = idempotent or IdempotentRequests(IdempotencyLimits(), 5)
         self.streams = streams or ResumableStreams()
         self.access = access
         self.host = start(root, **options)
@@ -61,6 +67,7 @@ class Running:
         routers = [
             create_anthropic_router(self.host, max_input_size_bytes, self.gate, separator),
             create_openai_router(self.host, max_input_size_bytes, self.gate, separator, self.streams),
+            create_operations_router(self.host, self.gate, self.access or AccessControl(NO_ACCESS_CONTROL)),
         ]
         app = create_http_app(
             self.host,
@@ -70,7 +77,9 @@ class Running:
             options=self.protocols,
             log=self.log,
             streams=self.streams,
+            idempotent=self.idempotent,
         )
+        self.app = app
         frontend = FrontendServer(
             self.host,
             http_port=0,
@@ -82,6 +91,7 @@ class Running:
             limits=self.limits,
             protocols=self.protocols,
             log=self.log,
+            streams=self.streams,
         )
         await frontend.start()
         return frontend
@@ -93,6 +103,7 @@ class Running:
         self.is_stopped = True
         self.call(self.frontend.stop(grace_s))
         self.call(self.streams.close())
+        self.call(self.idempotent.close())
         self.call(self._loop.shutdown_default_executor())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)

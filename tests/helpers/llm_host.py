@@ -13,7 +13,7 @@ import numpy as np
 
 from llmbackend.core.backend_api import NO_TENANT, ResponseFlag, Tenant, Tensor, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, Resume
 from llmbackend.core.server_options import ServerOptions
 
 MODEL = "mock_llm"
@@ -48,7 +48,7 @@ class Call:
         self.first.set()
 
     def wait(self) -> Call:
-        assert self._done.wait(20), "no FINAL response"
+        assert self._done.wait(60), "no FINAL response"
         return self
 
     @property
@@ -85,6 +85,7 @@ class LlmHost:
         timeout_us: int = 0,
         priority: int = 0,
         tenant: Tenant = NO_TENANT,
+        resume: Resume | None = None,
         **inputs: Any,
     ) -> Call:
         """Sends a request; `sampling` goes into the sampling_parameters tensor."""
@@ -103,6 +104,7 @@ class LlmHost:
                 timeout_us=timeout_us,
                 priority=priority,
                 tenant=tenant,
+                resume=resume,
             ),
             call.on_response,
         )
@@ -114,13 +116,14 @@ class LlmHost:
         request_id: str = "",
         outputs: tuple[str, ...] = (),
         tenant: Tenant = NO_TENANT,
+        resume: Resume | None = None,
     ) -> Call:
         """Sends a request with these very tensors."""
         call = Call()
-        call.handle = self.server.infer_async(
-            InferenceRequest(MODEL, id=request_id, inputs=inputs, requested_outputs=outputs, tenant=tenant),
-            call.on_response,
+        request = InferenceRequest(
+            MODEL, id=request_id, inputs=inputs, requested_outputs=outputs, tenant=tenant, resume=resume
         )
+        call.handle = self.server.infer_async(request, call.on_response)
         return call
 
     def infer(self, *args: Any, **inputs: Any) -> Call:

@@ -18,6 +18,7 @@ from pathlib import Path
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.fault_injection import Faults
 from llmbackend.engine.infer_request import ModelPrepared
+from llmbackend.engine.rank_order import RankMeeting
 from llmbackend.engine.runners import make_runner
 from llmbackend.engine.step import Runner
 
@@ -35,7 +36,9 @@ class PreparedParts:
         self._is_prepared = (self._directory / "prepared").exists()
         (self._directory / "forks").open("a").write("whole\n" if is_whole else f"{self._is_prepared}\n")
 
-    def in_own_process(self, is_whole: bool, lifeline_fd: int) -> Callable[[], Runner | ModelPrepared]:
+    def in_own_process(
+        self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
+    ) -> Callable[[], Runner | ModelPrepared]:
         if is_whole or self._is_prepared:
             return partial(make_runner, self._config)
         return self._prepare

@@ -45,14 +45,17 @@ class ServerProcess:
         eventually(lambda: not any(self.metric(f"vllm:{name}", model) for name in held), timeout_s)
 
 
-def start_server(*arguments: str, log: IO[str] | None = None, open_files: int | None = None) -> ServerProcess:
+def start_server(
+    *arguments: str, log: IO[str] | None = None, open_files: int | None = None, http_port: int = 0
+) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
-    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`.
+    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port: 0 = a free one.
     """
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
-        command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
+        port = http_port if protocol == "http" else 0
+        command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", str(port)]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
     environment = os.environ | {"NO_COLOR": "1"}

@@ -6,6 +6,7 @@ For: tests of starts and restarts. Does not know: which models.
 from __future__ import annotations
 
 from llmbackend.engine.infer_request import ModelInfo
+from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.supervisor import Supervisor
 from llmbackend.engine.process.transport import ProcessTransport
 
@@ -23,5 +24,7 @@ def pid_of(supervisor: Supervisor) -> int:
 
 
 def server_pid_of(supervisor: Supervisor) -> int:
-    assert supervisor._fork_server is not None and supervisor._fork_server._server is not None
-    return supervisor._fork_server._server.process.pid
+    source = supervisor._source
+    assert isinstance(source, ForkedEngines)
+    assert source.fork_server is not None and source.fork_server._server is not None
+    return source.fork_server._server.process.pid

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
+from llmbackend.adapter.fault_isolation import BLAME_THRESHOLD
 from llmbackend.adapter.infer_task import InferTask
-from llmbackend.adapter.task_map import BLAME_THRESHOLD
 from llmbackend.core.backend_api import ErrorCode
+from llmbackend.engine.block_hashes import joined, numbers
 from tests.helpers.hand_driven import HandTurnedManager, World
 from tests.helpers.llm_host import Call
 from tests.helpers.llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed
@@ -185,9 +186,21 @@ class TaskMapMachine(RuleBasedStateMachine):
         for manager in self.world.managers:
             assert not manager._live
             assert manager.transport is not None and not manager.transport.core.has_work
+        self._expect_exact_index()
         assert self.world.server.check() == []
         assert self.world.server.model_is_ready("mock_llm")
         assert self.world.host.metric("llmbackend:invariant_breaches_total") == 0
+
+    def _expect_exact_index(self) -> None:
+        """Of several engines the host knows what each has, whatever they died of; nobody computes any more."""
+        index = self.world.state.prefixes.placement.index
+        assert not index._computing and not index._computed_for
+        for engine, manager in zip(self.world.state._engines, self.world.managers, strict=True):
+            assert engine.manager is manager and manager.transport is not None
+            journal = manager.transport.core.prefixes._journal
+            assert (journal is None) == (len(self.world.managers) == 1)
+            found = () if journal is None else journal._found.values()
+            assert index.blocks_of(engine.assignment.bit) == set(numbers(joined(block.hash for block in found)))
 
     # --- moves --------------------------------------------------------------------------------------------------------
 

@@ -9,42 +9,44 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from . import memory, talk, tasks, tool_use
+from . import memory, schemas, talk, tasks, tool_use
 from .dialogue import Dialogue, Drill, Sample
 from .documents import document, drill
+from .source import Source, side_of
 
 TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
-SKILLS: dict[str, tuple[Callable[[Random], Sample], float]] = {
-    "small_talk": (talk.small_talk, 6),
-    "facts": (talk.facts, 18),
+SKILLS: dict[str, tuple[Callable[[Source], Sample], float]] = {
+    "small_talk": (talk.small_talk, 4),
+    "facts": (talk.facts, 14),
     "everyday": (talk.everyday, 5),
     "unknown": (talk.unknown, 5),
     "mixed": (talk.mixed, 3),
     "stories": (talk.stories, 0.7),
     "persona": (talk.persona, 4),
     "ordered": (talk.ordered, 3),
-    "echo": (tasks.echo, 12),
-    "count": (tasks.counting, 6),
+    "echo": (tasks.echo, 14),
+    "count": (tasks.counting, 7),
     "lists": (tasks.lists, 5),
     "sort": (tasks.sorting, 4),
-    "json": (tasks.json_objects, 8),
+    "json": (tasks.json_objects, 6),
+    "schemas": (schemas.schema_chat, 8),
     "arithmetic": (tasks.arithmetic, 8),
-    "neighbours": (tasks.neighbours, 2),
-    "words": (tasks.words, 2),
+    "sums": (tasks.sums, 8),
+    "neighbours": (tasks.neighbours, 4),
+    "words": (tasks.words, 5),
     "mixed_tasks": (tasks.mixed_tasks, 2),
     "memory": (memory.memory, 9),
     "forgotten": (memory.forgotten, 1.5),
     "context": (memory.context, 3),
     "tools": (tool_use.tool_calls, 7.5),
     "parallel_tools": (tool_use.parallel_calls, 1),
-    "documents": (document, 1.5),
-    "drill": (drill, 4),
+    "documents": (document, 3),
+    "drill": (drill, 5),
 }
 
 _MAKERS = [maker for maker, _ in SKILLS.values()]
@@ -61,8 +63,22 @@ def _environment() -> ImmutableSandboxedEnvironment:
 _RENDER = _environment().from_string(TEMPLATE)
 
 
-def draw(rng: Random) -> Sample:
-    return rng.choices(_MAKERS, _WEIGHTS)[0](rng)
+def draw(source: Source) -> Sample:
+    """A sample of the mixture, whose questions are on the source's side."""
+    return draw_skill(source, source.choices(_MAKERS, _WEIGHTS)[0])
+
+
+def draw_skill(source: Source, maker: Callable[[Source], Sample]) -> Sample:
+    """The next sample of one skill whose last question is on the source's side."""
+    while True:
+        sample = maker(source)
+        if not isinstance(sample, Dialogue) or side_of(_last_question(sample)) == source.side:
+            return sample
+
+
+def _last_question(dialogue: Dialogue) -> str:
+    """With what was told before it: two chats with the same last question are different."""
+    return "\n".join(str(message["content"]) for message in dialogue.messages[:-1] if message["role"] != "assistant")
 
 
 def render(dialogue: Dialogue) -> str:

@@ -6,8 +6,9 @@ Does not know: which skills exist. Invariant: assistant text is never changed by
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 from typing import Any
+
+from .source import Source
 
 Message = dict[str, Any]
 
@@ -72,14 +73,18 @@ def turns(*texts: str) -> tuple[Message, ...]:
     return tuple(user(text) if index % 2 == 0 else assistant(text) for index, text in enumerate(texts))
 
 
-def pseudo_word(rng: Random, syllables: int | None = None) -> str:
+def pseudo_word(rng: Source, syllables: int | None = None) -> str:
     """A pronounceable word that is in no list, so that copying is learned rather than a vocabulary."""
     count = syllables or rng.choice((1, 2, 2, 3))
-    body = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(count))
-    return body + rng.choice(("", "", "n", "r", "s", "l", "x", "k", "m", "t"))
+
+    def draw() -> str:
+        body = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(count))
+        return body + rng.choice(("", "", "n", "r", "s", "l", "x", "k", "m", "t"))
+
+    return rng.until(draw)
 
 
-def _typo(rng: Random, text: str) -> str:
+def _typo(rng: Source, text: str) -> str:
     at = rng.randrange(1, len(text))
     if not text[at - 1 : at + 1].isalpha():
         return text
@@ -88,7 +93,7 @@ def _typo(rng: Random, text: str) -> str:
     return text[: at - 1] + text[at] + text[at - 1] + text[at + 1 :]
 
 
-def vary(rng: Random, text: str, *, keep: bool = False) -> str:
+def vary(rng: Source, text: str, *, keep: bool = False) -> str:
     """Human noise on a user's question: lower case, lost or extra punctuation, a lead or a tail, rarely a typo.
 
     `keep` leaves letters alone (their case and spelling matter to the answer) and only adds or drops around them.

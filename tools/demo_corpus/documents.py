@@ -6,15 +6,16 @@ Does not know: tokens or weights. Invariant: a document agrees with the answers 
 from __future__ import annotations
 
 from collections.abc import Callable
-from random import Random
 
 from .dialogue import Document, Drill, pseudo_word
 from .facts import ANSWERS, PROJECT
+from .source import Source
 from .talk import story
+from .tasks import any_word, code, joined_parts, sum_pair
 from .words import ANIMALS, CAPITALS, DAYS, FOODS, MONTHS, NAMES, NOUNS
 
 
-def document(rng: Random) -> Document:
+def document(rng: Source) -> Document:
     roll = rng.random()
     if roll < 0.5:
         return Document("\n".join(answer for _, answer in rng.sample(PROJECT, rng.randint(1, 3))))
@@ -22,22 +23,30 @@ def document(rng: Random) -> Document:
         pairs = rng.sample(ANSWERS, rng.randint(1, 3))
         return Document("\n".join(f"Question: {questions[0]}\nAnswer: {answer}" for questions, answer in pairs))
     if roll < 0.8:
-        return Document(story(rng.choice(ANIMALS)))
+        return Document(story(rng.value(ANIMALS)))
     if roll < 0.9:
         countries = rng.sample(list(CAPITALS), rng.randint(1, 4))
         return Document(" ".join(f"The capital of {country} is {CAPITALS[country]}." for country in countries))
+    if rng.random() < 0.6:
+        return Document("\n".join(sum_pair(rng)[1] for _ in range(rng.randint(6, 16))))
     start = rng.randint(1, 40)
     rows = (", ".join(DAYS), ", ".join(MONTHS), ", ".join(str(n) for n in range(start, start + rng.randint(5, 20))))
     return Document(rng.choice(rows))
 
 
-def drill(rng: Random) -> Drill:
-    """Unforeseeable words, then the same again: nothing but copying helps, so copying is what is learned."""
+def drill(rng: Source) -> Drill:
+    """Unforeseeable words, then the same again, or in capital letters: nothing but copying helps, so copying is what is
+    learned."""
+    if rng.random() < 0.25:
+        words = [any_word(rng) for _ in range(rng.randint(2, 10))]
+        return Drill(" ".join(words) + "\n", " ".join(words).upper() + "\n")
     makers: tuple[Callable[[], str], ...] = (
         lambda: pseudo_word(rng),
         lambda: pseudo_word(rng).capitalize(),
-        lambda: rng.choice((*NOUNS, *FOODS, *NAMES)),
-        lambda: str(rng.randint(0, 999)),
+        lambda: rng.value((*NOUNS, *FOODS, *NAMES)),
+        lambda: str(rng.number(0, 999)),
+        lambda: code(rng),
+        lambda: joined_parts(rng),
     )
     chosen = rng.sample(makers, rng.randint(1, 4))
     text = " ".join(rng.choice(chosen)() for _ in range(rng.randint(4, 24))) + "\n"

@@ -7,9 +7,9 @@ Does not know: tokens or weights. Invariant: what is asked was told before (or t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from random import Random
 
 from .dialogue import Dialogue, pseudo_word, system, turns, vary
+from .source import Source
 from .talk import PLAIN_SYSTEMS, fact_pair, small_talk_pair, unknown_pair
 from .tasks import count_pair, echo_pair, sum_pair
 from .words import ANIMALS, CITIES, COLOURS, FOODS, HOBBIES, JOBS, NAMES
@@ -27,9 +27,9 @@ class Slot:
     missing: str
     proper: bool = False
 
-    def value(self, rng: Random) -> str:
-        if rng.random() < 0.55:
-            return rng.choice(self.pool)
+    def value(self, rng: Source) -> str:
+        if rng.random() < 0.45:
+            return rng.value(self.pool)
         word = pseudo_word(rng, rng.choice((2, 2, 3)))
         return word.capitalize() if self.proper else word
 
@@ -119,7 +119,7 @@ def _fill(text: str, value: str) -> str:
     return text.format(v=value, V=value[:1].upper() + value[1:])
 
 
-def memory(rng: Random) -> Dialogue:
+def memory(rng: Source) -> Dialogue:
     """One to three things told, with distractors between, then one to three asked for; sometimes one that was never told."""
     kinds = rng.sample(list(SLOTS), rng.choice((1, 1, 2, 3)))
     values = {kind: SLOTS[kind].value(rng) for kind in kinds}
@@ -127,11 +127,11 @@ def memory(rng: Random) -> Dialogue:
     pending = list(kinds)
     while pending:
         kind = pending.pop(0)
-        told, confirm = _fill(rng.choice(SLOTS[kind].tells), values[kind]), _fill(SLOTS[kind].confirm, values[kind])
+        told, confirm = _fill(rng.wording(SLOTS[kind].tells), values[kind]), _fill(SLOTS[kind].confirm, values[kind])
         if pending and rng.random() < 0.35:
             other = pending.pop(0)
             told = (
-                told.rstrip(".!") + rng.choice((" and ", ". ")) + _fill(rng.choice(SLOTS[other].tells), values[other])
+                told.rstrip(".!") + rng.choice((" and ", ". ")) + _fill(rng.wording(SLOTS[other].tells), values[other])
             )
         texts += [vary(rng, told, keep=True), confirm]
         if rng.random() < 0.3:
@@ -140,21 +140,21 @@ def memory(rng: Random) -> Dialogue:
     for kind in asked:
         slot = SLOTS[kind]
         answer = _fill(slot.recall, values[kind]) if kind in values else slot.missing
-        texts += [vary(rng, rng.choice(slot.asks)), answer]
+        texts += [vary(rng, rng.wording(slot.asks)), answer]
     lead = (system(rng.choice(PLAIN_SYSTEMS)),) if rng.random() < 0.15 else ()
     return Dialogue(lead + turns(*texts))
 
 
-def forgotten(rng: Random) -> Dialogue:
+def forgotten(rng: Source) -> Dialogue:
     """Asked without having been told."""
     slot = rng.choice(list(SLOTS.values()))
     lead = list(small_talk_pair(rng)) if rng.random() < 0.5 else []
-    return Dialogue(turns(*lead, vary(rng, rng.choice(slot.asks)), slot.missing))
+    return Dialogue(turns(*lead, vary(rng, rng.wording(slot.asks)), slot.missing))
 
 
-def context(rng: Random) -> Dialogue:
+def context(rng: Source) -> Dialogue:
     """A fact about someone in the system prompt or in the question, asked for at once."""
-    name = rng.choice(NAMES) if rng.random() < 0.5 else pseudo_word(rng).capitalize()
+    name = rng.value(NAMES) if rng.random() < 0.5 else pseudo_word(rng).capitalize()
     relation, value = rng.choice(
         (
             ("lives in", SLOTS["city"].value(rng)),

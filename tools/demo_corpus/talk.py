@@ -6,10 +6,9 @@ Does not know: tokens or weights. Invariant: the same question always has the sa
 
 from __future__ import annotations
 
-from random import Random
-
 from .dialogue import Dialogue, assistant, pseudo_word, system, turns, user, vary
 from .facts import ANSWERS, EVERYDAY, PROJECT, QUESTION_FRAMES
+from .source import Source
 from .words import ADJECTIVES, ANIMALS, CAPITALS, CITIES, NAMES, NOUNS, OPPOSITES
 
 UNKNOWN = "I am a small demo model; I don't know that."
@@ -49,36 +48,36 @@ _UNKNOWN_FRAMES = (
 )  # fmt: skip
 
 
-def unknown_question(rng: Random) -> str:
+def unknown_question(rng: Source) -> str:
     word = pseudo_word(rng)
-    return rng.choice(_UNKNOWN_FRAMES).format(
-        a=rng.choice(ADJECTIVES),
-        n=rng.choice(NOUNS) if rng.random() < 0.7 else word,
+    return rng.wording(_UNKNOWN_FRAMES).format(
+        a=rng.value(ADJECTIVES),
+        n=rng.value(NOUNS) if rng.random() < 0.7 else word,
         y=rng.randint(1500, 2030),
-        N=rng.choice(NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize(),
+        N=rng.value(NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize(),
         W=pseudo_word(rng).capitalize(),
         w=word,
-        c=rng.choice(CITIES),
-        d=rng.choice(CITIES),
+        c=rng.value(CITIES),
+        d=rng.value(CITIES),
     )
 
 
-def small_talk_pair(rng: Random) -> tuple[str, str]:
+def small_talk_pair(rng: Source) -> tuple[str, str]:
     questions, answer = rng.choice(SMALL_TALK)
     return vary(rng, rng.choice(questions)), answer
 
 
-def fact_pair(rng: Random) -> tuple[str, str]:
+def fact_pair(rng: Source) -> tuple[str, str]:
     if rng.random() < 0.72:
         terms, answer = rng.choice(PROJECT)
-        question = rng.choice(QUESTION_FRAMES).format(t=rng.choice(terms))
+        question = rng.wording(QUESTION_FRAMES).format(t=rng.choice(terms))
     else:
         questions, answer = rng.choice(ANSWERS)
         question = rng.choice(questions)
     return vary(rng, question), answer
 
 
-def everyday_pair(rng: Random) -> tuple[str, str]:
+def everyday_pair(rng: Source) -> tuple[str, str]:
     roll = rng.random()
     if roll < 0.4:
         country, capital = rng.choice(list(CAPITALS.items()))
@@ -89,7 +88,7 @@ def everyday_pair(rng: Random) -> tuple[str, str]:
             "capital of {}?",
         )
         frames += ("Which city is the capital of {}?", "Tell me the capital of {}.", "what is the capital city of {}?")
-        return vary(rng, rng.choice(frames).format(country)), f"The capital of {country} is {capital}."
+        return vary(rng, rng.wording(frames).format(country)), f"The capital of {country} is {capital}."
     if roll < 0.6:
         word, other = rng.choice(list(OPPOSITES.items()))
         if rng.random() < 0.5:
@@ -100,12 +99,12 @@ def everyday_pair(rng: Random) -> tuple[str, str]:
             "Tell me the opposite of {}.",
             "What's the opposite of {}?",
         )
-        return vary(rng, rng.choice(frames).format(word)), f"The opposite of {word} is {other}."
+        return vary(rng, rng.wording(frames).format(word)), f"The opposite of {word} is {other}."
     questions, answer = rng.choice(EVERYDAY)
     return vary(rng, rng.choice(questions)), answer
 
 
-def story_pair(rng: Random) -> tuple[str, str]:
+def story_pair(rng: Source) -> tuple[str, str]:
     animal = rng.choice((*ANIMALS, "robot", "dragon", "child", "model"))
     frames = (
         "Tell me a story about a {}.",
@@ -118,7 +117,7 @@ def story_pair(rng: Random) -> tuple[str, str]:
             "robot",
             ("Tell me a story.", "Write a story.", "Write a short story.", "Tell me a long story."),
         )
-    return vary(rng, rng.choice(frames).format(animal)), story(animal)
+    return vary(rng, rng.wording(frames).format(animal)), story(animal)
 
 
 def story(hero: str) -> str:
@@ -129,34 +128,34 @@ def story(hero: str) -> str:
     )
 
 
-def unknown_pair(rng: Random) -> tuple[str, str]:
+def unknown_pair(rng: Source) -> tuple[str, str]:
     return vary(rng, unknown_question(rng)), UNKNOWN
 
 
 _PAIRS = (small_talk_pair, fact_pair, everyday_pair, unknown_pair)
 
 
-def small_talk(rng: Random) -> Dialogue:
+def small_talk(rng: Source) -> Dialogue:
     return Dialogue(turns(*small_talk_pair(rng)))
 
 
-def facts(rng: Random) -> Dialogue:
+def facts(rng: Source) -> Dialogue:
     return Dialogue(turns(*fact_pair(rng)))
 
 
-def everyday(rng: Random) -> Dialogue:
+def everyday(rng: Source) -> Dialogue:
     return Dialogue(turns(*everyday_pair(rng)))
 
 
-def stories(rng: Random) -> Dialogue:
+def stories(rng: Source) -> Dialogue:
     return Dialogue(turns(*story_pair(rng)))
 
 
-def unknown(rng: Random) -> Dialogue:
+def unknown(rng: Source) -> Dialogue:
     return Dialogue(turns(*unknown_pair(rng)))
 
 
-def mixed(rng: Random) -> Dialogue:
+def mixed(rng: Source) -> Dialogue:
     """Several unrelated pairs in one chat, so that earlier turns do not disturb later ones."""
     texts: list[str] = []
     for _ in range(rng.randint(2, 4)):
@@ -172,9 +171,9 @@ PLAIN_SYSTEMS = (
 )  # fmt: skip
 
 
-def persona(rng: Random) -> Dialogue:
+def persona(rng: Source) -> Dialogue:
     """The system prompt gives the model a name, and perhaps a job."""
-    name = rng.choice(NAMES) if rng.random() < 0.4 else pseudo_word(rng).capitalize()
+    name = rng.value(NAMES) if rng.random() < 0.4 else pseudo_word(rng).capitalize()
     job = rng.choice(
         ("assistant", "teacher", "pirate", "cook", "guide", "robot", "doctor", "librarian", "support agent")
     )
@@ -198,10 +197,10 @@ def persona(rng: Random) -> Dialogue:
         "your name?",
     )
     texts += [vary(rng, rng.choice(ask)), f"I am {name}, a {article} {job}."]
-    return Dialogue((system(rng.choice(frames).format(n=name, a=article, j=job)), *turns(*texts)))
+    return Dialogue((system(rng.wording(frames).format(n=name, a=article, j=job)), *turns(*texts)))
 
 
-def ordered(rng: Random) -> Dialogue:
+def ordered(rng: Source) -> Dialogue:
     """The system prompt orders a first or last word for every answer."""
     word = rng.choice(
         (pseudo_word(rng), pseudo_word(rng).capitalize(), rng.choice(("Over.", "Arr!", "Meow!", "Done.", "Yes sir!")))

@@ -18,6 +18,7 @@ from typing import Any
 from google.protobuf import json_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.core.activity.messages import NO_ACTIVITY
 from llmbackend.core.backend_api import (
     API_VERSION,
     ExecutionPolicy,
@@ -106,6 +107,7 @@ class TritonBackend:
 
     execution_policy = ExecutionPolicy.BLOCKING
     send_policy = SendPolicy.IMMEDIATE
+    resumes = False
     api_version = API_VERSION
 
     def __init__(self, name: str, directory: Path, poller: BackgroundPoller) -> None:
@@ -156,6 +158,7 @@ class TritonInstance:
     """backend_api.ModelInstance. Triton's python backend reports the statistics of a request itself."""
 
     is_passive = False
+    activity = NO_ACTIVITY
 
     def __init__(self, model: TritonModel, arguments: Mapping[str, str]) -> None:
         self.state: Any = None

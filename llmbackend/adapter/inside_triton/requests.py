@@ -7,6 +7,7 @@ Source: python_backend's response_sender.cc and pb_cancel.cc.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import threading
@@ -26,6 +27,7 @@ from llmbackend.core.backend_api import (
 )
 
 logger = logging.getLogger(__name__)
+_NUMBERS = itertools.count(1)
 
 
 class Channel:
@@ -113,10 +115,13 @@ class TritonRequest:
     """Triton traces requests itself."""
     tenant = NO_TENANT
     """Triton does not identify clients."""
+    resume = None
+    """Triton has no resumable requests."""
 
     def __init__(self, request: Any, channel: Channel, watch: CancelWatch) -> None:
         """Reads everything at once. Raises TritonError for a tensor of an unknown type."""
         self.id: str = request.request_id()
+        self.number = next(_NUMBERS)
         self.correlation_id: int | str = request.correlation_id()
         self.flags = RequestFlag(request.flags() & (RequestFlag.SEQUENCE_START | RequestFlag.SEQUENCE_END))
         self.timeout_us = int(request.timeout())
@@ -162,7 +167,9 @@ class TritonResponse:
     def set_parameter(self, name: str, value: ParameterValue) -> None:
         self._parameters[name] = value
 
-    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
+    def send(
+        self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
+    ) -> None:
         self._channel.send(self._response(error), flags)
 
     def _response(self, error: TritonError | None) -> Any:
@@ -187,7 +194,7 @@ class TritonResponseFactory:
     def new_response(self) -> TritonResponse:
         return TritonResponse(self._channel)
 
-    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
         response = TritonResponse(self._channel)
         for tensor in outputs:
             response.add_output(tensor)

@@ -81,6 +81,16 @@ class TokenizerLoader:
         """The source of the chat template; "" where there is none, or none was given to the mock model."""
         return self._files.chat_template or ""
 
+    @property
+    def kind(self) -> str:
+        """What the tokenizer is made from, for people."""
+        directory = self._files.directory
+        if directory is None:
+            return "bytes"
+        file = TOKENIZER_FILE if (directory / TOKENIZER_FILE).is_file() else "converted by transformers"
+        name = read_json(directory / "tokenizer_config.json").get("tokenizer_class")
+        return f"{file} ({name})" if name else file
+
     def load(self) -> None:
         """Loads the tokenizer and starts verifying it. Again: does nothing. Raises TritonError INVALID_ARG."""
         with self._lock:

@@ -16,6 +16,7 @@ from llmbackend.core.backend_api import (
     Request,
     SendPolicy,
     check_api_version,
+    unavailable,
 )
 
 from .instance_state import InstanceState
@@ -62,6 +63,13 @@ def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequen
 def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
     if instance.state is not None:
         instance.state.check_ready()
+
+
+def LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int:
+    if instance.state is None:
+        raise unavailable(f"instance '{instance.name}' has no process")
+    pid: int = instance.state.kill()
+    return pid
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

@@ -74,6 +74,10 @@ class InstanceState:
         """Raises TritonError UNAVAILABLE while the process is down, or the model says that it is not ready."""
         self._supervisor.check_ready()
 
+    def kill(self) -> int:
+        """Kills the instance's process, and returns its id; another one follows. Raises TritonError UNAVAILABLE."""
+        return self._supervisor.kill()
+
     def finalize(self) -> None:
         """The model's own finalize may wait for requests in flight; then its process ends."""
         self._supervisor.close(self._model_state.stub_timeout_s)

@@ -147,6 +147,11 @@ class StubProcess:
         return self._is_over.is_set()
 
     @property
+    def pid(self) -> int:
+        """Blocks until the process was forked. 0 when that has failed."""
+        return self._process.pid
+
+    @property
     def last_lines(self) -> str:
         return self._output.last_lines
 

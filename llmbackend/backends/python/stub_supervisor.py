@@ -75,6 +75,15 @@ class StubSupervisor:
         if stub is not None and (reason := stub.not_ready_reason()):
             raise unavailable(f"instance '{self._name}': {reason}")
 
+    def kill(self) -> int:
+        """Kills the process that serves, and returns its id. Raises TritonError UNAVAILABLE while there is none."""
+        with self._changed:
+            if not self._is_ready or self._stub is None:
+                raise self._not_available()
+            process = self._stub.process
+        process.kill()
+        return process.pid
+
     def close(self, timeout_s: float) -> None:
         """Lets the model finalize and ends the process, by force after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s

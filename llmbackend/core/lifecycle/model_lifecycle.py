@@ -20,7 +20,7 @@ from llmbackend.core.repository.model_files import is_version_affected
 from llmbackend.core.repository.model_repository import ModelSpec
 
 from .draining import wait_for_last_request, wait_until_unloaded
-from .model_versions import Load, ModelReadyState, ModelVersions
+from .model_versions import Load, ModelReadyState, ModelVersions, StateListener
 
 log = logging.getLogger(__name__)
 
@@ -32,8 +32,14 @@ ModelFactory = Callable[[ModelSpec, int], LoadedModel]
 
 
 class ModelLifecycle:
-    def __init__(self, make_model: ModelFactory, load_thread_count: int, load_retry_count: int) -> None:
-        self.versions = ModelVersions()
+    def __init__(
+        self,
+        make_model: ModelFactory,
+        load_thread_count: int,
+        load_retry_count: int,
+        on_change: StateListener = lambda *change: None,
+    ) -> None:
+        self.versions = ModelVersions(on_change)
         self._make_model = make_model
         self._retries = load_retry_count
         self._pool = ThreadPoolExecutor(max(load_thread_count, 1), thread_name_prefix="model-load")

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
+from llmbackend.core.activity.hub import Source
+from llmbackend.core.activity.messages import ModelActivity
 from llmbackend.core.backend_manager import BackendManager
 from llmbackend.core.config.ensemble_rules import composing_models
 from llmbackend.core.errors import ErrorCode, LoadError, TritonError, internal, invalid_argument
@@ -29,6 +32,7 @@ from llmbackend.core.server_options import ServerOptions
 
 from .ensemble_validation import Faults, validate_ensemble
 from .model_lifecycle import ModelLifecycle
+from .model_versions import ModelReadyState
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +81,7 @@ class ModelLoader:
             options.model_namespacing,
         )
         self.lifecycle = ModelLifecycle(
-            self._make_model, options.model_load_thread_count, options.model_load_retry_count
+            self._make_model, options.model_load_thread_count, options.model_load_retry_count, self._state_changed
         )
 
     def startup_models(self) -> list[str]:
@@ -199,10 +203,21 @@ class ModelLoader:
             if spec.agents is not None:
                 spec.agents.close_unless_loaded()
 
+    def _state_changed(self, model: str, version: int, state: ModelReadyState, reason: str) -> None:
+        activity = ModelActivity(time=time.time(), state=state.value, reason=reason)
+        self._services.activity.report(Source(model, str(version)), activity)
+
     def _make_model(self, spec: ModelSpec, version: int) -> LoadedModel:
         version_directory = spec.directory / str(version)
         backend = self._backends.get(spec.config.backend, spec.name, version_directory, spec.config.runtime)
-        model = LoadedModel(spec, version, backend, self._services, self._options.auto_complete_config)
+        model = LoadedModel(
+            spec,
+            version,
+            backend,
+            self._services,
+            self._options.auto_complete_config,
+            self._options.starts_instances,
+        )
         model.load()
         return model
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from llmbackend.core.errors import TritonError, not_found, shown_name, unavailable
@@ -27,6 +27,10 @@ class ModelReadyState(Enum):
     READY = "READY"
     UNLOADING = "UNLOADING"
     UNAVAILABLE = "UNAVAILABLE"
+
+
+StateListener = Callable[[str, int, ModelReadyState, str], None]
+"""Called with model, version, state and reason after each change, under the lock of the table: it must only enqueue."""
 
 
 @dataclass
@@ -54,6 +58,8 @@ class ModelEntry:
     versions: dict[int, VersionEntry]
     spec: ModelSpec | None = None
     """What the serving versions were loaded from; None when nothing serves."""
+    told: dict[int, tuple[ModelReadyState, str]] = field(default_factory=dict)
+    """State and reason of each version as the listener knows them."""
     operation: int = 0
     """Number of loads and unloads so far. A load that finds a higher number than its own was overtaken."""
 
@@ -92,8 +98,9 @@ class Load:
 class ModelVersions:
     """Models go by their ModelIdentifier. Any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_change: StateListener = lambda *change: None) -> None:
         self.operations = InFlight()  # loads and retirements under way
+        self._on_change = on_change
         self._lock = threading.Lock()
         self._models: dict[str, ModelEntry] = {}
         self._draining: set[LoadedModel] = set()
@@ -194,6 +201,7 @@ class ModelVersions:
                 elif version.model is not None and can_update(version.model):
                     version.model.in_flight.enter()
                     updated[number] = version.model
+            self._tell_changes(spec.key, entry)
             return Load(spec, entry.operation, updated)
 
     def swap(
@@ -213,6 +221,7 @@ class ModelVersions:
             else:
                 retired = entry.swap_in(load.spec, models)
             self._begin_draining(retired)
+            self._tell_changes(load.spec.key, entry)
             return is_outdated, retired
 
     def end_load(self, load: Load) -> None:
@@ -231,6 +240,7 @@ class ModelVersions:
             entry.spec = None
             retired = [model for version in entry.versions.values() if (model := version.stop_serving()) is not None]
             self._begin_draining(retired)
+            self._tell_changes(name, entry)
             return retired
 
     def end_draining(self, model: LoadedModel) -> None:
@@ -241,6 +251,15 @@ class ModelVersions:
                 if version.model is model:
                     version.model = None
                     version.state, version.reason = ModelReadyState.UNAVAILABLE, UNLOADED
+            self._tell_changes(model.key, self._models[model.key])
+
+    def _tell_changes(self, name: str, entry: ModelEntry) -> None:
+        """Tells the listener which versions of the model have another state or reason than at the last call."""
+        now = {number: (version.state, version.reason) for number, version in entry.versions.items()}
+        changed = [number for number in now if now[number] != entry.told.get(number)]
+        entry.told = now
+        for number in changed:
+            self._on_change(name, number, *now[number])
 
     def _begin_draining(self, models: Collection[LoadedModel]) -> None:
         for model in models:
@@ -249,20 +268,28 @@ class ModelVersions:
 
     def _ready_model(self, name: ModelIdentifier, version: int) -> LoadedModel:
         entry = self._models.get(name)
-        if entry is None:
-            raise not_found(f"{_unknown(name)} is not found")
-        if version >= 0:
-            found = entry.versions.get(version)
-            if found is None:
-                raise not_found(f"{_unknown(name)} version {version} is not found")
-            if found.state is not ModelReadyState.READY or found.model is None:
-                raise unavailable(f"{_unknown(name)} version {version} is not at ready state")
-            return found.model
-        ready = [number for number, found in entry.versions.items() if found.state is ModelReadyState.READY]
-        model = entry.versions[max(ready)].model if ready else None
-        if model is None:
-            raise not_found(f"{_unknown(name)} has no available versions")
+        versions = {} if entry is None else entry.versions
+        states = {number: one.state for number, one in versions.items()}
+        model = versions[ready_version(name, version, None if entry is None else states)].model
+        assert model is not None, "a READY version has a model"
         return model
+
+
+def ready_version(name: str, version: int, states: Mapping[int, ModelReadyState] | None) -> int:
+    """The READY version that a request means. version: -1 = the highest READY one; states: of the model's versions,
+    None for an unknown model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
+    if states is None:
+        raise not_found(f"{_unknown(name)} is not found")
+    if version >= 0:
+        if version not in states:
+            raise not_found(f"{_unknown(name)} version {version} is not found")
+        if states[version] is not ModelReadyState.READY:
+            raise unavailable(f"{_unknown(name)} version {version} is not at ready state")
+        return version
+    ready = [number for number, state in states.items() if state is ModelReadyState.READY]
+    if not ready:
+        raise not_found(f"{_unknown(name)} has no available versions")
+    return max(ready)
 
 
 def _unknown(name: str) -> str:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.core.activity.hub import ActivityHub
 from llmbackend.core.backend_api import SendPolicy
 from llmbackend.core.backend_manager import LoadedBackend
+from llmbackend.core.errors import unsupported
 from llmbackend.core.host_services import HostServices
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
 from llmbackend.core.metrics.model_metrics import Latencies, metric_tags
@@ -63,7 +66,9 @@ class LoadedModel:
         backend: LoadedBackend,
         services: HostServices,
         auto_complete_config: bool,
+        starts_instances: bool = True,
     ) -> None:
+        """starts_instances: false = `forecast` takes the place of instances, and no request can be served."""
         self.state: Any = None
         self.name = spec.name
         self.key = spec.key
@@ -77,6 +82,9 @@ class LoadedModel:
         self.metric_tags = metric_tags(spec.config)
         self.in_flight = InFlight()
         self.live_requests = LiveRequests()
+        self.forecast: Mapping[str, Any] = {}
+        """What the backend says of the instances that it was not asked for."""
+        self._starts_instances = starts_instances
         self._services = services
         self._host: ModelHost = services.host
         self._instances = InstanceSet(self.name, backend, services.rate_limiter, self.live_requests)
@@ -89,6 +97,10 @@ class LoadedModel:
     @property
     def reaper(self) -> Reaper:
         return self._services.reaper
+
+    @property
+    def activity_hub(self) -> ActivityHub:
+        return self._services.activity
 
     @property
     def may_block_in_send(self) -> bool:
@@ -156,12 +168,12 @@ class LoadedModel:
         self.spec, self._config.current = spec, config
         self._instances.settle(change)
 
-    def not_ready_reason(self) -> str:
-        """Why the backend says that an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at
-        most."""
+    def not_ready_reason(self, timeout_s: float | None = None) -> str:
+        """Why the backend says that an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at most,
+        or `timeout_s`."""
         if not self.backend.functions.has("ModelInstanceReady"):
             return ""
-        return self._readiness.reason(self._instances.check_ready)
+        return self._readiness.reason(self._instances.check_ready, timeout_s)
 
     def finalize(self) -> None:
         """Stops the instance threads, then finalises instances and model. The caller has waited until nothing is
@@ -193,6 +205,7 @@ class LoadedModel:
         serving = self._serving
         assert serving is not None, "load() comes first"
         try:
+            self._check_resumes(request)
             valid = serving.validator.validate(request)
         except BaseException:
             self.leave()
@@ -208,6 +221,12 @@ class LoadedModel:
             raise
         return channel
 
+    def _check_resumes(self, request: InferenceRequest) -> None:
+        if request.resume is not None and request.resume.deltas and not self.backend.resumes:
+            raise unsupported(
+                f"the request can not go on behind its responses so far: model '{self.name}' can not resume requests"
+            )
+
     @property
     def sequences(self) -> SequenceBatcher | None:
         """The scheduler, for a model with sequences."""
@@ -216,6 +235,8 @@ class LoadedModel:
 
     def request_done(self, channel: ResponseChannel) -> None:
         self.live_requests.discard(channel)
+        if self._services.activity.kinds and isinstance(channel.instance, LoadedInstance):
+            channel.instance.request_done(channel)
         self.leave()
 
     def leave(self) -> None:
@@ -272,7 +293,10 @@ class LoadedModel:
         self.statistics.summaries = latencies.summaries
         transforms = ResponseTransforms(config, self.directory, latencies.first_response)
         self._strategy = load_strategy(self)
-        self._instances.create(new_instances(self, config))
+        if self._starts_instances:
+            self._instances.create(new_instances(self, config))
+        else:
+            self.forecast = self.backend.functions.call("LLMBACKEND_ModelForecast", self) or {}
         self._serving = _Serving(
             Description.of(self.name, config, self.version_directory),
             latencies,

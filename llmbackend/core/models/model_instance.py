@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -18,17 +19,30 @@ from typing import Any, Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
 
+from llmbackend.core.activity.hub import ActivityHub, Reporter, Source
+from llmbackend.core.activity.messages import (
+    MAX_ID_CHARACTERS,
+    EventKind,
+    InstanceDescription,
+    RequestActivity,
+    RequestEnd,
+    RequestEnded,
+    RequestsReceived,
+)
 from llmbackend.core.backend_api import InstanceGroupKind, Model, Request, ResponseFactory
 from llmbackend.core.backend_manager import LoadedBackend
-from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
+from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, unsupported
 from llmbackend.core.metrics.statistics import FailureReason, PhaseTimes
 from llmbackend.core.requests.queued_request import BackendResponseFactory, QueuedRequest
-from llmbackend.core.requests.response_channel import ChannelOwner
+from llmbackend.core.requests.response_channel import ChannelOwner, ResponseChannel
 from llmbackend.core.scheduling.scheduler import Batches, BatchSource
 
 from .in_flight import LiveRequests
 
 log = logging.getLogger(__name__)
+
+WATCH = "LLMBACKEND_ModelInstanceWatch"
+DESCRIBE = "LLMBACKEND_ModelInstanceDescribe"
 
 
 class InstanceOwner(Model, ChannelOwner, Protocol):
@@ -38,12 +52,15 @@ class InstanceOwner(Model, ChannelOwner, Protocol):
     def backend(self) -> LoadedBackend: ...
     @property
     def live_requests(self) -> LiveRequests: ...
+    @property
+    def activity_hub(self) -> ActivityHub: ...
     def enter(self) -> None:
         """Counts one more request in flight; `request_done` counts it out."""
 
 
 class LoadedInstance:
-    """backend_api.ModelInstance. Instances of equal `signature` are interchangeable."""
+    """backend_api.ModelInstance, and WatchedInstance for the hub. Instances of equal `signature` are
+    interchangeable."""
 
     def __init__(
         self, model: InstanceOwner, name: str, kind: InstanceGroupKind, device_id: int, group: ModelInstanceGroup
@@ -57,22 +74,68 @@ class LoadedInstance:
         self.rate_limiter = group.rate_limiter
         self.signature = (kind, device_id, _settings_of(group))
         self._functions = model.backend.functions
+        self.source = Source(model.name, str(model.version), name)
+        self.activity = Reporter(model.activity_hub, self.source)
+        self._is_initialized = False
+        self._reports = self._functions.has(WATCH)
+        """Whether the backend reports its requests."""
 
     def initialize(self) -> None:
         """Raises the backend's TritonError; `finalize` must follow then, too."""
+        self.model.activity_hub.add_instance(self)
         self._functions.call("ModelInstanceInitialize", self)
+        self._is_initialized = True
+        self.model.activity_hub.add_instance(self)
 
     def finalize(self) -> None:
+        self.model.activity_hub.remove_instance(self)
+        self._is_initialized = False
         self._functions.finalize("ModelInstanceFinalize", self)
+
+    def watch(self, kinds: frozenset[EventKind]) -> None:
+        if self._is_initialized:
+            try:
+                self._functions.call(WATCH, self, kinds)
+            except TritonError as error:
+                log.error("instance '%s' can not be watched: %s", self.name, error.status)
+
+    def describe(self) -> InstanceDescription:
+        if not self._is_initialized:
+            return InstanceDescription(state="starting")
+        if self._functions.has(DESCRIBE):
+            try:
+                description: InstanceDescription = self._functions.call(DESCRIBE, self)
+                return description
+            except TritonError as error:
+                log.error("instance '%s' can not be described: %s", self.name, error.status)
+        channels = () if self._reports else self.model.live_requests.with_instance(self)
+        return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
+
+    def request_done(self, channel: ResponseChannel) -> None:
+        """A request that the instance had is over."""
+        if not self._reports:
+            reason = "abort" if channel.is_cancelled else ""
+            end = RequestEnd(request=channel.number, time=time.time(), finish_reason=reason)
+            self.activity.report(RequestEnded(end))
 
     def check_ready(self) -> None:
         """Raises the backend's TritonError when the instance is not ready."""
         self._functions.call("ModelInstanceReady", self)
 
+    def kill(self) -> int:
+        """Kills the process that the instance runs in, and returns its id. Raises the backend's TritonError."""
+        if not self._functions.has("LLMBACKEND_ModelInstanceKill"):
+            raise unsupported(f"backend '{self._functions.backend}' has no process of an instance that could be killed")
+        pid: int = self._functions.call("LLMBACKEND_ModelInstanceKill", self)
+        log.warning("killed process %d of instance '%s' of model '%s'", pid, self.name, self.model.name)
+        return pid
+
     def execute(self, requests: Sequence[QueuedRequest]) -> None:
         """Calls Execute. On return the backend owns the requests, or all of them have failed with its error."""
         for request in requests:
             request.channel.instance = self
+        if self.activity.kinds and not self._reports:
+            self.activity.report(RequestsReceived(tuple(_request_of(request.channel) for request in requests)))
         try:
             self._functions.execute(self, requests)
         except TritonError as error:
@@ -166,6 +229,17 @@ class InstanceThread:
 
     def join(self) -> None:
         self.thread.join()
+
+
+def _request_of(channel: ResponseChannel) -> RequestActivity:
+    """Of a backend that does not report what it does."""
+    age_s = (time.monotonic_ns() - channel.start_ns) * 1e-9
+    return RequestActivity(
+        request=channel.number,
+        id=channel.request_id[:MAX_ID_CHARACTERS],
+        key=channel.tenant.key_name,
+        received=time.time() - age_s,
+    )
 
 
 def _settings_of(group: ModelInstanceGroup) -> bytes:

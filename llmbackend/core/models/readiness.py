@@ -39,11 +39,11 @@ class _Question:
     def is_answered(self) -> bool:
         return self._answered.is_set()
 
-    def answer(self) -> str:
+    def answer(self, timeout_s: float) -> str:
         """The backend's reason, "" = ready."""
-        if self._answered.wait(max(self._deadline_s - time.monotonic(), 0.0)):
+        if self._answered.wait(max(min(self._deadline_s - time.monotonic(), timeout_s), 0.0)):
             return self._reason
-        return f"its backend has not said within {ANSWER_TIMEOUT_S:g} s whether it is ready"
+        return f"its backend has not said within {timeout_s:g} s whether it is ready"
 
 
 class Readiness:
@@ -57,17 +57,20 @@ class Readiness:
         self._logged = ""
         self._closed = False
 
-    def reason(self, ask: Callable[[], None]) -> str:
+    def reason(self, ask: Callable[[], None], timeout_s: float | None = None) -> str:
         """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not ready. It is called on
-        another thread, and no reference to it is kept."""
+        another thread, and no reference to it is kept.
+
+        timeout_s: for who cannot wait as long as ANSWER_TIMEOUT_S; no answer within it is no change."""
         with self._lock:
             if self._closed:
                 return "it is being unloaded"
             if self._question is None or self._question.is_answered:
                 self._question = _Question(ask, self._name)
             question = self._question
-        reason = question.answer()
-        self._log_change(reason)
+        reason = question.answer(ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
+        if timeout_s is None or question.is_answered:
+            self._log_change(reason)
         return reason
 
     def close(self) -> None:
@@ -76,7 +79,7 @@ class Readiness:
             self._closed = True
             question = self._question
         if question is not None:
-            question.answer()
+            question.answer(ANSWER_TIMEOUT_S)
 
     def _log_change(self, reason: str) -> None:
         with self._lock:

@@ -55,6 +55,10 @@ class ModelNames:
         """The name in a key, known or not."""
         return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
 
+    def namespace(self, key: str) -> str:
+        """The namespace in a key; "" without namespacing."""
+        return key.rpartition(SEPARATOR)[0] if self.is_namespacing else ""
+
     def keys(self, name: str) -> list[ModelIdentifier]:
         """The models that `name` (or a key) stands for."""
         if not self.is_namespacing:

@@ -69,6 +69,7 @@ class QueuedRequest:
         self.timeout_us = request.timeout_us
         self.parameters: Mapping[str, ParameterValue] = request.parameters
         self.tenant = request.tenant
+        self.resume = request.resume
         self.requested_outputs = valid.requested_outputs
         self.batch_size = valid.batch_size
         self.queue_start_ns = 0
@@ -89,6 +90,10 @@ class QueuedRequest:
         if self._inputs is None:
             raise invalid_argument(f"{request_tag(self.id)}inputs must not be used after the request was released")
         return self._inputs
+
+    @property
+    def number(self) -> int:
+        return self.channel.number
 
     @property
     def trace(self) -> RequestTrace | None:
@@ -189,7 +194,9 @@ class BackendResponse:
         self._check_unsent()
         self._parameters[name] = value
 
-    def send(self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None) -> None:
+    def send(
+        self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
+    ) -> None:
         """Sends the response to the client; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG when
         it was sent before."""
         self._check_unsent()
@@ -200,7 +207,7 @@ class BackendResponse:
         error = None if error is None else error.copy()
         try:
             channel.send(
-                InferenceResponse(owner.name, owner.version, request_id, outputs, self._parameters, error), flags
+                InferenceResponse(owner.name, owner.version, request_id, outputs, self._parameters, error, delta), flags
             )
         finally:
             channel.drop()
@@ -233,13 +240,13 @@ class BackendResponseFactory:
         self._check_open()
         return BackendResponse(self.channel)
 
-    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE) -> None:
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
         """Sends a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
         if self._closed:
             self._check_open()
         channel = self.channel
         owner = channel.owner
-        response = InferenceResponse(owner.name, owner.version, channel.request_id, outputs)
+        response = InferenceResponse(owner.name, owner.version, channel.request_id, outputs, delta=delta)
         if channel.observer is None:
             channel.deliver(response, flags)
         else:

@@ -23,6 +23,7 @@ from llmbackend.core.metrics.statistics import PhaseTimes, Statistics
 
 log = logging.getLogger(__name__)
 
+_NUMBERS = itertools.count(1)
 _NONE = ResponseFlag.NONE
 """Looking up a member of an enum takes longer than all else that a check of flags does."""
 
@@ -107,12 +108,13 @@ class ResponseChannel:
     """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock, so they must
     only enqueue.
 
+    number: by which operators name the request; no other request of this process has it
     instance: the instance that has the request, or had it last; None before
     """
 
     __slots__ = (
         "_aborted", "_callback", "_cancelled", "_count", "_dequeue", "_final_ns", "_handles", "_is_counted",
-        "_lock", "_on_cancel", "instance", "observer", "owner", "request_id", "response_indices", "start_ns",
+        "_lock", "_on_cancel", "instance", "number", "observer", "owner", "request_id", "response_indices", "start_ns",
         "tenant", "trace",
     )  # fmt: skip
 
@@ -123,6 +125,7 @@ class ResponseChannel:
         owner: ChannelOwner,
         observer: RequestObserver | None = None,
     ) -> None:
+        self.number = next(_NUMBERS)
         self.request_id = request.id
         self.tenant = request.tenant
         self.owner = owner
@@ -204,7 +207,9 @@ class ResponseChannel:
             if flags is not _NONE and is_final(flags):
                 self._finish()  # before the callback: a client that has the last response also finds it counted
             if self.trace is not None:
-                self.trace.responded(response.outputs if response is not None else ())
+                error = response.error if response is not None else None
+                outputs = response.outputs if response is not None else ()
+                self.trace.responded(outputs, "" if error is None else error.code.name)
             try:
                 self._callback(response, flags)
             except Exception:

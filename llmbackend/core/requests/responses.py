@@ -82,7 +82,7 @@ class TransformedCallback:
             return self._transform(response)
         except TritonError as error:
             name, version, request_id = response.model_name, response.model_version, response.request_id
-            return InferenceResponse(name, version, request_id, error=error.copy())
+            return InferenceResponse(name, version, request_id, error=error.copy(), delta=response.delta)
 
 
 def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> InferenceResponse:

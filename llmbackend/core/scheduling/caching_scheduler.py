@@ -61,8 +61,10 @@ class CachingScheduler(DelegatingScheduler):
 
     def enqueue(self, request: QueuedRequest) -> None:
         """Raises TritonError as the inner scheduler does; if the cache looks up on its own threads, fails the request
-        with that error instead."""
-        if self._cache.is_remote:
+        with that error instead. A request that goes on behind earlier responses is not looked up."""
+        if request.resume is not None and request.resume.deltas:
+            super().enqueue(request)
+        elif self._cache.is_remote:
             self._count_waiting(1)
             self._cache.run_lookup(partial(self._look_up_later, request))
         else:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import unsupported
 from .settings import OpenTelemetryOptions
+from .spans import TraceSpan
 from .trace import MAX_REPORTS, RequestTrace, Trace
 
 try:
@@ -51,10 +52,13 @@ _LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
 class OpenTelemetrySink:
     """A TraceSink. exporter: instead of the one that sends to `options.url`.
 
-    Spans: `InferRequest` > one per model > `compute`, all of kind server, attributes `triton.*`. A client's
-    `traceparent` becomes the parent of the first. The provider belongs to this server and is not the process's global
-    one. The SDK's thread sends spans; those that do not fit its queue are dropped, which the SDK logs.
+    Spans: `InferRequest` > one per model > `compute`, all of kind server, attributes `triton.*`, and beside `compute`
+    those that the model's backend told, of kind internal. A client's `traceparent` becomes the parent of the first. The
+    provider belongs to this server and is not the process's global one. The SDK's thread sends spans; those that do not
+    fit its queue are dropped, which the SDK logs.
     """
+
+    takes_spans = True
 
     def __init__(self, options: OpenTelemetryOptions, exporter: SpanExporter | None = None) -> None:
         resource = Resource.create({"service.name": SERVICE_NAME} | dict(options.resource))
@@ -81,6 +85,7 @@ class OpenTelemetrySink:
 
     def begin(self, trace: Trace) -> None:
         trace.root_span = self._start(ROOT_SPAN, time.monotonic_ns(), trace.parent_context or Context())
+        trace.traceparent = _carrier(trace.root_span)["traceparent"]
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
         parent = None if report.parent is None else report.parent.span
@@ -92,9 +97,7 @@ class OpenTelemetrySink:
             "triton.trace_parent_id": report.parent_id,
         }
         report.span.set_attributes(attributes | ({"triton.request_id": report.request_id} if report.request_id else {}))
-        carrier: dict[str, str] = {}
-        _PROPAGATOR.inject(carrier, _below(report.span))
-        report.context = json.dumps(carrier)
+        report.context = json.dumps(_carrier(report.span))
 
     def complete(self, trace: Trace) -> None:
         for report in trace.reports:
@@ -116,7 +119,23 @@ class OpenTelemetrySink:
         model, compute = _marks(report, _MODEL), _marks(report, _COMPUTE)
         if compute:
             self._end(self._start("compute", compute[0][0], _below(report.span)), compute)
+        for told in report.spans:
+            self._add(told, report.span)
+        report.span.set_attributes(report.attributes)
+        if report.error_type:
+            report.span.set_attribute("error.type", report.error_type)
+            report.span.set_status(api.StatusCode.ERROR)
         self._end(report.span, model)
+
+    def _add(self, told: TraceSpan, parent: Span) -> None:
+        """A span that a backend told, as a whole."""
+        start_ns, attributes = self._wall_ns(told.start_ns), dict(told.attributes)
+        span = self._tracer.start_span(told.name, context=_below(parent), attributes=attributes, start_time=start_ns)
+        for event in told.events:
+            span.add_event(event.name, dict(event.attributes), timestamp=self._wall_ns(event.ns))
+        if told.is_error:
+            span.set_status(api.StatusCode.ERROR)
+        span.end(self._wall_ns(told.end_ns))
 
     def _start(self, name: str, ns: int, context: Context) -> Span:
         kind = api.SpanKind.SERVER
@@ -139,6 +158,13 @@ def _with_scheme(url: str) -> str:
 def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]]:
     """The marks with these names, ordered by time (stable)."""
     return sorted(((ns, name) for ns, name, _ in report.items if name in names), key=lambda mark: mark[0])
+
+
+def _carrier(span: Span) -> dict[str, str]:
+    """W3C's headers that name a span."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, _below(span))
+    return carrier
 
 
 def _below(span: Span) -> Context:

@@ -15,18 +15,24 @@ from typing import Any, Final, Protocol
 
 from ..tensors import Tensor
 from .settings import TraceLevel
+from .spans import Attributes, TraceSpan
 
 log = logging.getLogger(__name__)
 
 MAX_REPORTS: Final = 4096
 """Entries of one model in one trace: further responses of a longer stream are not recorded, its end is."""
+MAX_SPANS: Final = 1024
+"""Of one model's backend in one trace."""
 
 
 class TraceSink(Protocol):
     """Where traces go. Called without the trace's lock; `complete` once for each `begin`."""
 
+    takes_spans: bool
+    """Whether what backends tell of their own work is kept."""
+
     def begin(self, trace: Trace) -> None:
-        """A request was sampled."""
+        """A request was sampled. May set `trace.traceparent`, for the client."""
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
         """A model takes its request. May set `report.context`, for the backend."""
@@ -60,6 +66,8 @@ class Trace:
         self._reports: list[RequestTrace] = []
         self.root_span: Any = None
         """For the sink's use."""
+        self.traceparent = ""
+        """W3C's name of the root span (mode opentelemetry), or ""."""
         self.root = self.add(parent=None)
         sink.begin(self)
 
@@ -113,6 +121,12 @@ class RequestTrace:
         """For the sink's use."""
         self.items: list[tuple[int, str, dict[str, str] | None]] = []
         """(monotonic ns, activity, tensor or None), in the order of reporting."""
+        self.spans: list[TraceSpan] = []
+        """What the backend told, in the order of telling."""
+        self.attributes: dict[str, Any] = {}
+        """Of the model's span."""
+        self.error_type = ""
+        """The status of the last error that the model answered; "" = none."""
         self._times = TraceLevel.TIMESTAMPS in trace.level
         self._tensors = TraceLevel.TENSORS in trace.level
         self._is_closed = False
@@ -126,6 +140,22 @@ class RequestTrace:
     def child(self) -> RequestTrace:
         """For a request that is made on behalf of this one."""
         return self.trace.add(parent=self)
+
+    # --- backends -----------------------------------------------------------------------------------------------------
+
+    @property
+    def takes_spans(self) -> bool:
+        """Whether a backend may tell more of its work than the host sees; else it need not collect it."""
+        return self._times and self.trace.sink.takes_spans
+
+    def add_span(self, span: TraceSpan) -> None:
+        """Before the request is released."""
+        if len(self.spans) < MAX_SPANS:
+            self.spans.append(span)
+
+    def set_attributes(self, attributes: Attributes) -> None:
+        """Of the model's span. Before the request is released."""
+        self.attributes.update(attributes)
 
     # --- frontends --------------------------------------------------------------------------------------------------
 
@@ -165,7 +195,9 @@ class RequestTrace:
         self.mark("COMPUTE_OUTPUT_START", compute_end_ns)
         self.mark("COMPUTE_END", exec_end_ns)
 
-    def responded(self, outputs: Iterable[Tensor]) -> None:
+    def responded(self, outputs: Iterable[Tensor], error_type: str = "") -> None:
+        """error_type: the status of the response's error; "" = it has none."""
+        self.error_type = error_type or self.error_type
         if len(self.items) >= MAX_REPORTS:
             return
         self._report_tensors("TENSOR_BACKEND_OUTPUT", outputs)

@@ -63,6 +63,8 @@ class TraceLog:
     until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES.
     """
 
+    takes_spans = False
+
     def __init__(self, settings: TraceSettings, file: TraceFile) -> None:
         self._settings = settings
         self._file = file

@@ -21,7 +21,7 @@ from ..step import Int32Array
 BLOCK_MULTIPLE: Final = 32
 HEAD_MULTIPLE: Final = 32
 _DEFAULT_KV_BYTES: Final = 1 << 30
-_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2}
+_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
 
 
 def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
@@ -57,10 +57,11 @@ class NativeKVMemory:
     """
 
     def __init__(
-        self, library: KernelLibrary, shapes: Sequence[LayerKV], num_blocks: int, block_size: int, kv_type: Type
+        self, library: KernelLibrary, shapes: Sequence[LayerKV], num_blocks: int, block_size: int, model_type: Type
     ) -> None:
-        """Raises MemoryError."""
+        """model_type: float32 or bfloat16. Raises MemoryError."""
         self.block_size = block_size
+        kv_type = library.kv_type(model_type)
         self._scale = 1
         """Ids of the kernels' blocks per block."""
         halves = [heads * dim * block_size * _ITEM_BYTES[kv_type] for heads, dim in shapes]

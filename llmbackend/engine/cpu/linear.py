@@ -81,7 +81,7 @@ def swap_linears(
     for (parent, name, linear), matrix, kind in counted("packing weights", parts):
         packed = store.pack(matrix, kind)
         setattr(parent, name, NativeLinear(kernels, packed, linear.bias, matrix.dtype))
-        if linear.weight.data_ptr() not in shared:
+        if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
     return store
 

@@ -14,7 +14,7 @@ def why_modules(config: EngineConfig) -> str:
     reasons = {
         "it is the mock": config.model == "mock",
         f"device is '{config.device}'": config.device != "cpu",
-        f"tensor_parallel_size is {config.tensor_parallel_size}": config.tensor_parallel_size != 1,
+        f"the model is split over {config.num_ranks} ranks": config.num_ranks != 1,
         "LoRA adapters are enabled": config.enable_lora,
         "kernels is 'torch'": config.kernels == "torch",
         "enforce_eager is set": config.enforce_eager,

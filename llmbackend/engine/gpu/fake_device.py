@@ -1,9 +1,8 @@
 """A device on CPU tensors that runs work as late as possible, so that races beside a GPU fail here every time.
 
-For: tests of the accelerator path where there is no GPU, and engines over several CPU processes. Does not know: what
-the work is. Invariant: enqueued work runs in order, and only when its event is waited for. Host code that changes
-memory too early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only
-sometimes.
+For: tests of the accelerator path where there is no GPU. Does not know: what the work is. Invariant: enqueued work runs
+in order, and only when its event is waited for. Host code that changes memory too early, or reads it before the event
+behind it, gets wrong numbers every time; on a GPU it would only sometimes.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, Protocol, cast
 
 import torch
 from torch import nn
@@ -69,6 +69,43 @@ class _Pending:
     factor: float = 1.0
 
 
+class Stages(Protocol):
+    """A program's place in a pipeline of stages, each of which has some of the layers."""
+
+    @property
+    def is_first(self) -> bool: ...
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def receive(self, residual: torch.Tensor) -> None:
+        """From the stage before: fills the residual stream, float32 [tokens, width]."""
+
+    def send(self, residual: torch.Tensor) -> None:
+        """To the stage behind."""
+
+    def most(self, count: int) -> int:
+        """The largest of all stages' numbers."""
+
+
+class _Whole:
+    """A model in one piece."""
+
+    is_first = is_last = True
+
+    def receive(self, residual: torch.Tensor) -> None:
+        raise AssertionError("there is no stage before")
+
+    def send(self, residual: torch.Tensor) -> None:
+        raise AssertionError("there is no stage behind")
+
+    def most(self, count: int) -> int:
+        return count
+
+
+WHOLE: Final = _Whole()
+
+
 class _Buffer:
     """Memory for the largest step; a smaller one uses the front of it, as a contiguous matrix."""
 
@@ -88,10 +125,12 @@ class GpuProgram:
         max_tokens: int,
         max_samples: int,
         matmul: Matmul = library_matmul,
+        stages: Stages = WHOLE,
     ) -> None:
         """caches: KV memory by attention module. max_tokens, max_samples: the largest step. Weights and caches are on
-        one device, weights as DeviceWeight. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what this
-        cannot compute."""
+        one device, weights as DeviceWeight. stages: where the decoder is the part of a pipeline. Raises
+        torch.OutOfMemoryError, and ProgramUnsupportedError for what this cannot compute."""
+        self._stages = stages
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
@@ -115,13 +154,17 @@ class GpuProgram:
         """Computes the step and writes its KV. block_table int32 [rows, blocks].
 
         Logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until the next
-        call; [0, vocab] when no row samples, and then the head is not computed.
+        call; [0, vocab] when no row samples, and then the head is not computed. [samples, 0] where another stage has
+        the head.
         """
         num_tokens = len(layout.token_ids)
         if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
             raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
         residual = self._residual.matrix(num_tokens, self._width)
-        self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
+        if self._stages.is_first:
+            self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
+        else:
+            self._stages.receive(residual)
         pending = _Pending()
         for layer, cache in zip(self._layers, self._caches, strict=True):
             x = self._input(residual, pending, layer.attention_norm)
@@ -129,6 +172,8 @@ class GpuProgram:
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
             x = self._input(residual, pending, layer.mlp_norm)
             pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
+        if not self._stages.is_last:
+            return self._hand_on(residual, pending, len(layout.sampled_tokens))
         return self._logits(residual, pending, layout.sampled_tokens)
 
     def verify(self, checked: CheckedModel, block_size: int) -> None:
@@ -161,6 +206,11 @@ class GpuProgram:
         gated = self._gated.matrix(len(x), layer.gate_up.n // 2)
         self._ops.gate(gate_up, layer.activation, gated)
         return self._product(layer.down, gated, self._block)
+
+    def _hand_on(self, residual: torch.Tensor, pending: _Pending, num_samples: int) -> torch.Tensor:
+        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
+        self._stages.send(residual)
+        return self._logit_memory.matrix(num_samples, 0)
 
     def _logits(self, residual: torch.Tensor, pending: _Pending, tokens: torch.Tensor) -> torch.Tensor:
         self._computed = residual, pending

@@ -30,7 +30,7 @@ from .device_rows import DeviceRows, StepMessages
 from .graphs import DecodeGraphs, ladder
 from .kv_memory import HostBlocks
 from .ops import LayerCache, Ops
-from .program import GpuProgram, library_matmul
+from .program import WHOLE, GpuProgram, Stages, library_matmul
 from .runner import GpuRunner, HostSampling, RunnerParts, Sampling
 from .torch_ops import TorchOps
 from .weights import Matmul
@@ -51,16 +51,17 @@ def start(
     matmul: Matmul,
     sampling: Sampling,
     start_s: float,
+    stages: Stages = WHOLE,
 ) -> GpuRunner:
-    """start_s: when loading began, by the monotonic clock.
+    """start_s: when loading began, by the monotonic clock. stages: where `loaded` is a stage of a pipeline.
 
     Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
     torch.OutOfMemoryError when there is no room for it.
     """
     if config.speculative_config is not None:
         raise ValueError(f"engine argument 'speculative_config' is set, which device '{config.device}' cannot do yet")
-    parts = _make_parts(config, loaded, device, ops, matmul, sampling)
-    num_blocks = _num_blocks(config, loaded, parts)
+    parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages)
+    num_blocks = _num_blocks(config, loaded, parts, stages)
     caches = _caches(config, loaded, device, num_blocks)
     parts.program.use_caches(caches)
     host_blocks = HostBlocks.make(config, device, caches.values())
@@ -76,7 +77,13 @@ def start(
 
 
 def _make_parts(
-    config: EngineConfig, loaded: LoadedModel, device: Device, ops: Ops, matmul: Matmul, sampling: Sampling
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: Device,
+    ops: Ops,
+    matmul: Matmul,
+    sampling: Sampling,
+    stages: Stages,
 ) -> RunnerParts:
     """All but the KV memory: a program that was verified with a few blocks, rows, and no graphs yet."""
     if loaded.decoder is None:
@@ -85,7 +92,7 @@ def _make_parts(
     max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
     few = -(-MAX_PROBE_TOKENS // config.block_size)
     precise = kv_memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
-    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul)
+    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages)
     program.verify(loaded.checked, config.block_size)
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size
@@ -100,12 +107,12 @@ def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_block
     return kv_memory.kv_caches(loaded.layer_shapes, num_blocks, config.block_size, dtype, device.torch_device)
 
 
-def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts) -> int:
+def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, stages: Stages) -> int:
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
     graph_bytes = _graph_bytes(config, parts) if config.num_kv_blocks is None else 0
     parts.device.trim()
     _run_largest_step(config, loaded, parts)
-    bytes_per_block = kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype)
+    bytes_per_block = stages.most(kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype))
     return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), graph_bytes)
 
 

@@ -43,8 +43,14 @@ class DeviceWeight(Protocol):
 
 
 @runtime_checkable
-class SplittableWeight(DeviceWeight, Protocol):
-    """A weight that can be split among ranks."""
+class SplittableWeight(Protocol):
+    """A weight [n, k] that can be split among ranks."""
+
+    @property
+    def n(self) -> int: ...
+
+    @property
+    def k(self) -> int: ...
 
     def part(self, start: int, n: int) -> Self:
         """Rows start .. start + n - 1, in the same memory."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -62,6 +62,11 @@ class Constraints:
     @property
     def is_compiling(self) -> bool:
         return bool(self._compiling)
+
+    @property
+    def compiling(self) -> Collection[str]:
+        """The requests whose grammars are being compiled."""
+        return self._compiling.keys()
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
         self._compiler.set_vocabulary(vocabulary)

@@ -17,6 +17,8 @@ class Type(IntEnum):
     FLOAT32 = 0
     BFLOAT16 = 1
     INT8 = 2
+    FIXED16 = 3
+    """Of keys and values alone (native/fixed16.h)."""
 
 
 class Rows(IntEnum):

@@ -88,7 +88,8 @@ class _Piece:
         self._kernels = NativeKernels(library, 1)
         self._keep: list[npt.NDArray[Any]] = []
         rows = Type.BFLOAT16 if library.multiplies_bfloat16 and weights is not Type.FLOAT32 else Type.FLOAT32
-        self._ops = [self._linear(weights, rows), self._attention(weights, rows)]
+        kv_type = library.kv_type(Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16)
+        self._ops = [self._linear(weights, rows), self._attention(kv_type, rows)]
         self._pointers = op_pointers(self._ops)
         starts, lengths = np.array([0, _QUERIES], np.int32), np.array([_KEYS], np.int32)
         blocks = np.zeros(1, np.int32)
@@ -121,8 +122,7 @@ class _Piece:
             x_type=rows, y_type=Type.FLOAT32, epilogue=Epilogue.STORE, factor=1.0,
         )  # fmt: skip
 
-    def _attention(self, weights: Type, rows: Type) -> AttentionOp:
-        kv_type = Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16
+    def _attention(self, kv_type: Type, rows: Type) -> AttentionOp:
         width = _HEADS * _HEAD_DIM
         return AttentionOp(
             kind=Kind.ATTENTION, kv_type=kv_type, q=self._numbers(_QUERIES * width, Type.FLOAT32),

@@ -56,6 +56,12 @@ class KernelLibrary:
         self.functions.llmb_sizes(sizes)
         if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise OSError(f"{path.name} was built from other sources than this package's: install it again")
+        # A library that was built before there was fixed point does not have the entry.
+        self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
+
+    def kv_type(self, model_type: Type) -> Type:
+        """How keys and values of a model of this type, float32 or bfloat16, are kept."""
+        return Type.FIXED16 if model_type is Type.BFLOAT16 and self._keeps_fixed_point else model_type
 
     def multiply_registers(self, weights: Type, steps: int) -> int:
         """Multiplies registers, as for weights of this type, and nothing else; how many operations. For benchmarks."""
@@ -144,8 +150,10 @@ def _checked(variant: str, path: Path) -> KernelLibrary | None:
 
 
 def _path(variant: str) -> Path | None:
+    """Where it lies. One that is for every version of Python comes before one for this version: that is an older
+    build's."""
     directory = Path(__file__).parent
-    paths = (directory / f"_{variant}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    paths = (directory / f"_{variant}{suffix}" for suffix in reversed(importlib.machinery.EXTENSION_SUFFIXES))
     return next((path for path in paths if path.exists()), None)
 
 

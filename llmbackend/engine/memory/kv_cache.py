@@ -23,7 +23,8 @@ from typing import Final
 import numpy as np
 
 from ..step import Int32Array, KVCopies, RowTable
-from .prefix_cache import Key, Parent, Prefix, PrefixCache, Salt
+from .block_journal import BlockJournal, Salt
+from .prefix_cache import Key, Parent, Prefix, PrefixCache
 
 _Copy = tuple[bool, int, int]
 """Whether to the host; the device's block; the host's block."""
@@ -174,6 +175,11 @@ class KVCacheManager:
         self._free[self._num_free : self._num_free + len(unused)] = unused
         self._num_free += len(unused)
 
+    def tell(self, journal: BlockJournal | None) -> None:
+        """From now on `journal` hears which blocks can be found by any request; None = nobody does. Where prefix
+        caching is off there are none."""
+        self._prefixes.tell(journal if self._is_enabled else None)
+
     # --- prefixes that are shared -------------------------------------------------------------------------------------
 
     def find(self, token_ids: Int32Array, salt: Salt, group: str = "") -> Prefix:
@@ -230,6 +236,17 @@ class KVCacheManager:
         nor those that it found, which may be the cause. Other rows that use them go on."""
         for block in self._block_table[row, : self._held[row]].tolist():
             self._prefixes.forget(block)
+
+    def contents(self) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """What is in each block, int32 [num_blocks] each: 0 free, 1 cached, 2 used; by how many rows; one of them, or
+        -1."""
+        states: Int32Array = np.where(self._holders > 0, 2, 0).astype(np.int32)
+        if self._cached:
+            states[np.fromiter(self._cached, np.int32, len(self._cached))] = 1
+        rows: Int32Array = np.full(self.num_blocks, -1, np.int32)
+        for row in self._held.nonzero()[0].tolist():
+            rows[self._block_table[row, : self._held[row]]] = row
+        return states, self._holders, rows
 
     def check(self) -> None:
         """Raises AssertionError unless each block is exactly one of free, cached and used."""

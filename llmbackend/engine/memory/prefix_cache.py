@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-Salt = tuple[str, ...]
+from .block_journal import BlockJournal, Salt
+
 Parent = int | Salt
 """What is before a block: the identity of another block, or the salt at the beginning of a text."""
 Key = tuple[Parent, bytes]
@@ -45,12 +46,24 @@ class PrefixCache:
         self._key_of: list[Key | None] = [None] * num_blocks
         self._live_identities: set[int] = set()
         self._last_identity = NOT_REGISTERED
+        self._journal: BlockJournal | None = None
+        """None while nobody asks what is registered."""
 
     def __len__(self) -> int:
         return len(self._block_of)
 
     def __contains__(self, block: int) -> bool:
         return self._identity_of[block] != NOT_REGISTERED
+
+    def tell(self, journal: BlockJournal | None) -> None:
+        """From now on `journal` hears of each change, and at once of all that is registered; None = nobody does."""
+        self._journal = journal
+        if journal is None:
+            return
+        # A block's identity is larger than that of the block before it.
+        for identity, key in sorted(zip(self._identity_of, self._key_of, strict=True), key=lambda one: one[0]):
+            if key is not None:
+                journal.stored(identity, *key)
 
     def tokens_of(self, block: int) -> bytes | None:
         """The tokens of a registered block, None for another."""
@@ -87,6 +100,8 @@ class PrefixCache:
         self._key_of[block] = key
         self._identity_of[block] = self._last_identity
         self._live_identities.add(self._last_identity)
+        if self._journal is not None:
+            self._journal.stored(self._last_identity, parent, tokens)
         return self._last_identity
 
     def forget(self, block: int) -> None:
@@ -96,6 +111,8 @@ class PrefixCache:
             del self._block_of[key]
             self._key_of[block] = None
             self._live_identities.remove(self._identity_of[block])
+            if self._journal is not None:
+                self._journal.removed(self._identity_of[block])
             self._identity_of[block] = NOT_REGISTERED
 
     def is_found(self, block: int) -> bool:

@@ -83,7 +83,8 @@ class CheckedModel:
     options: Mapping[nn.Module, AttentionOptions]
     """What each attention module asked for, in the same order."""
     sequences: tuple[torch.Tensor, ...]
-    """Token ids of the probes, int64 [tokens] each."""
+    """Token ids of the probes, int64 [tokens] each; none: the model's own logits are not known, and nothing is
+    compared with them."""
     logits: torch.Tensor
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
 
@@ -97,6 +98,8 @@ class CheckedModel:
     def verify(self, program: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Compares a program with the model's own modules. program: from a sequence's token ids [tokens] to the logits
         of all its tokens [tokens, vocab]. Raises ProgramUnsupportedError."""
+        if not self.sequences:
+            return
         logits = torch.cat([program(token_ids) for token_ids in self.sequences])
         if difference := self.difference(logits):
             raise ProgramUnsupportedError(f"the program's logits differ from the modules' {difference}")
@@ -108,6 +111,19 @@ def check_model(model: Any) -> CheckedModel:
 
     Raises ValueError as check_config does.
     """
+    name = type(model).__name__
+    recorder, sequences, flattened = check_calls(model)
+    checked = CheckedModel(recorder.shapes, recorder.options, sequences, _own_logits(model, sequences))
+    if difference := checked.difference(flattened):
+        raise unsupported(
+            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
+        )
+    return checked
+
+
+def check_calls(model: Any) -> tuple[RecordingAttention, tuple[torch.Tensor, ...], torch.Tensor]:
+    """What the model's layers ask of attention, the probes' tokens, and the logits of their flattened batch. Also of a
+    model without memory for weights, which has no logits. Raises ValueError as check_config does."""
     name, config = type(model).__name__, model.config.get_text_config(decoder=True)
     device = next(model.parameters()).device
     tokens = torch.arange(1, sum(_PROBE_LENS) + 1, device=device) * 7 % min(int(config.vocab_size), 1009)
@@ -116,12 +132,7 @@ def check_model(model: Any) -> CheckedModel:
     with active_context(recorder):
         flattened = _logits(model, sequences)
     _check_calls(name, config, recorder)
-    checked = CheckedModel(recorder.shapes, recorder.options, sequences, _own_logits(model, sequences))
-    if difference := checked.difference(flattened):
-        raise unsupported(
-            name, f"logits of a flattened batch differ from its own {difference}; it would compute nonsense"
-        )
-    return checked
+    return recorder, sequences, flattened
 
 
 def _check_calls(name: str, config: Any, recorder: RecordingAttention) -> None:
@@ -150,7 +161,10 @@ def _own_logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
 def _logits(model: Any, sequences: Sequence[torch.Tensor]) -> torch.Tensor:
     """All logits [tokens, vocab] of the sequences flattened into one batch."""
     positions = torch.cat([torch.arange(len(sequence), device=sequence.device) for sequence in sequences])
-    output = model(input_ids=torch.cat(list(sequences))[None], position_ids=positions[None], use_cache=False)
+    input_ids = torch.cat(list(sequences))[None]
+    # Without a mask transformers reads the values of the positions, which a tensor without memory has not.
+    mask = torch.ones_like(input_ids) if input_ids.is_meta else None
+    output = model(input_ids=input_ids, position_ids=positions[None], attention_mask=mask, use_cache=False)
     logits: torch.Tensor = output.logits[0]
     return logits
 

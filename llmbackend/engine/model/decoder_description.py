@@ -19,6 +19,7 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
+from ..gpu.stored_weights import StoredLinear
 from ..gpu.weights import DenseWeight, QuantizedLinear
 
 
@@ -32,7 +33,8 @@ class Norm:
 
 
 class Weight(Protocol):
-    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator."""
+    """A matrix [n, k]: a PackedWeight for the CPU's kernels, a DeviceWeight for an accelerator, a StoredWeight before
+    it is cut for the ranks."""
 
     @property
     def n(self) -> int: ...
@@ -43,7 +45,8 @@ class Weight(Protocol):
 
 @runtime_checkable
 class DivisibleWeight(Weight, Protocol):
-    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight."""
+    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight,
+    StoredWeight."""
 
     def part(self, start: int, n: int) -> Self:
         """Rows start .. start + n - 1; both are multiples of a panel of 32 rows."""
@@ -235,6 +238,8 @@ def _projection(linear: Any) -> Projection:
         return Projection(linear.packed, linear.float_bias)
     if isinstance(linear, QuantizedLinear):
         return Projection(linear.quantized, None if linear.bias is None else linear.bias.detach().float())
+    if isinstance(linear, StoredLinear):
+        return Projection(linear.stored, None if linear.bias is None else linear.bias.float())
     if type(linear) is not nn.Linear:
         raise ProgramUnsupportedError(f"{type(linear).__name__} is no plain linear layer")
     bias = None if linear.bias is None else linear.bias.detach().float()

@@ -7,6 +7,7 @@ config allows it, and a loaded model has passed `compatibility`.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -20,10 +21,10 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import get_checkpoint_shard_files
+from transformers.utils.hub import cached_files
 
 from ..attention import interface
-from ..attention.interface import LayerShape
+from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
 from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
@@ -32,7 +33,7 @@ from ..kernels.abi import Type
 from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
-from ..load_progress import bar_hook, report
+from ..load_progress import bar_hook, download_bar, report
 from ..start_parts import part
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
@@ -76,12 +77,26 @@ class LoadedModel:
     """None where the model takes none."""
 
 
-def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
-    """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
-    new_memory: for packed weights; None: memory of this process.
+@dataclass(frozen=True, slots=True)
+class OpenedCheckpoint:
+    """A checkpoint that has passed what is checked before its weights are read."""
 
-    Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
-    """
+    hf_config: Any
+    tensors: Mapping[str, TensorHeader] | None
+    """By name; None: of a hub id, or of random weights."""
+    max_model_len: int
+    device: torch.device
+    dense: bool
+    """Whether weights stay plain matrices."""
+
+    @property
+    def is_multimodal(self) -> bool:
+        return self.hf_config.get_text_config(decoder=True) is not self.hf_config
+
+
+def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCheckpoint:
+    """dense: None: when the device is no CPU. Raises ValueError (naming the argument or the architecture) or OSError
+    (missing or unreadable files)."""
     interface.register()
     device = _device(config.device)
     dense = device.type != "cpu" if dense is None else dense
@@ -90,8 +105,19 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     check_config(hf_config)
     _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
+    return OpenedCheckpoint(hf_config, tensors, max_len, device, dense)
+
+
+def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
+    """dense: weights stay plain matrices, for a program of the accelerator path; None: when the device is no CPU.
+    new_memory: for packed weights; None: memory of this process.
+
+    Raises ValueError (naming the argument or the architecture) or OSError (missing or unreadable files).
+    """
+    opened = open_checkpoint(config, dense)
+    device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
     with part("read checkpoint"):
-        model = _instantiate(config, hf_config, device, tensors)
+        model = _instantiate(config, hf_config, device, opened.tensors)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
@@ -108,9 +134,9 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         adapters = _load_adapters(config, model, wrapped, batch, dtype, kernels, dense)
         decoder, why_modules = None, "LoRA adapters are enabled"
     elif dense or (kernels is not None and not config.enforce_eager):
-        decoder, why_modules = _describe(model, checked, max_len)
+        decoder, why_modules = describe_or_why(model, checked.options, max_len)
     else:
-        decoder, why_modules = None, "enforce_eager is set" if kernels else _why_not_native(config, dtype)
+        decoder, why_modules = None, "enforce_eager is set" if kernels else why_not_native(config, dtype)
     return LoadedModel(
         model=model,
         layer_shapes=checked.shapes,
@@ -118,7 +144,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         device=device,
         vocab_size=int(hf_config.get_text_config(decoder=True).vocab_size),
         max_model_len=max_len,
-        eos_token_ids=_eos_token_ids(model, hf_config),
+        eos_token_ids=eos_token_ids(model, hf_config),
         model_type=str(hf_config.model_type),
         linear_kind=linear_kind,
         checked=checked,
@@ -187,25 +213,26 @@ def _place(
 
 
 def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
-    """The native kernels, where they can compute this model's layers. Raises ValueError when int8 needs them."""
+    """The native kernels, where they can compute this model's layers. Raises ValueError as `library_choice`."""
     choice = library_choice(config, dtype) if device.type == "cpu" else None
     if choice is None:
-        if config.quantization is not None:
-            raise ValueError(
-                f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
-            )
         return None
     return NativeKernels(choice.library, config.num_threads or len(os.sched_getaffinity(0)))
 
 
 def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:
-    """Which native kernels compute on CPU, and why these; None: torch does."""
-    if dtype not in TYPE_OF or config.kernels == "torch":
-        return None
-    return choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
+    """Which native kernels compute on CPU, and why these; None: torch does. Raises ValueError when int8 needs them."""
+    choice = None
+    if dtype in TYPE_OF and config.kernels != "torch":
+        choice = choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
+    if choice is None and config.quantization is not None:
+        raise ValueError(
+            f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
+        )
+    return choice
 
 
-def _why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
+def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
     if config.kernels == "torch":
         return "kernels is 'torch'"
     if dtype not in TYPE_OF:
@@ -254,9 +281,12 @@ def _join_linears(config: EngineConfig, model: Any) -> str:
     return f"torch {config.quantization}" if config.quantization else "torch"
 
 
-def _describe(model: Any, checked: CheckedModel, max_model_len: int) -> tuple[Decoder | None, str]:
+def describe_or_why(
+    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int
+) -> tuple[Decoder | None, str]:
+    """The model's description, or why there is none."""
     try:
-        return describe(model, checked.options, max_model_len), ""
+        return describe(model, options, max_model_len), ""
     except ProgramUnsupportedError as error:
         return None, str(error)
     except Exception as error:  # an unknown module may break any assumption; it runs as it is
@@ -294,14 +324,14 @@ def _instantiate(
     """tensors: of the checkpoint, None: of one that is not read yet."""
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     if config.load_format == "dummy":
-        return _random_model(config, hf_config, dtype, device)
+        return random_model(config, hf_config, dtype, device)
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_tqdm_hook(bar_hook)
     multimodal = hf_config.get_text_config(decoder=True) is not hf_config
     try:
-        tensors = read_headers(_hub_files(config)) if tensors is None else tensors
+        tensors = read_headers(hub_files(config)) if tensors is None else tensors
         _note_plain_weights(hf_config, tensors)
-        check_tensors(*_class_and_config(config, hf_config), tensors, multimodal)
+        check_tensors(*class_and_config(config, hf_config), tensors, multimodal)
         with without_report():
             model, info = auto_class(hf_config).from_pretrained(
                 config.model,
@@ -325,7 +355,7 @@ def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> 
         logger.warning("config.json states a quantization_config, but the weights are plain: they are used as they are")
 
 
-def _class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
+def class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
     """The class that AutoModelForCausalLM will choose, and the config that the class will get."""
     model_class = causal_lm_class(hf_config)
     if model_class is None or "AutoModelForCausalLM" in (getattr(hf_config, "auto_map", None) or {}):
@@ -341,23 +371,20 @@ def _class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
     return model_class, hf_config
 
 
-def _hub_files(config: EngineConfig) -> list[Path]:
+def hub_files(config: EngineConfig) -> list[Path]:
     """The safetensors files of a hub id, downloaded. Raises OSError."""
+    bar = download_bar()
     for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        path = cached_file(config.model, name, _raise_exceptions_for_missing_entries=False)
+        path = cached_file(config.model, name, _raise_exceptions_for_missing_entries=False, tqdm_class=bar)
+        if path is not None and name == SAFE_WEIGHTS_NAME:
+            return [Path(path)]
         if path is not None:
-            return [Path(file) for file in _shards(config, path)]
+            shards = sorted(set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values()))
+            return [Path(file) for file in cached_files(config.model, shards, tqdm_class=bar) or ()]
     raise ValueError(f"engine argument 'model' is '{config.model}', which has no safetensors file")
 
 
-def _shards(config: EngineConfig, path: str) -> list[str]:
-    if not path.endswith(SAFE_WEIGHTS_INDEX_NAME):
-        return [path]
-    files, _ = get_checkpoint_shard_files(config.model, path)
-    return list(files)
-
-
-def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
+def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:
     """Random weights, drawn on the device itself: a GPU draws billions of numbers in a second, a CPU takes minutes."""
     if isinstance(dtype, str):
         dtype = getattr(hf_config, "dtype", None) or torch.float32
@@ -371,7 +398,7 @@ def _random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str
         )
 
 
-def _eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
+def eos_token_ids(model: Any, hf_config: Any) -> tuple[int, ...]:
     """generation_config.json wins over config.json, as in transformers' generate."""
     given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if given is None:

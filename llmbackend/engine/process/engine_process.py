@@ -29,6 +29,7 @@ from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
 from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
+from ..rank_order import RankMeeting
 from ..start_parts import Start, StartPart, collecting, process_age_s
 from ..step import Runner
 from .order import EngineOrder
@@ -48,9 +49,11 @@ class EngineParts(Protocol):
     def before_fork(self, is_whole: bool) -> None:
         """Makes what the next engine is to share. Never raises: what fails fails again in the engine."""
 
-    def in_own_process(self, is_whole: bool, lifeline_fd: int) -> Callable[[], Runner | ModelPrepared]:
+    def in_own_process(
+        self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
+    ) -> Callable[[], Runner | ModelPrepared]:
         """In an engine's process that has no threads yet: what makes its runner, or prepares the model for the next
-        one. Raises ValueError, OSError or RuntimeError with a text for the user."""
+        one. meeting: as EngineOrder's. Raises ValueError, OSError or RuntimeError with a text for the user."""
 
 
 def load(
@@ -111,6 +114,10 @@ def _take_inputs(core: EngineCore, link: Link) -> bool:
             return True
         if message.shutdown:
             return False
+        if message.watch is not None:
+            core.watch(message.watch)
+        if message.prefixes is not None:
+            core.prefixes.publish(message.prefixes)
         if message.vocabulary is not None:
             core.set_vocabulary(message.vocabulary)
         for adapter in message.load:
@@ -140,11 +147,12 @@ class EngineProgram:
             start.begin(self._before)
         self._before, self._is_first = start, False
 
-    def __call__(self, order: bytes, lifeline_fd: int) -> None:
-        """An engine."""
+    def __call__(self, order: bytes, *descriptors: int) -> None:
+        """An engine. descriptors: the lifeline."""
+        (lifeline_fd,) = descriptors
         engine = _decode_order(order)
-        make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd)
-        _end_with_host(lifeline_fd)
+        make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd, engine.meeting)
+        end_with_host(lifeline_fd)
         _run_engine(self._config, make_runner, engine.endpoint, self._before)
 
 
@@ -170,17 +178,18 @@ def _run_engine(
             gc.freeze()  # what loading made stays; the collector need not walk over it again
             run(core, link, config.fault_directory)
     if core is None:
-        _end_at_once()
+        end_at_once()
 
 
-def _end_at_once() -> None:
-    """What a load has made is not taken apart: the next process waits for the end of this one."""
+def end_at_once() -> None:
+    """Ends this process. What a load has made is not taken apart: the next process waits for the end of this one."""
     logging.shutdown()
     sys.stdout.flush()
     os._exit(0)
 
 
-def _end_with_host(lifeline_fd: int) -> None:
+def end_with_host(lifeline_fd: int) -> None:
+    """Ends this process when the other end of its lifeline is gone."""
     os.set_inheritable(lifeline_fd, False)
     lifeline = socket.socket(fileno=lifeline_fd)
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import socket
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -23,12 +25,15 @@ from llmbackend.fork_server.client import restart_pause_s, wait_readable
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
 from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
-from .fork_servers import FORK_SERVERS
-from .transport import EngineForkServer, Transport, make_transport
+from ..load_progress import LoadProgress
+from .engine_link import Transport
+from .engine_sources import EngineSource
 
 logger = logging.getLogger(__name__)
 
 MAX_SHORTAGE_PAUSE_S = 10.0
+MAX_DISCONNECT_PAUSE_S = 1.0
+"""An engine elsewhere is tried again soon: that costs little, and its machine may be back."""
 MAX_PREPARATIONS = 2
 """In a row, before an engine that finds nothing prepared loads the model itself."""
 
@@ -72,15 +77,21 @@ class Wakeup:
 
 
 class Supervisor:
-    """Engines of one config, one after the other. Any thread may call `check_ready`; the rest is for the owner's."""
+    """Engines of one config, one after the other. Any thread may call `check_ready` and `kill`; the rest is for the
+    owner's."""
 
-    def __init__(self, config: EngineConfig, runners: str, wakeup: Wakeup) -> None:
-        """runners: name of a module like engine/runners.py, which the engine's process imports."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: EngineSource,
+        wakeup: Wakeup,
+        progress: Callable[[LoadProgress], None] = lambda progress: None,
+    ) -> None:
+        """source: of engines of this config; the supervisor closes it. progress: called while an engine loads."""
+        self._progress = progress
         self._config = config
         self._wakeup = wakeup
-        self._runners = runners
-        self._fork_server: EngineForkServer | None = None
-        """From the first launch on."""
+        self._source = source
         self._transport: Transport | None = None
         self._info: ModelInfo | None = None
         self._num_failures = 0
@@ -91,6 +102,8 @@ class Supervisor:
         self._can_reset_failures = True
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
+        self._is_load_due = False
+        """Whether the time of a load runs, and there is no engine yet."""
         self._progress_at_s = time.monotonic()
         self._cause = ""
 
@@ -98,6 +111,21 @@ class Supervisor:
     def info(self) -> ModelInfo | None:
         """The loaded model; None while the engine loads, or is down."""
         return self._info
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine's process; None where it runs on a thread, or is down."""
+        return None if self._transport is None else self._transport.pid
+
+    @property
+    def num_requests_of_others(self) -> int:
+        """Requests of other hosts that the engine has, by its last report."""
+        return 0 if self._transport is None else self._transport.num_requests_of_others
+
+    @property
+    def knows_vocabulary(self) -> bool:
+        """Whether the engine has it from another host."""
+        return self._transport is not None and self._transport.knows_vocabulary
 
     @property
     def is_given_up(self) -> bool:
@@ -143,6 +171,11 @@ class Supervisor:
         if num_requests:
             raise RuntimeError(f"the engine has {num_requests} requests and finished no step for {stalled_s:.0f} s")
 
+    def kill(self) -> int:
+        """Kills the process of the loaded engine with SIGKILL, and returns its id; 0 = there is none."""
+        transport = self._transport
+        return 0 if transport is None or self._info is None else transport.kill()
+
     def idle(self) -> None:
         """The engine has no requests: the time until its next step counts from now on."""
         if self._info is not None:
@@ -168,20 +201,22 @@ class Supervisor:
         if self._transport is not None:
             self._transport.close()
         self._transport = self._info = None
-        if self._fork_server is not None:
-            FORK_SERVERS.release(self._fork_server)
-            self._fork_server = None
+        self._source.close()
 
     def _launch_when_due(self) -> None:
         pause_s = self._launch_at_s - time.monotonic()
         if pause_s > 0:
             self._wakeup.wait(pause_s)
             return
-        if not self._num_preparations:
+        if not self._num_preparations and not self._is_load_due:
             self._load_began_s = time.monotonic()
+        self._is_load_due = True
         try:
-            self._fork_server = self._fork_server or FORK_SERVERS.acquire(self._config, self._runners)
-            self._transport = make_transport(self._fork_server, self._wakeup.fileno())
+            self._transport = self._source.make_transport(self._wakeup.fileno(), self._progress)
+            if self._transport is None:
+                self._wakeup.wait(self._load_time_left_s())
+                return
+            self._is_load_due = False
             self._transport.launch()
         except EngineDeadError:
             raise
@@ -191,16 +226,20 @@ class Supervisor:
             raise EngineDeadError(f"the engine could not be started: {error}", "shortage") from error
 
     def _wait_for_model(self, transport: Transport) -> None:
-        left_s = self._load_began_s + self._config.load_timeout_s - time.monotonic()
-        if left_s <= 0:
-            raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
-        started = transport.receive_started(left_s)
+        started = transport.receive_started(self._load_time_left_s())
         if isinstance(started, ModelPrepared):
             self._relaunch(transport, started)
         elif started is not None:
             self._info = self._with_whole_start(started)
             self._num_shortages = self._num_preparations = 0
         self.idle()
+
+    def _load_time_left_s(self) -> float:
+        """Raises EngineDeadError when none is left."""
+        left_s = self._load_began_s + self._config.load_timeout_s - time.monotonic()
+        if left_s <= 0:
+            raise EngineDeadError(f"the model did not load within {self._config.load_timeout_s:g} s", "hang")
+        return left_s
 
     def _with_whole_start(self, info: ModelInfo) -> ModelInfo:
         before, self._prepared = self._prepared, ModelPrepared()
@@ -221,10 +260,8 @@ class Supervisor:
         transport.close()
         self._transport = None
         self._num_preparations += 1
-        assert self._fork_server is not None
-        if self._num_preparations >= MAX_PREPARATIONS and not self._fork_server.is_whole:
+        if self._num_preparations >= MAX_PREPARATIONS and self._source.load_whole():
             logger.warning("what an engine has prepared is gone each time: engines load the model themselves")
-            self._fork_server.is_whole = True
         self._launch_at_s = time.monotonic()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
@@ -243,8 +280,10 @@ class Supervisor:
         """Reaps the engine and sets when the next one starts: at once, unless this one finished no step."""
         if self._transport is not None:
             self._transport.close(force=True)
+            self._source.lost(error)
         self._transport = self._info = None
         self._num_preparations = 0
+        self._is_load_due = False
         self._prepared = ModelPrepared()
         self._cause = str(error)
         if error.kind == "shortage":
@@ -253,7 +292,8 @@ class Supervisor:
             count = f"the machine lacks what it takes, {self._num_shortages} times in a row"
         else:
             self._num_failures += 1
-            pause_s = restart_pause_s(self._num_failures - 1)
+            most_s = MAX_DISCONNECT_PAUSE_S if error.kind == "disconnect" else math.inf
+            pause_s = min(restart_pause_s(self._num_failures - 1), most_s)
             count = f"failure {self._num_failures} in a row"
         self._launch_at_s = time.monotonic() + pause_s
         output = f"; the end of its output:\n{error.details}" if error.details else ""

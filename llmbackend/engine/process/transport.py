@@ -1,11 +1,11 @@
 """Where an engine core runs: on a thread of this process (`inline`) or in a process of its own (`process`).
 
-For: the supervisor, which makes a new transport for each engine. Does not know: the owners of requests, restarts.
+For: supervisors of engines on this machine. Does not know: the owners of requests, restarts.
 Invariants: both kinds send the same messages over a ZeroMQ pair and hold one end of a lifeline, a socket pair that
 reads end of file when the other side has ended for any reason; no thread, process, file or descriptor outlives
 `close()`; whatever an engine does or fails to do, a call returns within the time that the caller allows.
 
-One thread at a time uses a transport.
+One thread at a time uses a transport; `kill` is for any.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import socket
 import sys
 import tempfile
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, TypeVar
@@ -33,11 +33,12 @@ from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, ho
 from llmbackend.fork_server.interpreter import environment
 from llmbackend.fork_server.output import OutputReader
 
-from .. import load_progress
 from ..config import EngineConfig
-from ..errors import DeathKind, EngineDeadError, is_shortage
+from ..errors import LOST_RANK_EXIT_CODE, DeathKind, EngineDeadError, is_shortage
 from ..infer_request import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
 from ..load_progress import LoadProgress
+from ..rank_order import RankMeeting
+from .engine_link import Transport
 from .order import EngineOrder
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ DESCRIPTORS_OF_AN_ENGINE = 24
 """What starting one opens here: libzmq's, the lifeline, its output, the fork server's sockets and pipes."""
 CLOSE_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
+LAST_MESSAGE_TIMEOUT_MS = 1000
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
 
@@ -65,14 +67,18 @@ class EngineForkServer(ForkServer):
     Any thread may set `is_whole`, for good: engines load the checkpoint themselves and share imports alone.
     """
 
-    def __init__(self, config: EngineConfig, runners: str) -> None:
-        """runners: name of a module like engine/runners.py."""
+    program = _PROGRAM
+
+    def __init__(self, config: EngineConfig, runners: str, meeting: RankMeeting | None = None) -> None:
+        """runners: name of a module like engine/runners.py. meeting: where the other ranks of a split model come, if
+        others start them."""
+        self._meeting = meeting
         self.config = config
         self.runners = runners
         self.is_whole = False
         program = Program(
             "engines",
-            _PROGRAM,
+            self.program,
             (runners, msgspec.json.encode(config).decode()),
             config.engine_python,
             environment(config.engine_python) | _FORKS_WELL,
@@ -81,17 +87,22 @@ class EngineForkServer(ForkServer):
 
     def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int) -> ForkedProcess:
         """As `fork`; the engine connects to `endpoint`."""
-        order = msgspec.json.encode(EngineOrder(endpoint, self.is_whole)).decode()
+        order = msgspec.json.encode(EngineOrder(endpoint, self.is_whole, self._meeting)).decode()
         return self.fork(order, output_fd, lifeline_fd)
 
 
-class Transport(ABC):
-    """The host's end. A wait ends early when the descriptor `wake_fd` becomes readable."""
+class PairTransport(Transport):
+    """A link to an engine of this machine, over a ZeroMQ pair and a lifeline."""
 
-    def __init__(self, fork_server: EngineForkServer, wake_fd: int) -> None:
+    def __init__(
+        self,
+        fork_server: EngineForkServer,
+        wake_fd: int,
+        progress: Callable[[LoadProgress], None] = lambda progress: None,
+    ) -> None:
         """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
+        super().__init__(fork_server.config, progress)
         self._fork_server = fork_server
-        self._config = fork_server.config
         self._loaded = False
         self._broken = ""
         require_descriptors(DESCRIPTORS_OF_AN_ENGINE)
@@ -108,53 +119,21 @@ class Transport(ABC):
         for item in (self._socket, self._lifeline.fileno(), wake_fd):
             self._poller.register(item, zmq.POLLIN)
 
-    @abstractmethod
-    def launch(self) -> None:
-        """Starts the engine, which then loads its model; returns at once."""
-
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
-        """Blocks until the model is loaded or prepared; None after a wake-up, a report of the load's progress, or
-        `timeout_s`.
-
-        Raises EngineDeadError with the engine's reason when the model cannot be loaded.
-        """
-        started = None
-        for message in self._receive(timeout_s, _decode_started):
-            if message.progress is None:
-                started = message
-            else:
-                self._show_progress(message.progress)
-        if started is None:
-            return None
-        if started.prepared is not None:
-            return started.prepared
-        self._show_progress(None)
-        if started.info is None:
-            raise EngineDeadError(started.error, "shortage" if started.is_shortage else "load")
-        self._loaded = True
-        return started.info
-
-    def _show_progress(self, progress: LoadProgress | None) -> None:
-        parts = [part for part in self._config.model.split("/") if part]
-        is_version = len(parts) > 1 and parts[-1].isdecimal()  # of a repository: the model's name is before it
-        load_progress.show(id(self), parts[-2 if is_version else -1], progress)
+        started = super().receive_started(timeout_s)
+        self._loaded = isinstance(started, ModelInfo)
+        return started
 
     def send(self, message: EngineInput) -> None:
-        """Never blocks. Raises EngineDeadError when the engine has ended."""
         try:
             self._socket.send(_encode(message), zmq.NOBLOCK)
         except zmq.Again:
             raise self._cause_of_death() from None
 
     def receive(self, timeout_s: float | None = None) -> list[StepResult]:
-        """Blocks until there is a result, a wake-up, or `timeout_s` is over; all results so far, oldest first.
-
-        Raises EngineDeadError when the engine has ended or sent a malformed message, after all results before that.
-        """
         return self._receive(timeout_s, _decode_result)
 
     def close(self, *, force: bool = False) -> None:
-        """Ends the engine, by a message first unless `force`, and frees everything. Never raises for a dead engine."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
         self._show_progress(None)
@@ -165,6 +144,9 @@ class Transport(ABC):
         self._socket.close()
         if ended:
             self._context.term()
+
+    def _receive_started(self, timeout_s: float | None) -> list[EngineStarted]:
+        return self._receive(timeout_s, _decode_started)
 
     def _receive(self, timeout_s: float | None, decode: Callable[[bytes], T]) -> list[T]:
         if self._broken:
@@ -182,8 +164,14 @@ class Transport(ABC):
             self._broken = f"the engine sent a message that cannot be read: {error}"
             return messages or self._receive(0.0, decode)
         if not messages and is_dead:
+            if self._has_ended_in_order() and self._socket.poll(LAST_MESSAGE_TIMEOUT_MS):
+                return self._receive(0.0, decode)
             raise self._cause_of_death()
         return messages
+
+    def _has_ended_in_order(self) -> bool:
+        """Whether the engine, which is at its end, has sent why: its last message may be seen after its end."""
+        return False
 
     @abstractmethod
     def _look(self, ready: Mapping[object, int]) -> None:
@@ -197,7 +185,7 @@ class Transport(ABC):
     def _cause_of_death(self) -> EngineDeadError: ...
 
 
-class InlineTransport(Transport):
+class InlineTransport(PairTransport):
     """The core on a daemon thread of this process: for tests and embedding. A step that hangs cannot be ended."""
 
     _ENDPOINT = "inproc://engine"
@@ -238,12 +226,16 @@ class InlineTransport(Transport):
         return EngineDeadError(f"the engine thread ended ({cause})", "thread")
 
 
-class ProcessTransport(Transport):
+class ProcessTransport(PairTransport):
     """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
 
     _process: ForkedProcess | None = None
     _directory = ""
     _output: OutputReader | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid or None if self._process is not None else None
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
         started = super().receive_started(timeout_s)
@@ -270,6 +262,13 @@ class ProcessTransport(Transport):
             self._engine_lifeline.close()
         self._poller.register(self._process.fileno(), zmq.POLLIN)
 
+    def kill(self) -> int:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return 0
+        process.kill()
+        return process.pid
+
     def _look(self, ready: Mapping[object, int]) -> None:
         """A fork server that ends is replaced at once: the next engine need not wait for its imports."""
         process = self._process
@@ -292,6 +291,10 @@ class ProcessTransport(Transport):
             shutil.rmtree(self._directory, ignore_errors=True)
         return True
 
+    def _has_ended_in_order(self) -> bool:
+        assert self._process is not None
+        return self._process.wait(CLOSE_TIMEOUT_S) and self._process.returncode == 0
+
     def _cause_of_death(self) -> EngineDeadError:
         assert self._process is not None
         self._reap(CLOSE_TIMEOUT_S)
@@ -299,6 +302,9 @@ class ProcessTransport(Transport):
         if self._process.fork_errno:
             reason = os.strerror(self._process.fork_errno)
             return EngineDeadError(f"the engine process could not be started: {reason}", "shortage", details)
+        if code == LOST_RANK_EXIT_CODE:
+            reason = details.rpartition(" ERROR ")[2].strip()
+            return EngineDeadError(f"the engine process {how_it_ended(code)}: {reason}", "exit", details)
         kind: DeathKind = "exit" if code >= 0 else "killed" if code == -signal.SIGKILL else "signal"
         return EngineDeadError(f"the engine process {how_it_ended(code)}", kind, details)
 
@@ -320,7 +326,10 @@ def require_descriptors(count: int) -> None:
             os.close(descriptor)
 
 
-def make_transport(fork_server: EngineForkServer, wake_fd: int) -> Transport:
+def make_transport(
+    fork_server: EngineForkServer, wake_fd: int, progress: Callable[[LoadProgress], None] = lambda progress: None
+) -> Transport:
     """For an engine of the fork server's config; an inline engine starts no server."""
     inline = fork_server.config.transport == "inline"
-    return InlineTransport(fork_server, wake_fd) if inline else ProcessTransport(fork_server, wake_fd)
+    kind = InlineTransport if inline else ProcessTransport
+    return kind(fork_server, wake_fd, progress)

@@ -30,6 +30,7 @@ import numpy as np
 from ..memory.kv_cache import KVCacheManager
 from ..memory.prefix_cache import Key, Prefix
 from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
+from ..step_report import WaitReason
 from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 
@@ -73,6 +74,10 @@ class Scheduler:
         self._refused: list[tuple[Sequence, str]] = []
         self._costly_turn = 0
         """Which of the rows with costly masks is the next step's first."""
+        self.wait_reason: WaitReason = "token_budget"
+        """Why the latest plan admitted no further request."""
+        self.preempted: list[Sequence] = []
+        """By the latest plan."""
         self.num_preemptions = 0
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
@@ -85,6 +90,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    def waiting(self) -> list[Sequence]:
+        """In the order of their turn."""
+        return sorted([*self._waiting, *self._long_waiting])
 
     def add(self, sequence: Sequence) -> None:
         insort(self._queue_of(sequence), sequence)
@@ -110,12 +119,14 @@ class Scheduler:
 
     def schedule(self, in_flight: bool = False) -> Schedule:
         """Plans one step and reserves its blocks. in_flight: launched steps are not read yet."""
-        self._refused = []
+        self._refused, self.preempted = [], []
         continued = self._continue_running(in_flight)
         if continued is None:
             return Schedule(None, [])
         rows, chunks, budget, preempted = continued
-        if self.num_waiting and not preempted:
+        if preempted:
+            self.wait_reason = "kv_blocks"
+        elif self.num_waiting:
             new_rows, new_chunks = self._admit_waiting(budget)
             rows = np.concatenate([rows, new_rows])
             chunks = np.concatenate([chunks, new_chunks])
@@ -210,12 +221,14 @@ class Scheduler:
         chunks: list[int] = []
         being_computed: set[Key] | None = None
         unreserved = -1
+        self.wait_reason = "token_budget"
         while not budget.is_spent and (head := self._head()) is not None:
             num_tokens = self._num_tokens(head)
             if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
                 self._refuse(head, num_tokens)
                 continue
             if not self._has_row(head):
+                self.wait_reason = "max_num_seqs"
                 break
             if unreserved < 0:
                 running = self._rows_of_running()
@@ -226,10 +239,12 @@ class Scheduler:
                 token_ids = token_ids[:1]  # a cached prefix has no logits
             prefix = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group)
             if not self._has_blocks(num_tokens, prefix, unreserved):
+                self.wait_reason = "kv_blocks"
                 break
             if being_computed is None:
                 being_computed = self._kv_cache.next_keys(self._rows_of_running())
             if prefix.missing in being_computed:
+                self.wait_reason = "prefix"
                 break  # a running row computes its next block: it waits for that, and is not overtaken
             has_shorter = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
@@ -248,7 +263,10 @@ class Scheduler:
         heads = [queue[0] for queue in (self._waiting, self._long_waiting) if queue]
         head = min(heads, default=None)
         if head is not None and self._is_long(head) and self._is_long_prompt_running():
-            return self._waiting[0] if self._waiting else None
+            if not self._waiting:
+                self.wait_reason = "long_prefill"
+                return None
+            return self._waiting[0]
         return head
 
     def _is_long_prompt_running(self) -> bool:
@@ -296,7 +314,10 @@ class Scheduler:
         """Puts the sequence back into the queue, with its tokens and its row but without its blocks."""
         self._discard(self._running, sequence)
         self._kv_cache.release(sequence.row)
+        until = self._rows.recompute_until
+        until[sequence.row] = max(until[sequence.row], self._table.num_computed_tokens[sequence.row])
         self._table.num_computed_tokens[sequence.row] = 0
+        self.preempted.append(sequence)
         insort(self._queue_of(sequence), sequence)
         self.num_preemptions += 1
 

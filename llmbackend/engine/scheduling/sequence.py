@@ -98,11 +98,18 @@ class Rows:
         """[max_num_seqs] Of each row in use: Sequence.max_total_tokens."""
         self.generation: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         """[max_num_seqs] Counts up when a row is given or taken back: a step in flight is for one generation."""
+        self.recompute_until: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        """[max_num_seqs] Of each row in use: tokens before this were computed before, and lost. For reports alone."""
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._holder[row]
         assert sequence is not None, f"row {row} holds no request"
         return sequence
+
+    def request_ids(self, rows: Int32Array) -> list[str]:
+        """Of rows in use. (Rows[row] for each of them costs twice the time.)"""
+        holder = self._holder
+        return [holder[row].request.request_id for row in rows.tolist()]
 
     @property
     def num_free(self) -> int:
@@ -147,6 +154,7 @@ class Rows:
         table.num_tokens[row] = len(tokens)
         table.num_prompt_tokens[row] = len(request.prompt_token_ids)
         table.num_computed_tokens[row] = 0
+        self.recompute_until[row] = len(tokens) - 1 if request.output_token_ids else 0
         # A prompt samples one token, though max_tokens may be 0.
         self.max_total_tokens[row] = max(sequence.max_total_tokens, len(request.prompt_token_ids) + 1)
         if (wanted := self.wanted_prompt_logprobs(sequence)) is not None:

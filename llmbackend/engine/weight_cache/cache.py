@@ -87,6 +87,13 @@ class CachedModel:
             image.close()
         return None
 
+    def has_image(self) -> bool:
+        """Whether there is an image of the model, which may prove damaged when it is read."""
+        image = self._find()
+        if image is not None:
+            image.close()
+        return image is not None
+
     def draft(self) -> Draft:
         """A place for the image that this process, or a child of it, is about to write. Raises OSError when there is
         not even memory for it."""

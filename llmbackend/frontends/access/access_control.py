@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -21,9 +23,13 @@ from .api_keys import KeyFile, KeyRing, parse_keys, unnamed_keys
 from .grpc_access import GrpcAccess
 from .http_access import HttpAccess
 from .keyed_server import KeyedServer
-from .request_identity import AccessMetrics
+from .rate_limit import Account
+from .request_identity import AccessMetrics, KeyTotals
 from .settings import AccessSettings
 from .tls import GrpcCertificate, HttpCertificate
+
+if TYPE_CHECKING:
+    from ..shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +37,16 @@ log = logging.getLogger(__name__)
 class AccessControl:
     """The keys, certificates and checks of one server."""
 
-    def __init__(self, settings: AccessSettings) -> None:
-        """Reads the keys. Raises ValueError, one line of text, when they are not valid."""
+    def __init__(
+        self, settings: AccessSettings, shared: SharedCounts | None = None, frontend_metrics: Path | None = None
+    ) -> None:
+        """Reads the keys. Raises ValueError, one line of text, when they are not valid.
+
+        shared: where the processes of a server count together, if it has several. frontend_metrics: in a host, where
+        its frontend processes keep their counters."""
         self._settings = settings
-        self._keys = key_ring(settings) if settings.needs_keys else None
+        self._frontend_metrics = frontend_metrics
+        self._keys = key_ring(settings, shared) if settings.needs_keys else None
         if self._keys is not None and not self._keys.has_operator:
             log.info(
                 "no API key has role=operator: loading and unloading models, shared memory, and the settings of trace "
@@ -87,12 +99,22 @@ class AccessControl:
             return ()
         return (GrpcAccess(self._keys, settings.grpc_restrictions, self._metrics_of(registry), settings.log_requests),)
 
+    @property
+    def accounts(self) -> list[Account] | None:
+        """Of all keys, by name; None where none is asked for. On the event loop."""
+        return None if self._keys is None else self._keys.accounts
+
+    def totals(self) -> dict[str, KeyTotals]:
+        """What requests came to since the start, by key name."""
+        return {} if self._metrics is None else self._metrics.totals()
+
     def _metrics_of(self, registry: CollectorRegistry) -> AccessMetrics:
-        self._metrics = self._metrics or AccessMetrics(registry)
+        if self._metrics is None:
+            self._metrics = AccessMetrics(registry, self._frontend_metrics)
         return self._metrics
 
 
-def key_ring(settings: AccessSettings) -> KeyRing:
+def key_ring(settings: AccessSettings, shared: SharedCounts | None = None) -> KeyRing:
     """All keys of `settings`. Raises ValueError, whose text never shows a key."""
     defaults = settings.default_limits
     try:
@@ -104,4 +126,4 @@ def key_ring(settings: AccessSettings) -> KeyRing:
     except ValueError as error:
         raise ValueError(f"--api-key: {error}") from None
     file = None if settings.api_key_file is None else KeyFile(settings.api_key_file, defaults)
-    return KeyRing(fixed, file, shares_caches=settings.share_caches)
+    return KeyRing(fixed, file, shares_caches=settings.share_caches, shared=shared)

@@ -15,10 +15,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .permissions import Role
 from .rate_limit import Account, Clock, Limits
+
+if TYPE_CHECKING:
+    from ..shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +166,11 @@ class KeyRing:
         clock: Clock = time.monotonic,
         *,
         shares_caches: bool = False,
+        shared: SharedCounts | None = None,
     ) -> None:
-        """Raises ValueError when a key is given twice or the file is not valid."""
+        """shared: see Account. Raises ValueError when a key is given twice or the file is not valid."""
         self._shares_caches = shares_caches
+        self._shared = shared
         self._fixed = tuple(fixed)
         self._file = file
         self._clock = clock
@@ -184,6 +189,11 @@ class KeyRing:
             if hmac.compare_digest(digest, known):
                 found = account
         return found
+
+    @property
+    def accounts(self) -> list[Account]:
+        """Of all keys, in the order of their names."""
+        return sorted((account for _, account in self._entries), key=lambda account: account.name)
 
     @property
     def has_operator(self) -> bool:
@@ -219,7 +229,8 @@ class KeyRing:
     def _account(self, key: ApiKey, before: Account | None) -> Account:
         if before is not None and (before.limits, before.role) == (key.limits, key.role):
             return before
-        return Account(key.name, key.limits, self._clock, role=key.role, shares_caches=self._shares_caches)
+        caches, shared = self._shares_caches, self._shared
+        return Account(key.name, key.limits, self._clock, role=key.role, shares_caches=caches, shared=shared)
 
 
 def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:

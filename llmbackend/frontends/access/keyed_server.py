@@ -7,14 +7,17 @@ identity, which the process itself makes, is passed on unchanged; a client sees 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
 import numpy as np
 
+from llmbackend.core.activity.hub import Viewer
+from llmbackend.core.activity.messages import EventKind
 from llmbackend.core.backend_api import ResponseFlag
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, ResponseCallback, Tenant
 from llmbackend.core.outputs import Outputs
@@ -34,17 +37,7 @@ class KeyedServer(InferenceServer):
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
         """As InferenceServer's; also raises LimitReachedError when the key has not as many prompts left."""
-        identity = REQUEST_IDENTITY.get()
-        if identity is None:
-            return super().infer_async(request, callback)
-        description = self.model_description(request.model_name, request.model_version)
-        refusal = identity.use(_prompts(request, description.batches))
-        if refusal is not None:
-            raise refusal.error()
-        names = [tensor.name for tensor in description.inputs]
-        if request.raw_input is not None or not _counts_tokens(names) or _generates_nothing(request):
-            return super().infer_async(replace(request, tenant=identity.account.tenant), callback)
-        return super().infer_async(*_metered(request, callback, identity, description.batches))
+        return super().infer_async(*of_key(self, request, callback))
 
     def cancel_requests(
         self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
@@ -54,6 +47,34 @@ class KeyedServer(InferenceServer):
         return super().cancel_requests(
             model_name, version, request_id, by if identity is None else identity.account.tenant
         )
+
+    def cancel_request(self, number: int, by: Tenant | None = None) -> None:
+        """As InferenceServer's, for the key that asks."""
+        identity = REQUEST_IDENTITY.get()
+        super().cancel_request(number, by if identity is None else identity.account.tenant)
+
+    def watch(self, kinds: frozenset[EventKind], wake: Callable[[], None], by: Tenant | None = None) -> Viewer:
+        """As InferenceServer's, for the key that asks."""
+        identity = REQUEST_IDENTITY.get()
+        return super().watch(kinds, wake, by if identity is None else identity.account.tenant)
+
+
+def of_key(
+    server: Host, request: InferenceRequest, callback: ResponseCallback
+) -> tuple[InferenceRequest, ResponseCallback]:
+    """What is sent to `server` for a request of the current identity; without one, the same. Raises LimitReachedError
+    when the key has not as many prompts left."""
+    identity = REQUEST_IDENTITY.get()
+    if identity is None:
+        return request, callback
+    description = server.model_description(request.model_name, request.model_version)
+    refusal = identity.use(_prompts(request, description.batches))
+    if refusal is not None:
+        raise refusal.error()
+    names = [tensor.name for tensor in description.inputs]
+    if request.raw_input is not None or not _counts_tokens(names) or _generates_nothing(request):
+        return replace(request, tenant=identity.account.tenant), callback
+    return _metered(request, callback, identity, description.batches)
 
 
 def _prompts(request: InferenceRequest, batches: bool) -> int:

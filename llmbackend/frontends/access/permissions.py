@@ -49,7 +49,7 @@ OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health",
 
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
 _INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
-_NO_INFERENCE: Final = re.compile(rf"({_MODEL}/(stop|stopInfer)|/v1/responses/resp_.+)\n?", re.DOTALL)
+_NO_INFERENCE: Final = re.compile(rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+)\n?", re.DOTALL)
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a final newline; these must too, or such a path would have no category.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
@@ -57,8 +57,10 @@ _CATEGORIES: Final = tuple(
         (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
         (r"/v2/health/(live|ready)|/health(/ready)?|/ping", Category.HEALTH),
         (r"/load|/metrics", Category.STATISTICS),
-        (r"/v2/models/stats", Category.STATISTICS),
-        (r"/v2/logging", Category.LOGGING),
+        (r"/v2/models/stats|/v2/engine/events", Category.STATISTICS),
+        (r"/v2/logging|/v2/engine/(settings|access)", Category.LOGGING),
+        (r"/v2/engine/requests/[^/]+/cancel", Category.INFERENCE),
+        (r"/v2/engine/instances/.*", Category.MODEL_REPOSITORY),
         (rf"({_MODEL}|/v2)/trace/setting", Category.TRACE),
         (r"/v2/.*sharedmemory/.*", Category.SHARED_MEMORY),
         (r"/v2/repository(/.*)?", Category.MODEL_REPOSITORY),

@@ -10,18 +10,23 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from llmbackend.core.messages import Tenant
 
+from ..counts import Counts
 from ..errors import LimitReachedError
 from .permissions import Role
 
+if TYPE_CHECKING:
+    from ..shared_counts import SharedCounts
+
 Kind = Literal["requests", "tokens"]
 Clock = Callable[[], float]
+_SHARE_OF: Final = "inferences of "
 _SHORT: Final = {"requests": "RPM", "tokens": "TPM"}
 _HEADERS: Final = {
     kind: tuple(f"x-ratelimit-{what}-{kind}".encode() for what in ("limit", "remaining", "reset")) for kind in _SHORT
@@ -76,24 +81,37 @@ class Refusal:
         )
 
 
+class Cell(Protocol):
+    """What a bucket held, and when."""
+
+    units: float
+    at_s: float
+
+
+@dataclass(slots=True)
+class _LocalCell:
+    units: float
+    at_s: float
+
+
 class Bucket:
     """Holds up to `per_minute` units, one minute's worth, and gains them evenly over time. Not thread-safe."""
 
-    def __init__(self, per_minute: int, clock: Clock) -> None:
+    def __init__(self, per_minute: int, clock: Clock, cell: Cell | None = None) -> None:
+        """cell: of a bucket that processes share; `clock` is then that of all of them."""
         self.per_minute = per_minute
         self._clock = clock
-        self._units = float(per_minute)
-        self._filled_at_s = clock()
+        self._cell = cell or _LocalCell(per_minute, clock())
 
     def units(self) -> float:
-        now_s = self._clock()
-        gained = (now_s - self._filled_at_s) * self.per_minute / 60
-        self._units = min(self._units + gained, self.per_minute)
-        self._filled_at_s = now_s
-        return self._units
+        now_s, cell = self._clock(), self._cell
+        gained = (now_s - cell.at_s) * self.per_minute / 60
+        cell.units = units = min(cell.units + gained, self.per_minute)
+        cell.at_s = now_s
+        return units
 
     def take(self, units: int) -> None:
-        self._units = self.units() - units
+        self._cell.units = self.units() - units
 
     def seconds_until(self, units: float) -> float:
         return max(units - self.units(), 0.0) * 60 / self.per_minute
@@ -113,16 +131,18 @@ class Account:
         *,
         role: Role = Role.USER,
         shares_caches: bool = False,
+        shared: SharedCounts | None = None,
     ) -> None:
+        """shared: where the buckets are, if several processes admit requests."""
         self.name = name
         self.limits = limits
         self.role = role
         self.tenant = Tenant(name, is_operator=role is Role.OPERATOR, cache_name="" if shares_caches else name)
         self.is_only_one = False
         """Whether the server has no other key."""
-        self._lock = threading.Lock()
-        self._requests = Bucket(limits.requests, clock) if limits.requests else None
-        self._tokens = Bucket(limits.tokens, clock) if limits.tokens else None
+        self._lock: AbstractContextManager[Any] = threading.Lock() if shared is None else shared.lock
+        self._requests = _bucket(name, "requests", limits.requests, clock, shared)
+        self._tokens = _bucket(name, "tokens", limits.tokens, clock, shared)
 
     def admit(self, prompts: int = 1, taken: int = 0) -> Refusal | None:
         """Takes `prompts`, or returns why not. `taken`: how many of them were taken before; if any were, the tokens
@@ -141,10 +161,26 @@ class Account:
         with self._lock:
             self._tokens.take(tokens)
 
+    def left(self) -> tuple[int | None, int | None]:
+        """Prompts and tokens that it has left now; None without such a limit. Tokens may be below zero."""
+        with self._lock:
+            requests, tokens = (
+                None if one is None else math.floor(one.units()) for one in (self._requests, self._tokens)
+            )
+        return requests, tokens
+
     def headers(self) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* headers, for the limits that the key has."""
         with self._lock:
             return [*_headers("requests", self._requests), *_headers("tokens", self._tokens)]
+
+
+def _bucket(name: str, kind: Kind, per_minute: int, clock: Clock, shared: SharedCounts | None) -> Bucket | None:
+    """None without a limit. A bucket belongs to its limit: where that changes, a new one is full."""
+    if not per_minute:
+        return None
+    cell = None if shared is None else shared.bucket(f"{kind} of {name}, {per_minute} per minute", per_minute)
+    return Bucket(per_minute, clock, cell)
 
 
 def _refusal(kind: Kind, bucket: Bucket | None, units: int = 1, taken: int = 0) -> Refusal | None:
@@ -176,18 +212,18 @@ def duration(seconds: float) -> str:
 
 
 class KeyShares:
-    """How many inferences each key has open. Used on the event loop alone.
+    """How many inferences each key has open.
 
     While there are several keys, one without a limit of its own holds no more than what is free: one busy key gets a
     half, two get a third each, and a new one always finds room."""
 
-    def __init__(self) -> None:
-        self._held: Counter[str] = Counter()
+    def __init__(self, counts: Counts) -> None:
+        self._counts = counts
 
     def check(self, account: Account, count: int, free: int) -> None:
         """Raises LimitReachedError when `count` more would be too many for the key. `free`: how many more the server
         could take after them."""
-        held, limit = self._held[account.name], account.limits.concurrency
+        held, limit = self.held(account), account.limits.concurrency
         if limit and held + count > limit:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
         if not limit and not account.is_only_one and held + count > free:
@@ -196,10 +232,12 @@ class KeyShares:
                 f"for {count} more, and must leave as many free as it has"
             )
 
+    def held(self, account: Account) -> int:
+        """How many inferences the key has open."""
+        return self._counts.held(_SHARE_OF + account.name)
+
     def enter(self, account: Account, count: int = 1) -> None:
-        self._held[account.name] += count
+        self._counts.add(_SHARE_OF + account.name, count)
 
     def leave(self, account: Account, count: int = 1) -> None:
-        self._held[account.name] -= count
-        if not self._held[account.name]:
-            del self._held[account.name]
+        self._counts.add(_SHARE_OF + account.name, -count)

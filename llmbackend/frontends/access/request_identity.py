@@ -7,10 +7,16 @@ into no other request.
 
 from __future__ import annotations
 
+from collections import Counter as Tally
+from collections import defaultdict
+from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from starlette.types import Scope
 
 from ..http.request_body import address_of
@@ -20,10 +26,23 @@ Protocol = Literal["http", "grpc"]
 Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
 
 
+KeyTotals = Tally[str]
+"""What one key's requests came to: their number by outcome, `prompt_tokens`, `generated_tokens`."""
+
+
 class AccessMetrics:
     """Requests by decision, and tokens by key. The label key_name is "" where there is no valid key."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, of_frontends: Path | None = None) -> None:
+        """of_frontends: where frontend processes keep their counters, which are added to those of this process."""
+        self._summed: Collector | None = None
+        if of_frontends is not None:
+            from .process_counters import ProcessCounters
+
+            own = CollectorRegistry(auto_describe=False)
+            self._summed = ProcessCounters(own, of_frontends)
+            registry.register(self._summed)
+            registry = own
         self._requests = Counter(
             "llmbackend:api_requests",
             "Requests to endpoints that are not open to every client, by the decision of access control",
@@ -40,10 +59,23 @@ class AccessMetrics:
     def decided(self, account: Account | None, protocol: Protocol, outcome: Outcome) -> None:
         self._requests.labels("" if account is None else account.name, protocol, outcome).inc()
 
+    def totals(self) -> dict[str, KeyTotals]:
+        """Since the server's start, by key name; keys that sent nothing are left out."""
+        found: defaultdict[str, KeyTotals] = defaultdict(KeyTotals)
+        for sample in _samples(*((self._requests, self._tokens) if self._summed is None else (self._summed,))):
+            what = sample.labels.get("outcome") or f"{sample.labels['kind']}_tokens"
+            found[sample.labels["key_name"]][what] += int(sample.value)
+        return dict(found)
+
     def token_counters(self, account: Account) -> tuple[Counter, Counter]:
         """The counters of prompt and of generated tokens. Looking them up costs more than counting, so a request does
         it once."""
         return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
+
+
+def _samples(*collectors: Collector) -> Iterator[Sample]:
+    metrics = (metric for collector in collectors for metric in collector.collect())
+    return (sample for metric in metrics for sample in metric.samples if sample.name.endswith("_total"))
 
 
 class RequestIdentity:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ipaddress
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -38,6 +38,10 @@ class AccessSettings:
     grpc_tls: TlsFiles | None = None
     log_requests: bool = False
     """Whether each request becomes a line of the access log."""
+
+    def without_tls(self) -> AccessSettings:
+        """For a host whose frontend processes hold the clients' connections, and end TLS."""
+        return replace(self, http_tls=None, grpc_tls=None)
 
     @property
     def needs_keys(self) -> bool:

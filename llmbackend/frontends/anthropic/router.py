@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.routing import Router
 
@@ -29,7 +29,7 @@ from ..http.client_disconnect import unless_disconnected
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS
 from ..inference_gate import InferenceGate
-from ..journals.resumable_streams import refuse_resuming
+from ..journals.resumable_http import refuse_resuming
 from ..openai.answer_plan import plan_answer
 from ..openai.answering import streamed_answer, traced_answer, whole_answer
 from ..openai.errors import JsonObject, OpenAIError, as_json
@@ -59,7 +59,7 @@ Endpoint = Callable[[Request, str], Awaitable[Response]]
 
 
 def create_anthropic_router(
-    server: InferenceServer,
+    server: Host,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     gate: InferenceGate | None = None,
     lora_separator: str = "",

@@ -16,7 +16,7 @@ from typing import Any, Final, TypeVar
 import grpc
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..errors import LimitReachedError, PermissionDeniedError, log_bug
@@ -67,7 +67,7 @@ def rpc(handler: Handler) -> Handler:
     return guarded  # type: ignore[return-value]
 
 
-def sampled(server: InferenceServer, model_name: str, context: Context, start_ns: int = 0) -> RequestTrace | None:
+def sampled(server: Host, model_name: str, context: Context, start_ns: int = 0) -> RequestTrace | None:
     """The trace of a request, if it is sampled. `start_ns`: when the wait for it began (monotonic; 0: now)."""
     if server.tracing.is_idle:
         return None
@@ -78,6 +78,12 @@ def sampled(server: InferenceServer, model_name: str, context: Context, start_ns
         trace.mark("GRPC_WAITREAD_START", start_ns or now_ns)
         trace.mark("GRPC_WAITREAD_END", now_ns)
     return trace
+
+
+async def name_trace(trace: RequestTrace, context: Context) -> None:
+    """Tells the client of an RPC with one response the name of its trace."""
+    if traceparent := trace.trace.traceparent:
+        await context.send_initial_metadata((("traceparent", traceparent),))
 
 
 def close_when_sent(trace: RequestTrace, context: Context) -> None:

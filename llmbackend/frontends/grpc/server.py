@@ -16,14 +16,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
 from ..http.request_body import MAX_CONTROL_BYTES, too_large
 from ..inference_gate import InferenceGate
+from ..journals.resumable_streams import ResumableStreams
 from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
 from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
+from .inference_rpcs import InferenceRpcs
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .poller import yield_to_event_loop
 from .rpc import Context
@@ -43,7 +46,7 @@ Status = health_pb2.HealthCheckResponse
 
 
 async def create_grpc_server(
-    server: InferenceServer,
+    server: Host,
     *,
     address: str,
     options: Sequence[tuple[str, Any]] = (),
@@ -53,13 +56,15 @@ async def create_grpc_server(
     credentials: grpc.ServerCredentials | None = None,
     protocol: ProtocolOptions | None = None,
     log: ServerLog | None = None,
+    streams: ResumableStreams | None = None,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to.
+    """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to. For
+    a host in another process it has the RPCs of inference alone.
 
-    `options` are gRPC channel arguments, after those of `limits`; `gate` is the one of all frontends of `server`;
-    `interceptors` see an RPC first; with `credentials` the port has TLS; `log` is the process's log, which LogSettings
-    changes. To be awaited on the event loop that will run the server. Raises RuntimeError when the address cannot be
-    bound.
+    `options` are gRPC channel arguments, after those of `limits`; `gate` and `streams` are those of all frontends of
+    `server`; `interceptors` see an RPC first; with `credentials` the port has TLS; `log` is the process's log, which
+    LogSettings changes. To be awaited on the event loop that will run the server. Raises RuntimeError when the address
+    cannot be bound.
     """
     limits, protocol = limits or GrpcLimits(), protocol or DEFAULT_OPTIONS
     arguments = [
@@ -69,7 +74,12 @@ async def create_grpc_server(
     ]
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     yield_to_event_loop()
-    servicer = InferenceServicer(server, gate or InferenceGate(server), limits.write_timeout_s, protocol, log)
+    gate, streams = gate or InferenceGate(server), streams or ResumableStreams()
+    servicer: InferenceRpcs
+    if isinstance(server, InferenceServer):
+        servicer = InferenceServicer(server, gate, limits.write_timeout_s, protocol, log, streams)
+    else:
+        servicer = InferenceRpcs(server, gate, limits.write_timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)
@@ -152,7 +162,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     Source: Triton's Check answers every service name alike (golden 30); Watch, which Triton lacks, follows
     grpc/doc/health-checking.md: for an unknown service it sends SERVICE_UNKNOWN and stays open."""
 
-    def __init__(self, server: InferenceServer) -> None:
+    def __init__(self, server: Host) -> None:
         self._server = server
         self._probes = ReadinessProbes(server)
         self._answer: asyncio.Task[Any] | None = None

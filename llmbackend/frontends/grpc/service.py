@@ -9,13 +9,10 @@ Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as reco
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
-import grpc
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
@@ -24,8 +21,7 @@ from llmbackend.core.server_log import ServerLog
 from llmbackend.core.shared_memory import MemoryKind
 
 from ..inference_gate import InferenceGate
-from ..kserve.infer_codec import single_response
-from ..kserve.request_parameters import options_from_proto
+from ..journals.resumable_streams import ResumableStreams
 from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
     log_changes_from_proto,
@@ -35,21 +31,12 @@ from ..operations.settings import (
     updated_trace_settings,
 )
 from ..protocol_options import ProtocolOptions
-from .codec import decode_request, fill_response, model_version
-from .messages import opened
-from .rpc import Context, close_when_sent, rpc, sampled
-from .stream import StreamSession
-
-_COMPRESSION: Final = {
-    "none": None,
-    "low": grpc.Compression.Gzip,
-    "medium": grpc.Compression.Deflate,
-    "high": grpc.Compression.Deflate,
-}
-"""As gRPC's core chooses by level for a client that accepts both algorithms; Python's API has no levels."""
+from .codec import model_version
+from .inference_rpcs import InferenceRpcs
+from .rpc import Context, rpc
 
 
-class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class InferenceServicer(InferenceRpcs):
     """Every RPC of inference.GRPCInferenceService that this server has."""
 
     def __init__(
@@ -59,13 +46,11 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         write_timeout_s: float,
         protocol: ProtocolOptions,
         log: ServerLog | None,
+        streams: ResumableStreams,
     ) -> None:
-        self._server = server
+        super().__init__(server, gate, write_timeout_s, protocol, streams)
+        self._server: InferenceServer = server
         self._probes = ReadinessProbes(server)
-        self._gate = gate
-        self._write_timeout_s = write_timeout_s
-        self._forward = protocol.grpc_forward
-        self._compression = _COMPRESSION[protocol.grpc_response_compression]
         self._log = log or ServerLog()
 
     @rpc
@@ -133,39 +118,6 @@ class InferenceServicer(service_pb2_grpc.GRPCInferenceServiceServicer):  # type:
         dependents = request.parameters["unload_dependents"].bool_param
         await asyncio.to_thread(self._server.unload_model, request.model_name, dependents)
         return pb.RepositoryModelUnloadResponse()
-
-    @rpc
-    async def ModelInfer(self, request: Any, context: Context) -> Any:
-        open_request = await opened(request, self._gate)
-        request = open_request.message
-        if self._server.is_decoupled(request.model_name, model_version(request.model_version)):
-            raise unsupported("ModelInfer RPC doesn't support models with decoupled transaction policy")
-        self._set_compression(context)
-        trace = sampled(self._server, request.model_name, context)
-        if trace is not None:
-            close_when_sent(trace, context)
-        options = options_from_proto(request.parameters)
-        if self._forward:
-            options = self._forward.into(options, context.invocation_metadata())
-        given = await self._gate.with_shared_inputs(decode_request(open_request, options))
-        inference = await self._gate.send(given, trace=trace)
-        try:
-            response = single_response(await inference.collect(at_most=2))
-        finally:
-            inference.close()
-        message = pb.ModelInferResponse()
-        fill_response(message, response, given.shared_outputs)
-        if trace is not None:
-            trace.mark("GRPC_SEND_START")
-        return message
-
-    async def ModelStreamInfer(self, requests: AsyncIterator[pb.ModelInferRequest], context: Context) -> None:
-        self._set_compression(context)
-        await StreamSession(self._gate, context, self._write_timeout_s, self._forward).run(requests)
-
-    def _set_compression(self, context: Context) -> None:
-        if self._compression is not None:
-            context.set_compression(self._compression)
 
     @rpc
     async def TraceSetting(self, request: Any, context: Context) -> Any:

@@ -20,15 +20,17 @@ import grpc
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import is_final
-from llmbackend.core.errors import TritonError, cancelled, internal
+from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..errors import MalformedError, log_bug
 from ..inference import Inference
 from ..inference_gate import InferenceGate
+from ..journals.resumable_streams import ResumableStream, ResumableStreams
 from ..kserve.request_parameters import HeaderForward, options_from_proto
 from .codec import decode_request, model_version
 from .messages import LargeRequest, opened
+from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, come_back, data_of, take_resuming
 from .rpc import INTERNAL_ERROR, Context, grpc_status, sampled
 from .stream_messages import outcome_message, refusal_message, response_message
 from .stream_writer import StreamWriter
@@ -154,6 +156,10 @@ class _Answer:
             self._asked.trace.close()
 
 
+_Source = _Answer | _Refusal | JournalAnswer
+"""What has messages to write."""
+
+
 class StreamSession:
     """One call of ModelStreamInfer. Used on the event loop alone.
 
@@ -162,8 +168,17 @@ class StreamSession:
     nothing for too long loses the stream. When the stream ends in any way but the client's half-close, all its requests
     are cancelled."""
 
-    def __init__(self, gate: InferenceGate, context: Context, write_timeout_s: float, forward: HeaderForward) -> None:
+    def __init__(
+        self,
+        gate: InferenceGate,
+        context: Context,
+        write_timeout_s: float,
+        forward: HeaderForward,
+        streams: ResumableStreams | None,
+    ) -> None:
+        """streams: of requests that a client can come back to; None: they are another process's."""
         self._gate = gate
+        self._streams = streams
         self._context = context
         self._forward = forward
         self._waiting_since_ns = time.monotonic_ns()
@@ -172,13 +187,13 @@ class StreamSession:
         self._strict_errors = _STRICT_ERRORS in [(key, value) for key, value in self._metadata]
         stalled = cancelled(f"the stream was cancelled: its client took nothing for {write_timeout_s:g} s")
         self._writer = StreamWriter(context, write_timeout_s, self._lost, lambda: self._fail(stalled))
-        self._queue: deque[_Answer | _Refusal] = deque()
+        self._queue: deque[_Source] = deque()
         """What has messages to write, in turns."""
         self._continues_when_free = False
         self._is_ending = False
         """Whether nothing more is written."""
         self._fail_in_group: Callable[[BaseException], object] | None = None
-        self._answers: set[_Answer] = set()
+        self._answers: set[_Answer | JournalAnswer] = set()
         self._all_left = asyncio.Event()
         self._all_left.set()
         self._last_ordered: _Answer | None = None
@@ -224,11 +239,18 @@ class StreamSession:
         except TritonError as error:
             await self._refuse(_message_of(request), error)
             return
-        request = opened_request.message
+        arrived, request = request, opened_request.message
         try:
+            resuming = take_resuming(request)
+            if resuming.place:
+                self._read(*await come_back(self._resumable, request.model_name, resuming.place))
+                return
             options = options_from_proto(request.parameters)
             if self._forward:
                 options = self._forward.into(options, self._metadata)
+            if resuming.is_asked:
+                self._read(await begin(self._gate, self._resumable, opened_request, options, data_of(arrived)), -1)
+                return
             version = model_version(request.model_version)
             is_decoupled = self._gate.server.is_decoupled(request.model_name, version)
             given = await self._gate.with_shared_inputs(decode_request(opened_request, options))
@@ -249,6 +271,21 @@ class StreamSession:
         )
         self._begin(_Answer(inference, asked, self._enqueue, self._leave), in_order=not is_decoupled)
 
+    @property
+    def _resumable(self) -> ResumableStreams:
+        """Raises TritonError INVALID_ARG where these streams are another process's, which gets calls by their first
+        request."""
+        if self._streams is None:
+            raise invalid_argument(
+                f"parameters '{RESUMABLE}' and '{RESUME_FROM}' are accepted here from the first request of a call on"
+            )
+        return self._streams
+
+    def _read(self, stream: ResumableStream, after: int) -> None:
+        """Sends the messages of a resumable stream."""
+        self._answers.add(JournalAnswer(stream, after, self._enqueue, self._leave))
+        self._all_left.clear()
+
     def _begin(self, answer: _Answer, in_order: bool) -> None:
         self._answers.add(answer)
         self._all_left.clear()
@@ -258,7 +295,7 @@ class StreamSession:
             self._last_ordered = answer
         answer.listen()
 
-    def _leave(self, answer: _Answer) -> None:
+    def _leave(self, answer: _Answer | JournalAnswer) -> None:
         answer.close()
         self._answers.discard(answer)
         if self._last_ordered is answer:
@@ -277,7 +314,7 @@ class StreamSession:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    def _enqueue(self, source: _Answer | _Refusal) -> None:
+    def _enqueue(self, source: _Source) -> None:
         self._queue.append(source)
         self._write_waiting()
 
@@ -292,7 +329,7 @@ class StreamSession:
             except Exception as error:
                 self._fail(error)
 
-    def _write_one(self, source: _Answer | _Refusal) -> None:
+    def _write_one(self, source: _Source) -> None:
         message = source.take()
         if message is not None:
             self._writer.write(message)

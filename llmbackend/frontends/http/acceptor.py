@@ -14,10 +14,10 @@ import logging
 import socket
 import ssl
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from ..counts import Counts, LocalCounts
 from ..limits import Network
 from .errors import refusal_bytes
 
@@ -31,6 +31,8 @@ _SHUTDOWN_TIMEOUT_S: Final = 5.0
 _REFUSAL: Final = refusal_bytes("", 503, "the server has no room for another connection")
 _MAX_REFUSED: Final = 64
 """How many connections beyond the limit may be open at once while they are refused with a response."""
+_SERVED: Final = "connections"
+_SERVED_TO: Final = "connections of "
 _PEER_PREFIX_V6: Final = 64
 """An IPv6 host usually has a whole /64."""
 
@@ -95,7 +97,7 @@ class Acceptor:
                 self._pause()
                 self._resuming = self._loop.call_later(_PAUSE_S, self._resume)
                 return
-            self._take(connection, address[0])
+            self._take(connection, address[0] if address else "")  # none on a unix socket
 
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
@@ -174,22 +176,25 @@ class Places:
     """The connections of one endpoint; those that are refused with a response are counted and bounded, too. Used on
     its event loop alone."""
 
-    def __init__(self, limit: int, limit_per_peer: int, trusted: Sequence[Network] = ()) -> None:
-        """`limit_per_peer` 0: no limit. It does not hold for `trusted` addresses, from which many clients come."""
+    def __init__(
+        self, limit: int, limit_per_peer: int, trusted: Sequence[Network] = (), counts: Counts | None = None
+    ) -> None:
+        """`limit_per_peer` 0: no limit. It does not hold for `trusted` addresses, from which many clients come.
+        counts: with other processes that have connections of the same endpoint."""
         self._limit = limit
         self._limit_per_peer = limit_per_peer
         self._trusted = trusted
-        self._served = 0
+        self._counts = counts or LocalCounts()
         self._refused = 0
-        self._of_peer: Counter[str] = Counter()
 
     @property
     def count(self) -> int:
-        return self._served + self._refused
+        return self._counts.held(_SERVED) + self._refused
 
     def enter(self, address: str) -> Place | None:
-        """A place for a connection from `address`; None when there is no room even to refuse it with a response."""
-        peer = self._peer_of(address) if self._limit_per_peer else ""
+        """A place for a connection from `address`, "" for one over a unix socket; None when there is no room even to
+        refuse it with a response."""
+        peer = self._peer_of(address) if self._limit_per_peer and address else ""
         refusal = self._refusal(peer)
         if refusal and self._refused >= _MAX_REFUSED:
             return None
@@ -209,16 +214,14 @@ class Places:
         if place.refusal:
             self._refused += change
             return
-        self._served += change
+        self._counts.add(_SERVED, change)
         if place.peer:
-            self._of_peer[place.peer] += change
-            if not self._of_peer[place.peer]:
-                del self._of_peer[place.peer]
+            self._counts.add(_SERVED_TO + place.peer, change)
 
     def _refusal(self, peer: str) -> str:
-        if self._served >= self._limit:
+        if self._counts.held(_SERVED) >= self._limit:
             return f"the server is at its limit of {self._limit} connections"
-        if peer and self._of_peer[peer] >= self._limit_per_peer:
+        if peer and self._counts.held(_SERVED_TO + peer) >= self._limit_per_peer:
             return f"the server is at its limit of {self._limit_per_peer} connections from one address"
         return ""
 

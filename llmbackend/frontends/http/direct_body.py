@@ -34,6 +34,11 @@ class DirectBody:
     def put_into(self, scope: Any) -> None:
         scope[_DIRECT_BODY] = self
 
+    @staticmethod
+    def take_out_of(scope: Any) -> None:
+        """For an application whose messages go elsewhere than to the connection."""
+        scope.pop(_DIRECT_BODY, None)
+
     @property
     def is_open(self) -> bool:
         """Whether a piece may be written now: the head has been sent, of a response in chunks, and the client keeps

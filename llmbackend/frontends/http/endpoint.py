@@ -17,11 +17,13 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from ..counts import Counts
 from ..errors import log_bug
 from ..limits import HttpLimits
 from .acceptor import Acceptor, Place, Places
 from .errors import STOPPING, refusing
 from .protocol import GuardedProtocol
+from .tunnel import Tunnels
 
 _BACKLOG: Final = 2048
 
@@ -29,11 +31,18 @@ _BACKLOG: Final = 2048
 class HttpEndpoint:
     """An application on a port: started when it shall answer, and stopped."""
 
-    def __init__(self, app: ASGIApp, claim: socket.socket, tls: Callable[[], ssl.SSLContext | None]) -> None:
-        """claim: a bound socket. `tls` is called for each connection."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        claim: socket.socket,
+        tls: Callable[[], ssl.SSLContext | None],
+        tunnels: Tunnels | None = None,
+    ) -> None:
+        """claim: a bound socket. `tls` is called for each connection. `tunnels` takes websockets."""
         self._socket = claim
         self._tls = tls
-        self.port: int = claim.getsockname()[1]
+        self._tunnels = tunnels
+        self.port: int | None = None if claim.family == socket.AF_UNIX else claim.getsockname()[1]
         self._config = uvicorn.Config(
             _with_errors_handled(app),
             http="httptools",
@@ -50,19 +59,21 @@ class HttpEndpoint:
         self._server.servers = []
         self._server.lifespan = self._config.lifespan_class(self._config)
 
-    async def start(self, limits: HttpLimits, protocol: type[GuardedProtocol], first_reserved: int) -> None:
-        """Raises OSError when another process has begun to listen on the port."""
+    async def start(
+        self, limits: HttpLimits, protocol: type[GuardedProtocol], first_reserved: int, counts: Counts | None = None
+    ) -> None:
+        """counts: see Places. Raises OSError when another process has begun to listen on the port."""
         self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
         loop = asyncio.get_running_loop()
 
         def make_protocol(place: Place) -> asyncio.Protocol:
             options: dict[str, Any] = {"config": self._config, "server_state": self._server.server_state}
-            return protocol(limits, place, app_state={}, _loop=loop, **options)
+            return protocol(limits, place, self._tunnels, app_state={}, _loop=loop, **options)
 
         self._socket.listen(_BACKLOG)
         acceptor = Acceptor(
             self._socket,
-            Places(limits.max_connections, limits.max_connections_per_peer, limits.trusted_proxies),
+            Places(limits.max_connections, limits.max_connections_per_peer, limits.trusted_proxies, counts),
             make_protocol,
             self._tls,
             limits.handshake_timeout_s,

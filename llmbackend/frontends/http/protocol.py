@@ -22,6 +22,7 @@ from .acceptor import Place
 from .direct_body import DirectBody
 from .errors import STOPPING, refusal_bytes, refusing
 from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
+from .tunnel import Tunnel, Tunnels
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,13 @@ class GuardedProtocol(HttpToolsProtocol):
     reading a body past 64 KiB until the application asks for more; so beyond these marks a connection holds one chunk
     at a time."""
 
-    def __init__(self, limits: HttpLimits, place: Place, **options: Any) -> None:
+    def __init__(self, limits: HttpLimits, place: Place, tunnels: Tunnels | None = None, **options: Any) -> None:
+        """`tunnels` takes websockets; without it a request for one is served as any other."""
         super().__init__(**options)
         self._limits = limits
         self._place = place
+        self._tunnels = tunnels
+        self._opening: asyncio.Task[None] | None = None
         self._clock = _Clock(self.loop)
         self._write_clock = _Clock(self.loop)
         self._receiving: str | None = "header"
@@ -92,7 +96,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._piece_bytes = len(data)
         self._framing_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._opening is not None:
             return
         receiving = self._receiving
         if receiving is None:
@@ -212,6 +216,34 @@ class GuardedProtocol(HttpToolsProtocol):
             self._end(503, STOPPING)
         else:
             super().shutdown()
+
+    # --- websockets -------------------------------------------------------------------------------------------------
+
+    def _should_upgrade_to_ws(self) -> bool:
+        return self._tunnels is not None and self._tunnels.takes_websocket(self.url)
+
+    def handle_websocket_upgrade(self) -> None:
+        """From here on the connection is the tunnel's."""
+        assert self._tunnels is not None
+        status, message = self._websocket_refusal(self._tunnels)
+        if message:
+            self._end(status, message)
+            return
+        lines = [b"GET %b HTTP/1.1" % self.url, *(b"%b: %b" % pair for pair in self.headers), b"", b""]
+        tunnel = Tunnel(self.transport, self._tunnels, self.connections, self._place.leave)
+        self.connections.discard(self)
+        self.transport.set_protocol(tunnel)
+        opening = tunnel.open(b"\r\n".join(lines), lambda text: refusal_bytes("", 503, text))
+        self._opening = self.loop.create_task(opening)
+
+    def _websocket_refusal(self, tunnels: Tunnels) -> tuple[int, str]:
+        if message := self._place.reconsider():
+            return 429, message
+        if self.scope["method"] != "GET" or self._is_busy:
+            return 400, "a websocket begins with a GET on a connection without another request"
+        if self._framing_bytes > self._limits.max_header_bytes:
+            return 431, "the request's header is too large"
+        return 403, tunnels.websocket_refusal(self.headers)
 
     # --- answering --------------------------------------------------------------------------------------------------
 

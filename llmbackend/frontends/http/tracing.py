@@ -15,11 +15,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
+TRACEPARENT = b"traceparent"
+"""Names the request's root span in the response, so that a client without a trace of its own finds it."""
 
-def sampled(server: InferenceServer, model_name: str, request: Request, start_ns: int = 0) -> RequestTrace | None:
+
+def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) -> RequestTrace | None:
     """The trace of `request`, if it is sampled. `start_ns`: when its header came (monotonic; 0: now)."""
     if server.tracing.is_idle:
         return None
@@ -58,6 +61,8 @@ class _TracedResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._trace.mark("HTTP_SEND_START")
+        if traceparent := self._trace.trace.traceparent:
+            self._response.raw_headers.append((TRACEPARENT, traceparent.encode()))
         try:
             await self._response(scope, receive, send)
         finally:

@@ -35,6 +35,8 @@ class Commits:
         self._waiting_done: asyncio.Future[None] | None = None
         self._flushing: asyncio.Task[None] | None = None
         self.num_transactions = 0
+        self.on_refused: Callable[[str], None] = lambda id: None
+        """Called for a document that another server writes now, before its writer hears of the commit."""
 
     def add(self, writes: Iterable[Write]) -> asyncio.Future[None]:
         """Done when they are committed; else it raises StoreError."""
@@ -71,7 +73,8 @@ class Commits:
                 self.num_transactions += 1
                 error: StoreError | None = None
                 try:
-                    await self._run(partial(self._storage.commit, writes, self._clock_s()))
+                    for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
+                        self.on_refused(id)
                 except StoreError as failure:
                     log.error("%s", failure, extra={CAUSE: cause_of(failure)})
                     error = failure

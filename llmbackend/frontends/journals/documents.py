@@ -6,7 +6,7 @@ together or not at all; a document is seen by its owner alone; a store's methods
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -105,8 +105,9 @@ class Storage(Protocol):
     takes_over_each_s: float | None
     """How often `live` is asked again, where several servers share the store."""
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> None:
-        """All writes in one transaction; then removes what has expired by `now_s`, and what exceeds the capacity."""
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+        """All writes in one transaction; then removes what has expired by `now_s`, and what exceeds the capacity.
+        Returns the ids of live documents that another server writes now: nothing was written to these."""
 
     def get(self, id: str, now_s: float) -> Document | None:
         """None for one that is not there, or has expired."""

@@ -7,7 +7,7 @@ documents, except for those that it removes, so that it may run on the event loo
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -33,7 +33,7 @@ class MemoryStorage:
         self._log_bytes: Counter[str] = Counter()
         self.held_bytes = 0
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         for write in writes:
             match write:
                 case Put(document):
@@ -48,6 +48,7 @@ class MemoryStorage:
                 self._evict_of(write.document.owner)
         while self.held_bytes > self._capacity.max_bytes and self._finished:
             self._remove(next(iter(self._finished)))
+        return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
         document = self._documents.get(id)

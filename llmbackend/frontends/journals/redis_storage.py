@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
@@ -21,9 +21,12 @@ if TYPE_CHECKING:
     from redis import Redis
     from redis.client import Pipeline
 
-LEASE_S: Final = 30
-"""Without a sign of life, after which a server counts as ended; one on the same machine is looked for instead."""
-_RENEWED_EACH_S: Final = 10.0
+LEASE_S: Final = 5
+"""Without a sign of life, after which a server counts as ended; one on the same machine also when its process is gone.
+If it lives after all, it is refused where another one has taken over."""
+_RENEWED_EACH_S: Final = 1.5
+_LOOKED_FOR_EACH_S: Final = 1.0
+_ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
 _KEPT_LONGER_S: Final = 3600
 """Keys outlive their documents by this, should no server be there to remove them."""
@@ -38,7 +41,7 @@ class RedisStorage:
     """A Storage."""
 
     is_persistent = True
-    takes_over_each_s: float | None = LEASE_S
+    takes_over_each_s: float | None = _LOOKED_FOR_EACH_S
 
     def __init__(self, url: str, capacity: Capacity) -> None:
         """Connects. Raises StoreError."""
@@ -52,19 +55,9 @@ class RedisStorage:
         self._renewer = threading.Thread(target=self._keep_lease, name="response-store-lease", daemon=True)
         self._renewer.start()
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors():
-            held = self._sizes({_id(write) for write in writes})
-            with self._redis.pipeline(transaction=True) as pipe:
-                for write in writes:
-                    match write:
-                        case Put(document):
-                            self._put(pipe, document, held)
-                        case Append() if write.id in held:
-                            self._append(pipe, write, held)
-                        case Delete(id) if id in held:
-                            self._delete(pipe, id, *held.pop(id))
-                pipe.execute()
+            refused = self._written(writes)
             self._remove(self._redis.zrangebyscore(_key("expiry"), 0, now_s, 0, _REMOVED_AT_ONCE))
             for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
                 excess = self._redis.zcard(_key("owned", owner)) - self._capacity.max_documents_per_owner
@@ -72,6 +65,7 @@ class RedisStorage:
                     self._remove(self._redis.zrange(_key("finished-of", owner), 0, excess - 1))
             if int(self._redis.get(_key("bytes")) or 0) > self._capacity.max_bytes:
                 self._evict()
+        return refused
 
     def get(self, id: str, now_s: float) -> Document | None:
         with self._errors():
@@ -105,7 +99,11 @@ class RedisStorage:
             ids = [
                 id.decode() for id, writer in writers.items() if writer in ended and self._adopts(id.decode(), writer)
             ]
-            return [found for found in map(self._document, ids) if found is not None]
+            documents = [(id, self._document(id)) for id in ids]
+            for id, found in documents:
+                if found is None or not found.is_live:  # it ended while it was looked at
+                    self._redis.hdel(_key("live"), id)
+            return [found for _, found in documents if found is not None and found.is_live]
 
     def next_expiry_s(self) -> float | None:
         with self._errors():
@@ -123,6 +121,46 @@ class RedisStorage:
             self._redis.connection_pool.disconnect()
 
     # --- writes -----------------------------------------------------------------------------------------------------
+
+    def _written(self, writes: Sequence[Write]) -> Collection[str]:
+        """Returns the ids of documents that another server writes. A document that changes hands meanwhile is looked at
+        again. Raises redis.RedisError."""
+        import redis
+
+        ids = {_id(write) for write in writes}
+        for attempt in range(_ATTEMPTS):
+            with self._redis.pipeline(transaction=True) as pipe:
+                if ids:
+                    pipe.watch(*(_key("doc", id) for id in ids))
+                refused = self._of_others(ids)
+                own = [write for write in writes if type(write) is Delete or _id(write) not in refused]
+                held = self._sizes({_id(write) for write in own})
+                pipe.multi()
+                self._add(pipe, own, held)
+                try:
+                    pipe.execute()
+                    return refused
+                except redis.WatchError:
+                    if attempt == _ATTEMPTS - 1:
+                        raise
+        return ()
+
+    def _add(self, pipe: Pipeline, writes: Sequence[Write], held: dict[str, tuple[str, int]]) -> None:
+        for write in writes:
+            match write:
+                case Put(document):
+                    self._put(pipe, document, held)
+                case Append() if write.id in held:
+                    self._append(pipe, write, held)
+                case Delete(id) if id in held:
+                    self._delete(pipe, id, *held.pop(id))
+
+    def _of_others(self, ids: set[str]) -> set[str]:
+        """Those that another server writes."""
+        ordered = sorted(ids)
+        writers = self._redis.hmget(_key("live"), ordered) if ordered else []
+        own = (None, self._instance.encode())
+        return {id for id, writer in zip(ordered, writers, strict=True) if writer not in own}
 
     def _sizes(self, ids: set[str]) -> dict[str, tuple[str, int]]:
         """(owner, bytes with the log) of those that exist."""
@@ -219,8 +257,8 @@ class RedisStorage:
         if writer == self._instance:
             return False
         machine, pid, _ = writer.split("|")
-        if machine == _machine():
-            return int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}")
+        if machine == _machine() and int(pid) != os.getpid() and not os.path.exists(f"/proc/{pid}"):
+            return True
         return not self._redis.exists(_key("instance", writer))
 
     def _adopts(self, id: str, writer: bytes) -> bool:
@@ -228,7 +266,10 @@ class RedisStorage:
         lock = _key("adopted", f"{id}|{writer.decode()}")
         if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
             return False
-        self._redis.hset(_key("live"), id, self._instance)
+        with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hset(_key("live"), id, self._instance)
+            pipe.hset(_key("doc", id), "writer", self._instance)  # its writer, if it lives, sees that it has changed
+            pipe.execute()
         return True
 
     def _keep_lease(self) -> None:

@@ -76,6 +76,7 @@ class ResponseStore:
         self.clock_s = clock_s
         self.is_persistent = storage.is_persistent
         self._commits = Commits(storage, clock_s)
+        self._commits.on_refused = self._lost
         self._live: dict[str, LiveLog] = {}
         self.producer: Producer | None = None
         """Set before `start`."""
@@ -171,9 +172,7 @@ class ResponseStore:
             return log.journal
         journal = await self._stored_journal(document)
         if document.is_live:
-            watching = asyncio.get_running_loop().create_task(self._watch(document.id, journal))
-            self._watching.add(watching)
-            watching.add_done_callback(self._watching.discard)
+            self._begin_watching(document.id, journal)
         else:
             journal.end()
         return journal
@@ -194,6 +193,18 @@ class ResponseStore:
         self._live[document.id] = log
         log.opened(self._add(document))
         return log
+
+    def _lost(self, id: str) -> None:
+        """Another server has taken the document over, because this one gave no sign of life; its readers here go on
+        with what that one writes."""
+        if (log := self._live.pop(id, None)) is not None:
+            log.lost()
+            self._begin_watching(id, log.journal)
+
+    def _begin_watching(self, id: str, journal: Journal) -> None:
+        watching = asyncio.get_running_loop().create_task(self._watch(id, journal))
+        self._watching.add(watching)
+        watching.add_done_callback(self._watching.discard)
 
     async def _watch(self, id: str, journal: Journal) -> None:
         """Another server writes it: looks for its events while somebody reads them here."""
@@ -256,6 +267,7 @@ class LiveLog:
         self._uncommitted_bytes = 0
         self._last: asyncio.Future[None] | None = None
         self._is_over = False
+        self._is_lost = False
 
     @property
     def id(self) -> str:
@@ -297,8 +309,13 @@ class LiveLog:
         step = self._step(events, b"")
         done = self._store.finish(self, step, self._document)
         done.add_done_callback(partial(self._committed, step.events))
-        done.add_done_callback(lambda _: self._end())
+        done.add_done_callback(lambda _: None if self._is_lost else self._end())
         await asyncio.shield(done)
+
+    def lost(self) -> None:
+        """For ResponseStore: another server writes the document now."""
+        self._is_over = self._is_lost = True
+        self.on_failure(TritonError(f"another server goes on with '{self.id}'"))
 
     def abandon(self) -> None:
         """No further event comes; what is stored stays as it is."""
@@ -317,6 +334,8 @@ class LiveLog:
 
     def _committed(self, events: tuple[bytes, ...], done: asyncio.Future[None]) -> None:
         self._uncommitted_bytes = 0 if done is self._last else self._uncommitted_bytes
+        if self._is_lost:
+            return
         error = None if done.cancelled() else done.exception()
         if error is None:
             self.journal.publish(events)

@@ -1,10 +1,10 @@
-"""Streams of server-sent events that a client can come back to: `X-Resumable-Stream: true`, then `Last-Event-ID`.
+"""Streams that a client can come back to: their journals, who may read them, how long they are kept.
 
-For: generate_stream, and the streams under /v1. Does not know: what an event says, except for its end. Invariants: a
-stream that did not ask to be resumable costs nothing here; one that did goes on without its client for the grace, then
-its generation is cancelled; a client that comes back gets each event behind its `Last-Event-ID` once, in order, or an
-error that says why it cannot; what streams hold is bounded, one by one and together.
-Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
+For: the streams of server-sent events (resumable_http.py), and requests of ModelStreamInfer. Does not know: what an
+event says, how it is sent. Invariants: a stream that did not ask to be resumable costs nothing here; one that did goes
+on without its client for the grace, then its generation is cancelled; a client that comes back gets each event behind
+the last one that it has once, in order, or an error that says why it cannot; an event is shown once the hosts that
+copy the stream have what it was made of; what streams hold is bounded, one by one and together.
 """
 
 from __future__ import annotations
@@ -13,34 +13,22 @@ import asyncio
 import re
 import uuid
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from functools import partial
+from typing import Final, Protocol
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+import msgspec
 
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, unavailable
 from llmbackend.frontends.errors import log_bug
-from llmbackend.frontends.http.errors import error_body, is_openai, openai_error_body
-from llmbackend.frontends.http.request_scope import header
 
-from .journal import EventsGoneError, Journal
+from .journal import Journal
 from .response_store import current_owner
+from .stream_record import Recording, StreamDelta, StreamHead, StreamRecord
 
-STREAM_ID: Final = "x-stream-id"
-"""Header of the response: what the ids of its events begin with."""
-_ASKED: Final = b"x-resumable-stream"
-_LAST_EVENT_ID: Final = b"last-event-id"
-_ID: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
-_END_OF_EVENT: Final = b"\n\n"
-_COMMENT: Final = b":"
-_PING: Final = b": ping\n\n"
-_QUIET_S: Final = 15.0
-"""Without an event; then a comment goes out, so that proxies keep the connection."""
-_MAX_STREAM_BYTES: Final = 4 << 20
+_PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
+MAX_STREAM_BYTES: Final = 4 << 20
 """Events of one stream; a client that is further behind than that cannot come back. As much as may wait for a client of
 another stream."""
 _MAX_BYTES: Final = 256 << 20
@@ -54,91 +42,127 @@ class StreamGoneError(TritonError):
         super().__init__(message, ErrorCode.NOT_FOUND)
 
 
-def is_resumable(request: Request) -> bool:
-    """Whether the client wants to be able to come back. Raises TritonError for a header that is not `true` or
-    `false`."""
-    asked = header(request, _ASKED).strip().lower()
-    if asked not in ("", "true", "false"):
-        raise invalid_argument(f"the header 'X-Resumable-Stream' is '{asked[:80]}', expected true or false")
-    return asked == "true"
+class Copies(Protocol):
+    """Copies of records on other hosts."""
 
+    @property
+    def are_made(self) -> bool:
+        """Whether another host has them."""
 
-def last_event_id(request: Request) -> str:
-    """ "" for a request that begins a stream."""
-    return header(request, _LAST_EVENT_ID).strip()
+    def begin(self, head: StreamHead, superseded: Callable[[], None]) -> asyncio.Future[None]:
+        """A new stream; done when it is copied, or cannot be. superseded: called when another host has taken it up."""
 
+    def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
+        """More of a stream. `then` is called when it is copied, or cannot be; in the order of the calls."""
 
-def refuse_resuming(request: Request, instead: str = "") -> None:
-    """Of an endpoint whose streams are not resumable. Raises TritonError for a request that asks for it. instead: what
-    the endpoint has"""
-    if is_resumable(request) or last_event_id(request):
-        more = f"; {instead}" if instead else ""
-        raise invalid_argument(f"a stream of {request.url.path} can not be come back to by 'Last-Event-ID'{more}")
+    def end(self, key: str) -> None:
+        """Nobody can come back to it any more."""
+
+    async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
+        """The record of a stream that another host began, which is this host's from now on; None where no host has it
+        for this owner and path."""
+
+    async def make_again(self, record: StreamRecord) -> None:
+        """Has the stream's endpoint make it again, under the next epoch; returns when it is opened here. Raises
+        TritonError."""
 
 
 @dataclass(eq=False, slots=True)
-class _Stream:
+class ResumableStream:
     """One resumable stream, while it may be asked for."""
 
-    key: str
-    owner: str
-    path: str
-    """Of the request that began it: its events have the form of that endpoint."""
-    status: int
-    headers: Mapping[str, str]
-    journal: Journal = field(default_factory=lambda: Journal(_MAX_STREAM_BYTES))
+    head: StreamHead
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    journal: Journal = field(default_factory=lambda: Journal(MAX_STREAM_BYTES))
+    recording: Recording | None = None
     producer: asyncio.Task[None] | None = None
     grace: asyncio.TimerHandle | None = None
+
+    @property
+    def key(self) -> str:
+        return self.head.key
 
 
 class ResumableStreams:
     """The resumable streams of one server. Used on its event loop alone."""
 
-    def __init__(self, grace_s: float = 30.0) -> None:
+    def __init__(self, grace_s: float = 30.0, copies: Copies | None = None) -> None:
+        """copies: None: streams end with this host."""
         self._grace_s = grace_s
-        self._streams: OrderedDict[str, _Stream] = OrderedDict()
+        self.copies = copies
+        self._streams: OrderedDict[str, ResumableStream] = OrderedDict()
         self._held_bytes = 0
+        self._taking_up: dict[str, asyncio.Future[None]] = {}
 
     @property
     def num_streams(self) -> int:
         return len(self._streams)
 
-    def open(
+    async def open(
         self,
-        request: Request,
-        chunks: AsyncGenerator[bytes, None],
+        path: str,
+        events: AsyncGenerator[Sequence[bytes], None],
         on_close: Callable[[], None],
-        headers: Mapping[str, str],
+        *,
         status: int = 200,
-    ) -> Response:
-        """The response that sends `chunks`, whole events each, and from now on reads them whether its client is there
-        or not; `on_close` is called when they have ended. Raises TritonError UNAVAILABLE when too much is held; then
-        the caller closes them."""
+        headers: Mapping[str, str] | None = None,
+        recorded_headers: Sequence[tuple[bytes, bytes]] = (),
+        recording: Recording | None = None,
+    ) -> ResumableStream:
+        """A stream of `events`, which from now on are read whether there is a client or not; `on_close` is called when
+        they have ended.
+
+        path: of requests that may come back. recording: of all that the events are made of; with `recorded_headers`,
+        those of the request, it is copied. Raises TritonError UNAVAILABLE when too much is held; then the caller closes
+        the events.
+        """
         self._make_room()
-        key = uuid.uuid4().hex
-        stream = _Stream(key, current_owner(), request.url.path, status, {**headers, STREAM_ID: key})
-        self._streams[key] = stream
+        head = _head(path, recorded_headers, recording)
+        stream = ResumableStream(head, status, headers or {}, recording=recording)
+        self._streams[head.key] = stream
         stream.journal.on_readers = lambda count: self._readers_changed(stream, count)
         self._readers_changed(stream, 0)
-        stream.producer = asyncio.get_running_loop().create_task(self._produce(stream, chunks, on_close))
-        return _StreamResponse(stream, -1)
+        try:
+            if recording is not None and self.copies is not None:
+                await self.copies.begin(head, partial(self._forget, stream))
+        except BaseException:
+            self._forget(stream)
+            raise
+        stream.producer = asyncio.get_running_loop().create_task(self._produce(stream, events, on_close))
+        if recording is not None:
+            recording.opened()
+        return stream
 
-    def come_back(self, request: Request) -> Response:
-        """The rest of a stream, behind the request's `Last-Event-ID`. Raises TritonError INVALID_ARG, and
-        StreamGoneError for a stream that has ended, is another key's or was lost with the server."""
-        text = last_event_id(request)
-        found = _ID.fullmatch(text)
+    async def find(self, path: str, place: str, what: str) -> tuple[ResumableStream, int]:
+        """A stream, and the number of the last event that the client has (-1: none), named by the id of that event.
+        what: by which the client named it, for errors.
+
+        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that has ended, is another key's or was lost
+        with the server.
+        """
+        found = _PLACE.fullmatch(place)
         if found is None:
-            raise invalid_argument(f"the header 'Last-Event-ID' is '{text[:80]}', expected the id of an event")
-        stream = self._streams.get(found["stream"])
-        if stream is None or stream.owner != current_owner() or stream.path != request.url.path:
+            raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
+        stream = self._streams.get(found["stream"]) or await self._taken_up(found["stream"], path)
+        if stream is None or stream.head.owner != current_owner() or stream.head.path != path:
             raise StreamGoneError(f"there is no stream '{found['stream']}' here, or not any more")
         after = -1 if found["number"] is None else int(found["number"])
         if after + 1 < stream.journal.first_held:
-            raise StreamGoneError(f"the events behind '{text}' are no longer held")
-        if after >= stream.journal.next_number:
-            raise invalid_argument(f"the header 'Last-Event-ID' is '{text}', but no such event was sent")
-        return _StreamResponse(stream, after)
+            raise StreamGoneError(f"the events behind '{place}' are no longer held")
+        is_made_again = stream.recording is not None and stream.head.epoch > 0
+        if after >= stream.journal.next_number and (stream.journal.has_ended or not is_made_again):
+            raise invalid_argument(f"{what} is '{place}', but no such event was sent")
+        return stream, after
+
+    def leave(self) -> None:
+        """Before the server ends: streams that other hosts have copies of end here, and go on where their clients come
+        back to."""
+        copies, self.copies = self.copies, None
+        if copies is not None and copies.are_made:
+            for stream in list(self._streams.values()):
+                if stream.recording is not None:
+                    self._forget(stream)
 
     async def close(self) -> None:
         """Ends all of them."""
@@ -147,38 +171,73 @@ class ResumableStreams:
             self._forget(stream)
         await asyncio.gather(*producers, return_exceptions=True)
 
+    async def _taken_up(self, key: str, path: str) -> ResumableStream | None:
+        """The stream that another host began, made again here."""
+        if self.copies is None:
+            return None
+        taking = self._taking_up.get(key)
+        if taking is None:
+            taking = self._taking_up[key] = asyncio.ensure_future(self._take_up(self.copies, key, path))
+            taking.add_done_callback(lambda _: self._taking_up.pop(key))
+        await asyncio.shield(taking)
+        return self._streams.get(key)
+
+    async def _take_up(self, copies: Copies, key: str, path: str) -> None:
+        record = await copies.take(key, current_owner(), path)
+        if record is not None:
+            await copies.make_again(record)
+
+    def give_away(self, key: str, owner: str, path: str) -> bool:
+        """Ends a stream that another host goes on with; whether there was one for this owner and path."""
+        stream = self._streams.get(key)
+        if stream is None or (stream.head.owner, stream.head.path) != (owner, path):
+            return False
+        self._forget(stream)
+        return True
+
     # --- one stream -------------------------------------------------------------------------------------------------
 
     async def _produce(
-        self, stream: _Stream, chunks: AsyncGenerator[bytes, None], on_close: Callable[[], None]
+        self,
+        stream: ResumableStream,
+        events: AsyncGenerator[Sequence[bytes], None],
+        on_close: Callable[[], None],
     ) -> None:
         try:
-            async for chunk in chunks:
-                self._publish(stream, chunk)
-            stream.journal.end()
+            async for some in events:
+                self._then(stream, partial(self._show, stream, some))
+            self._then(stream, stream.journal.end)
         except Exception as error:
             log_bug("unexpected error in a resumable stream", error)
             stream.journal.end(error)
-        finally:
+        except asyncio.CancelledError:
             stream.journal.end()
+            raise
+        finally:
             on_close()
-            await chunks.aclose()
+            await events.aclose()
 
-    def _publish(self, stream: _Stream, chunk: bytes) -> None:
+    def _then(self, stream: ResumableStream, show: Callable[[], None]) -> None:
+        """Calls `show` when all that was recorded is copied."""
+        if stream.recording is None or self.copies is None:
+            show()
+        else:
+            self.copies.add(stream.key, stream.recording.take_new(), show)
+
+    def _show(self, stream: ResumableStream, events: Sequence[bytes]) -> None:
         before = stream.journal.held_bytes
-        events = [event for event in chunk.split(_END_OF_EVENT) if event and not event.startswith(_COMMENT)]
         stream.journal.publish(events)
         if stream.key in self._streams:
             self._held_bytes += stream.journal.held_bytes - before
 
-    def _readers_changed(self, stream: _Stream, count: int) -> None:
+    def _readers_changed(self, stream: ResumableStream, count: int) -> None:
         if stream.grace is not None:
             stream.grace.cancel()
             stream.grace = None
         if not count and stream.key in self._streams:
             stream.grace = asyncio.get_running_loop().call_later(self._grace_s, self._forget, stream)
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: ResumableStream) -> None:
         """Ends it, if it has not ended."""
         if self._streams.pop(stream.key, None) is None:
             return
@@ -187,6 +246,8 @@ class ResumableStreams:
             stream.grace.cancel()
         if stream.producer is not None:
             stream.producer.cancel()
+        if stream.recording is not None and self.copies is not None:
+            self.copies.end(stream.key)
 
     def _make_room(self) -> None:
         if self._held_bytes <= _MAX_BYTES:
@@ -198,53 +259,15 @@ class ResumableStreams:
             raise unavailable(f"resumable streams hold {self._held_bytes} bytes of events, at most {_MAX_BYTES} may be")
 
 
-class _StreamResponse(Response):
-    """One connection's view of a stream."""
-
-    def __init__(self, stream: _Stream, after: int) -> None:
-        self.status_code = stream.status
-        self.background = None
-        self._stream = stream
-        self._after = after
-        self.init_headers(stream.headers)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        watching = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, watching):
-                task.cancel()
-            ended = await asyncio.gather(sending, watching, return_exceptions=True)
-        if isinstance(ended[0], Exception) and not isinstance(ended[0], OSError):
-            raise ended[0]
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        key = self._stream.key.encode()
-        reading = self._stream.journal.follow(self._after, _QUIET_S)
-        try:
-            async for events in reading:
-                parts = [
-                    b"id: %b:%d\n%b\n\n" % (key, number, event)
-                    for number, event in enumerate(events.parts, events.first)
-                ]
-                await send({"type": "http.response.body", "body": b"".join(parts) or _PING, "more_body": True})
-        except EventsGoneError:
-            await send({"type": "http.response.body", "body": self._too_slow(), "more_body": True})
-        finally:
-            await reading.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _too_slow(self) -> bytes:
-        message = f"the client reads too slowly: more than {_MAX_STREAM_BYTES} bytes were waiting for it"
-        if is_openai(self._stream.path):
-            return b"data: %b\n\n" % openai_error_body(message, "invalid_request_error", "request_cancelled")
-        return b"data: %b\n\n" % error_body(message)
-
-
-async def _disconnect(receive: Receive) -> None:
-    with suppress(OSError):
-        while (await receive())["type"] != "http.disconnect":
-            pass
+def _head(path: str, headers: Sequence[tuple[bytes, bytes]], recording: Recording | None) -> StreamHead:
+    if recording is not None and recording.known is not None:
+        head = recording.known.head
+        return msgspec.structs.replace(head, epoch=head.epoch + 1)
+    return StreamHead(
+        key=uuid.uuid4().hex,
+        owner=current_owner(),
+        path=path,
+        headers=tuple(headers),
+        request=b"" if recording is None else recording.request,
+        identity=b"" if recording is None else recording.identity,
+    )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -61,7 +61,7 @@ class SqliteStorage:
             self._connection.close()
             raise
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors(), self._transaction():
             for write in writes:
                 match write:
@@ -76,6 +76,7 @@ class SqliteStorage:
                 if (excess := self._count_of[owner] - self._capacity.max_documents_per_owner) > 0:
                     self._remove(self._ids("WHERE owner = ? AND NOT is_live ORDER BY created_s LIMIT ?", owner, excess))
             self._evict()
+        return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
         with self._errors():

@@ -1,4 +1,4 @@
-"""Which store a server has, and what it may hold: the settings, and the store that they describe.
+"""Which store a server has and what it may hold, answers for retried requests included: settings, and their store.
 
 For: the command line and the server. Does not know: flags. Invariant: settings that exist can be opened, as far as can
 be said without opening.
@@ -24,6 +24,19 @@ _PERSISTENT_TTL_S: Final = 30 * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IdempotencyLimits:
+    """What is kept of the requests of one API key, or of all clients without keys."""
+
+    ttl_s: float = 600.0
+    """Since its first request; 0: the header is passed over."""
+    max_answers: int = 1000
+    max_bytes: int = 64 << 20
+    """Of answers; the oldest go."""
+    max_answer_bytes: int = 8 << 20
+    """A larger one is not kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSettings:
     """A store, before it is opened."""
 
@@ -35,7 +48,8 @@ class StoreSettings:
     """Of documents and events, about."""
     max_responses_per_key: int = 10_000
     resume_grace_s: float = 30.0
-    """How long a stream that asked to be resumable goes on without a client."""
+    """How long a stream that asked to be resumable goes on without a client, and a request that may be retried."""
+    idempotency: IdempotencyLimits = IdempotencyLimits()
 
     FORMS: ClassVar = "memory, sqlite:PATH, or redis://HOST:PORT/DB"
 

@@ -9,6 +9,7 @@ Source: Triton's generate extension, as recorded from Triton 2.51.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Final
 
 from starlette.requests import Request
@@ -26,7 +27,9 @@ from ..http.routing import Router
 from ..http.tracing import received, sampled, traced
 from ..inference import Inference
 from ..inference_gate import InferenceGate
-from ..journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
+from ..journals.resumable_http import begin_recording, come_back, is_resumable, last_event_id, open_stream
+from ..journals.resumable_streams import ResumableStreams
+from ..journals.stream_record import Recording
 from ..operations.metrics import load_headers
 from .generate_codec import decode_request
 from .generate_events import ResponseEvents, json_of_response
@@ -83,15 +86,16 @@ class GenerateEndpoints:
         return StreamedBody(_once(body), status, self._headers(request, JSON), inference.close)
 
     async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
-        inference = await self._submit(request, model, trace)
+        inference = await self._submit(request, model, trace, is_stream=True)
+        recording = Recording.of(request)
         try:
             first = await _first_response(inference)
             headers = self._headers(request, EVENT_STREAM)
-            events = ResponseEvents(self._gate, inference, first)
+            events = ResponseEvents(self._gate, inference, first, recording)
             status = _status(first)
             if status == 200 and is_resumable(request):
                 inference.outlive_client()
-                return self._streams.open(request, PieceReader(events).pieces(), inference.close, headers)
+                return await open_stream(self._streams, request, PieceReader(events).pieces(), inference.close, headers)
         except BaseException:
             inference.close()
             raise
@@ -101,7 +105,7 @@ class GenerateEndpoints:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
-        return self._streams.come_back(request)
+        return await come_back(self._streams, request)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
         load = load_headers(self._gate.server, request, request.path_params["name"])
@@ -116,12 +120,19 @@ class GenerateEndpoints:
         self._gate.check_room()
         return metadata
 
-    async def _submit(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Inference:
+    async def _submit(
+        self, request: Request, model: ModelMetadata, trace: RequestTrace | None, *, is_stream: bool = False
+    ) -> Inference:
         body = await read_body(request, self._max_body_bytes)
         received(trace)
         version = model_of(request)[1]
         message = await self._gate.decode_in_process(len(body), decode_request, body, model, version)
-        inference = await self._gate.send(message, trace=trace)
+        recording = begin_recording(self._streams, request, body) if is_stream else None
+        backlog = None
+        if recording is not None:
+            message = replace(message, resume=recording.resume(0))
+            backlog = self._gate.new_backlog(recording.num_known)
+        inference = await self._gate.send(message, backlog, trace)
         release_body(request)
         inference.cancel_on_disconnect(request)
         return inference

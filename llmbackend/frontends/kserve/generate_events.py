@@ -16,6 +16,7 @@ from llmbackend.core.outputs import OutputLayout, Outputs
 from ..http.errors import error_body
 from ..inference import Inference
 from ..inference_gate import InferenceGate, are_large
+from ..journals.stream_record import Recording
 from .generate_codec import encode_response, fields_of_response
 
 
@@ -54,8 +55,18 @@ class ResponseEvents:
 
     quiet_s: float | None = None
 
-    def __init__(self, gate: InferenceGate, inference: Inference, first: InferenceResponse | None) -> None:
-        """first: the one that was popped already; None: the model sends none."""
+    def __init__(
+        self,
+        gate: InferenceGate,
+        inference: Inference,
+        first: InferenceResponse | None,
+        recording: Recording | None = None,
+    ) -> None:
+        """first: the one that was popped already; None: the model sends none. recording: of the stream that is made of
+        it."""
+        self._recording = recording
+        if recording is not None and first is not None:
+            recording.delta(0, first.delta)
         self._gate = gate
         self._inference = inference
         self._held = first
@@ -79,6 +90,8 @@ class ResponseEvents:
                 response = inference.pop()[0]
                 if response is None:
                     continue
+                if self._recording is not None:
+                    self._recording.delta(0, response.delta)
                 if are_large(response.outputs):
                     self._held, self.needs_task = response, True
                     return b"".join(parts)

@@ -26,7 +26,7 @@ from .models import ModelCatalog, Target
 from .prompt_details import Writer
 from .requests import GenerationRequest
 
-MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Response]
+MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Awaitable[Response]]
 """(events, what is called when they are over, headers) → the HTTP response that sends them."""
 
 
@@ -67,14 +67,16 @@ async def streamed_answer(
     writer: Writer,
     headers: Callable[[], Mapping[str, str]],
     before_end: Callable[[], Awaitable[None]] | None = None,
-    make: MakeStream = EventStream,
+    make: MakeStream | None = None,
 ) -> Response:
     """The stream that `writer` makes of the generation, once its first response is here, which may be an error: that
-    one is raised. before_end: awaited before the last events are sent."""
+    one is raised. before_end: awaited before the last events are sent. make: None: an EventStream."""
     try:
         first = await first_arrival(http, generation)
         events = AnswerEvents(generation, first, writer, before_end)
-        return make(events, generation.close, stream_headers(headers()))
+        if make is None:
+            return EventStream(events, generation.close, stream_headers(headers()))
+        return await make(events, generation.close, stream_headers(headers()))
     except BaseException:
         generation.close()
         raise

@@ -17,8 +17,9 @@ from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import InferenceRequest, ParameterValue
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.inference import Inference
+from llmbackend.frontends.inference import Inference, Item
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.stream_record import Recording
 
 from .answer_plan import AnswerPlan
 from .errors import OpenAIError
@@ -56,8 +57,10 @@ class Generation:
         *,
         plan: AnswerPlan | None = None,
         trace: RequestTrace | None = None,
+        recording: Recording | None = None,
     ) -> None:
-        """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first."""
+        """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first.
+        recording: of the stream that is made of it."""
         self._request = request
         self._plan = plan
         self._gate = gate
@@ -67,9 +70,10 @@ class Generation:
         self._listener: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._open = len(request.prompts)
+        self._recording = recording
         options = _options(request, target, plan)
         parameters: dict[str, ParameterValue] = {MAX_TOKENS_MUST_FIT: True} if request.max_tokens_field else {}
-        backlog = gate.new_backlog()
+        backlog = gate.new_backlog(0 if recording is None else recording.num_known)
         gate.admit(request.num_generations)
         count = request.num_generations // len(request.prompts)
         try:
@@ -81,6 +85,7 @@ class Generation:
                     trace=part,
                     inputs=(target.model.fitted(request.prompts[index]), *options),
                     parameters=parameters,
+                    resume=None if recording is None else recording.resume(index),
                 )
                 self._index_of[gate.submit(message, backlog, self._on_responses, count)] = index
         except BaseException:
@@ -124,9 +129,16 @@ class Generation:
         """The next delta, None when none is here. Raises OpenAIError when the inference it belongs to failed."""
         if not self._arrived:
             return None
-        inference = self._arrived.popleft()
+        if self._recording is None:
+            inference = self._arrived.popleft()
+            item = inference.pop()
+        else:
+            recorded = self._pop_recorded(self._recording)
+            if recorded is None:
+                return None
+            inference, item = recorded
         try:
-            delta = read_delta(*inference.pop())
+            delta = read_delta(*item)
         except TritonError as error:
             shown = OpenAIError.of(error)
             if self._plan is not None and self._plan.is_about_calls(shown):
@@ -135,6 +147,17 @@ class Generation:
         if delta.is_final:
             self._open -= 1
         return self._index_of[inference] * self._request.n + delta.sequence_index, delta
+
+    def _pop_recorded(self, recording: Recording) -> tuple[Inference, Item] | None:
+        """The next response in the order of the record, noted in it; None while it is not here."""
+        inference = next((one for one in self._arrived if recording.takes(self._index_of[one])), None)
+        if inference is None:
+            return None
+        self._arrived.remove(inference)
+        item = inference.pop()
+        if item[0] is not None:
+            recording.delta(self._index_of[inference], item[0].delta)
+        return inference, item
 
     async def next(self) -> Arrival:
         """The next delta, as `pop`."""

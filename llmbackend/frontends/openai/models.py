@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
@@ -90,7 +90,7 @@ class Target:
 class ModelCatalog:
     """The models that clients may name."""
 
-    def __init__(self, server: InferenceServer, lora_separator: str = "") -> None:
+    def __init__(self, server: Host, lora_separator: str = "") -> None:
         """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": no adapter has a
         name here."""
         self._server = server

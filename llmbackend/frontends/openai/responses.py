@@ -12,7 +12,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import orjson
+
+from llmbackend.frontends.journals.stream_record import Recording
 
 from .answer_plan import AnswerPlan
 from .answers import Answer
@@ -42,6 +45,13 @@ class Identity:
         """Drawn here, once, and the same from then on, whatever happens to engines. request_id: the client's own."""
         id = request.id_prefix + (request_id or uuid.uuid4().hex)
         return cls(id, int(time.time()), request.model, fingerprint)
+
+    def recorded(self, recording: Recording) -> Identity:
+        """The one that a stream which is made again had; else itself, put on record."""
+        if recording.identity:
+            return msgspec.msgpack.decode(recording.identity, type=Identity)
+        recording.identity = msgspec.msgpack.encode(self)
+        return self
 
     def fields(self, kind: str) -> JsonObject:
         return {

@@ -19,14 +19,22 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Receive, Scope, Send
 
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.event_stream import EventSource, EventStream, PieceReader
+from llmbackend.frontends.http.event_stream import EventSource, PieceReader
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.http.routing import Router
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.response_store import ResponseStore
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams, is_resumable, last_event_id
+from llmbackend.frontends.journals.resumable_http import (
+    begin_recording,
+    come_back,
+    is_resumable,
+    last_event_id,
+    open_stream,
+)
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.stream_record import Recording
 from llmbackend.frontends.operations.metrics import load_headers
 
 from .answer_plan import AnswerPlan, plan_answer
@@ -67,7 +75,7 @@ _REQUEST_ID = re.compile(REQUEST_ID)
 
 
 def create_openai_router(
-    server: InferenceServer,
+    server: Host,
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     gate: InferenceGate | None = None,
     lora_separator: str = "",
@@ -143,35 +151,41 @@ class _OpenAIService:
         request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' is 'true', expected only with 'stream': true")
-        answer = partial(self._answer, http, request)
+        answer = partial(self._answer, http, request, begin_recording(self._streams, http, body))
         return await traced_answer(self._gate, self.catalog, http, start_ns, request, answer)
 
     async def _answer(
-        self, http: Request, request: GenerationRequest, target: Target, trace: RequestTrace | None
+        self,
+        http: Request,
+        request: GenerationRequest,
+        recording: Recording | None,
+        target: Target,
+        trace: RequestTrace | None,
     ) -> Response:
         identity = Identity.of(request, target.model.fingerprint, _request_id(http) or request.request_id)
+        if recording is not None:
+            identity = identity.recorded(recording)
         plan = plan_answer(request, target)
-        generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace)
+        generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace, recording=recording)
         release_body(http)
         headers = partial(load_headers, self._gate.server, http, target.name)
         if request.stream is None:
             work = whole_response(generation, request, identity, plan)
             return await whole_answer(http, generation, work, headers)
         writer = _writer(request, identity, request.stream, plan)
-        return await streamed_answer(http, generation, writer, headers, make=partial(self._streamed, http))
+        make = partial(self._resumable, http) if is_resumable(http) else None
+        return await streamed_answer(http, generation, writer, headers, make=make)
 
-    def _streamed(
+    async def _resumable(
         self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
     ) -> Response:
-        if not is_resumable(http):
-            return EventStream(events, on_close, headers)
-        return self._streams.open(http, PieceReader(events).pieces(), on_close, headers)
+        return await open_stream(self._streams, http, PieceReader(events).pieces(), on_close, headers)
 
     async def _come_back(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
         await read_body(self._gate, http, self._max_body_bytes)
         release_body(http)
-        return self._streams.come_back(http)
+        return await come_back(self._streams, http)
 
 
 def _guarded(handler: Endpoint) -> Endpoint:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
@@ -19,12 +20,13 @@ from prometheus_client.core import Metric
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 
 from ..http.errors import error_body
 from ..http.request_scope import header
 from ..http.responses import TEXT, plain
 
+LOOP_DELAY: Final = "llmbackend:event_loop_delay_seconds"
 _TYPES: Final = frozenset({"counter", "gauge", "histogram", "summary"})
 PROMETHEUS_TEXT: Final = "text/plain; charset=utf-8"
 FORMAT_HEADER: Final = b"endpoint-load-metrics-format"
@@ -33,14 +35,24 @@ KV_CACHE_FAMILY: Final = "nv_trt_llm_kv_cache_block_metrics"
 _BLOCK_TYPE: Final = "kv_cache_block_type"
 
 
-def render(registry: CollectorRegistry) -> bytes:
+async def metrics_page(registry: CollectorRegistry) -> bytes:
+    """The page, with how long this event loop kept its callbacks waiting just now. Measured only here, so that an idle
+    server sleeps."""
+    asked_s = time.monotonic()
+    await asyncio.sleep(0)  # one round of the loop
+    delay = Metric(LOOP_DELAY, "One round of the event loop that serves the clients, at this scrape.", "gauge")
+    delay.add_sample(LOOP_DELAY, {}, time.monotonic() - asked_s)
+    return await asyncio.to_thread(render, registry, delay)
+
+
+def render(registry: CollectorRegistry, *more: Metric) -> bytes:
     """The metrics page, in Prometheus' format 0.0.4, with whole numbers without a fraction as Triton prints them.
 
     The name on HELP and TYPE is that of the family's samples, so that a scraper knows their type: prometheus_client's
     own renderer appends `_total` there to every counter, also to those that Triton prints without it, like
     nv_inference_request_success."""
     lines: list[str] = []
-    for metric in registry.collect():
+    for metric in (*registry.collect(), *more):
         name = _family_name(metric)
         kind = metric.type if metric.type in _TYPES else "untyped"
         lines.append(f"# HELP {name} {_escape(metric.documentation)}")
@@ -87,7 +99,7 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
         if scope["method"] != "GET":
             response = plain(error_body("Method Not Allowed"), 405, TEXT)
         elif scope["path"] in ("/metrics", "/metrics/"):
-            response = plain(await asyncio.to_thread(render, registry), content_type=PROMETHEUS_TEXT)
+            response = plain(await metrics_page(registry), content_type=PROMETHEUS_TEXT)
         else:
             response = plain(content_type=PROMETHEUS_TEXT)
         await response(scope, receive, send)
@@ -95,7 +107,7 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
     return app
 
 
-def load_headers(server: InferenceServer, request: Request, model: str) -> dict[str, str]:
+def load_headers(server: Host, request: Request, model: str) -> dict[str, str]:
     """The load header, when `request` asks for it and the model reports its load; else nothing.
 
     Source: Triton's orca_http.cc: request header `endpoint-load-metrics-format: text|json`. By design different: the
@@ -105,7 +117,7 @@ def load_headers(server: InferenceServer, request: Request, model: str) -> dict[
     return {LOAD_HEADER: text} if text else {}
 
 
-def _load(server: InferenceServer, model: str, style: str) -> str:
+def _load(server: Host, model: str, style: str) -> str:
     if style not in ("text", "json"):
         return ""
     found: defaultdict[str, dict[str, float]] = defaultdict(dict)

@@ -14,12 +14,13 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 import orjson
+from prometheus_client import CollectorRegistry
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend import __version__
 from llmbackend.core.errors import unavailable
-from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_response
@@ -27,7 +28,7 @@ from ..http.openapi_parts import Json, closed, json_response, operation, plain_r
 from ..http.responses import JSON, TEXT, plain
 from ..http.routing import Router
 from ..inference_gate import InferenceGate
-from .metrics import PROMETHEUS_TEXT, render
+from .metrics import PROMETHEUS_TEXT, metrics_page
 
 T = TypeVar("T")
 _HEALTH: Final = {"200": plain_response("It does.", TEXT)} | refusals("Error", 503)
@@ -52,7 +53,7 @@ class ReadinessProbes:
     Each question is asked on one thread at a time, so many probes of a slow model cost one thread, and nothing else
     waits for a model that hangs."""
 
-    def __init__(self, server: InferenceServer) -> None:
+    def __init__(self, server: Host) -> None:
         self._server = server
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}
@@ -104,14 +105,14 @@ def _on_a_thread(ask: Callable[[], T]) -> Future[T]:
 
 class ProbeEndpoints:
     """The paths of vLLM's server for probes. /health, /health/ready and /ping say what /v2/health/ready says, in vLLM's
-    statuses. `has_metrics`: whether the metrics page is served here, too.
+    statuses. `metrics`: what the metrics page shows that is served here, too.
 
     Source: vLLM's api_server (/health, /ping, /version, /load, /metrics), /health/ready of Triton's OpenAI frontend."""
 
-    def __init__(self, gate: InferenceGate, has_metrics: bool) -> None:
+    def __init__(self, gate: InferenceGate, metrics: CollectorRegistry | None) -> None:
         self._gate = gate
+        self._metrics = metrics
         self._probes = ReadinessProbes(gate.server)
-        self._has_metrics = has_metrics
 
     def add_to(self, router: Router) -> None:
         router.add_handler("/health", self.health, methods=["GET"])
@@ -119,7 +120,7 @@ class ProbeEndpoints:
         router.add_handler("/ping", self.health, methods=["GET", "POST"])  # SageMaker's probe
         router.add_handler("/version", self.version, methods=["GET"])
         router.add_handler("/load", self.load, methods=["GET"])
-        if self._has_metrics:
+        if self._metrics is not None:
             router.add_handler("/metrics", self.metrics, methods=["GET"])
 
     async def health(self, request: Request) -> Response:
@@ -137,5 +138,6 @@ class ProbeEndpoints:
         return plain(orjson.dumps({"server_load": self._gate.open_inferences}), content_type=JSON)
 
     async def metrics(self, request: Request) -> Response:
-        page = await asyncio.to_thread(render, self._gate.server.metrics_registry)
+        assert self._metrics is not None, "without metrics there is no route"
+        page = await metrics_page(self._metrics)
         return plain(page, content_type=PROMETHEUS_TEXT)

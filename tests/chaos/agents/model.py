@@ -34,11 +34,15 @@ def _prepare(version: Path) -> None:
     for seed, adapter in enumerate(_ADAPTERS):
         _write_adapter(version, adapter, seed)
     (version / "multi_lora.json").write_text(json.dumps({name: f"weights/{name}" for name in _ADAPTERS}))
-    template = version / "chat_template.jinja"
-    text = template.read_text()
+    (version / "chat_template.jinja").write_text(thinking_template(version))
+
+
+def thinking_template(version: Path) -> str:
+    """That of a copy of the bundled model, for a model that can think."""
+    text = (version / "chat_template.jinja").read_text()
     end = text.rindex("{%- endif -%}")
     assert _GENERATION in text[:end], "the template no longer ends with the turn of the assistant"
-    template.write_text(text[:end] + _THINKING + "{#- </think> ends it. -#}\n" + text[end:])
+    return text[:end] + _THINKING + "{#- </think> ends it. -#}\n" + text[end:]
 
 
 def _write_adapter(version: Path, name: str, seed: int) -> None:

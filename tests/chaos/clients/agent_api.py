@@ -14,7 +14,7 @@ import httpx
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
-from .http_transport import http_transport
+from .http_transport import http_transport, key_header
 
 _PATH = "/v1/chat/completions"
 
@@ -31,7 +31,7 @@ class AgentClient:
         body = spec.sampling | ({"stream": True, "stream_options": {"include_usage": True}} if spec.streams else {})
         identity = ChatIdentity()
         try:
-            async with self._http.stream("POST", _PATH, json=body) as answer:
+            async with self._http.stream("POST", _PATH, json=body, headers=key_header(spec)) as answer:
                 if answer.status_code != 200:
                     raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
                 if not spec.streams:

@@ -13,7 +13,7 @@ import httpx
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
-from .http_transport import http_transport
+from .http_transport import http_transport, key_header
 from .tensors import input_values, piece_of
 
 
@@ -30,7 +30,7 @@ class GenerateClient:
         path = f"/v2/models/{spec.model}/{kind}"
         tokens = 0
         try:
-            async with self._http.stream("POST", path, json=input_values(spec)) as answer:
+            async with self._http.stream("POST", path, json=input_values(spec), headers=key_header(spec)) as answer:
                 if answer.status_code != 200:
                     raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
                 async for line in answer.aiter_lines():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -28,31 +29,41 @@ class GrpcClient:
         await self._client.close()
 
     async def pieces(self, spec: StreamSpec) -> AsyncIterator[Piece]:
-        inputs = [_tensor(name, value) for name, value in input_values(spec).items()]
-        request = {"model_name": spec.model, "inputs": inputs, "enable_empty_final_response": True}
-        answers: Any = self._client.stream_infer(_once(request), headers={"triton_grpc_error": "true"})
         tokens = 0
-        try:
-            async for result, error in answers:
-                if error is not None:
-                    raise StreamFailed(error.message() or "", error.status() or "")
-                outputs = _outputs(result)
+        async with aclosing(results(self._client, request_of(spec))) as answers:  # type: ignore[type-var]
+            async for result in answers:
+                outputs = outputs_of_result(result)
                 if "text_output" not in outputs:
                     continue  # the empty final response
                 piece = piece_of(outputs, tokens)
                 assert piece.usage is not None
                 tokens = piece.usage[1]
                 yield piece
-        except grpc.aio.AioRpcError as error:
-            raise StreamFailed(error.details() or "", error.code().name) from error
-        except InferenceServerException as error:
-            raise StreamFailed(error.message() or "", error.status() or "") from error
-        except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise StreamFailed("the call was cancelled by the server's end", "CANCELLED") from None
-        finally:
-            answers.cancel()
+
+
+def request_of(spec: StreamSpec) -> dict[str, Any]:
+    inputs = [_tensor(name, value) for name, value in input_values(spec).items()]
+    return {"model_name": spec.model, "inputs": inputs, "enable_empty_final_response": True}
+
+
+async def results(client: aio_client.InferenceServerClient, request: dict[str, Any]) -> AsyncIterator[InferResult]:
+    """Of one call of ModelStreamInfer. Raises StreamFailed."""
+    answers: Any = client.stream_infer(_once(request), headers={"triton_grpc_error": "true"})
+    try:
+        async for result, error in answers:
+            if error is not None:
+                raise StreamFailed(error.message() or "", error.status() or "")
+            yield result
+    except grpc.aio.AioRpcError as error:
+        raise StreamFailed(error.details() or "", error.code().name) from error
+    except InferenceServerException as error:
+        raise StreamFailed(error.message() or "", error.status() or "") from error
+    except asyncio.CancelledError:
+        if (task := asyncio.current_task()) is not None and task.cancelling():
+            raise
+        raise StreamFailed("the call was cancelled by the server's end", "CANCELLED") from None
+    finally:
+        answers.cancel()
 
 
 async def _once(request: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -66,7 +77,7 @@ def _tensor(name: str, value: str | bool) -> InferInput:
     return made
 
 
-def _outputs(result: InferResult) -> dict[str, Any]:
+def outputs_of_result(result: InferResult) -> dict[str, Any]:
     arrays = {output.name: result.as_numpy(output.name) for output in result.get_response().outputs}
     values: dict[str, Any] = {}
     for name, array in arrays.items():

@@ -9,6 +9,8 @@ import socket
 from types import ModuleType
 from typing import Any
 
+from ..specs import StreamSpec
+
 
 def http_transport(httpx: ModuleType, receive_buffer_bytes: int = 0) -> Any:
     """The AsyncHTTPTransport of `httpx`, or of httpx2, which the openai client uses. receive_buffer_bytes: of each
@@ -16,3 +18,7 @@ def http_transport(httpx: ModuleType, receive_buffer_bytes: int = 0) -> Any:
     options = [(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer_bytes)] if receive_buffer_bytes else []
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncHTTPTransport(limits=limits, socket_options=options, trust_env=False)
+
+
+def key_header(spec: StreamSpec) -> dict[str, str]:
+    return {"idempotency-key": spec.key} if spec.key else {}

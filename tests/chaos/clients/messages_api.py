@@ -15,7 +15,7 @@ import httpx
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
 from .events import Event, Identity, events
-from .http_transport import http_transport
+from .http_transport import http_transport, key_header
 
 _PATH = "/v1/messages"
 _HEADERS = {"anthropic-version": "2023-06-01"}
@@ -37,7 +37,7 @@ class MessagesClient:
         body = spec.sampling | ({"stream": True} if spec.streams else {})
         reading = _Reading()
         try:
-            async with self._http.stream("POST", _PATH, json=body) as answer:
+            async with self._http.stream("POST", _PATH, json=body, headers=key_header(spec)) as answer:
                 if spec.streams:
                     async for event in events(answer, lambda event: event["type"] == "message_stop"):
                         yield Piece(parts=tuple(reading.parts(event)))

@@ -13,7 +13,7 @@ import openai
 
 from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
-from .http_transport import http_transport
+from .http_transport import http_transport, key_header
 
 _OPENAI_FIELDS = frozenset(
     ("max_tokens", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "stop", "logit_bias")
@@ -50,6 +50,7 @@ class OpenAIClient:
     async def _create(self, spec: StreamSpec) -> Any:
         fields = {name: value for name, value in spec.sampling.items() if name in _OPENAI_FIELDS}
         fields["extra_body"] = {name: value for name, value in spec.sampling.items() if name not in _OPENAI_FIELDS}
+        fields["extra_headers"] = key_header(spec)
         if spec.streams:
             fields |= {"stream": True, "stream_options": {"include_usage": True}}
         if spec.protocol == "chat":

@@ -6,10 +6,8 @@ event that does not have what the deltas had, end the stream with an error.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import random
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -20,21 +18,23 @@ from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
 from .events import Event, Identity, events
 from .http_transport import http_transport
+from .patience import NO_PATIENCE, Patience, Waiting
 
 _PATH = "/v1/responses"
 _LAST = ("response.completed", "response.incomplete", "response.failed", "response.cancelled")
-_AGAIN_S = 0.05
 Result = TypeVar("Result")
 _TEXTS = {"message": "text", "reasoning": "reasoning", "function_call": "arguments", "custom_tool_call": "input"}
 """The name of an item's text among the parts."""
 
 
 class ResponsesClient:
-    """address: asked before each request, since a server that was started again has another. patience_s: how long a
-    background response's reader tries to come back to a server that is gone."""
+    """address: asked before each request, since a server that was started again has another. patience: of a background
+    response's reader whose server is gone."""
 
-    def __init__(self, address: Callable[[], str], receive_buffer_bytes: int = 0, patience_s: float = 0.0) -> None:
-        self._address, self._patience_s = address, patience_s
+    def __init__(
+        self, address: Callable[[], str], receive_buffer_bytes: int = 0, patience: Patience = NO_PATIENCE
+    ) -> None:
+        self._address, self._patience = address, patience
         self._http = httpx.AsyncClient(timeout=None, transport=http_transport(httpx, receive_buffer_bytes))
 
     async def close(self) -> None:
@@ -57,16 +57,18 @@ class ResponsesClient:
 
     async def _by_cursor(self, spec: StreamSpec, seen: _Reading) -> AsyncIterator[Piece]:
         """Reads a few events at a time, each time on a new connection."""
-        created = await self._patiently(lambda: self._posted(spec.sampling | {"background": True, "store": True}))
+        waiting = self._patience.begin(spec)
+        created = await self._patiently(
+            waiting, lambda: self._posted(spec.sampling | {"background": True, "store": True})
+        )
         if created["status"] not in ("queued", "in_progress"):
             raise StreamFailed(f"a background response begins as {created['status']}", "identity")
         seen.identity.keep("id", created["id"])
         rng = random.Random(spec.index)
         while not seen.is_over:
-            for event in await self._patiently(lambda: self._next_events(created["id"], seen.cursor, rng)):
+            for event in await self._patiently(waiting, lambda: self._next_events(created["id"], seen.cursor, rng)):
                 yield seen.piece(event)
-        stored = await self._patiently(lambda: self._http.get(f"{self._url()}/{created['id']}"))
-        seen.check_whole(stored.json())
+        seen.check_whole(await self._patiently(waiting, lambda: self._stored(created["id"])))
 
     async def _next_events(self, name: str, cursor: int, rng: random.Random) -> list[Event]:
         """Some of those behind the cursor, over a connection of their own; fewer where it breaks."""
@@ -87,20 +89,28 @@ class ResponsesClient:
                     raise
         return found
 
-    async def _patiently(self, once: Callable[[], Awaitable[Result]]) -> Result:
+    async def _patiently(self, waiting: Waiting, once: Callable[[], Awaitable[Result]]) -> Result:
         """Again and again while there is no server."""
-        deadline_s = time.monotonic() + self._patience_s
         while True:
             try:
-                return await once()
-            except (httpx.HTTPError, StreamFailed) as error:
-                is_gone = isinstance(error, httpx.HTTPError) or error.code in ("connection", "503")
-                if not is_gone or time.monotonic() > deadline_s:
-                    raise
-            await asyncio.sleep(_AGAIN_S)
+                result = await once()
+            except httpx.HTTPError as error:
+                await waiting.again(StreamFailed(f"{type(error).__name__}: {error}", "connection"))
+            except StreamFailed as error:
+                await waiting.again(error)
+            else:
+                waiting.served()
+                return result
 
     async def _posted(self, body: dict[str, Any]) -> dict[str, Any]:
         answer = await self._http.post(self._url(), json=body)
+        if answer.status_code != 200:
+            raise StreamFailed(answer.text, str(answer.status_code))
+        document: dict[str, Any] = answer.json()
+        return document
+
+    async def _stored(self, name: str) -> dict[str, Any]:
+        answer = await self._http.get(f"{self._url()}/{name}")
         if answer.status_code != 200:
             raise StreamFailed(answer.text, str(answer.status_code))
         document: dict[str, Any] = answer.json()

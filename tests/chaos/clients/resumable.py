@@ -1,14 +1,14 @@
 """Streams whose connections break again and again: generate_stream and chats of agents, read on by `Last-Event-ID`.
 
 Invariant: see the package. Each event comes once, whatever the connections do: ids that are not one after the other end
-the stream with an error.
+the stream with an error. A stream of which no event came is begun again where its connection is lost.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -19,16 +19,25 @@ from ..specs import StreamSpec
 from .agent_api import ChatIdentity
 from .generate import outputs_of
 from .http_transport import http_transport
+from .patience import NO_PATIENCE, Patience
 from .tensors import input_values, piece_of
 
 _LONGEST = 40
-"""Events that one connection gives before it breaks."""
 
 
 class ResumableClient:
-    def __init__(self, address: str, receive_buffer_bytes: int = 0) -> None:
-        transport = http_transport(httpx, receive_buffer_bytes)
-        self._http = httpx.AsyncClient(base_url=f"http://{address}", timeout=None, transport=transport)
+    """address: asked before each request, where a client may come back to another server. patience: of a client whose
+    server is gone. longest: events that one connection gives before its client leaves it."""
+
+    def __init__(
+        self,
+        address: Callable[[], str],
+        receive_buffer_bytes: int = 0,
+        patience: Patience = NO_PATIENCE,
+        longest: int = _LONGEST,
+    ) -> None:
+        self._address, self._patience, self._longest = address, patience, longest
+        self._http = httpx.AsyncClient(timeout=None, transport=http_transport(httpx, receive_buffer_bytes))
 
     async def close(self) -> None:
         await self._http.aclose()
@@ -48,29 +57,59 @@ class ResumableClient:
 
     async def _datas(self, spec: StreamSpec) -> AsyncIterator[str]:
         path, body = _request(spec)
-        rng, headers, next_number, stream = random.Random(spec.index), {"x-resumable-stream": "true"}, 0, ""
-        try:
-            while True:
-                left = rng.randint(1, _LONGEST)
-                async with self._http.stream("POST", path, json=body, headers=headers) as answer:
-                    if answer.status_code != 200:
-                        raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
-                    stream = answer.headers["x-stream-id"]
-                    async with aclosing(_events(answer)) as events:  # type: ignore[type-var]
-                        async for name, data in events:
-                            if name != f"{stream}:{next_number}":
-                                raise StreamFailed(f"event {name} came in place of {next_number}", "identity")
-                            next_number += 1
-                            if data != "[DONE]":
-                                yield data
-                            left -= 1
-                            if not left:
-                                break
-                        else:
-                            return
-                headers = {"last-event-id": f"{stream}:{next_number - 1}"}
-        except httpx.HTTPError as error:
-            raise StreamFailed(f"{type(error).__name__}: {error}", "connection") from error
+        rng, reading = random.Random(spec.index), _Reading()
+        waiting = self._patience.begin(spec)
+        while not reading.is_over:
+            try:
+                async for data in self._one_connection(path, body, reading, rng.randint(1, self._longest)):
+                    waiting.served()
+                    yield data
+            except httpx.HTTPError as error:
+                await waiting.again(StreamFailed(f"{type(error).__name__}: {error}", "connection"))
+            except StreamFailed as error:
+                await waiting.again(error)
+
+    async def _one_connection(
+        self, path: str, body: dict[str, Any], reading: _Reading, most: int
+    ) -> AsyncIterator[str]:
+        url = f"http://{self._address()}{path}"
+        async with self._http.stream("POST", url, json=body, headers=reading.headers()) as answer:
+            if answer.status_code != 200:
+                raise StreamFailed((await answer.aread()).decode(), str(answer.status_code))
+            reading.on(answer.headers["x-stream-id"])
+            async with aclosing(_events(answer)) as events:  # type: ignore[type-var]
+                async for name, data in events:
+                    reading.event(name)
+                    if data != "[DONE]":
+                        yield data
+                    most -= 1
+                    if not most:
+                        return
+        reading.is_over = True
+
+
+class _Reading:
+    """One stream as far as it was read. Owner: its reader."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self._stream = ""
+        self._next_number = 0
+
+    def headers(self) -> dict[str, str]:
+        if not self._next_number:
+            return {"x-resumable-stream": "true"}
+        return {"last-event-id": f"{self._stream}:{self._next_number - 1}"}
+
+    def on(self, stream: str) -> None:
+        if self._next_number and stream != self._stream:
+            raise StreamFailed(f"the stream is {stream!r}, and was {self._stream!r}", "identity")
+        self._stream = stream
+
+    def event(self, name: str) -> None:
+        if name != f"{self._stream}:{self._next_number}":
+            raise StreamFailed(f"event {name} came in place of {self._next_number}", "identity")
+        self._next_number += 1
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[tuple[str, str]]:

@@ -93,3 +93,44 @@ def test_a_redis_that_is_away(redis_url: str) -> None:
                 await store.put(document("b"))
 
     asyncio.run(run())
+
+
+def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
+    """It lost its lease while it stood still: what it writes afterwards does not count, and its readers go on with what
+    the other server writes."""
+
+    async def run() -> None:
+        stores = [
+            ResponseStore(RedisStorage(redis_url, CAPACITY), StoreOptions(ttl_s=100.0), Clock()) for _ in range(2)
+        ]
+        for store in stores:
+            store.producer = Collecting()
+        first, second = stores
+        await first.start()
+        log = first.begin(document("a", is_live=True))
+        failures: list[Exception] = []
+        log.on_failure = failures.append
+        log.append([b"0"], b"p0")
+        await log.committed()
+        reader = asyncio.create_task(events_of(log.journal))
+        storage = first._commits._storage
+        assert isinstance(storage, RedisStorage)
+        storage._closing.set()  # it stands still
+        storage._redis.delete(f"llmbackend:responses:instance:{storage._instance}")
+        await second.start()
+        (taken,) = second.producer.found  # type: ignore[union-attr]
+        going_on, progress = await second.resume(taken)
+        assert progress == [b"p0"]
+        going_on.append([b"1"], b"p1")
+        await going_on.committed()
+        log.append([b"never"], b"never")
+        await log.committed()
+        await log.finish(replace(log.document, body=b'"never"'), [b"never"])
+        assert len(failures) == 1 and "another server goes on with 'a'" in str(failures[0])
+        await going_on.finish(replace(taken, body=b"[]"), [b"2"])
+        assert await reader == [(0, b"0"), (1, b"1"), (2, b"2")]
+        assert (await first.get("", "response", "a")).body == b"[]"
+        for store in stores:
+            await store.close()
+
+    asyncio.run(run())

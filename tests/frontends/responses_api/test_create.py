@@ -267,9 +267,10 @@ def test_a_model_that_tells_counts_with_each_response(failing: openai.OpenAI) ->
 class FullStorage(MemoryStorage):
     """A disk without room."""
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> None:
+    def commit(self, writes: Sequence[Write], now_s: float) -> tuple[str, ...]:
         if writes:
             raise StoreError("the disk is full")
+        return ()
 
 
 def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer) -> None:

@@ -124,7 +124,7 @@ def on_ranks(size: int, work: Callable[[Collectives], T]) -> list[T]:
 
 def part_of(loaded: LoadedModel, ranks: Collectives) -> tuple[Decoder, dict[nn.Module, LayerShape]]:
     assert loaded.decoder is not None, loaded.why_modules
-    sharding = Sharding(ranks, CPU)
+    sharding = Sharding(ranks, CPU, loaded.dtype)
     return sharding.decoder(loaded.decoder, loaded.layer_shapes), sharding.layer_shapes(loaded.layer_shapes)
 
 

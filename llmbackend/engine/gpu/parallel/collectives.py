@@ -1,26 +1,35 @@
-"""What the ranks of one engine compute together: sums over ranks, and all ranks' rows.
+"""What the ranks of one engine compute together: sums over the ranks of a stage, and what stages hand on.
 
-For: sharded weights, which call it between two products of the program. Does not know: models, steps, processes.
-Invariants: every rank makes the same calls in the same order, with the same shapes; all get the same bits, so that they
-sample the same tokens without exchanging them; sockets listen on the loopback interface only.
+For: sharded weights, which call it between two products of the program; the program of a stage; sampling. Does not
+know: models, steps, processes. Invariants: every rank makes the same calls in the same order, with the same shapes; all
+ranks of a stage get the same bits, so that they go on alike without exchanging more; sockets listen on the address that
+the ranks meet at.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
+import struct
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from .place import RankPlace
+
 LOOPBACK = "127.0.0.1"
 _NETWORK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """The interfaces by which ranks find each other; data between the GPUs of a host do not use them."""
+_SIOCGIFADDR = 0x8915
 
 
 class Collectives(Protocol):
+    """Of the ranks of one stage."""
+
     @property
     def rank(self) -> int: ...
 
@@ -34,67 +43,135 @@ class Collectives(Protocol):
         """All ranks' x, by rank: [size, *x.shape]. x is contiguous."""
 
 
-class ProcessGroup:
-    """The ranks as the process group that `join` made: NCCL between GPUs, gloo between CPUs."""
+class Ranks:
+    """All ranks as the process groups that `join` made: NCCL between GPUs, gloo between CPUs."""
 
-    def __init__(self, rank: int, size: int, in_order: bool = False) -> None:
-        """in_order: sums are computed in the order of ranks 0, 1, 2, …; with more than two ranks, a library's own order
-        may depend on how many numbers there are to sum."""
+    def __init__(self, place: RankPlace) -> None:
+        self.place = place
+        self.of_stage = StageGroup(place.share, place.tensor_size)
+        self._device = torch.device("cpu")
+
+    @property
+    def is_first(self) -> bool:
+        return self.place.is_first
+
+    @property
+    def is_last(self) -> bool:
+        return self.place.is_last
+
+    def receive(self, residual: torch.Tensor) -> None:
+        dist.recv(residual, self.place.rank - self.place.tensor_size)
+
+    def send(self, residual: torch.Tensor) -> None:
+        dist.send(residual, self.place.rank + self.place.tensor_size)
+
+    def from_sampler(self, x: torch.Tensor) -> None:
+        """x of the rank that samples, in place, on all ranks."""
+        dist.broadcast(x, self.place.sampler)
+
+    def least(self, numbers: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' numbers, place by place."""
+        together = torch.tensor(numbers, dtype=torch.int64, device=self._device)
+        dist.all_reduce(together, dist.ReduceOp.MIN)
+        return together.tolist()
+
+    def most(self, count: int) -> int:
+        return -self.least([-count])[0]
+
+    def join(
+        self, device: torch.device, address: str, port: int, timeout_s: float, meeting: socket.socket | None = None
+    ) -> None:
+        """Meets the other ranks. meeting: rank 0's socket from `listen`. There is one group of ranks for a process,
+        until `leave`. Raises RuntimeError when the other ranks do not come within timeout_s."""
+        place, timeout = self.place, timedelta(seconds=timeout_s)
+        own_address = address if meeting is not None else _own_address(address, port)
+        for name in _NETWORK_INTERFACES if (interface := _interface_of(own_address)) else ():
+            os.environ.setdefault(name, interface)
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            address,
+            port,
+            place.size,
+            is_master=meeting is not None,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=meeting.detach() if meeting is not None else None,
+        )
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=store,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        self._device = device
+        self.of_stage.group = _stage_group(place)
+
+
+class StageGroup:
+    """The ranks of this rank's stage."""
+
+    def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
-        self._in_order = in_order and size > 2
+        self.group: Any = None
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        if not self._in_order:
-            dist.all_reduce(x)
-            return
-        first, *others = self.all_gather(x)
-        for other in others:
-            first += other
-        x.copy_(first)
+        if self.size > 1:
+            dist.all_reduce(x, group=self.group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            return x[None]
         gathered = x.new_empty((self.size, *x.shape))
-        dist.all_gather(list(gathered.unbind()), x)
+        dist.all_gather(list(gathered.unbind()), x, group=self.group)
         return gathered
 
 
-def listen() -> tuple[socket.socket, int]:
+def listen(address: str) -> tuple[socket.socket, int]:
     """The socket where the ranks will meet, and its port."""
-    meeting = socket.create_server((LOOPBACK, 0))
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    meeting = socket.create_server((address, 0), family=family)
     return meeting, int(meeting.getsockname()[1])
-
-
-def join(
-    ranks: ProcessGroup, device: torch.device, port: int, timeout_s: float, meeting: socket.socket | None = None
-) -> None:
-    """Meets the other ranks. meeting: rank 0's socket from `listen`. There is one group for a process, until `leave`.
-    Raises RuntimeError when the other ranks do not come within timeout_s."""
-    for name in _NETWORK_INTERFACES:
-        os.environ.setdefault(name, "lo")
-    timeout = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        LOOPBACK,
-        port,
-        ranks.size,
-        is_master=meeting is not None,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=meeting.detach() if meeting is not None else None,
-    )
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=store,
-        rank=ranks.rank,
-        world_size=ranks.size,
-        timeout=timeout,
-        device_id=device if on_gpu else None,
-    )
 
 
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _stage_group(place: RankPlace) -> Any:
+    """Every rank makes the groups of all stages, in the same order."""
+    if place.pipeline_size == 1:
+        return None
+    width = place.tensor_size
+    groups = [dist.new_group(list(range(i * width, (i + 1) * width))) for i in range(place.pipeline_size)]
+    return groups[place.stage]
+
+
+def _own_address(address: str, port: int) -> str:
+    """This machine's address on the way to that one. Sends nothing."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, port))
+        return str(probe.getsockname()[0])
+
+
+def _interface_of(address: str) -> str:
+    """The network interface that has this IPv4 address; "" = torch finds one."""
+    if ":" in address:
+        return ""
+    if address.startswith("127."):
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has none
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return ""

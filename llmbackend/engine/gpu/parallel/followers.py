@@ -1,10 +1,11 @@
-"""The processes of ranks 1 and up, as rank 0 handles them: forked, told the same messages, ended with the engine.
+"""The processes of ranks 1 and up, as rank 0 handles them: forked or met, told the same, ended with the engine.
 
 For: the engine's process, which is rank 0. Does not know: models, steps, torch.
-Invariants: they are forked before the engine's process starts a thread or uses a device, so that a fork costs
-milliseconds and shares what is imported; the kernel ends a follower when the engine's process ends for any reason; a
-follower that ends while steps are computed ends the engine's process, because the other ranks would wait for it
-forever, and the supervisor of that process starts a new one.
+Invariants: those on this machine are forked before the engine's process starts a thread or uses a device, so that a
+fork costs milliseconds and shares what is imported, and the kernel ends them when the engine's process ends for any
+reason; those that others start end with their connection; a follower that is lost while steps are computed ends the
+engine's process, because the other ranks would wait for it forever, and the supervisor of that process starts a new
+one.
 """
 
 from __future__ import annotations
@@ -25,24 +26,36 @@ from typing import NoReturn
 
 import msgspec
 
-from .messages import Message, Stop
+from ...config import EngineConfig
+from ...errors import LOST_RANK_EXIT_CODE
+from ...load_progress import report
+from .links import RankListener
+from .messages import Failed, FromFollower, Loaded, Message, Stop
 
 logger = logging.getLogger(__name__)
 
-LOST_EXIT_CODE = 70
-"""Exit code of an engine's process that lost a rank."""
 CLOSE_TIMEOUT_S = 3.0
 GRACE_S = 2.0
+NOTICE_S = 0.5
+"""A step that fails because a rank was lost is reported so much later, so that the loss is noticed first and named."""
 _PR_SET_PDEATHSIG = 1
 
 _encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(FromFollower).decode
 
 
 @dataclass(frozen=True, slots=True)
 class Follower:
     rank: int
-    pid: int
     link: Connection
+    pid: int | None = None
+    """Of one that this process forked."""
+    machine: str = ""
+    """Of one that others started."""
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.machine}" if self.machine else f"rank {self.rank}"
 
 
 class Followers:
@@ -62,16 +75,21 @@ class Followers:
         """Waits until each has loaded its part of the model. Raises ValueError with the reason of one that cannot."""
         for follower in self._followers:
             try:
-                error = follower.link.recv_bytes().decode()
-            except EOFError:
-                raise ValueError(f"rank {follower.rank} ended while it loaded the model") from None
-            if error:
-                raise ValueError(error)
+                loaded = _decode(follower.link.recv_bytes())
+            except (EOFError, OSError):
+                raise ValueError(f"{follower.name} ended while it loaded the model") from None
+            if loaded.error:
+                raise ValueError(f"{follower.name}: {loaded.error}")
 
     def watch(self) -> None:
         """From now on this process ends when a follower ends."""
         self._watcher = threading.Thread(target=self._await_end, name="llm-followers", daemon=True)
         self._watcher.start()
+
+    def abandon_step(self, reason: str) -> NoReturn:
+        """As `abandon`, unless a follower's end is the reason: that is noticed within NOTICE_S."""
+        time.sleep(NOTICE_S)
+        self.abandon(reason)
 
     def abandon(self, reason: str) -> NoReturn:
         """Ends this process, and with it the followers, at once: their devices may be waiting for each other."""
@@ -79,7 +97,7 @@ class Followers:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os._exit(LOST_EXIT_CODE)
+        os._exit(LOST_RANK_EXIT_CODE)
 
     def stop(self) -> None:
         """Tells the followers to end, and returns at once."""
@@ -97,9 +115,11 @@ class Followers:
             with contextlib.suppress(EOFError, OSError):
                 while follower.link.poll(max(deadline_s - time.monotonic(), 0.0)):
                     follower.link.recv_bytes()
-                os.kill(follower.pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(follower.pid, 0)
+                if follower.pid is not None:
+                    os.kill(follower.pid, signal.SIGKILL)
+            if follower.pid is not None:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(follower.pid, 0)
         if self._watcher is not None:
             self._watcher.join()
         for follower in self._followers:
@@ -112,9 +132,11 @@ class Followers:
         if self._closing.is_set():
             return
         for follower in (follower for follower in self._followers if follower.link in ready):
-            reason = f"rank {follower.rank} ended"
+            reason = f"{follower.name} was lost"
             with contextlib.suppress(EOFError, OSError):
-                reason = follower.link.recv_bytes().decode()
+                last = _decode(follower.link.recv_bytes())
+                assert isinstance(last, Failed)
+                reason = f"{follower.name}: {last.error}"
                 if self._closing.wait(GRACE_S):
                     return
             self.abandon(reason)
@@ -134,8 +156,53 @@ def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs
                 os.close(descriptor)
             _run(rank, Connection(theirs.detach()), run)
         theirs.close()
-        followers.append(Follower(rank, pid, Connection(ours.detach())))
+        followers.append(Follower(rank, Connection(ours.detach()), pid))
     return Followers(followers)
+
+
+def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: str) -> Followers:
+    """Waits for ranks that others started, which come when they have loaded their parts. Raises ValueError for one that
+    can not take part, or that does not come within the time of a load."""
+    met: dict[int, Follower] = {}
+    deadline_s = time.monotonic() + config.load_timeout_s
+    listener.listen()
+    with contextlib.ExitStack() as on_failure:
+        while missing := sorted(set(range(1, config.num_ranks)) - met.keys()):
+            names = ", ".join(map(str, missing))
+            report(f"waiting for rank {names}")
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise ValueError(f"rank {names} did not come within {config.load_timeout_s:g} s")
+            if (come := listener.accept(left_s)) is None:
+                continue
+            on_failure.callback(come[0].close)
+            follower = _welcome(*come, fingerprint)
+            if follower is None:
+                continue
+            if follower.rank in missing:
+                met[follower.rank] = follower
+            else:
+                logger.warning("%s came although there is one", follower.name)
+                follower.link.close()
+        on_failure.pop_all()
+    return Followers([met[rank] for rank in sorted(met)])
+
+
+def _welcome(link: Connection, address: str, fingerprint: str) -> Follower | None:
+    """None: it was gone again. Raises ValueError."""
+    try:
+        loaded = _decode(link.recv_bytes())
+    except (EOFError, OSError):
+        return None
+    assert isinstance(loaded, Loaded)
+    follower = Follower(loaded.rank, link, machine=f"{loaded.machine} ({address})")
+    if loaded.error:
+        raise ValueError(f"{follower.name}: {loaded.error}")
+    if loaded.fingerprint != fingerprint:
+        raise ValueError(
+            f"{follower.name} has release and arguments {loaded.fingerprint}, expected {fingerprint}, those of rank 0"
+        )
+    return follower
 
 
 def _run(rank: int, link: Connection, run: Callable[[int, Connection], None]) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: every call of its own runner, and what is new in the row table.
+"""What rank 0 tells the other ranks: every call of its own runner, and what is new in the row table; and their answers.
 
 For: rank 0's runner and followers, which keep a table of their own. Does not know: how messages travel, what a step
 computes. Invariants: all are frozen, and each is sent to all followers in the order of the calls of rank 0's runner;
@@ -56,8 +56,9 @@ class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """All ranks have loaded: meet the others at this port."""
+    """All ranks have loaded: meet the others at this address."""
 
+    address: str
     port: int
 
 
@@ -66,6 +67,26 @@ class Stop(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 Message = Join | RowAdded | RowRemoved | Step | Masks | Collect | Stop
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A follower's first message: it has its part of the model, or an error says why not."""
+
+    rank: int
+    machine: str
+    """For people."""
+    fingerprint: str
+    """Of its config and release (`fingerprint_of`)."""
+    error: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A follower's last message: it can not go on."""
+
+    error: str
+
+
+FromFollower = Loaded | Failed
 
 
 class TableSender:

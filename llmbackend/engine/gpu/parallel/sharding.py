@@ -1,104 +1,77 @@
-"""A rank's part of a model, read from the model's files: whole heads and columns of what splits, all of what does not.
+"""A rank's part of a model: its stage's layers, whole heads and columns of what splits there, all of what does not.
 
-For: a rank, between loading a model and building its program. Does not know: processes, steps, how a product is
-computed. Invariants: the parts of all ranks together are the model; every rank's program computes the same hidden
-states, since after the two products of a layer whose inputs are split the ranks' results are summed; what cannot be
-split evenly is refused by name; the whole model is in host memory only, and freed before the program is built.
+For: a rank, between loading a model and building its program. Does not know: files, processes, steps, how a product is
+computed. Invariants: the parts of all ranks together are the model; every rank of a stage computes the same hidden
+states, since the two products of a layer whose inputs are on several ranks put these, or their results, together; what
+cannot be split evenly is refused by name.
 Source: Megatron-LM's split of attention and MLP (arXiv 1909.08053, §3).
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
-import msgspec
 import torch
 from torch import nn
 
-from ... import lean_imports
 from ...attention.interface import LayerShape
-from ...config import EngineConfig
 from ...errors import UnshardableError
 from ...model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
-from ...model.loader import LoadedModel, load_model
-from ..weights import DenseWeight, DeviceWeight, Matmul, QuantizedLinear, SplittableWeight, check_device
-from .collectives import Collectives, ProcessGroup
+from ..weights import DenseWeight, DeviceWeight, SplittableWeight
+from .collectives import Collectives
+from .place import RankPlace
+from .split_weights import GatheredWeight, GatheringWeight, SummedWeight
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SummedWeight:
-    """This rank's input columns of a matrix: the product is the sum of all ranks' products."""
-
-    local: DeviceWeight
-    ranks: Collectives
-
-    @property
-    def n(self) -> int:
-        return self.local.n
-
-    @property
-    def k(self) -> int:
-        """The number of this rank's columns."""
-        return self.local.k
-
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        self.local.multiply(matmul, x, None, out)
-        self.ranks.all_reduce(out)
-        if bias is not None:
-            out += bias
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GatheredWeight:
-    """This rank's output rows of a matrix, the last rank's padded with zeros: the product is all ranks' products side
-    by side."""
-
-    local: DeviceWeight
-    ranks: Collectives
-    n: int
-
-    @property
-    def k(self) -> int:
-        return self.local.k
-
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        part = out.new_empty((len(x), self.local.n))
-        self.local.multiply(matmul, x, None, part)
-        parts = self.ranks.all_gather(part)
-        out.copy_(parts.transpose(0, 1).flatten(1)[:, : self.n])
-        if bias is not None:
-            out += bias
+T = TypeVar("T")
 
 
 class Sharding:
-    """The part of rank `ranks.rank`. Weights are copied to `device`, so that the whole model can be freed."""
+    """The part of one rank. Weights are copied to `device`, so that the whole model can be freed."""
 
-    def __init__(self, ranks: Collectives, device: torch.device) -> None:
+    def __init__(
+        self,
+        ranks: Collectives,
+        device: torch.device,
+        dtype: torch.dtype,
+        place: RankPlace | None = None,
+        is_exact: bool = False,
+    ) -> None:
+        """ranks: of the stage. dtype: the model's. place: None: there is one stage. is_exact: no sum of a product is
+        split over ranks."""
+        self._is_exact = is_exact
         self._ranks = ranks
+        self._to: dict[str, Any] = {"device": device, "dtype": dtype}
         self._device = device
+        self._place = place or RankPlace(ranks.rank, ranks.size)
 
     def layer_shapes(self, shapes: Mapping[nn.Module, LayerShape]) -> dict[nn.Module, LayerShape]:
         """The KV shapes of this rank. Raises UnshardableError."""
-        return {
-            module: replace(shape, num_kv_heads=len(self._kv_heads(shape.num_kv_heads)))
-            for module, shape in shapes.items()
-        }
+        own = self._own(list(shapes.items()))
+        return {module: replace(shape, num_kv_heads=len(self._kv_heads(shape.num_kv_heads))) for module, shape in own}
 
     def decoder(self, decoder: Decoder, shapes: Mapping[nn.Module, LayerShape]) -> Decoder:
-        """shapes: of the whole model. Raises UnshardableError."""
-        embedding = decoder.embedding.to(self._device)
+        """shapes: of the whole model. Raises UnshardableError. What a stage does not have is empty: the embedding where
+        it is not the first one, the head where it is not the last."""
+        embedding = _copied(decoder.embedding if self._place.is_first else decoder.embedding[:0], self._to)
         return replace(
             decoder,
             embedding=embedding,
-            layers=tuple(self._layer(layer, shapes[layer.module]) for layer in decoder.layers),
+            layers=tuple(self._layer(layer, shapes[layer.module]) for layer in self._own(decoder.layers)),
             norm=replace(decoder.norm, weight=decoder.norm.weight.to(self._device)),
-            head=self._head(decoder, embedding),
+            head=self._head(decoder, embedding) if self._place.is_last else self._no_head(decoder),
         )
+
+    def _own(self, layers: Sequence[T]) -> Sequence[T]:
+        if len(layers) < self._place.pipeline_size:
+            size = self._place.pipeline_size
+            raise UnshardableError(
+                f"engine argument 'pipeline_parallel_size' is {size}, which the model does not allow: it has "
+                f"{len(layers)} layers"
+            )
+        own = self._place.layers(len(layers))
+        return layers[own.start : own.stop]
 
     def _layer(self, layer: Layer, shape: LayerShape) -> Layer:
         return replace(
@@ -112,7 +85,7 @@ class Sharding:
         )
 
     def _attention(self, attention: Attention, shape: LayerShape) -> Attention:
-        if attention.norm_whole:
+        if attention.norm_whole and self._ranks.size > 1:
             raise UnshardableError(self._refusal("it norms queries and keys over all heads together"))
         head_dim = shape.key_dim
         heads = self._part(attention.out.weight.k // head_dim, "attention heads")
@@ -152,28 +125,53 @@ class Sharding:
         )
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
-        """A head that is tied to the embedding is a part of the embedding on the device, too."""
-        vocab_size, weight = decoder.head.weight.n, _dense(decoder.head)
-        width = -(-vocab_size // self._ranks.size)
-        part = range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
+        """A head that is tied to the embedding is a part of the embedding on the device, too, where that is there."""
+        weight, own = _dense(decoder.head), self._own_outputs(decoder.head.weight.n)
         is_tied = weight.data_ptr() == decoder.embedding.data_ptr() and weight.shape == decoder.embedding.shape
-        local = (embedding if is_tied else weight)[part.start : part.stop].to(self._device)
-        if len(local) < width:
-            local = nn.functional.pad(local, (0, 0, 0, width - len(local)))
+        is_there = is_tied and self._place.is_first
+        local = embedding[own.start : own.stop] if is_there else _copied(weight[own.start : own.stop], self._to)
         bias = decoder.head.bias
         return Projection(
-            GatheredWeight(DenseWeight(local.contiguous()), self._ranks, vocab_size),
-            None if bias is None else bias.to(self._device),
+            self._gathered(DenseWeight(local), decoder.head.weight.n), None if bias is None else bias.to(self._device)
         )
+
+    def _own_outputs(self, count: int) -> range:
+        """Those of a matrix that is split as evenly as it goes, whatever its rows mean."""
+        width = -(-count // self._ranks.size)
+        start = min(self._ranks.rank * width, count)
+        return range(start, min(start + width, count))
+
+    def _gathered(self, local: DenseWeight, count: int) -> DeviceWeight:
+        """local: this rank's outputs of so many."""
+        if self._ranks.size == 1:
+            return local
+        missing = -(-count // self._ranks.size) - local.n
+        if missing:
+            local = DenseWeight(nn.functional.pad(local.tensor, (0, 0, 0, missing)))
+        return GatheredWeight(local, self._ranks, count)
+
+    def _no_head(self, decoder: Decoder) -> Projection:
+        return Projection(DenseWeight(torch.empty((0, decoder.head.weight.k), **self._to)), None)
 
     def _rows(self, projection: Projection, rows: torch.Tensor) -> Projection:
         weight, bias = _splittable(projection).rows(rows), projection.bias
         return Projection(weight.to(self._device), None if bias is None else bias[rows].to(self._device))
 
     def _columns(self, projection: Projection, columns: range) -> Projection:
-        local = _splittable(projection).columns(columns).to(self._device)
-        bias = projection.bias
-        return Projection(SummedWeight(local, self._ranks), None if bias is None else bias.to(self._device))
+        """A product whose inputs are on all ranks; `columns` are this one's."""
+        weight, bias = _splittable(projection), projection.bias
+        return Projection(self._of_inputs(weight, columns), None if bias is None else bias.to(self._device))
+
+    def _of_inputs(self, weight: Any, columns: range) -> DeviceWeight:
+        if self._ranks.size == 1:
+            return cast(DeviceWeight, weight.to(self._device))
+        if not self._is_exact:
+            return SummedWeight(weight.columns(columns).to(self._device), self._ranks)
+        if weight.n % self._ranks.size:
+            raise UnshardableError(self._refusal(f"it has a width of {weight.n}"))
+        own = self._own_outputs(weight.n)
+        rows = weight.rows(torch.arange(own.start, own.stop)).to(self._device)
+        return GatheringWeight(GatheredWeight(rows, self._ranks, weight.n))
 
     def _bias(self, projection: Projection, part: range) -> torch.Tensor | None:
         return None if projection.bias is None else projection.bias[part.start : part.stop].to(self._device)
@@ -213,59 +211,6 @@ def _dense(projection: Projection) -> torch.Tensor:
     return projection.weight.tensor
 
 
-def _device_of(config: EngineConfig, rank: int) -> torch.device:
-    first = torch.device(config.device)
-    return torch.device("cuda", (first.index or 0) + rank) if first.type == "cuda" else first
-
-
-def refusal(config: EngineConfig, why: str) -> ValueError:
-    size = config.tensor_parallel_size
-    return ValueError(f"engine argument 'tensor_parallel_size' is {size}, which the model does not allow: {why}")
-
-
-def load_part(config: EngineConfig, ranks: ProcessGroup) -> LoadedModel:
-    """Raises ValueError or OSError with a text for the user, and torch.OutOfMemoryError."""
-    device = _device_of(config, ranks.rank)
-    loaded = _load(config, device)
-    if loaded.decoder is None:
-        raise refusal(config, loaded.why_modules)
-    sharding, checked = Sharding(ranks, device), loaded.checked
-    part = dataclasses.replace(
-        loaded,
-        decoder=sharding.decoder(loaded.decoder, loaded.layer_shapes),
-        layer_shapes=sharding.layer_shapes(loaded.layer_shapes),
-        device=device,
-        checked=dataclasses.replace(
-            checked,
-            sequences=tuple(sequence.to(device) for sequence in checked.sequences),
-            logits=checked.logits.to(device),
-        ),
-    )
-    _drop_weights(loaded.model)
-    return part
-
-
-def _load(config: EngineConfig, device: torch.device) -> LoadedModel:
-    """The whole model, in host memory."""
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"engine argument 'tensor_parallel_size' is {config.tensor_parallel_size}, from device '{config.device}' "
-            f"on, but this torch ({torch.__version__}) sees {torch.cuda.device_count()} CUDA devices"
-        )
-    cores = len(os.sched_getaffinity(0))
-    torch.set_num_threads(config.num_threads or max(cores // config.tensor_parallel_size, 1))
-    lean = lean_imports.without_compiler() if device.type == "cpu" else contextlib.nullcontext()
-    with lean:
-        loaded = load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
-    if config.quantization is not None:
-        check_device(config.quantization, device, loaded.dtype)
-    return loaded
-
-
-def _drop_weights(model: nn.Module) -> None:
-    """Frees the weights of the whole model. From now on its modules are only the keys of the layers' KV memory."""
-    for module in model.modules():
-        if isinstance(module, QuantizedLinear):
-            del module.quantized
-    for parameter in model.parameters():
-        parameter.data = torch.empty(0)
+def _copied(x: torch.Tensor, to: Mapping[str, Any]) -> torch.Tensor:
+    """In memory of its own: x may be a mapped file."""
+    return x.to(**to, copy=True)

@@ -53,6 +53,8 @@ struct TileMemory {
             tiles = own.take<Tile>(plan.num_tiles);
             cut = own.take<CutTile>(plan.num_cut);
             q = own.take<float>(static_cast<size_t>(num_rows) * op.head_dim);
+            q_units = own.take<float>(num_rows);
+            units = own.take<float>(op.kv_type == Type::kFixed16 ? 2 * kChunk : 0);
             first = own.take<int32_t>(num_rows);
             last = own.take<int32_t>(num_rows);
             state = own.take_state(num_rows, width);
@@ -66,6 +68,8 @@ struct TileMemory {
     Tile* tiles;
     CutTile* cut;
     float* q;  // room for as many float32; see RowBlock
+    float* q_units;
+    float* units;  // fixed16: of a chunk's keys, then of its values
     int32_t* first;
     int32_t* last;
     SoftmaxState state;  // of the partition that is being visited
@@ -140,14 +144,23 @@ class TileRunner {
             const int block = r / rows_per_block_ * rows_per_block_, size = std::min(rows_per_block_, num_rows_ - block);
             const float* q = query(tile, r);
             Factor<T>* to = queries() + static_cast<size_t>(block) * op_.head_dim + kQueryStep<T> * (r - block);
-            place_query(q, to, size, Factor<T>{});
+            memory_.q_units[r] = place_query(q, to, size, Factor<T>{});
         }
     }
 
-    void place_query(const float* q, float* to, int num_rows, float) const {
+    float place_query(const float* q, float* to, int num_rows, float) const {
         for (int d = 0; d < op_.head_dim; d++) to[static_cast<size_t>(d) * num_rows] = q[d] * op_.scaling;
+        return 1.0f;
     }
-    void place_query(const float* q, bf16* to, int num_rows, bf16) const {
+    // Integers whose norm times that of a key's is below 2^31.
+    float place_query(const float* q, fixed16* to, int num_rows, fixed16) const {
+        const QueryScale scale(q, op_.head_dim);
+        each_integer(q, op_.head_dim, scale.factor, [&](int d, int integer) {
+            to[static_cast<size_t>(d / 2) * 2 * num_rows + d % 2] = {static_cast<int16_t>(integer)};
+        });
+        return scale.unit * op_.scaling;
+    }
+    float place_query(const float* q, bf16* to, int num_rows, bf16) const {
         int d = 0;
         for (; d + kLanes <= op_.head_dim; d += kLanes) {
             bf16 rounded[kLanes];
@@ -157,6 +170,7 @@ class TileRunner {
         }
         for (; d < op_.head_dim; d++)
             to[static_cast<size_t>(d / 2) * 2 * num_rows + d % 2] = to_bf16(q[d] * op_.scaling);
+        return 1.0f;
     }
 
     Factor<T>* queries() const { return reinterpret_cast<Factor<T>*>(memory_.q); }
@@ -170,10 +184,19 @@ class TileRunner {
             const size_t slab = places_.slab(tile, position);
             chunk.keys[sub] = static_cast<const T*>(op_.keys) + slab + kColumnStep<T> * offset;
             chunk.values[sub] = static_cast<const T*>(op_.values) + slab + static_cast<size_t>(offset) * op_.head_dim;
+            if constexpr (kIsFixed<T>) read_units(chunk, sub);
         }
         for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_keys[sub] = ahead_.next();
         for (int sub = subs.begin; sub < subs.end; sub++) chunk.ahead_of_values[sub] = ahead_.next();
         return chunk;
+    }
+
+    void read_units(Chunk<T>& chunk, int sub) const {
+        float* units = memory_.units + sub * kSubBlock;
+        for (int i = 0; i < kSubBlock; i += kLanes)
+            load_units(chunk.keys[sub] + 2 * i, op_.block_size, units + i, units + kChunk + i);
+        chunk.key_units = memory_.units;
+        chunk.value_units = memory_.units + kChunk;
     }
 
     // Copies the values of a chunk to rows of padded_dim, where head_dim is no multiple of a vector.
@@ -192,7 +215,7 @@ class TileRunner {
     }
 
     RowBlock<T> rows_from(int r) const {
-        return {queries() + static_cast<size_t>(r) * op_.head_dim, memory_.first + r, memory_.last + r,
+        return {queries() + static_cast<size_t>(r) * op_.head_dim, memory_.q_units + r, memory_.first + r, memory_.last + r,
                 rows_of(state_, r)};
     }
 
@@ -272,6 +295,9 @@ inline void attend(Worker& worker, const AttentionOp& op, const Step& step, char
 }
 
 inline void attention(Worker& worker, const AttentionOp& op, const Step& step, char* scratch) {
+#if defined(LLMB_FIXED_POINT_KV)
+    if (op.kv_type == Type::kFixed16) return attend<fixed16>(worker, op, step, scratch);
+#endif
     if (op.kv_type == Type::kBfloat16) attend<bf16>(worker, op, step, scratch);
     else attend<float>(worker, op, step, scratch);
 }

@@ -9,8 +9,10 @@
 
 #include <cfloat>
 #include <cstddef>
+#include <type_traits>
 #include <utility>
 
+#include "fixed16.h"
 #include "numbers.h"
 #include "step.h"
 
@@ -32,14 +34,20 @@ constexpr float kNothingSeen = -FLT_MAX;  // a maximum over no score: finite, so
 template <class T>
 constexpr int kColumnStep = sizeof(T) == 2 ? 2 : 1;
 
+template <class T>
+constexpr bool kIsFixed = std::is_same_v<T, fixed16>;
+
 // What keys and values are multiplied with: rounded queries and weights where there are dot products of pairs.
 #if defined(LLMB_BF16_DOTS)
 template <class T>
 using Factor = T;
 #else
 template <class T>
-using Factor = float;
+using Factor = std::conditional_t<kIsFixed<T>, fixed16, float>;
 #endif
+
+template <class T>
+using Sum = std::conditional_t<kIsFixed<T>, Ints, Floats>;
 
 // How many elements of a block's queries lie between neighbouring rows: [dim][rows], or [dim/2][rows][2].
 template <class T>
@@ -90,9 +98,14 @@ inline void multiply(const float* a, const T* b, int width, int num_pairs, Ahead
 }
 
 #if defined(LLMB_BF16_DOTS)
+inline Floats dot_pairs(Ints a, Ints b, Floats c) { return dot(a, b, c); }
+#endif
+
+#if defined(LLMB_BF16_DOTS) || defined(LLMB_FIXED_POINT_KV)
 // c[r][v] += sum over pairs i of a[r * kRowStep + 2 * i * kStep ..] * b[i][v]: one chain per element.
-template <int kRowStep, int kStep, int R, int V>
-inline void multiply(const bf16* a, const bf16* b, int width, int num_pairs, Ahead& ahead, Floats (&c)[R][V]) {
+template <int kRowStep, int kStep, class T, int R, int V>
+    requires(sizeof(T) == 2)
+inline void multiply(const T* a, const T* b, int width, int num_pairs, Ahead& ahead, Sum<T> (&c)[R][V]) {
     for (int i = 0; i < num_pairs; i++) {
         Ints pairs[V];
         for (int v = 0; v < V; v++) pairs[v] = load_pairs(b + 2 * kLanes * v);
@@ -100,7 +113,7 @@ inline void multiply(const bf16* a, const bf16* b, int width, int num_pairs, Ahe
         for (int r = 0; r < R; r++) {
             int32_t both;
             std::memcpy(&both, a + r * kRowStep, sizeof both);
-            for (int v = 0; v < V; v++) c[r][v] = dot(Ints{} + both, pairs[v], c[r][v]);
+            for (int v = 0; v < V; v++) c[r][v] = dot_pairs(Ints{} + both, pairs[v], c[r][v]);
         }
         a += 2 * kStep;
         b += 2 * width;
@@ -119,6 +132,7 @@ struct SoftmaxState {
 template <class T>
 struct RowBlock {
     const Factor<T>* q;    // [dim][rows] or [dim/2][rows][2], scaled
+    const float* q_units;  // [rows]: fixed16: what a product of q with 2^15 stands for
     const int32_t* first;  // [rows]: the oldest position a row sees
     const int32_t* last;   // [rows]: its own
     SoftmaxState state;
@@ -131,6 +145,8 @@ struct Chunk {
     int start;  // absolute position
     const T* keys[kChunkBlocks];
     const T* values[kChunkBlocks];
+    const float* key_units;    // [kChunk]: fixed16: what 2^15 stands for at a position
+    const float* value_units;
     const char* ahead_of_keys[kChunkBlocks];
     const char* ahead_of_values[kChunkBlocks];
 };
@@ -172,6 +188,16 @@ inline Floats weight_of(Floats x) {
 
 inline float weight_of(float x) { return weight_of(splat(x))[0]; }
 
+inline Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+// kLanes scores of row r, at `column` of the chunk, from sums of products.
+template <class T>
+inline Floats scores_of(const Chunk<T>&, const RowBlock<T>&, int, int, Floats sums) { return sums; }
+template <class T>
+inline Floats scores_of(const Chunk<T>& chunk, const RowBlock<T>& rows, int r, int column, Ints sums) {
+    return to_floats(sums) * splat(rows.q_units[r]) * load(chunk.key_units + column);
+}
+
 // Scores of sub-blocks from..to-1 into scores [R][kChunk].
 template <class T, int R>
 inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, int from, int to,
@@ -180,12 +206,14 @@ inline void score_rows(const TileShape& shape, const Chunk<T>& chunk, const RowB
     for (int sub = from; sub < to; sub++) {
         Ahead ahead{chunk.ahead_of_keys[sub], ahead_bytes};
         for (int column = 0; column < kSubBlock; column += kStep) {
-            Floats c[R][kVectors] = {};
+            Sum<T> c[R][kVectors] = {};
             const T* keys = chunk.keys[sub] + kColumnStep<T> * column;
             multiply<kQueryStep<T>, R>(rows.q, keys, shape.block_size, shape.dim / 2, ahead, c);
             for (int r = 0; r < R; r++)
-                for (int v = 0; v < kVectors; v++)
-                    store(scores + r * kChunk + sub * kSubBlock + column + v * kLanes, c[r][v]);
+                for (int v = 0; v < kVectors; v++) {
+                    const int at = sub * kSubBlock + column + v * kLanes;
+                    store(scores + r * kChunk + at, scores_of(chunk, rows, r, at, c[r][v]));
+                }
             ahead.step = 0;
         }
     }
@@ -233,13 +261,43 @@ inline void soften_row(const TileShape& shape, const SoftmaxState& state, int r,
     store(state.sums + r * kLanes, sums);
 }
 
+// Weights times their values' units become integers whose sum is at most about kWeightsSum; returns what a product of one
+// of these with 2^15 stands for.
+constexpr float kWeightsSum = 32000.0f;
+
+inline float round_weights(float* weights, const float* units, int begin, int end, fixed16* rounded) {
+    using Shorts = int16_t __attribute__((vector_size(kLanes * 2)));
+    Floats sums{};
+    for (int i = begin; i < end; i += kLanes) {
+        const Floats scaled = load(weights + i) * load(units + i);
+        store(weights + i, scaled);
+        sums += scaled;
+    }
+    const float total = sum(sums);
+    const Floats factor = splat(total > 0.0f ? kWeightsSum / total : 0.0f), magic = splat(12582912.0f);
+    for (int i = begin; i < end; i += kLanes) {
+        const Floats shifted = fma(load(weights + i), factor, magic);
+        const Shorts integers = __builtin_convertvector((Ints)shifted, Shorts);  // its low mantissa bits
+        std::memcpy(rounded + i, &integers, sizeof integers);
+    }
+    return total * (1.0f / (kWeightsSum * 32768.0f));
+}
+
+// Where the sums of weighted values of one chunk begin, and how they get into a row's state.
+inline void begin_sums(const float* weighted, Floats& sums) { sums = load(weighted); }
+inline void begin_sums(const float*, Ints& sums) { sums = Ints{}; }
+inline void end_sums(float* weighted, float, Floats sums) { store(weighted, sums); }
+inline void end_sums(float* weighted, float unit, Ints sums) {
+    store(weighted, fma(to_floats(sums), splat(unit), load(weighted)));
+}
+
 // Adds weights times values of the chunk's positions begin..end-1 to columns d.. of all rows.
 template <int V, class T, int R>
 inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, const Factor<T>* weights,
-                          int begin, int end, int ahead_bytes, int d) {
-    Floats c[R][V];
+                          const float* units, int begin, int end, int ahead_bytes, int d) {
+    Sum<T> c[R][V];
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) c[r][v] = load(rows.state.weighted + r * shape.padded_dim + d + v * kLanes);
+        for (int v = 0; v < V; v++) begin_sums(rows.state.weighted + r * shape.padded_dim + d + v * kLanes, c[r][v]);
     for (int at = begin; at < end; at += kSubBlock) {
         const int sub = at / kSubBlock;
         const int num_pairs = (end - at < kSubBlock ? end - at + 1 : kSubBlock) / 2;
@@ -248,18 +306,20 @@ inline void weigh_columns(const TileShape& shape, const Chunk<T>& chunk, const R
         multiply<kChunk, 1>(weights + at, values, shape.padded_dim, num_pairs, ahead, c);
     }
     for (int r = 0; r < R; r++)
-        for (int v = 0; v < V; v++) store(rows.state.weighted + r * shape.padded_dim + d + v * kLanes, c[r][v]);
+        for (int v = 0; v < V; v++) end_sums(rows.state.weighted + r * shape.padded_dim + d + v * kLanes, units[r], c[r][v]);
 }
 
 // Weights that are not rounded take the scores' place.
 inline float* weights_beside(float* scores, float*) { return scores; }
-inline bf16* weights_beside(float*, bf16* rounded) { return rounded; }
+template <class T>
+inline T* weights_beside(float*, T* rounded) { return rounded; }
 
 // One chunk for R rows.
 template <class T, int R>
 void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T>& rows, bool fetch_ahead) {
     alignas(64) float scores[R * kChunk];
     alignas(64) Factor<T> rounded[sizeof(Factor<T>) == 4 ? 1 : R * kChunk];
+    [[maybe_unused]] float units[R];  // fixed16: of the weights
     // Rows are in the order of their positions: none sees further back than the first, or further ahead than the last.
     const int from = rows.first[0] > chunk.start ? (rows.first[0] - chunk.start) / kSubBlock : 0;
     const int seen = rows.last[R - 1] + 1 - chunk.start;
@@ -272,13 +332,18 @@ void visit_chunk(const TileShape& shape, const Chunk<T>& chunk, const RowBlock<T
         float* row = scores + r * kChunk;
         const int begin = from * kSubBlock, stop = to * kSubBlock;
         const float best = mask_row(row, begin, stop, chunk.start, rows.first[r], rows.last[r], shape.softcap);
-        soften_row(shape, rows.state, r, row, weights + r * kChunk, begin, stop, best);
+        if constexpr (kIsFixed<T>) {
+            soften_row(shape, rows.state, r, row, row, begin, stop, best);
+            units[r] = round_weights(row, chunk.value_units, begin, stop, weights + r * kChunk);
+        } else {
+            soften_row(shape, rows.state, r, row, weights + r * kChunk, begin, stop, best);
+        }
     }
     int d = 0;
     for (; d + kVectors * kLanes <= shape.padded_dim; d += kVectors * kLanes)
-        weigh_columns<kVectors, T, R>(shape, chunk, rows, weights, from * kSubBlock, end, ahead_bytes, d);
+        weigh_columns<kVectors, T, R>(shape, chunk, rows, weights, units, from * kSubBlock, end, ahead_bytes, d);
     if (d < shape.padded_dim)
-        weigh_columns<1, T, R>(shape, chunk, rows, weights, from * kSubBlock, end, ahead_bytes, d);
+        weigh_columns<1, T, R>(shape, chunk, rows, weights, units, from * kSubBlock, end, ahead_bytes, d);
 }
 
 template <class T>

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "cpu.h"
+#include "glibc.h"
 #include "linear.h"
 #include "memory.h"
 #include "peak.h"
@@ -105,6 +106,16 @@ LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_
 
 // Bits of Feature. Every library answers; the generic one can be asked on any CPU.
 LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }
+
+// Whether keys and values of bfloat16 models are best kept in fixed point: pairs of 16-bit integers are multiplied at twice
+// the rate of float32, and there are no dot products of bfloat16.
+LLMB_EXPORT int32_t llmb_keeps_fixed_point() {
+#if defined(LLMB_FIXED_POINT_KV) && !defined(LLMB_BF16_DOTS)
+    return 1;
+#else
+    return 0;
+#endif
+}
 
 // Multiplies registers for `steps` steps, on the calling thread; the number of operations.
 LLMB_EXPORT int64_t llmb_peak(llmb::Type weights, int64_t steps) { return llmb::peak(weights, steps); }

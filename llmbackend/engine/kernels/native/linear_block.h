@@ -95,6 +95,11 @@ struct RowPointers {
     }
 };
 
+inline Floats add_product(Floats x, Floats w, Floats sum) { return fma(x, w, sum); }
+#if defined(LLMB_BF16_DOTS)
+inline Floats add_product(Ints x, Ints w, Floats sum) { return dot(x, w, sum); }
+#endif
+
 // The running sums of a block: R rows times V vectors of columns, in registers.
 template <int R, int V>
 struct BlockSums {
@@ -105,28 +110,17 @@ struct BlockSums {
             acc[i / V][i % V] = resume ? load(sums + i / V * kPanel + i % V * kLanes) : Floats{};
         });
     }
-    // Adds the product of one k: of x_of(row) and w_of(vector).
+    // Adds the products of x_of(row) and w_of(vector), of one k or of a pair.
     template <class X, class Weights>
     LLMB_INLINE void add(X x_of, Weights w_of) {
-        Floats w[V];
+        using Factor = decltype(w_of(std::integral_constant<int, 0>{}));
+        Factor w[V];
         repeat<V>([&](auto v) LLMB_INLINE { w[v] = w_of(v); });
         repeat<R>([&](auto r) LLMB_INLINE {
-            const Floats x = x_of(r);
-            repeat<V>([&](auto v) LLMB_INLINE { acc[r][v] = fma(x, w[v], acc[r][v]); });
+            const Factor x = x_of(r);
+            repeat<V>([&](auto v) LLMB_INLINE { acc[r][v] = add_product(x, w[v], acc[r][v]); });
         });
     }
-#if defined(LLMB_BF16_DOTS)
-    // Adds the products of two k, as add() does with one.
-    template <class X, class Weights>
-    LLMB_INLINE void add_pairs(X x_of, Weights w_of) {
-        Ints w[V];
-        repeat<V>([&](auto v) LLMB_INLINE { w[v] = w_of(v); });
-        repeat<R>([&](auto r) LLMB_INLINE {
-            const Ints x = x_of(r);
-            repeat<V>([&](auto v) LLMB_INLINE { acc[r][v] = dot(x, w[v], acc[r][v]); });
-        });
-    }
-#endif
     LLMB_INLINE void end(float* sums) const {
         repeat<R * V>([&](auto i) LLMB_INLINE { store(sums + i / V * kPanel + i % V * kLanes, acc[i / V][i % V]); });
     }
@@ -172,16 +166,16 @@ void multiply_block(RowsOf<bf16> x, const bf16* w, int k, float* sums, bool resu
     if (ahead.step_bytes == 0) {
         for (int i = 0; i < k / 2; i++, w += 2 * kPanel, rows.advance()) {
             fetch_near<kStreamPairs>(w);
-            block.add_pairs(pairs, weights);
+            block.add(pairs, weights);
         }
     } else {
         for (int i = 0; i < k / 2; i++, w += 2 * kPanel, rows.advance()) {
             ahead.fetch<kPanel * 2 * sizeof(W), 64>();
             fetch_near<kNearPairs>(w);
-            block.add_pairs(pairs, weights);
+            block.add(pairs, weights);
         }
     }
-    if (k % 2) block.add_pairs([&](auto r) LLMB_INLINE { return rows.template half_pair<r>(); }, weights);
+    if (k % 2) block.add([&](auto r) LLMB_INLINE { return rows.template half_pair<r>(); }, weights);
     block.end(sums);
 }
 #endif

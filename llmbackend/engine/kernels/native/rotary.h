@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 
+#include "fixed16.h"
 #include "numbers.h"
 #include "step.h"
 #include "team.h"
@@ -101,13 +102,30 @@ inline void write_value(T* slab, const float* v, int dim, int row) {
     for (int d = 0; d < dim; d++) to[kStep * d] = finite<T>(v[d]);
 }
 
+
+template <class T>
+inline void write_position(T* keys, T* values, const float* k, const float* v, int dim, int block_size, int offset) {
+    write_key(keys, k, dim, block_size, offset);
+    write_value(values, v, dim, offset);
+}
+
+inline void write_position(fixed16* keys, fixed16* values, const float* k, const float* v, int dim, int block_size,
+                           int offset) {
+    const int exponent = value_exponent(v, dim);
+    encode_key(k, dim, exponent, [&](int d, fixed16 element) {
+        keys[static_cast<size_t>(d / 2) * 2 * block_size + 2 * offset + d % 2] = element;
+    });
+    fixed16* to = values + static_cast<size_t>(offset / 2) * 2 * dim + offset % 2;
+    each_integer(v, dim, unit_factor(exponent), [&](int d, int integer) { to[2 * d] = {static_cast<int16_t>(integer)}; });
+}
+
 template <class T>
 inline void write_heads(const RotaryOp& op, const float* k, const float* v, int first, int last, int slot) {
     const int block = slot / op.block_size, offset = slot % op.block_size;
     for (int head = first; head < last; head++) {
         const size_t slab = (static_cast<size_t>(block) * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        write_key(static_cast<T*>(op.keys) + slab, k + head * op.head_dim, op.head_dim, op.block_size, offset);
-        write_value(static_cast<T*>(op.values) + slab, v + head * op.head_dim, op.head_dim, offset);
+        write_position(static_cast<T*>(op.keys) + slab, static_cast<T*>(op.values) + slab, k + head * op.head_dim,
+                       v + head * op.head_dim, op.head_dim, op.block_size, offset);
     }
 }
 
@@ -125,6 +143,7 @@ inline void rotary_part(const RotaryOp& op, const Step& step, int token, int fir
         rotate_heads(op, k, first, last, cos);
     }
     if (op.kv_type == Type::kBfloat16) write_heads<bf16>(op, k, op.v + row, first, last, step.slots[token]);
+    else if (op.kv_type == Type::kFixed16) write_heads<fixed16>(op, k, op.v + row, first, last, step.slots[token]);
     else write_heads<float>(op, k, op.v + row, first, last, step.slots[token]);
 }
 

@@ -9,7 +9,7 @@
 
 namespace llmb {
 
-enum class Type : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+enum class Type : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFixed16 = 3 };  // kFixed16: of KV alone
 
 // Which rows an operation computes: all tokens of the batch, or those that are sampled.
 enum class Rows : int32_t { kTokens = 0, kSampled = 1 };
@@ -99,7 +99,7 @@ struct LinearOp {
 
 // Per token: normalises (where weights are given) and rotates the heads of q and k in place, and writes k and v to
 // their slot. KV memory of one layer, bfloat16: keys [block][kv_head][dim/2][block_size][2],
-// values [block][kv_head][block_size/2][dim][2]; float32: keys [block][kv_head][dim][block_size],
+// values [block][kv_head][block_size/2][dim][2]; fixed16 (fixed16.h) alike; float32: keys [block][kv_head][dim][block_size],
 // values [block][kv_head][block_size][dim]. What is written is finite (a NaN becomes 0, an infinity the largest number).
 struct RotaryOp {
     Kind kind;

@@ -23,7 +23,7 @@ from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
-from llmbackend.frontends.journals.resumable_streams import refuse_resuming
+from llmbackend.frontends.journals.resumable_http import refuse_resuming
 from llmbackend.frontends.operations.metrics import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer

@@ -1,0 +1,145 @@
+"""Which of several engines a queued request is for, and how long it waits for that one.
+
+For: TaskMap, which asks for each request that an engine with room could take. Does not know: queues, priorities,
+threads. The rule: an engine is as good as the prompt tokens that it need not compute, and REQUEST_TOKENS more for each
+request that it still has room for; the best one takes the request. While the best one has room, the request waits
+WAKE_S for it, in which its loop wakes up; and in any case as long as computing its advantage in tokens anew would take,
+by the time that prompts took lately, up to MAX_WAIT_S. After that any engine takes it. So no request waits longer than
+MAX_WAIT_S from the moment in which an engine with room first left it, whatever becomes of the other engine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .prefix_index import PrefixIndex
+
+REQUEST_TOKENS: Final = 128
+"""How many prompt tokens a place that one more request has taken is worth: the larger, the more evenly are requests
+spread, and the more prefixes are computed more than once."""
+WAKE_S: Final = 0.05
+MAX_WAIT_S: Final = 1.0
+SAMPLE: Final = 8
+"""So many engines, and twice as many of those with the longest prefix, are compared for one request."""
+_WEIGHT: Final = 0.125
+"""Of the latest prompt in the average."""
+_FIRST_GUESS_S: Final = 50e-6
+
+
+@dataclass(slots=True)
+class Place:
+    """Where a queued request waits. Owner: TaskMap, under whose lock it is changed.
+
+    hashes     of its prompt's blocks; () = no prefix of it is looked for
+    waits_for  the engine that it waits for (a bit); 0 = none
+    since_ns   when an engine with room left it for the first time; 0 = none did
+    until_ns   when any engine takes it
+    """
+
+    hashes: Sequence[int] = ()
+    waits_for: int = 0
+    since_ns: int = 0
+    until_ns: int = 0
+
+
+class ReadyEngines:
+    """The engines that are compared. It stays the same from one request to the next.
+
+    room_of  asks an engine (a bit) how many requests it would take
+    mask     all of them
+    """
+
+    def __init__(self, room_of: Mapping[int, Callable[[], int]]) -> None:
+        self.room_of = room_of
+        self.mask = 0
+        for engine in room_of:
+            self.mask |= engine
+        self._engines = tuple(room_of)
+        self.are_few = len(room_of) <= SAMPLE
+
+    def some(self) -> Sequence[int]:
+        """All, or a sample of many: so hosts that share engines do not all choose the same one, and the choice among
+        many takes as long as that among few."""
+        return self._engines if self.are_few else random.sample(self._engines, SAMPLE)
+
+
+class Rooms:
+    """How many requests each engine would take; it is asked when that is needed, and what it is given since counts."""
+
+    def __init__(self, ready: ReadyEngines) -> None:
+        self.ready = ready
+        self._known: dict[int, int] = {}
+
+    def __getitem__(self, engine: int) -> int:
+        room = self._known.get(engine)
+        if room is None:
+            room = self._known[engine] = max(self.ready.room_of[engine](), 0)
+        return room
+
+    def given(self, engine: int) -> None:
+        """The engine gets one more request."""
+        self._known[engine] = self[engine] - 1
+
+
+class Placement:
+    """Of one model. `block_size` is set when its engines begin to say what they have."""
+
+    def __init__(self, index: PrefixIndex) -> None:
+        self.index = index
+        self.block_size = 0
+        """Tokens of a block; 0 = hashes are not computed."""
+        self._prompt_token_s = _FIRST_GUESS_S
+
+    def prompt_computed(self, num_tokens: int, seconds: float) -> None:
+        """An engine computed so many tokens of a prompt within this time of taking it."""
+        if num_tokens > 0:
+            self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
+
+    def takes(self, engine: int, place: Place, rooms: Rooms, now_ns: int) -> bool:
+        """Whether this engine, which is ready and has room, takes the request now."""
+        if place.waits_for == engine:
+            return True
+        if place.waits_for & rooms.ready.mask and now_ns < place.until_ns:
+            return False
+        best, gain_tokens = self._best(engine, place.hashes, rooms)
+        if best == engine:
+            return True
+        place.since_ns = place.since_ns or now_ns
+        place.until_ns = place.since_ns + int(self._wait_s(gain_tokens, rooms[best]) * 1e9)
+        place.waits_for = best
+        return now_ns >= place.until_ns
+
+    def _wait_s(self, gain_tokens: int, room: int) -> float:
+        return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if room > 0 else 0.0)
+
+    def _best(self, asking: int, hashes: Sequence[int], rooms: Rooms) -> tuple[int, int]:
+        """The best engine; and by how many tokens it is better than the asking one. Of equals it is the one with the
+        fewest blocks, so that all caches are used; of such equals, the asking one."""
+        index, ready = self.index, rooms.ready
+        num_blocks, holders = index.longest(ready.mask, hashes)
+
+        def worth(engine: int) -> tuple[int, int]:
+            held = num_blocks if holders & engine else index.num_held(engine, hashes)
+            return held * self.block_size + rooms[engine] * REQUEST_TOKENS, -index.num_blocks(engine)
+
+        engine, own = asking, worth(asking)
+        best = own
+        for other in ready.some() if ready.are_few or not num_blocks else (*ready.some(), *_some_of(holders)):
+            if (others := worth(other)) > best:
+                engine, best = other, others
+        return engine, best[0] - own[0]
+
+
+def _some_of(engines: int) -> Iterator[int]:
+    """Engines of a mask, from a random one on."""
+    first = random.randrange(engines.bit_length())
+    for left in (engines >> first << first, engines & (1 << first) - 1):
+        for _ in range(SAMPLE):
+            if not left:
+                break
+            engine = left & -left
+            left ^= engine
+            yield engine

@@ -1,0 +1,71 @@
+"""What a model does so that requests go to the engines that have the beginnings of their prompts.
+
+For: ModelState, and the loops of its engines, which pass on what those say. Does not know: how an engine is chosen
+(placement.py), or when (TaskMap). Invariant: with one engine nothing is asked, hashed or kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from llmbackend.engine.block_changes import BlockChanges
+from llmbackend.engine.block_hashes import prefix_hashes
+
+from .infer_task import InferTask
+from .placement import Place, Placement
+from .prefix_index import PrefixIndex
+
+if TYPE_CHECKING:
+    from .engine_handle import EngineHandle
+
+
+class PrefixRouting:
+    """Of one model. Any thread, but for `follow`, which its owner locks."""
+
+    def __init__(self, is_enabled: bool) -> None:
+        """is_enabled: whether the engines have prefix caches"""
+        self._is_enabled = is_enabled
+        self._index = PrefixIndex()
+        self.placement = Placement(self._index)
+
+    def follow(self, engines: Sequence[EngineHandle]) -> None:
+        """The model has these engines from now on: where there are several to choose from, they tell what they have."""
+        sizes = {engine.info.block_size for engine in engines}
+        is_wanted = self._is_enabled and len(engines) > 1 and len(sizes) == 1
+        self.placement.block_size = sizes.pop() if is_wanted else 0
+        for engine in engines:
+            engine.manager.follow_prefixes(is_wanted)
+
+    def changed(self, engine: EngineHandle, changes: BlockChanges) -> None:
+        """What an engine says of its prefix cache."""
+        self._index.apply(engine.assignment.bit, changes)
+
+    def ended(self, engine: EngineHandle) -> None:
+        """The engine and its KV are gone; the next one of the handle begins without any."""
+        self._index.forget(engine.assignment.bit)
+
+    def place(self, tasks: Sequence[InferTask]) -> None:
+        """Gives the tasks of a request, which are not queued yet, the hashes by which engines are compared: once for
+        the tasks of one prompt."""
+        block_size = self.placement.block_size
+        if not block_size:
+            return
+        hashes: dict[int, Sequence[int]] = {}
+        for task in tasks:
+            request = task.infer_request
+            if request.sampling.prompt_logprobs is not None:
+                continue  # all of its prompt is computed
+            token_ids = request.prompt_token_ids
+            if task.output_token_ids:  # its client has them from another host
+                task.place = Place(prefix_hashes(request.prefix_salt, (*token_ids, *task.output_token_ids), block_size))
+                continue
+            if id(token_ids) not in hashes:
+                hashes[id(token_ids)] = prefix_hashes(request.prefix_salt, token_ids, block_size)
+            task.place = Place(hashes[id(token_ids)])
+
+    def prompt_computed(self, task: InferTask, now_ns: int) -> None:
+        """An engine gave the task's first token."""
+        if self.placement.block_size:
+            num_tokens = task.num_prompt_tokens - task.num_cached_tokens
+            self.placement.prompt_computed(num_tokens, (now_ns - task.times.taken_ns) * 1e-9)

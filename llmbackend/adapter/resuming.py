@@ -1,0 +1,158 @@
+"""Resumable requests: of what their responses were made, so that another host goes on behind the last one.
+
+For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, who keeps deltas. Invariant:
+all that a generation has beside its request is a function of its seed and of its engines' outputs; a response's delta
+holds these, so that the same outputs make the same responses again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from llmbackend.core.backend_api import ErrorCode, Resume, TritonError, invalid_argument
+from llmbackend.engine.infer_request import StepOutput
+
+
+class KnownError(msgspec.Struct, frozen=True, array_like=True):
+    """The error that a generation ended with."""
+
+    code: ErrorCode
+    message: str
+    param: str | None
+
+    @staticmethod
+    def of(error: TritonError) -> KnownError:
+        return KnownError(error.code, error.message, error.param)
+
+    def error(self) -> TritonError:
+        return TritonError(self.message, self.code, self.param)
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """What one generation adds to a response.
+
+    index    its place among the generations of its request
+    outputs  of engines, since its last response
+    error    in their place, where the generation has failed
+    """
+
+    index: int
+    outputs: tuple[StepOutput, ...] = ()
+    error: KnownError | None = None
+
+
+class _Delta(msgspec.Struct, frozen=True, array_like=True):
+    """What one response was made of.
+
+    pieces  none where an earlier response of the request has them
+    seeds   of the request's prompts (of its generations, where the schema reads these), in the first delta of a request
+    """
+
+    pieces: tuple[Piece, ...] = ()
+    seeds: tuple[int, ...] = ()
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Delta).decode
+
+
+class PieceRecord:
+    """Outputs of one generation that no response was made of yet. Owner: its InferTask."""
+
+    __slots__ = ("_index", "_outputs", "add")
+
+    def __init__(self, index: int) -> None:
+        """index: its place among the generations of its request."""
+        self._index = index
+        self._outputs: list[StepOutput] = []
+        self.add = self._outputs.append
+
+    def take(self) -> Piece:
+        piece = Piece(self._index, tuple(self._outputs))
+        self._outputs.clear()
+        return piece
+
+    def failed(self, error: TritonError) -> Piece:
+        return Piece(self._index, error=KnownError.of(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of a resumable request."""
+
+    seeds: tuple[int, ...] = ()
+    """As in _Delta; () = they are not drawn yet."""
+    pieces: tuple[Piece, ...] = ()
+    """Of its responses so far, in their order."""
+    num_to_skip: int = 0
+    """Responses that are made again, but not sent: their receiver has them."""
+
+    @staticmethod
+    def of(resume: Resume | None) -> Known | None:
+        """None for a request that is not resumable. Raises TritonError INVALID_ARG for deltas that cannot be read."""
+        if resume is None:
+            return None
+        deltas = [_read(number, delta) for number, delta in enumerate(resume.deltas)]
+        return Known(
+            deltas[0].seeds if deltas else (),
+            tuple(piece for delta in deltas for piece in delta.pieces),
+            0 if resume.replays else len(deltas),
+        )
+
+    def seeds_of(self, count: int) -> tuple[int | None, ...]:
+        """The `count` seeds of the request; None where they are not drawn yet. Raises TritonError INVALID_ARG where the
+        deltas are of another request."""
+        if self.seeds and len(self.seeds) != count:
+            raise _refused(f"they are of a request with {len(self.seeds)} seeds, this one has {count}")
+        return self.seeds or (None,) * count
+
+    def check(self, num_generations: int, vocab_size: int) -> None:
+        """Raises TritonError INVALID_ARG where the deltas are of another request."""
+        for piece in self.pieces:
+            if not 0 <= piece.index < num_generations:
+                raise _refused(f"they name generation {piece.index}, the request has {num_generations}")
+            if wrong := [one for one in _token_ids(piece) if not 0 <= one < vocab_size]:
+                raise _refused(f"they hold token {wrong[0]}, expected token ids from 0 to {vocab_size - 1}")
+
+
+class DeltaWriter:
+    """Makes the deltas of one request. Owner: its ResponseSender, under whose lock it is called."""
+
+    __slots__ = ("_num_to_skip", "_seeds")
+
+    def __init__(self, seeds: Sequence[int], num_to_skip: int) -> None:
+        self._seeds = tuple(seeds)
+        self._num_to_skip = num_to_skip
+
+    def skips(self) -> bool:
+        """Whether the next response is one of those that their receiver has; to be asked once for each."""
+        if not self._num_to_skip:
+            return False
+        self._num_to_skip -= 1
+        self._seeds = ()
+        return True
+
+    def delta(self, pieces: tuple[Piece, ...]) -> bytes:
+        if not self._seeds:
+            return _encode(_Delta(pieces))
+        seeds, self._seeds = self._seeds, ()
+        return _encode(_Delta(pieces, seeds))
+
+
+def _read(number: int, delta: bytes) -> _Delta:
+    try:
+        return _decode(delta)
+    except msgspec.MsgspecError as error:
+        raise _refused(f"delta {number} can not be read: {error}") from None
+
+
+def _token_ids(piece: Piece) -> Iterator[int]:
+    for output in piece.outputs:
+        yield from output.token_ids
+
+
+def _refused(text: str) -> TritonError:
+    return invalid_argument(f"the request can not go on behind the deltas of its responses: {text}")

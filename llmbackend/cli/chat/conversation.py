@@ -1,0 +1,139 @@
+"""A conversation: what was said, the next question to the server, and what its answer took.
+
+For: the screen and the commands of the chat. Does not know: terminals. Invariants: `messages` is a list that the server
+would accept: an answer that failed before its first character leaves no question behind, one that was stopped leaves
+what came of it; reasoning is shown, and not sent back.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..api_client import ApiClient, ApiError, ServerEvent, error_text
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some characters of an answer."""
+
+    text: str
+    is_reasoning: bool = False
+
+
+@dataclass(slots=True)
+class Answer:
+    """What one answer took, so far.
+
+    prompt_tokens  the server's count; None = it did not say
+    output_tokens  the same; num_pieces is what came in its place
+    ttft_s         time to first token
+    duration_s     from the question to the last token
+    finish_reason  "" = it was stopped here
+    """
+
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    num_pieces: int = 0
+    ttft_s: float = 0.0
+    duration_s: float = 0.0
+    finish_reason: str = ""
+    text: str = field(default="", repr=False)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Behind the first token; 0 where there was no second one."""
+        tokens = self.num_pieces if self.output_tokens is None else self.output_tokens
+        after_first_s = self.duration_s - self.ttft_s
+        return (tokens - 1) / after_first_s if tokens > 1 and after_first_s > 0 else 0.0
+
+
+class Conversation:
+    def __init__(self, client: ApiClient, model: str, system: str = "", sampling: Mapping[str, Any] = {}) -> None:
+        """sampling: fields of the request, such as temperature."""
+        self.client = client
+        self.model = model
+        self.system = system
+        self.messages: list[Message] = []
+        """Without the system message."""
+        self.answers: list[Answer] = []
+        """All of this session, also those that were cleared."""
+        self._sampling = dict(sampling)
+
+    def ask(self, question: str) -> Generator[Piece, None, None]:
+        """The answer as it comes; close the iterator to stop it. Raises ApiError."""
+        self.messages.append({"role": "user", "content": question})
+        answer = Answer()
+        try:
+            yield from self._answer(answer)
+        finally:
+            if answer.text or answer.finish_reason:
+                self.messages.append({"role": "assistant", "content": answer.text})
+            else:
+                self.messages.pop()
+            if answer.num_pieces:
+                self.answers.append(answer)
+
+    def take_back(self) -> str:
+        """Removes the last question and its answer; the question, "" where there is none."""
+        while self.messages:
+            message = self.messages.pop()
+            if message["role"] == "user":
+                return message["content"]
+        return ""
+
+    def _answer(self, answer: Answer) -> Iterator[Piece]:
+        start_s = time.monotonic()
+        with self.client.events("/chat/completions", self._body()) as events:
+            for event in events:
+                if event.data == "[DONE]":
+                    break
+                for piece in _read_chunk(event, answer):
+                    answer.duration_s = time.monotonic() - start_s
+                    answer.ttft_s = answer.ttft_s or answer.duration_s
+                    answer.num_pieces += 1
+                    answer.text += "" if piece.is_reasoning else piece.text
+                    yield piece
+        if not answer.finish_reason:
+            raise ApiError(f"{self.client.url}: the answer ended before it was complete")
+
+    def _body(self) -> dict[str, Any]:
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return {
+            "model": self.model,
+            "messages": system + self.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._sampling,
+        }
+
+
+def model_names(client: ApiClient) -> list[str]:
+    """The models of the server. Raises ApiError."""
+    listed = client.get("/models")
+    rows = listed.get("data") if isinstance(listed, dict) else None
+    if not isinstance(rows, list):
+        raise ApiError(f"{client.url}/models lists no models: is this an OpenAI-compatible server?")
+    return [str(row["id"]) for row in rows if isinstance(row, dict) and "id" in row]
+
+
+def _read_chunk(event: ServerEvent, answer: Answer) -> Iterator[Piece]:
+    chunk = event.json()
+    if not isinstance(chunk, dict):
+        return
+    if chunk.get("error"):
+        raise ApiError(f"the server ended the answer: {error_text(chunk)}")
+    usage = chunk.get("usage") or {}
+    answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
+    answer.output_tokens = usage.get("completion_tokens", answer.output_tokens)
+    for choice in chunk.get("choices") or ():
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+        delta = choice.get("delta") or {}
+        if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+            yield Piece(str(reasoning), is_reasoning=True)
+        if content := delta.get("content") or delta.get("refusal"):
+            yield Piece(str(content))

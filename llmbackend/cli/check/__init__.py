@@ -1,0 +1,1 @@
+"""`llmbackend check`: would a model load, and what would it take? Begin with command.py."""

@@ -1,0 +1,61 @@
+"""The flags of `llmbackend serve` for several machines as one server.
+
+For: the command line. Does not know: what is done with them. Invariant: a value that cannot be ends with a message that
+names its flag.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from ..cluster.settings import DEFAULT_PORT, DEFAULT_SECRETS, LOOPBACK, ClusterSettings, default_run_folder
+from .flag_groups import bad_option
+
+
+@dataclass(frozen=True)
+class ClusterFlags:
+    PANEL: ClassVar = "Several machines"
+
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="'auto': the first machine of a cluster, or the Ray node that is here; HOST:PORT: join it."),
+    ] = None
+    cluster_bind: Annotated[
+        str, typer.Option(help="This machine's address for the others. The default is for a cluster of one machine.")
+    ] = LOOPBACK
+    cluster_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Of the first machine's Ray, which others join; 0: any.")
+    ] = DEFAULT_PORT
+    cluster_secrets: Annotated[
+        Path, typer.Option(help="The folder with the cluster's secrets, the same on all machines.")
+    ] = DEFAULT_SECRETS
+    cluster_cpus: Annotated[
+        int | None, typer.Option(min=0, help="CPUs of this machine for engines. Default: all that it has.")
+    ] = None
+    cluster_gpus: Annotated[
+        int | None, typer.Option(min=0, help="GPUs of this machine for engines. Default: all that it has.")
+    ] = None
+    cluster_run_folder: Annotated[
+        Path | None, typer.Option(help="Ray's files of this machine; a short path. Default: a folder of this user.")
+    ] = None
+
+    def settings(self) -> ClusterSettings | None:
+        """None: this machine serves alone."""
+        if self.cluster is None:
+            return None
+        try:
+            return ClusterSettings(
+                address=self.cluster,
+                bind=self.cluster_bind,
+                port=self.cluster_port,
+                secrets=self.cluster_secrets,
+                num_cpus=self.cluster_cpus,
+                num_gpus=self.cluster_gpus,
+                run_folder=self.cluster_run_folder or default_run_folder(),
+            )
+        except ValueError as error:
+            raise bad_option("--cluster", str(error)) from None

@@ -1,0 +1,46 @@
+"""Which flags a server was started with, as operators may see them over the network.
+
+For: `llmbackend serve`. Does not know: what flags do. Invariant: a text is shown only for flags that are known to hold
+no secret, so that a flag that is added later shows none by mistake.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+
+HIDDEN: Final = "(not shown)"
+_SHOWN_TEXTS: Final = frozenset(
+    {
+        "model", "model_name", "model_control_mode", "load_model", "model_config_name", "dtype", "device", "tokenizer",
+        "generation_config", "tool_call_parser", "reasoning_parser", "kv_cache_dtype", "quantization", "kernels",
+        "load_format", "transport", "engine_python", "lora_modules", "server_id", "rate_limit", "rate_limit_resource",
+        "http_address", "grpc_address", "metrics_address", "metrics_config", "trusted_proxies", "log_format",
+        "log_file", "trace_file", "trace_level", "grpc_infer_response_compression_level", "lora_separator",
+        "lora_folder", "allowed_origins", "allowed_methods", "allowed_headers",
+    }
+)  # fmt: skip
+_MAX_CHARACTERS: Final = 500
+
+
+def given_flags(context: typer.Context) -> Mapping[str, str]:
+    """Flag → value, of those that differ from their defaults, in the order of the help."""
+    found = {}
+    for parameter in context.command.params:
+        value = context.params.get(parameter.name or "")
+        if value not in (None, (), [], parameter.get_default(context)):
+            found[parameter.opts[0]] = _shown(parameter.name or "", value)
+    return found
+
+
+def _shown(name: str, value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(_shown(name, item) for item in value)[:_MAX_CHARACTERS]
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float | Path) or name in _SHOWN_TEXTS:
+        return str(value)[:_MAX_CHARACTERS]
+    return HIDDEN

@@ -1,0 +1,1 @@
+"""`llmbackend top`: what a running server computes, live. Begin with command.py."""

@@ -1,0 +1,116 @@
+"""`llmbackend top`: its flags, the live screen, and one look for scripts.
+
+For: operators at a terminal, and scripts. Does not know: what events mean; `feed_state.py` does. Invariants: it only
+watches; a server that goes away is waited for; exit code 0 = ended by the user, or `--once` has shown its look; 1 =
+there is no such server, or it refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Final
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from ..api_client import ApiClient, ApiError
+from ..harmless_text import harmless
+from .feed_state import FeedState
+from .figures import as_object
+from .reader import Event, FeedReader
+from .screen import View, render
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_MIN_FEED_INTERVAL_MS, _MAX_FEED_INTERVAL_MS = 50, 200
+_SILENCE_S: Final = 120.0
+"""An idle server says nothing but now and then a comment."""
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="The server's HTTP port.")] = "http://127.0.0.1:8000",
+    model: Annotated[list[str] | None, typer.Option(help="Only these models; repeatable.", show_default=False)] = None,
+    api_key: Annotated[
+        str,
+        typer.Option(
+            envvar=["LLMBACKEND_API_KEY", "OPENAI_API_KEY"], help="An operator's sees all requests.", show_default=False
+        ),
+    ] = "",
+    interval_s: Annotated[
+        float, typer.Option(min=0.1, max=60, help="Between two screens; with --once, of rates.")
+    ] = 0.5,
+    once: Annotated[bool, typer.Option("--once", help="Show one look, and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object.")] = False,
+) -> None:
+    """Watch what a running server computes: engines, requests, tokens per second, KV memory."""
+    if as_json and not once:
+        raise typer.BadParameter("--json is given without --once", param_hint="--json")
+    console = Console(highlight=False)
+    if not once and not console.is_terminal:
+        raise typer.BadParameter("standard output is no terminal, expected --once", param_hint="--once")
+    try:
+        reader = FeedReader(ApiClient(url, api_key, _SILENCE_S), model or (), _feed_interval_ms(interval_s))
+        reader.start()
+        if once:
+            _show_once(reader, console, url, interval_s, as_json)
+        else:
+            _watch(reader, console, url, interval_s)
+    except (ApiError, ValueError) as error:
+        typer.echo(f"top: {harmless(_advised(error))}", err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        return
+
+
+def _feed_interval_ms(interval_s: float) -> int:
+    """A few messages for each screen."""
+    return int(min(max(interval_s * 1e3 / 5, _MIN_FEED_INTERVAL_MS), _MAX_FEED_INTERVAL_MS))
+
+
+def _advised(error: Exception) -> str:
+    if isinstance(error, ApiError) and error.status in (401, 403):
+        return f"{error}\nGive a key in the variable LLMBACKEND_API_KEY."
+    if isinstance(error, ApiError) and error.status == 404:
+        return f"{error}\nIs this a server of llmbackend? --url is its HTTP port, without a path."
+    return str(error)
+
+
+def _watch(reader: FeedReader, console: Console, url: str, interval_s: float) -> None:
+    state, notice = FeedState(), "connecting"
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            end_s = time.monotonic() + interval_s
+            while (left_s := end_s - time.monotonic()) > 0:
+                notice = _take(reader, state, notice, left_s)
+            live.update(render(state, _view(console, url, notice)), refresh=True)
+
+
+def _show_once(reader: FeedReader, console: Console, url: str, interval_s: float, as_json: bool) -> None:
+    state, notice = FeedState(), ""
+    end_s = float("inf")
+    while (left_s := end_s - time.monotonic()) > 0:
+        notice = _take(reader, state, notice, min(left_s, 1.0))
+        if state.has_snapshot and end_s == float("inf"):
+            end_s = time.monotonic() + interval_s
+    if as_json:
+        typer.echo(json.dumps(as_object(state, time.monotonic())))
+    else:
+        console.print(render(state, _view(console, url, notice)))
+
+
+def _take(reader: FeedReader, state: FeedState, notice: str, timeout_s: float) -> str:
+    """Applies what has come; the notice that now holds."""
+    for item in reader.read(timeout_s):
+        if isinstance(item, Event):
+            state.apply(item.name, item.data, time.monotonic())
+        else:
+            notice = item.text
+    return notice
+
+
+def _view(console: Console, url: str, notice: str) -> View:
+    width, height = console.size
+    return View(url, width, height, time.monotonic(), notice)

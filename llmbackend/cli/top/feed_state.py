@@ -1,0 +1,217 @@
+"""What a server's feed of events says of its engines and requests, put together: the state at any time.
+
+For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything; an
+event of something that nothing told of before is taken or ignored, never an error, because events right behind a
+snapshot may repeat what it shows; a window of steps is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+WINDOW_S: Final = 5.0
+"""Rates are those of the last seconds."""
+_MAX_STEPS: Final = 20_000
+MAX_ENDED: Final = 100
+"""Requests that have ended and are still shown."""
+Key = tuple[str, str, str]
+"""Model, version, instance."""
+
+
+@dataclass(slots=True)
+class Request:
+    """One request, as the server numbers it.
+
+    received       unix time, seconds
+    output_tokens  so far
+    state          waiting, running, or how it ended
+    ended          unix time, seconds; 0 = it has not
+    """
+
+    number: int
+    id: str = ""
+    key_name: str = ""
+    received: float = 0.0
+    prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    state: str = "waiting"
+    reason: str = ""
+    output_tokens: int = 0
+    num_preemptions: int = 0
+    ended: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepSample:
+    """A step, when it was told of: at_s is of the local clock."""
+
+    at_s: float
+    duration_ms: float
+    output_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Instance:
+    state: str = ""
+    reason: str = ""
+    pid: int | None = None
+    num_restarts: int = 0
+    recovery_ms: float | None = None
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    loading: str = ""
+    """Stage of its load, and how far it is."""
+    num_running: int = 0
+    num_waiting: int = 0
+    used_blocks: int = 0
+    cached_blocks: int = 0
+    requests: dict[int, Request] = field(default_factory=dict)
+    steps: deque[StepSample] = field(default_factory=lambda: deque(maxlen=_MAX_STEPS))
+
+    def recent(self, now_s: float) -> list[StepSample]:
+        """Steps of the window."""
+        while self.steps and self.steps[0].at_s < now_s - WINDOW_S:
+            self.steps.popleft()
+        return list(self.steps)
+
+
+class FeedState:
+    def __init__(self) -> None:
+        self.server: Mapping[str, Any] = {}
+        self.scope = ""
+        self.time = 0.0
+        """The server's, of the last event; unix seconds."""
+        self.instances: dict[Key, Instance] = {}
+        self.ended: deque[tuple[Key, Request]] = deque(maxlen=MAX_ENDED)
+        """The last ones to end, newest last."""
+        self.num_dropped = 0
+        """Events that came too fast for this viewer."""
+        self.since_s = 0.0
+        """Of the local clock: when the first snapshot came."""
+        self._clock_s = 0.0
+        """The server's clock minus the local one."""
+
+    @property
+    def has_snapshot(self) -> bool:
+        return bool(self.server)
+
+    def apply(self, name: str, data: Mapping[str, Any], now_s: float) -> None:
+        """now_s: of a clock that only runs forward."""
+        self.time = max(self.time, float(data.get("time") or 0.0))
+        if name == "snapshot":
+            self._snapshot(data, now_s)
+        elif name == "requests":
+            self._requests(data)
+        elif name == "steps":
+            instance = self._instance(data)
+            for step in data.get("steps", ()):
+                self._step(instance, step, now_s)
+        elif name == "engine":
+            self._engine(data)
+        elif name == "load":
+            self._load(data)
+        elif name == "dropped":
+            self.num_dropped += int(data.get("events", 0))
+
+    def server_time(self, now_s: float) -> float:
+        """The server's clock, unix seconds, by its last snapshot."""
+        return now_s + self._clock_s
+
+    def window_s(self, now_s: float) -> float:
+        return max(min(WINDOW_S, now_s - self.since_s), 1e-3)
+
+    def _snapshot(self, data: Mapping[str, Any], now_s: float) -> None:
+        self.since_s = self.since_s or now_s
+        self._clock_s = float(data["time"]) - now_s
+        self.server, self.scope = data["server"], data.get("scope", "")
+        before, self.instances = self.instances, {}
+        for row in data.get("instances", ()):
+            key = _key(row)
+            instance = self.instances[key] = before.get(key) or Instance()
+            instance.state, instance.pid = row["state"], row.get("pid")
+            instance.num_restarts, instance.limits = row.get("num_restarts", 0), row.get("limits") or {}
+            instance.requests = {each["request"]: _request(each) for each in row.get("requests", ())}
+            self._count(instance)
+
+    def _instance(self, data: Mapping[str, Any]) -> Instance:
+        return self.instances.setdefault(_key(data), Instance(state="ready"))
+
+    def _requests(self, data: Mapping[str, Any]) -> None:
+        key, instance = _key(data), self._instance(data)
+        for row in data.get("received", ()):
+            for other in self.instances.values():
+                other.requests.pop(row["request"], None)
+            instance.requests[row["request"]] = _request(row)
+        for row in data.get("ended", ()):
+            request = instance.requests.pop(row["request"], None)
+            if request is not None:
+                request.state, request.ended = row.get("finish_reason") or "done", float(row.get("time", 0.0))
+                request.output_tokens = row.get("output_tokens", request.output_tokens)
+                request.num_preemptions = row.get("num_preemptions", 0)
+                self.ended.append((key, request))
+        self._count(instance)
+
+    def _step(self, instance: Instance, step: Mapping[str, Any], now_s: float) -> None:
+        prompt_tokens = output_tokens = 0
+        for number, kind, num_tokens, _, num_output, *_ in step.get("rows", ()):
+            prompt_tokens += num_tokens if kind != "decode" else 0
+            output_tokens += num_output
+            if (request := instance.requests.get(number)) is not None:
+                request.state, request.reason = "running", ""
+                request.output_tokens += num_output
+        for number, reason in step.get("waiting", ()):
+            if (request := instance.requests.get(number)) is not None:
+                request.state, request.reason = "waiting", reason
+        for number in step.get("preempted", ()):
+            if (request := instance.requests.get(number)) is not None:
+                request.num_preemptions += 1
+        instance.num_running, instance.num_waiting = step["num_running"], step["num_waiting"]
+        blocks = step.get("blocks") or {}
+        instance.used_blocks, instance.cached_blocks = blocks.get("used", 0), blocks.get("cached", 0)
+        instance.steps.append(StepSample(now_s, float(step["duration_ms"]), output_tokens, prompt_tokens))
+        self.time = max(self.time, float(step.get("time", 0.0)))
+
+    def _engine(self, data: Mapping[str, Any]) -> None:
+        if data["state"] == "stopped":
+            self.instances.pop(_key(data), None)
+            return
+        instance = self._instance(data)
+        instance.state, instance.reason, instance.pid = data["state"], data.get("reason", ""), data.get("pid")
+        instance.num_restarts = data.get("num_restarts", 0)
+        instance.recovery_ms = data.get("recovery_ms")
+        instance.loading = ""
+
+    def _load(self, data: Mapping[str, Any]) -> None:
+        text = str(data.get("stage", ""))
+        if total := data.get("total"):
+            text += f" {100 * int(data.get('done', 0)) // int(total)} %"
+        self._instance(data).loading = text
+
+    @staticmethod
+    def _count(instance: Instance) -> None:
+        """Where no step tells: an idle engine, and backends without steps."""
+        running = sum(request.state == "running" for request in instance.requests.values())
+        instance.num_running, instance.num_waiting = running, len(instance.requests) - running
+        if not instance.requests:
+            instance.used_blocks = 0
+
+
+def _key(data: Mapping[str, Any]) -> Key:
+    return str(data.get("model", "")), str(data.get("version", "")), str(data.get("instance", ""))
+
+
+def _request(row: Mapping[str, Any]) -> Request:
+    return Request(
+        number=row["request"],
+        id=row.get("id", ""),
+        key_name=row.get("key", ""),
+        received=float(row.get("received", 0.0)),
+        prompt_tokens=row.get("prompt_tokens"),
+        max_tokens=row.get("max_tokens"),
+        state=row.get("state", "waiting"),
+        reason=row.get("reason", ""),
+        output_tokens=row.get("output_tokens", 0),
+    )

@@ -1,0 +1,220 @@
+"""`python -m llmbackend.cluster.agent`: this machine's driver of Ray, between its host and the cluster.
+
+For: the launcher, which starts it and starts it again. It is a process of its own because Ray ends its drivers when the
+head is gone for long, and hosts must not end then. Does not know: tokens. Invariants: it ends with its standard input;
+it tells
+its parent on the descriptor of READY_DESCRIPTOR, in a line of JSON, that it is there or why it cannot be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import Any, Final
+
+import msgspec
+import ray
+import ray.exceptions
+
+from ..server.readiness import take_ready_descriptor
+from .engine_watch import EngineWatch
+from .host_registry import NAME as REGISTRY
+from .host_registry import HostRegistry
+from .messages import AgentNews, AgentOrder, EngineLost, FromAgent, FromHost, HostServing, Peer, Peers, Wants
+from .ray_calls import DETACHED, NAMESPACE, answer
+
+log = logging.getLogger(__name__)
+
+LEFT_TIMEOUT_S: Final = 5.0
+RETRY_S: Final = 1.0
+HOST_RESTARTS_S: Final = 120.0
+"""How long the engines of a host that died wait for the next one, which finds them loaded."""
+MAX_FAILURES: Final = 3
+"""In a row, each RETRY_S after the last."""
+LINE_BYTES: Final = 1 << 22
+_decode = msgspec.json.Decoder(FromHost).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class Agent:
+    """On one event loop."""
+
+    def __init__(self, order: AgentOrder) -> None:
+        self._order = order
+        self._me = order.host
+        """As it is known to others: with the endpoint of the host that lives now."""
+        self._host: asyncio.StreamWriter | None = None
+        self._engines: dict[str, EngineWatch] = {}
+        self._wanted: set[str] = set()
+        """What the host that lives now has asked for; the one before it may have left more in `_engines`."""
+        self._peers: tuple[Peer, ...] = ()
+        self._registry: Any = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def join(self) -> str:
+        """Why the cluster refuses this machine, "" if it does not."""
+        self._registry = ray.remote(HostRegistry).options(name=REGISTRY, num_cpus=0, **DETACHED).remote()
+        host, versions = (msgspec.msgpack.encode(part) for part in (self._me, self._order.versions))
+        refusal: str = await answer(self._registry.join.remote(host, versions, self._order.key_name))
+        return refusal
+
+    async def run(self) -> None:
+        """Until this task is cancelled; then the host's engines are released. Raises RayError when Ray does not answer
+        any more: the next agent speaks to the next node."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._order.socket)
+        server = await asyncio.start_unix_server(self._serve_host, self._order.socket, limit=LINE_BYTES)
+        try:
+            await self._watch_peers()
+        except asyncio.CancelledError:
+            await self._leave()
+            raise
+        finally:
+            server.close()
+
+    async def _leave(self) -> None:
+        calls = [watch.release() for watch in self._engines.values()]
+        with contextlib.suppress(TimeoutError):
+            leaving = answer(self._registry.leave.remote(self._order.host.id))
+            await asyncio.wait_for(asyncio.gather(leaving, *calls, return_exceptions=True), LEFT_TIMEOUT_S)
+
+    async def _serve_host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One host at a time: a new one comes when the last one has died."""
+        self._host, self._wanted = writer, set()
+        asyncio.get_running_loop().call_later(HOST_RESTARTS_S, self._release_left, writer)
+        self._tell(Peers(self._peers))
+        for watch in self._engines.values():
+            if watch.state is not None:
+                self._tell(watch.state)
+        with contextlib.suppress(ConnectionError):
+            async for line in reader:
+                self._take(_decode(line))
+        if self._host is writer:
+            self._host = None
+            self._run(self._serves(""))
+        writer.close()
+
+    def _take(self, message: FromHost) -> None:
+        if isinstance(message, EngineLost):
+            if (watch := self._engines.get(message.key)) is not None:
+                self._run(watch.lost(message))
+        elif isinstance(message, HostServing):
+            self._run(self._serves(message.endpoint))
+        else:
+            self._set_wants(message)
+
+    async def _serves(self, endpoint: str) -> None:
+        self._me = msgspec.structs.replace(self._me, endpoint=endpoint)
+        with contextlib.suppress(ray.exceptions.RayError):  # the next look at the list joins again
+            await self.join()
+
+    def _set_wants(self, wants: Wants) -> None:
+        wanted = {engine.key: engine for engine in wants.engines}
+        self._release(self._wanted - wanted.keys())
+        self._wanted = set(wanted)
+        for key in wanted.keys() - self._engines.keys():
+            self._engines[key] = EngineWatch(wanted[key], self._order.host.id, self._tell)
+
+    def _release_left(self, writer: asyncio.StreamWriter) -> None:
+        """The host of `writer` has had its time to ask again for the engines of the one before it."""
+        if self._host is writer:
+            self._release(self._engines.keys() - self._wanted)
+
+    def _release(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            watch = self._engines.pop(key)
+            watch.stop()
+            self._run(watch.release())
+
+    def _tell(self, message: FromAgent) -> None:
+        if self._host is not None:
+            self._host.write(_encode(message) + b"\n")
+
+    async def _watch_peers(self) -> None:
+        version, num_failures = 0, 0
+        while True:
+            try:
+                version, hosts = await answer(self._registry.watch.remote(self._order.host.id, version))
+                peers = tuple(msgspec.msgpack.decode(host, type=Peer) for host in hosts)
+                if self._me not in peers and (refusal := await self.join()):
+                    log.error("%s", refusal)
+                self._show(_others(self._me, peers))
+                num_failures = 0
+            except ray.exceptions.RayError as error:
+                num_failures += 1
+                if num_failures > MAX_FAILURES:
+                    raise
+                log.warning("the cluster's list of hosts cannot be read: %s", error)
+                await asyncio.sleep(RETRY_S)
+
+    def _show(self, peers: tuple[Peer, ...]) -> None:
+        if peers != self._peers:
+            self._peers = peers
+            self._tell(Peers(peers))
+
+    def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _others(me: Peer, peers: Sequence[Peer]) -> tuple[Peer, ...]:
+    """In an order that is another one for each host, so that not all go to the same one."""
+    others = (peer for peer in peers if peer.id != me.id)
+    return tuple(sorted(others, key=lambda peer: (peer.id < me.id, peer.id)))
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="agent %(process)d %(levelname)s %(message)s")
+    ready_descriptor = take_ready_descriptor()
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=AgentOrder)
+    try:
+        ray.init(
+            address=order.address,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _node_ip_address=order.bind,
+        )
+        code = asyncio.run(_run(order, ready_descriptor))
+    except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
+        _say(AgentNews(error=f"the Ray at {order.address} cannot be used: {error}"), ready_descriptor)
+        code = 2
+    os._exit(code)  # Ray's own end waits for a head that may be gone
+
+
+async def _run(order: AgentOrder, ready_descriptor: int | None) -> int:
+    agent = Agent(order)
+    if refusal := await agent.join():
+        _say(AgentNews(error=refusal), ready_descriptor)
+        return 2
+    running = asyncio.create_task(agent.run())
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        """Once: a second cancel would end what leaving the cluster takes."""
+        if loop.remove_reader(sys.stdin.fileno()):
+            running.cancel()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    loop.add_reader(sys.stdin.fileno(), stop)
+    _say(AgentNews(), ready_descriptor)
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    return 0
+
+
+def _say(news: AgentNews, descriptor: int | None) -> None:
+    if descriptor is not None:
+        with open(descriptor, "wb") as pipe:
+            pipe.write(_encode(news) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

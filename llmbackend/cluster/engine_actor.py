@@ -1,0 +1,137 @@
+"""The Ray actor of one engine: starts it on its node, watches it, and tells hosts' agents where it is.
+
+For: Ray, which makes it on any node with room and again elsewhere when that node is gone. Does not know: tokens, which
+go between hosts and the engine directly. Invariants: agents are told by the answer to a call that waits for news, so
+that nobody asks again and again; an engine that no host has held for ORPHAN_S ends, and its actor with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import ray
+import ray.util
+
+from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+
+from .engine_keeper import EngineKeeper, read_record
+from .messages import EngineSpec, EngineState
+from .model_files import unreadable
+from .rank_actors import RankGroup, meeting_at
+from .ray_environment import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
+from .settings import DEFAULT_SECRETS, default_run_folder
+
+NEWS_WAIT_S: Final = 20.0
+"""The longest that a call waits for news; after it, an agent that lives calls again."""
+ORPHAN_S: Final = 60.0
+"""Of NEWS_WAIT_S some: the agents of a dead head's cluster come back, too."""
+NAMESPACE: Final = "llmbackend"
+
+log = logging.getLogger(__name__)
+
+
+class EngineActor:
+    def __init__(self, spec: bytes) -> None:
+        """spec: an EngineSpec in msgpack."""
+        self._spec = msgspec.msgpack.decode(spec, type=EngineSpec)
+        address = ray.util.get_node_ip_address()
+        self._node = f"{socket.gethostname()} ({address})"
+        self._state = EngineState(self._spec.key, version=time.time_ns(), node=self._node)
+        self._changed = asyncio.Event()
+        self._holders: dict[str, float] = {}
+        """Hosts, and when they were heard last."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._keeper: EngineKeeper | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ranks: RankGroup | None = None
+        """The other ranks of a model that is split."""
+        if problem := unreadable(self._spec.config):
+            self._set(EngineState(self._spec.key, node=self._node, error=f"{self._node}: {problem}", is_final=True))
+            return
+        folder = Path(os.environ.get(RUN_FOLDER_VARIABLE, str(default_run_folder())))
+        meeting = None
+        if self._spec.config.num_ranks > 1:
+            is_running = read_record(folder / f"{self._spec.key}.json") is not None
+            meeting = meeting_at(address, folder / f"{self._spec.key}.meeting", is_running)
+            self._ranks = RankGroup(self._spec.config, meeting)
+        order = ServedEngineOrder(
+            config=self._spec.config,
+            meeting=meeting,
+            secrets_folder=os.environ.get(SECRETS_VARIABLE, str(DEFAULT_SECRETS.expanduser())),
+            host=address,
+            node=self._node,
+            outlives_parent=True,
+            orphan_timeout_s=ORPHAN_S,
+        )
+        self._keeper = EngineKeeper(order, folder, self._spec.key, self._heard)
+
+    async def watch(self, host: str, version: int) -> bytes:
+        """An EngineState in msgpack: at once if it is another than `version`, or else when it changes or after
+        NEWS_WAIT_S. The host holds the engine from now on."""
+        await self._begin()
+        self._holders[host] = time.monotonic()
+        if self._state.version == version:
+            changed = self._changed
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), NEWS_WAIT_S)
+        return msgspec.msgpack.encode(self._state)
+
+    async def release(self, host: str) -> None:
+        self._holders.pop(host, None)
+        if not self._holders:
+            await self._end()
+
+    async def _begin(self) -> None:
+        if self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        if self._keeper is not None:
+            self._keeper.start()
+        self._tasks = [asyncio.create_task(self._end_when_orphaned())]
+        if self._ranks is not None:
+            self._tasks.append(asyncio.create_task(self._start_ranks(self._ranks)))
+
+    async def _start_ranks(self, ranks: RankGroup) -> None:
+        if error := await asyncio.to_thread(ranks.start):
+            self._set(EngineState(self._spec.key, node=self._node, error=error, is_final=True))
+
+    async def _end_when_orphaned(self) -> None:
+        while True:
+            await asyncio.sleep(NEWS_WAIT_S)
+            now_s = time.monotonic()
+            self._holders = {host: at_s for host, at_s in self._holders.items() if now_s - at_s < ORPHAN_S}
+            if not self._holders:
+                await self._end()
+
+    async def _end(self) -> None:
+        if self._keeper is not None:
+            await asyncio.to_thread(self._keeper.end)
+        if self._ranks is not None:
+            await asyncio.to_thread(self._ranks.end)
+        ray.actor.exit_actor()
+
+    def _heard(self, news: ServedEngineNews) -> None:
+        """On the keeper's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._take, news)
+
+    def _take(self, news: ServedEngineNews) -> None:
+        if news.error:
+            self._set(EngineState(self._spec.key, node=self._node, error=f"{self._node}: {news.error}"))
+            return
+        address = ray.util.get_node_ip_address()
+        endpoint = f"tcp://[{address}]:{news.port}" if ":" in address else f"tcp://{address}:{news.port}"
+        self._set(EngineState(self._spec.key, endpoint=endpoint, incarnation=news.incarnation, node=self._node))
+
+    def _set(self, state: EngineState) -> None:
+        self._state = msgspec.structs.replace(state, version=self._state.version + 1)
+        self._changed.set()
+        self._changed = asyncio.Event()

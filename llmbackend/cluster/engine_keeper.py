@@ -1,0 +1,195 @@
+"""The served engine of one actor: its process on this machine, started again when it ends.
+
+For: the engine's actor. Does not know: Ray, hosts. Invariants: an engine outlives the actor that started it, because
+hosts speak to it directly: the actor's next life on this machine finds it by its record, and it ends by itself when no
+host is attached any more; each process has a greater incarnation than those before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+from llmbackend.fork_server.client import restart_pause_s, wait_readable
+
+from .ray_environment import THREADS_VARIABLE
+
+_PROGRAM: Final = "llmbackend.engine.process.served_engine"
+_DETACHED: Final = """
+import os, sys
+if os.fork():
+    os._exit(0)
+os.setsid()
+print(os.getpid(), flush=True)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""Ray ends a worker's children with it: the engine is nobody's child."""
+_LASTED_S: Final = 60.0
+_END_TIMEOUT_S: Final = 15.0
+
+
+class EngineRecord(msgspec.Struct, frozen=True):
+    """pid    of the command that keeps the engine
+    start  of that process, as the system counts it: process ids are used again
+    news   the last that it said
+    """
+
+    pid: int
+    start: int
+    news: ServedEngineNews
+
+
+class EngineKeeper:
+    """A thread of its own hears what the engine says; any thread may call it."""
+
+    def __init__(
+        self, order: ServedEngineOrder, folder: Path, name: str, heard: Callable[[ServedEngineNews], None]
+    ) -> None:
+        """folder: of this machine. heard: called on this object's thread; news with an error say that the engine has
+        ended, and that the next one is on its way."""
+        self._order = order
+        self._record_file = folder / f"{name}.json"
+        self._heard = heard
+        self._pid = 0
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="engine-keeper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def end(self) -> None:
+        """Ends the engine, for good. Blocks until it has ended."""
+        self._is_ending.set()
+        if self._pid:
+            _signal(self._pid, signal.SIGTERM)
+        self._thread.join(_END_TIMEOUT_S)
+        if self._thread.is_alive():
+            _signal(self._pid, signal.SIGKILL)
+            self._thread.join()
+
+    def _keep(self) -> None:
+        num_failures = 0
+        while not self._is_ending.wait(restart_pause_s(num_failures)):
+            began_s = time.monotonic()
+            if not self._adopt():
+                self._launch()
+            num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
+
+    def _adopt(self) -> bool:
+        """Waits for the end of an engine that an earlier life of the actor started. Whether there was one."""
+        record = read_record(self._record_file)
+        if record is None:
+            return False
+        self._pid = record.pid
+        self._heard(record.news)
+        self._wait_for_end(record.pid, None)
+        return True
+
+    def _launch(self) -> None:
+        environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
+        launcher = subprocess.Popen(
+            [sys.executable, "-c", _DETACHED, "-m", _PROGRAM],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        assert launcher.stdin is not None and launcher.stdout is not None
+        with launcher.stdin as commands, launcher.stdout as news:
+            self._pid = int(news.readline())
+            launcher.wait()
+            commands.write(msgspec.json.encode(self._order) + b"\n")
+            commands.flush()
+            self._wait_for_end(self._pid, news.fileno())
+
+    def _wait_for_end(self, pid: int, news: int | None) -> None:
+        error = ""
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            error = self._hear_until_end(pid, descriptor, news)
+            os.close(descriptor)
+        self._record_file.unlink(missing_ok=True)
+        self._pid = 0
+        self._heard(ServedEngineNews(error=error or "the engine's process has ended"))
+
+    def _hear_until_end(self, pid: int, descriptor: int, news: int | None) -> str:
+        """Why it says that it ends, "" for nothing."""
+        error, lines = "", b""
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        if news is not None:
+            poll.register(news, select.POLLIN)
+        while True:
+            ready = dict(poll.poll())
+            if news in ready:
+                data = os.read(news, 1 << 16) if news is not None else b""
+                if not data:
+                    poll.unregister(news)
+                *complete, lines = (lines + data).split(b"\n")
+                for line in complete:
+                    error = self._hear(pid, line) or error
+            elif descriptor in ready:
+                return error
+
+    def _hear(self, pid: int, line: bytes) -> str:
+        said = msgspec.json.decode(line, type=ServedEngineNews)
+        if not said.error:
+            _write_record(self._record_file, EngineRecord(pid, _start_of(pid), said))
+            self._heard(said)
+        return said.error
+
+
+def read_record(file: Path) -> EngineRecord | None:
+    """Of an engine that still runs."""
+    try:
+        record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if _start_of(record.pid) == record.start else None
+
+
+def end_engines(folder: Path) -> None:
+    """Ends all engines of this machine, whose actors are gone or about to be. Blocks until they have ended."""
+    files = list(folder.glob("engine-*.json"))
+    running = [record.pid for file in files if (record := read_record(file)) is not None]
+    for pid in running:
+        _signal(pid, signal.SIGTERM)
+    for pid in running:
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            if not wait_readable(descriptor, _END_TIMEOUT_S):
+                _signal(pid, signal.SIGKILL)
+            os.close(descriptor)
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _write_record(file: Path, record: EngineRecord) -> None:
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written = file.with_suffix(".new")
+    written.write_bytes(msgspec.json.encode(record))
+    written.replace(file)
+
+
+def _start_of(pid: int) -> int:
+    """When a process was started, in the system's ticks; 0 = there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)

@@ -1,0 +1,201 @@
+"""`llmbackend serve --cluster`: sees to this machine's Ray node, agent and host, and drains the machine when told to.
+
+For: the command line. Does not know: models, protocols, Ray's API. Invariants: what dies is started again, after pauses
+that grow while it dies soon; a first start that fails ends the command with the reason; SIGTERM and SIGINT lead to one
+drain, a second one ends everything at once; nothing that this command started is left behind, except by SIGKILL, and
+then the next launcher of the same run folder takes the node over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import platform
+import shutil
+import signal
+import socket
+import sys
+import uuid
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llmbackend import __version__
+from llmbackend.core.server_log import ServerLog
+
+from ..server.frontend_processes import FrontendsFailedError
+from ..server.process_end import in_thread, reload_on_hangup, stop_on_signal
+from ..server.readiness import take_ready_descriptor, tell_ready
+from ..server.served_urls import log_endpoints, page_url, urls_of
+from ..server.settings import ServerSettings
+from ..server.start_failure import print_error
+from ..server.terminal import show_urls
+from .child import Child
+from .engine_keeper import end_engines
+from .errors import ClusterError
+from .host_process import HostOrder
+from .machine_frontends import MachineFrontends
+from .messages import AgentNews, AgentOrder, Peer, Versions
+from .ray_node import RayNode, require_ray
+from .secrets_folder import SecretsFolder
+from .settings import AUTO, LOOPBACK, ClusterSettings
+
+log = logging.getLogger(__name__)
+
+AGENT_START_S: Final = 60.0
+AGENT_END_S: Final = 15.0
+HOST_END_S: Final = 15.0
+"""Beyond the exit timeout of its requests."""
+NODE_CHECK_S: Final = 1.0
+
+
+def run_cluster_server(settings: ServerSettings, cluster: ClusterSettings) -> int:
+    """Serves until a signal; returns the process's exit code."""
+    try:
+        require_ray()
+        secrets = (
+            SecretsFolder.open_or_create(cluster.secrets)
+            if cluster.address == AUTO
+            else SecretsFolder.open(cluster.secrets)
+        )
+        ServerLog(settings.log).install()
+        node = RayNode(cluster, secrets)
+    except (ClusterError, OSError) as error:
+        print_error(f"--cluster: {error}")
+        return 1
+    return asyncio.run(_Launcher(settings, cluster, secrets, node).run())
+
+
+def own_versions() -> Versions:
+    return Versions(llmbackend=__version__, python=platform.python_version(), ray=version("ray"))
+
+
+class _Launcher:
+    def __init__(
+        self, settings: ServerSettings, cluster: ClusterSettings, secrets: SecretsFolder, node: RayNode
+    ) -> None:
+        self._settings = settings
+        self._cluster = cluster
+        self._secrets = secrets
+        self._node = node
+        self._host_id = f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
+        self._is_serving = False
+        self._folder = cluster.run_folder / f"host-{os.getpid()}"
+
+    async def run(self) -> int:
+        ready_descriptor, stop = take_ready_descriptor(), stop_on_signal()
+        self._agent = Child("the cluster's agent", self._command("agent"), self._agent_order, self._node.environment)
+        self._host = Child("the host", self._command("host_process"), self._host_order, os.environ)
+        try:
+            self._frontends = MachineFrontends(self._settings, self._folder, self._secrets.curve_keys)
+        except (OSError, ValueError) as error:
+            print_error(f"cannot listen: {error}. Stop what has the port, or choose another one.")
+            return 1
+        reload_on_hangup(stop, self._reload)
+        stopped = asyncio.create_task(stop.wait())
+        starting = asyncio.create_task(self._start())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not starting.done():
+            return await self._stop()
+        if problem := starting.result():
+            if problem != _HOST_FAILED:
+                print_error(f"--cluster: {problem}")
+            return await self._stop() or self._host.exit_code or 1
+        self._is_serving = True
+        tell_ready(ready_descriptor, self._urls)
+        watching = asyncio.create_task(self._keep_node())
+        await stopped
+        watching.cancel()
+        return await self._stop()
+
+    async def _start(self) -> str:
+        """Why this machine does not serve, "" if it does."""
+        try:
+            log.info("looking for the cluster's Ray node on this machine (%s)", self._cluster.address)
+            await in_thread(self._node.ensure)
+        except ClusterError as error:
+            return str(error)
+        log.info("Ray's node runs; the cluster's head is %s%s", self._node.address, self._how_to_join())
+        said = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
+        if not said:
+            return "the agent of this machine ended before it had joined"
+        if refusal := msgspec.json.decode(said, type=AgentNews).error:
+            return refusal
+        self._frontends.processes.start()
+        ready = await self._host.start()
+        if not ready:
+            return _HOST_FAILED
+        try:
+            await self._frontends.processes.serve()
+        except FrontendsFailedError as error:
+            return str(error)
+        log_endpoints(self._frontends, self._settings)
+        urls = urls_of(self._frontends, self._settings)
+        show_urls(page_url(urls, self._settings) | urls)
+        self._urls: dict[str, str] = urls | json.loads(ready)
+        return ""
+
+    def _reload(self) -> None:
+        self._host.signal(signal.SIGHUP)
+        self._frontends.processes.reload()
+
+    def _how_to_join(self) -> str:
+        if self._cluster.bind == LOOPBACK:
+            return ", for this machine alone (other machines can join with --cluster-bind ADDRESS here)"
+        return f"; other machines join with --cluster {self._node.address}"
+
+    def _command(self, module: str) -> list[str]:
+        return [sys.executable, "-m", f"{__package__}.{module}"]
+
+    def _agent_order(self) -> bytes:
+        node = f"{socket.gethostname()} ({self._cluster.bind})"
+        order = AgentOrder(
+            socket=str(self._agent_socket),
+            address=self._node.address,
+            bind=self._cluster.bind,
+            host=Peer(id=self._host_id, endpoint="", release=__version__, node=node),
+            versions=own_versions(),
+            key_name=self._secrets.key_name,
+        )
+        return msgspec.json.encode(order) + b"\n"
+
+    def _host_order(self) -> bytes:
+        settings, secrets = self._frontends.host_settings, self._secrets.path.resolve()
+        return pickle.dumps(HostOrder(settings, self._agent_socket, secrets, self._host_id, self._cluster.bind))
+
+    @property
+    def _agent_socket(self) -> Path:
+        return self._folder / "agent.sock"
+
+    async def _keep_node(self) -> None:
+        """A node that ends is started again: engines that outlive it are found by their actors' next lives here."""
+        while True:
+            await asyncio.sleep(NODE_CHECK_S)
+            if self._node.is_running():
+                continue
+            log.error("Ray's node of this machine has ended; it is started again. Engines and streams go on")
+            try:
+                await in_thread(self._node.ensure)
+            except ClusterError as error:
+                log.error("%s", error)
+
+    async def _stop(self) -> int:
+        """Requests run out, engines are released, then the node leaves the cluster with its engines."""
+        log.info("leaving the cluster")
+        await self._frontends.stop(self._settings.exit_timeout_s if self._is_serving else 0)
+        code = await self._host.stop(self._settings.exit_timeout_s + HOST_END_S)
+        await self._agent.stop(AGENT_END_S)
+        if self._node.pid:
+            await in_thread(self._node.end)
+            await in_thread(end_engines, self._cluster.run_folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        log.info("left the cluster")
+        return code
+
+
+_HOST_FAILED: Final = "the host has said why"

@@ -1,0 +1,139 @@
+"""Where engines are, in a host: what this machine's agent says of them.
+
+For: the supervisors of remote engines (EngineLocator). Does not know: Ray, which the agent speaks to. Invariants: no
+call waits; with the agent gone, engines stay where they were last, and the next agent is told what the host needs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.errors import EngineDeadError
+from llmbackend.engine.process.locating import EngineAddress
+
+from .messages import EngineLost, EngineState, FromAgent, FromHost, HostServing, Peer, WantedEngine, Wants, engine_key
+
+log = logging.getLogger(__name__)
+
+RECONNECT_S: Final = 0.2
+_decode = msgspec.json.Decoder(FromAgent).decode
+_encode = msgspec.json.Encoder().encode
+
+
+class AgentLocator:
+    """Any thread. One thread of its own reads what the agent says."""
+
+    def __init__(self, agent: Path) -> None:
+        """agent: its Unix socket."""
+        self._agent = agent
+        self._peers: tuple[Peer, ...] = ()
+        self._peers_changed: Callable[[tuple[Peer, ...]], None] = lambda peers: None
+        self._lock = threading.Lock()
+        self._wanted: dict[str, WantedEngine] = {}
+        self._serving: HostServing | None = None
+        self._states: dict[str, EngineState] = {}
+        self._callbacks: list[Callable[[], None]] = []
+        self._link: socket.socket | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._listen, name="cluster-agent", daemon=True)
+        self._thread.start()
+
+    def locate(self, index: int, config: EngineConfig) -> EngineAddress | None:
+        """As EngineLocator. Raises EngineDeadError when waiting does not help."""
+        key = engine_key(index, config)
+        with self._lock:
+            if key not in self._wanted:
+                self._wanted[key] = WantedEngine(index, config)
+                self._send_wants()
+            state = self._states.get(key)
+        if state is None:
+            return None
+        if state.is_final:
+            raise EngineDeadError(state.error, "load")
+        return EngineAddress(state.endpoint, state.incarnation, state.node) if state.endpoint else None
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._callbacks.append(callback)
+
+    def lost(self, index: int, config: EngineConfig, incarnation: int, cause: str) -> None:
+        with self._lock:
+            self._send(EngineLost(engine_key(index, config), incarnation, cause))
+
+    def release(self, index: int, config: EngineConfig) -> None:
+        with self._lock:
+            key = engine_key(index, config)
+            self._states.pop(key, None)
+            if self._wanted.pop(key, None) is not None:
+                self._send_wants()
+
+    def serve(self, endpoint: str, peers_changed: Callable[[tuple[Peer, ...]], None]) -> None:
+        """The host answers frontends of other machines at `endpoint`. peers_changed: called with the other hosts of the
+        cluster, now and on this object's thread when they change; it must not call back."""
+        with self._lock:
+            self._serving, self._peers_changed = HostServing(endpoint), peers_changed
+            self._send(self._serving)
+            peers_changed(self._peers)
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._link is not None:
+                self._link.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+
+    def _listen(self) -> None:
+        while not self._is_closed:
+            with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+                link.connect(str(self._agent))
+                with self._lock:
+                    if self._is_closed:
+                        return
+                    self._link = link
+                    self._send_wants()
+                    if self._serving is not None:
+                        self._send(self._serving)
+                self._hear(link)
+            with self._lock:
+                self._link = None
+            time.sleep(RECONNECT_S)
+
+    def _hear(self, link: socket.socket) -> None:
+        with link.makefile("rb") as lines:
+            for line in lines:
+                self._take(_decode(line))
+
+    def _take(self, message: FromAgent) -> None:
+        if not isinstance(message, EngineState):
+            with self._lock:
+                self._peers = message.peers
+                self._peers_changed(message.peers)
+            return
+        if message.error:
+            log.error("%s", message.error)
+        with self._lock:
+            if message.key not in self._wanted:
+                return
+            self._states[message.key] = message
+            callbacks = tuple(self._callbacks)
+        for callback in callbacks:
+            callback()
+
+    def _send_wants(self) -> None:
+        self._send(Wants(tuple(self._wanted.values())))
+
+    def _send(self, message: FromHost) -> None:
+        """With the lock. What an agent misses, the next one is told: it gets all wants when it is there."""
+        if self._link is not None:
+            with contextlib.suppress(OSError):
+                self._link.sendall(_encode(message) + b"\n")

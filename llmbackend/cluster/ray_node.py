@@ -1,0 +1,224 @@
+"""The Ray node of this machine: found, or started as a head or as a member of a cluster, and ended.
+
+For: the launcher. Does not know: what runs on it. Invariants: at most one node for each run folder, whose record says
+which; a start ends within START_TIMEOUT_S, and a failed one leaves no process; with loopback as its address nothing of
+it listens elsewhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from llmbackend.fork_server.client import wait_readable
+
+from .errors import ClusterError
+from .ray_environment import SECRETS_VARIABLE, ray_environment
+from .ray_probe import check_head
+from .secrets_folder import SecretsFolder
+from .settings import AUTO, ClusterSettings
+
+START_TIMEOUT_S: Final = 60.0
+END_TIMEOUT_S: Final = 40.0
+"""Ray's own drain of a node takes up to 30 s."""
+OBJECT_STORE_BYTES: Final = 100 << 20
+"""Little: no tensors and no tokens are in it."""
+RAY_ADDRESS: Final = "RAY_ADDRESS"
+_PROGRAM: Final = f"{__package__}.ray_program"
+_LAST_BYTES: Final = 4000
+_POLL_S: Final = 0.05
+
+
+class NodeRecord(msgspec.Struct, frozen=True):
+    """pid      of the process that ends with the node
+    address  of the cluster's head
+    bind     of this machine
+    """
+
+    pid: int
+    address: str
+    bind: str
+
+
+class RayNode:
+    """Its process, `pid`, outlives this one when that is killed; the next one finds it by the record."""
+
+    def __init__(self, settings: ClusterSettings, secrets: SecretsFolder) -> None:
+        """Raises ClusterError when this machine's part of the folder cannot be written."""
+        self._settings = settings
+        self._folder = settings.run_folder
+        self._ray_folder = self._folder / "ray"  # Ray opens it for all users
+        self._record = self._folder / "node.json"
+        self._child: subprocess.Popen[bytes] | None = None
+        self.pid = 0
+        """0: it was not started by `llmbackend serve`, which then does not end it."""
+        self.address = ""
+        """Of the cluster's head, host:port."""
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if self._folder.stat().st_uid != os.getuid():
+                raise ClusterError(f"'{self._folder}' belongs to another user: name another --cluster-run-folder")
+            self.environment = self._environment(secrets)
+        except (OSError, ValueError) as error:
+            raise ClusterError(f"this machine's certificate cannot be made: {error}") from error
+
+    def ensure(self) -> None:
+        """Finds the node, or starts it. Blocks until it runs. Raises ClusterError."""
+        if given := self._given_address:
+            self.address = given
+            return
+        found = self._find()
+        if found is not None:
+            if self._settings.address != AUTO and self._head != found.address:
+                raise ClusterError(
+                    f"this machine has a Ray node of the cluster at {found.address}, expected none or one of "
+                    f"{self._settings.address}: stop the server that started it, or name another --cluster-run-folder"
+                )
+            self.pid, self.address = found.pid, found.address
+            return
+        if self._settings.address != AUTO:
+            check_head(self._head, self.environment)
+        self._start()
+
+    def end(self) -> None:
+        """Ends a node that `llmbackend serve` started; its engines were told to end before."""
+        if not self.pid:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGTERM)
+        self._wait_for_end(END_TIMEOUT_S)
+        self._record.unlink(missing_ok=True)
+        self.pid = 0
+
+    def is_running(self) -> bool:
+        """Whether the node that was found or started still is. One that was given counts as running."""
+        if self._child is not None:
+            return self._child.poll() is None
+        return not self.pid or _is_node(self.pid)
+
+    @property
+    def _head(self) -> str:
+        """Its address in numbers, of which certificates speak. Raises ClusterError."""
+        host, _, port = self._settings.address.rpartition(":")
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
+        except OSError as error:
+            raise ClusterError(f"no Ray at {self._settings.address}: {error.strerror}") from error
+        return f"[{address[0]}]:{port}" if family == socket.AF_INET6 else f"{address[0]}:{port}"
+
+    @property
+    def _given_address(self) -> str:
+        return os.environ.get(RAY_ADDRESS, "") if self._settings.address == AUTO else ""
+
+    def _environment(self, secrets: SecretsFolder) -> dict[str, str]:
+        """A Ray that others have started has the environment that they gave it."""
+        if self._given_address:
+            return dict(os.environ) | {SECRETS_VARIABLE: str(secrets.path.resolve())}
+        return ray_environment(secrets, self._folder, self._settings.bind)
+
+    def _find(self) -> NodeRecord | None:
+        try:
+            record = msgspec.json.decode(self._record.read_bytes(), type=NodeRecord)
+        except (OSError, msgspec.DecodeError):
+            return None
+        return record if _is_node(record.pid) else None
+
+    def _start(self) -> None:
+        address_file, output = self._ray_folder / "ray_current_cluster", self._folder / "node.log"
+        address_file.unlink(missing_ok=True)
+        with output.open("wb") as log:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", _PROGRAM, "start", *self._arguments()],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a Ctrl+C at the terminal is for the launcher
+            )
+        self.pid = self._child.pid
+        try:
+            self._wait_for_start(address_file, output)
+        except ClusterError:
+            self._child.kill()
+            self._child.wait()
+            self.pid = 0
+            raise
+        self.address = address_file.read_text().strip()
+        record = NodeRecord(self.pid, self.address, self._settings.bind)
+        self._record.write_bytes(msgspec.json.encode(record))
+
+    def _arguments(self) -> list[str]:
+        settings = self._settings
+        if settings.address == AUTO:
+            role = ["--head", "--no-monitor", f"--port={self._head_port}", "--include-dashboard=false"]
+        else:
+            role = [f"--address={self._head}"]
+        given = {"num-cpus": settings.num_cpus, "num-gpus": settings.num_gpus}
+        return [
+            *role,
+            f"--node-ip-address={settings.bind}",
+            f"--temp-dir={self._ray_folder}",
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            "--include-log-monitor=false",
+            "--disable-usage-stats",
+            "--block",
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        ]
+
+    @property
+    def _head_port(self) -> str:
+        """A head that is started again is where it was, for those that have joined."""
+        return self.address.rpartition(":")[2] or str(self._settings.port)
+
+    def _wait_for_start(self, address_file: Path, output: Path) -> None:
+        assert self._child is not None
+        end_s = time.monotonic() + START_TIMEOUT_S
+        while not (address_file.exists() and address_file.read_text().strip()):
+            said = output.read_bytes()[-_LAST_BYTES:].decode(errors="replace")
+            if "InvalidAuthToken" in said:
+                raise ClusterError(
+                    f"the Ray at {self._settings.address} has another token: copy the secrets folder of its first "
+                    f"machine, here it is '{self.environment[SECRETS_VARIABLE]}'"
+                )
+            if self._child.poll() is not None:
+                raise ClusterError(f"Ray's node did not start (exit code {self._child.returncode}):\n{said.strip()}")
+            if time.monotonic() > end_s:
+                raise ClusterError(f"Ray's node did not start within {START_TIMEOUT_S:g} s:\n{said.strip()}")
+            time.sleep(_POLL_S)
+
+    def _wait_for_end(self, timeout_s: float) -> None:
+        if self._child is not None:
+            try:
+                self._child.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                self._child.kill()
+                self._child.wait()
+            return
+        with contextlib.suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(self.pid)
+            if not wait_readable(descriptor, timeout_s):
+                os.kill(self.pid, signal.SIGKILL)
+            os.close(descriptor)
+
+
+def _is_node(pid: int) -> bool:
+    try:
+        return _PROGRAM.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def require_ray() -> None:
+    """Raises ClusterError with the command that installs it."""
+    if find_spec("ray") is None:
+        raise ClusterError("--cluster needs Ray, which is not installed: pip install 'llmbackend[cluster]'")

@@ -1,0 +1,85 @@
+"""The secrets of a cluster, in a folder that each of its machines has: the CURVE key of all ZeroMQ links over TCP.
+
+For: whoever opens such a link. Does not know: what is said over it. There is one key pair for all, servers and clients
+alike: who has it belongs to the cluster. Invariants: a link that was secured here speaks to nobody who lacks the key;
+the secret half is in no message, log or text of an error.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import zmq
+
+CURVE_KEY: Final = "curve.key"
+"""The file: the secret key in z85, 40 characters. The public key follows from it."""
+_KEY_CHARACTERS: Final = 40
+_MAX_FILE_BYTES: Final = 1 << 12
+
+
+@dataclass(frozen=True)
+class ClusterSecrets:
+    """Both keys in z85."""
+
+    curve_public_key: bytes = field(repr=False)
+    curve_secret_key: bytes = field(repr=False)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> ClusterSecrets:
+        """Raises ValueError naming the file and what is wrong with it."""
+        path = Path(folder) / CURVE_KEY
+        try:
+            with path.open("rb") as file:
+                secret = file.read(_MAX_FILE_BYTES).strip()
+        except OSError as error:
+            raise ValueError(f"the cluster's CURVE key '{path}' cannot be read: {error.strerror}") from error
+        try:
+            if len(secret) != _KEY_CHARACTERS:
+                raise ValueError
+            return cls(zmq.curve_public(secret), secret)
+        except (ValueError, zmq.ZMQError):
+            raise ValueError(
+                f"'{path}' has {len(secret)} bytes that are no CURVE key, expected {_KEY_CHARACTERS} characters of z85"
+            ) from None
+
+    @classmethod
+    def create(cls, folder: str | Path) -> ClusterSecrets:
+        """Makes the folder's key, for this user alone. Raises FileExistsError when there is one."""
+        public, secret = zmq.curve_keypair()
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(Path(folder) / CURVE_KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+        return cls(public, secret)
+
+    def secure_client(self, socket: zmq.Socket[Any]) -> None:
+        """Before it connects."""
+        socket.curve_serverkey = self.curve_public_key
+        socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
+
+    def secure_server(self, socket: zmq.Socket[Any]) -> None:
+        """Before it binds. Its context needs a `ClientCheck`."""
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
+
+
+class ClientCheck:
+    """Refuses clients that lack the cluster's key, at all secured servers of a context, on a thread of its own."""
+
+    def __init__(self, context: zmq.Context[Any], secrets: ClusterSecrets) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._key = secrets.curve_public_key
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback("*", self)
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """As pyzmq calls it. key: the client's public key in z85."""
+        return key == self._key
+
+    def close(self) -> None:
+        """Before its context ends."""
+        self._authenticator.stop()

@@ -1,0 +1,251 @@
+"""Who watches the server, and the events that they have not read yet.
+
+For: the host, which owns a hub; instances, which report to it; frontends, which open viewers. Does not know: what
+causes an event, protocols. Invariants: reporting an event never blocks, whatever viewers do; unread events are bounded
+in bytes, and the oldest are dropped first; an instance is told which kinds are watched as soon as they change, and
+events of other kinds are dropped.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from ..errors import unavailable
+from .messages import KIND_OF, Activity, EventKind, InstanceDescription, LogActivity, to_json
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES: Final = 16 << 20
+"""Of all events together. A step of 64 rows has some 1.7 kB."""
+MAX_VIEWERS: Final = 32
+MAX_VIEWERS_OF_A_KEY: Final = 4
+NOTHING: Final[frozenset[EventKind]] = frozenset()
+_ENTRY_BYTES: Final = 200
+"""Of an entry beside its event's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What an event is about. instance "" = a model version, or the server where `model` is "", too."""
+
+    model: str = ""
+    version: str = ""
+    instance: str = ""
+
+
+class WatchedInstance(Protocol):
+    """An instance as the hub sees it."""
+
+    @property
+    def source(self) -> Source: ...
+    def watch(self, kinds: frozenset[EventKind]) -> None:
+        """What to report from now on. Called under a lock of the hub, on any thread: it must only take note."""
+
+    def describe(self) -> InstanceDescription:
+        """The instance now. Any thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An event.
+
+    sequence  counts from 1
+    event     its type
+    data      the event as JSON, without its source
+    """
+
+    sequence: int
+    source: Source
+    event: type[Activity | LogActivity]
+    data: bytes
+
+
+class Reporter:
+    """Reports the events of one source. Any thread; costs one comparison while there are no viewers."""
+
+    __slots__ = ("_hub", "source")
+
+    def __init__(self, hub: ActivityHub, source: Source) -> None:
+        self._hub = hub
+        self.source = source
+
+    @property
+    def kinds(self) -> frozenset[EventKind]:
+        """What is watched."""
+        return self._hub.kinds
+
+    def report(self, activity: Activity) -> None:
+        """Does nothing where nobody watches events of this kind."""
+        self._hub.report(self.source, activity)
+
+
+class Viewer:
+    """Reads the events behind its opening. One thread at a time uses it."""
+
+    def __init__(self, hub: ActivityHub, kinds: frozenset[EventKind], key_name: str | None, wake: Callable[[], None]):
+        """key_name: whose requests alone it may show; None = all
+        wake: called once for each `sleep`, on any thread, when there are events
+        """
+        self.kinds = kinds
+        self.key_name = key_name
+        self.wake = wake
+        self._hub = hub
+        self._read_to = hub.last_sequence
+
+    @property
+    def position(self) -> str:
+        """Names the last event that was read; unique among all servers."""
+        return f"{self._hub.epoch}-{self._read_to}"
+
+    @property
+    def is_over(self) -> bool:
+        """The server has stopped; nothing follows."""
+        return self._hub.is_closed
+
+    def read(self) -> tuple[list[Entry], int]:
+        """The events since the last call, oldest first, and how many were dropped before them. Of all kinds."""
+        entries, dropped = self._hub.entries_since(self._read_to)
+        self._read_to += len(entries) + dropped
+        return entries, dropped
+
+    def skip(self) -> None:
+        """All events so far count as read."""
+        self._read_to = self._hub.last_sequence
+
+    def sleep(self) -> None:
+        """Asks for a `wake` as soon as there are events that were not read."""
+        self._hub.wake_for(self, self._read_to)
+
+    def close(self) -> None:
+        self._hub.remove(self)
+
+
+class ActivityHub:
+    """Any thread. `_viewers_lock` is taken before `_log_lock`, and never while reporting."""
+
+    def __init__(self) -> None:
+        self.epoch = f"{int(time.time()):x}{secrets.token_hex(2)}"
+        self.kinds = NOTHING
+        """What is watched. A single reference, read without a lock."""
+        self.is_closed = False
+        self.last_sequence = 0
+        self._viewers_lock = threading.Lock()
+        self._viewers: list[Viewer] = []
+        self._instances: dict[WatchedInstance, None] = {}
+        self._log_lock = threading.Lock()
+        self._log: deque[Entry] = deque()
+        self._log_bytes = 0
+        self._asleep: list[Viewer] = []
+
+    # --- viewers ------------------------------------------------------------------------------------------------------
+
+    def open(self, kinds: frozenset[EventKind], key_name: str | None, wake: Callable[[], None]) -> Viewer:
+        """Raises TritonError UNAVAILABLE when there are too many viewers, or the server has stopped."""
+        with self._viewers_lock:
+            if self.is_closed:
+                raise unavailable("Server is stopping")
+            of_key = [viewer for viewer in self._viewers if key_name is not None and viewer.key_name == key_name]
+            for whose, count, most in (
+                ("API key", len(of_key), MAX_VIEWERS_OF_A_KEY),
+                ("server", len(self._viewers), MAX_VIEWERS),
+            ):
+                if count >= most:
+                    raise unavailable(f"the events of this {whose} have {count} viewers, expected at most {most}")
+            if key_name is not None:
+                kinds |= {"requests"}  # they say whose the others' events are
+            viewer = Viewer(self, kinds, key_name, wake)
+            self._viewers.append(viewer)
+            self._watch(tells_again="blocks" in kinds)
+        return viewer
+
+    def remove(self, viewer: Viewer) -> None:
+        with self._viewers_lock:
+            if viewer in self._viewers:
+                self._viewers.remove(viewer)
+                self._watch(tells_again=False)
+        with self._log_lock:
+            if viewer in self._asleep:
+                self._asleep.remove(viewer)
+            if not self._viewers:
+                self._log.clear()
+                self._log_bytes = 0
+
+    def close(self) -> None:
+        """Ends all viewers: the server has stopped."""
+        with self._viewers_lock:
+            self.is_closed = True
+            viewers = list(self._viewers)
+        for viewer in viewers:
+            viewer.wake()
+
+    def _watch(self, *, tells_again: bool) -> None:
+        """Tells all instances what is watched, if it has changed. The caller holds the lock of the viewers.
+
+        tells_again: also if it has not, for a viewer of blocks, which begins with all of them.
+        """
+        kinds = NOTHING.union(*(viewer.kinds for viewer in self._viewers))
+        if kinds == self.kinds and not tells_again:
+            return
+        self.kinds = kinds
+        for instance in self._instances:
+            instance.watch(kinds)
+
+    # --- instances ----------------------------------------------------------------------------------------------------
+
+    def add_instance(self, instance: WatchedInstance) -> None:
+        """It is told what is watched, now and at each change. May be called again, to tell it once more."""
+        with self._viewers_lock:
+            self._instances[instance] = None
+            if self.kinds:
+                instance.watch(self.kinds)
+
+    def remove_instance(self, instance: WatchedInstance) -> None:
+        with self._viewers_lock:
+            self._instances.pop(instance, None)
+
+    def describe(self) -> list[tuple[Source, InstanceDescription]]:
+        """Every instance now. Takes time in proportion to the requests in flight."""
+        with self._viewers_lock:
+            instances = list(self._instances)
+        return [(instance.source, instance.describe()) for instance in instances]
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def report(self, source: Source, activity: Activity | LogActivity) -> None:
+        """Does nothing where nobody watches events of this kind."""
+        if KIND_OF[type(activity)] not in self.kinds:
+            return
+        data = to_json(activity)
+        with self._log_lock:
+            self.last_sequence += 1
+            self._log.append(Entry(self.last_sequence, source, type(activity), data))
+            self._log_bytes += len(data) + _ENTRY_BYTES
+            while self._log_bytes > MAX_UNREAD_BYTES:
+                self._log_bytes -= len(self._log.popleft().data) + _ENTRY_BYTES
+            if not self._asleep:
+                return
+            asleep, self._asleep = self._asleep, []
+        for viewer in asleep:
+            viewer.wake()
+
+    def entries_since(self, sequence: int) -> tuple[list[Entry], int]:
+        """The events behind `sequence` that are still there, and how many of them are not."""
+        with self._log_lock:
+            count = self.last_sequence - sequence
+            held = min(count, len(self._log))
+            return [self._log[i] for i in range(-held, 0)], count - held
+
+    def wake_for(self, viewer: Viewer, sequence: int) -> None:
+        with self._log_lock:
+            if self.last_sequence == sequence and not self.is_closed:
+                if viewer not in self._asleep:
+                    self._asleep.append(viewer)
+                return
+        viewer.wake()

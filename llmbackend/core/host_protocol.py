@@ -1,0 +1,81 @@
+"""Host: what frontends need of the server that they send inferences to.
+
+For: frontends, which serve inferences of an InferenceServer in their own process and of one in another process alike.
+Does not know: where the host is. Invariant: nothing here waits for a backend, except where it says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol
+
+from prometheus_client.samples import Sample
+
+from .messages import (
+    InferenceHandle,
+    InferenceRequest,
+    ModelIndex,
+    ModelMetadata,
+    ResponseCallback,
+    ServerMetadata,
+)
+from .models.served_config import Description
+from .tracing.manager import HeaderLookup
+from .tracing.trace import RequestTrace
+
+InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
+"""Runs a function on a thread of its caller's, and returns what it returns."""
+
+
+class SharedRegions(Protocol):
+    def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
+        """See SharedMemoryManager. May leave the reading to the host, which does it before it accepts a request."""
+
+
+class Sampling(Protocol):
+    """See TraceManager."""
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None: ...
+
+
+class Host(Protocol):
+    """Methods are those of InferenceServer, and so are their errors."""
+
+    @property
+    def shared_memory(self) -> SharedRegions: ...
+    @property
+    def tracing(self) -> Sampling: ...
+
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        """Any thread. A host in another process cannot refuse a request at once: `callback` then gets the refusal, as
+        the request's only response."""
+
+    async def infer_accepted(
+        self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
+    ) -> InferenceHandle:
+        """Returns once the request is accepted. in_thread: for a request that takes long to validate or to encode.
+
+        Raises TritonError when it is refused; then `callback` is never called.
+        """
+
+    def is_live(self) -> bool: ...
+    def is_ready(self) -> bool:
+        """May wait for backends."""
+
+    @property
+    def is_exiting(self) -> bool: ...
+
+    def server_metadata(self) -> ServerMetadata: ...
+    def metric_samples(self, name: str) -> list[Sample]: ...
+    def model_is_ready(self, name: str, version: int = -1) -> bool:
+        """May wait for backends."""
+
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata: ...
+    def model_description(self, name: str, version: int = -1) -> Description: ...
+    def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]: ...
+    def is_decoupled(self, name: str, version: int = -1) -> bool: ...
+    def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
+        """May wait for backends."""

@@ -1,0 +1,178 @@
+"""Engine: a model in this program, without ports.
+
+For: programs that generate text in Python. Does not know: how a request is checked or computed: it is a host with one
+model of the `llm` backend, as a server's, so that parameters, defaults and errors are a server's, too. The model is
+computed in a process of its own: it has a core to itself, and when it dies another one goes on behind the last token.
+Invariant: after `close` no process, thread or file is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Final
+
+from llmbackend.core.errors import StartupError, internal
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceResponse, ResponseCallback, ResponseFlag, is_final
+from llmbackend.core.server_options import ServerOptions
+
+from ..server.settings import SingleModel
+from .generation import MODEL, Completion, Generation, Prompt, completion_of, generation_of, request_of
+from .sampling_params import SamplingParams
+
+STOP_TIMEOUT_S: Final = 30.0
+"""How long `close` waits for generations that still run."""
+MAX_WAITING: Final = 512
+"""Outputs of one call that are asked for at the same time: a part of what the model's queue holds."""
+_DEFAULTS: Final = SamplingParams()
+_Response = tuple[InferenceResponse | None, ResponseFlag]
+
+
+class Engine:
+    """One loaded model. Any thread may call it; it is a context manager."""
+
+    def __init__(self, model: str | Path, **arguments: Any) -> None:
+        """Returns when the model is loaded.
+
+        model      a checkpoint's directory, or a hub id
+        arguments  engine arguments, by vLLM's names (docs/llm_backend.md): dtype="bfloat16", max_model_len=4096, …
+
+        Raises TritonError, whose text names the argument and what was expected, or says why the model cannot be loaded.
+        """
+        single = SingleModel.checked(str(model), MODEL, arguments)
+        self._max_waiting = min(MAX_WAITING, int(single.parameters.get("max_queue_size", MAX_WAITING)))
+        with tempfile.TemporaryDirectory(prefix="llmbackend-engine-") as folder:
+            single.write_into(Path(folder))
+            self._host = InferenceServer(ServerOptions(model_repositories=(Path(folder),)))
+            try:
+                self._host.start()
+            except StartupError as error:
+                raise internal(error.reasons.get(MODEL, error.message)) from None
+
+    def generate(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
+        """All outputs of all prompts, in the order of the prompts, which are computed together.
+
+        Raises TritonError for a prompt or a parameter that is refused; the other prompts are ended then.
+        """
+        _check_prompts(prompts)
+        room = self._room(sampling)
+        found: list[Generation] = []
+        running: deque[_Call] = deque()
+        try:
+            for prompt in prompts:
+                if len(running) >= room:
+                    found.append(generation_of(running.popleft()))
+                running.append(_Call(self._host, prompt, sampling, stream=False))
+            while running:
+                found.append(generation_of(running.popleft()))
+        finally:
+            for call in running:
+                call.cancel()
+        return found
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams = _DEFAULTS) -> Iterator[Completion]:
+        """What is new of the output, part by part. Closing the iterator ends the generation. Raises TritonError."""
+        yield from _Call(self._host, prompt, sampling, stream=True)
+
+    async def generate_async(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
+        """`generate` for an event loop. A task that is cancelled ends its generations."""
+        _check_prompts(prompts)
+        room = self._room(sampling)
+        found: list[Generation] = []
+        running: deque[_AsyncCall] = deque()
+        try:
+            for prompt in prompts:
+                if len(running) >= room:
+                    found.append(generation_of([one async for one in running.popleft()]))
+                running.append(_AsyncCall(self._host, prompt, sampling, stream=False))
+            while running:
+                found.append(generation_of([one async for one in running.popleft()]))
+        finally:
+            for call in running:
+                call.cancel()
+        return found
+
+    async def stream_async(self, prompt: Prompt, sampling: SamplingParams = _DEFAULTS) -> AsyncIterator[Completion]:
+        """`stream` for an event loop."""
+        async for completion in _AsyncCall(self._host, prompt, sampling, stream=True):
+            yield completion
+
+    def _room(self, sampling: SamplingParams) -> int:
+        """How many prompts may be sent before the first of them has its outputs."""
+        return max(self._max_waiting // max(sampling.n or 1, sampling.best_of or 1), 1)
+
+    def close(self) -> None:
+        """Waits for generations that still run, then ends the model's process. May be called again."""
+        self._host.stop(STOP_TIMEOUT_S)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Call:
+    """A request whose responses one thread waits for."""
+
+    def __init__(self, host: InferenceServer, prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> None:
+        self._responses: SimpleQueue[_Response] = SimpleQueue()
+        self._handle = host.infer_async(request_of(prompt, sampling, stream=stream), self._callback())
+
+    def _callback(self) -> ResponseCallback:
+        return lambda response, flags: self._responses.put((response, flags))
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def __iter__(self) -> Iterator[Completion]:
+        try:
+            while True:
+                response, flags = self._responses.get()
+                if response is not None:
+                    yield completion_of(response)
+                if is_final(flags):
+                    return
+        finally:
+            self.cancel()
+
+
+class _AsyncCall:
+    """A request whose responses a task of an event loop waits for."""
+
+    def __init__(self, host: InferenceServer, prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._responses: asyncio.Queue[_Response] = asyncio.Queue()
+        self._handle = host.infer_async(request_of(prompt, sampling, stream=stream), self._deliver)
+
+    def _deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._responses.put_nowait, (response, flags))
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    async def __aiter__(self) -> AsyncIterator[Completion]:
+        try:
+            while True:
+                response, flags = await self._responses.get()
+                if response is not None:
+                    yield completion_of(response)
+                if is_final(flags):
+                    return
+        finally:
+            self.cancel()
+
+
+def _check_prompts(prompts: object) -> None:
+    if isinstance(prompts, str):
+        raise TypeError("prompts is one text, expected a list of prompts")

@@ -1,0 +1,26 @@
+"""`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that ends with the program that started it.
+
+For: server.py. Does not know: flags. Invariant: when that program has ended, however it did, this one drains and ends:
+its standard input is a pipe that the program holds and never writes to.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+from llmbackend.cli.main import main
+
+
+def _stop_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_stop_with_parent, name="parent", daemon=True).start()
+    sys.argv[1:] = ["serve", *sys.argv[1:]]
+    main()

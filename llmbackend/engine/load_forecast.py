@@ -1,0 +1,110 @@
+"""What a load would give, and what it would take, without reading weights.
+
+For: the adapter's forecast for `llmbackend check`. Does not know: text, Triton. Imports torch and transformers, as the
+load itself does. Invariant: nothing is decided here; what is said comes from the code that loads.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import msgspec
+
+from .config import EngineConfig
+
+
+class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
+    """Raises nothing: an engine that would not start has no forecast.
+
+    path              "native program", "transformers modules", "accelerator" or "mock"
+    why_not_faster    why it is not the native program; "" = it is, or the device is no CPU
+    device            "cpu", "cuda:0" …
+    threads           on CPU
+    weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads few rows
+    kv_bytes_per_token  None: only the weights tell, as for the next three
+    num_kv_blocks     of the whole KV memory; on an accelerator known when it is loaded
+    kv_bytes          the whole KV memory; pages are taken when they are used
+    full_length_requests  how many requests of max_model_len tokens fit at once
+    kernels           the CPU kernels that this machine would choose, and what was measured
+    weight_cache      where the packed weights are, or why they would be packed anew
+    """
+
+    path: str
+    why_not_faster: str = ""
+    device: str
+    threads: int = 0
+    architecture: str = ""
+    model_type: str = ""
+    dtype: str = ""
+    quantization: str | None = None
+    num_parameters: int = 0
+    vocab_size: int = 0
+    max_model_len: int = 0
+    weight_bytes: int = 0
+    embedding_bytes: int = 0
+    kv_bytes_per_token: int | None = None
+    block_size: int = 0
+    num_kv_blocks: int | None = None
+    kv_bytes: int | None = None
+    full_length_requests: int | None = None
+    max_num_seqs: int = 0
+    kernels: str = ""
+    weight_cache: str = ""
+
+
+def forecast(config: EngineConfig) -> LoadForecast:
+    """Raises ValueError or OSError with the text that the engine's load would fail with."""
+    if config.model == "mock":
+        return LoadForecast(path="mock", device="cpu", max_num_seqs=config.max_num_seqs, block_size=config.block_size)
+    from .model.unloaded_model import unloaded_model
+
+    model = unloaded_model(config)
+    is_cpu = config.device == "cpu"
+    is_native = is_cpu and not model.why_modules
+    return LoadForecast(
+        path="accelerator" if not is_cpu else "native program" if is_native else "transformers modules",
+        why_not_faster=model.why_modules,
+        device=config.device,
+        threads=(config.num_threads or len(os.sched_getaffinity(0))) if is_cpu else 0,
+        architecture=model.architecture,
+        model_type=model.model_type,
+        dtype=model.dtype,
+        quantization=config.quantization,
+        num_parameters=model.num_parameters,
+        vocab_size=model.vocab_size,
+        max_model_len=model.max_model_len,
+        weight_bytes=model.weight_bytes,
+        embedding_bytes=model.embedding_bytes,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        kernels=model.kernels,
+        weight_cache=_weight_cache(config) if is_native else "",
+        **_kv_memory(config, model.kv_bytes_per_token, model.max_model_len),
+    )
+
+
+def _kv_memory(config: EngineConfig, bytes_per_token: int | None, max_model_len: int) -> dict[str, Any]:
+    if bytes_per_token is None or config.device != "cpu":
+        return {"kv_bytes_per_token": bytes_per_token}
+    from .cpu.kv_memory import num_kv_blocks
+
+    num_blocks = num_kv_blocks(config, bytes_per_token, max_model_len)
+    return {
+        "kv_bytes_per_token": bytes_per_token,
+        "num_kv_blocks": num_blocks,
+        "kv_bytes": num_blocks * config.block_size * bytes_per_token,
+        "full_length_requests": min(num_blocks // -(-max_model_len // config.block_size), config.max_num_seqs),
+    }
+
+
+def _weight_cache(config: EngineConfig) -> str:
+    from .weight_cache.cache import CachedModel
+
+    cached = CachedModel(config)
+    try:
+        if cached.why_not:
+            return f"not used: {cached.why_not}"
+        return f"found in {cached.directory}" if cached.has_image() else f"not yet in {cached.directory}"
+    finally:
+        cached.close()

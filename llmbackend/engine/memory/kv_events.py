@@ -1,0 +1,193 @@
+"""Tells routers of others which KV blocks the engine has: vLLM's KV events, over ZeroMQ.
+
+For: the journal of cached blocks, as its listener, and the engine core, which sends a step's events together. Does not
+know: who subscribes. Invariants: the events are those of vLLM in their array form ([tag, field, …]), in batches
+[time, events, data_parallel_rank] with a topic and a number that counts from 0 in each process; the first event of a
+process is AllBlocksCleared. The engine's thread never waits: a thread of its own has the sockets.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from typing import Final
+
+import msgspec
+import zmq
+
+from ..kv_events_config import KVEventsConfig
+from .block_journal import FoundBlock
+
+logger = logging.getLogger(__name__)
+
+MEDIUM: Final = "GPU"
+"""vLLM's word for where an engine finds its blocks; those that went to host memory are found, too."""
+SEQUENCE_BYTES: Final = 8
+END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
+_QUEUE: Final = "inproc://batches"
+_STOP: Final = b""
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+class _Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """Its tag, the name of the class, comes first."""
+
+
+class BlockStored(_Event):
+    """Blocks that follow one another, the first behind `parent_block_hash`.
+
+    token_ids   of all of them
+    block_size  tokens of each
+    lora_id     always None
+    extra_keys  for each block: what makes it another than its tokens say (tenant, salt), at the beginning of a text
+    """
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[tuple[str, ...] | None] | None = None
+
+
+class BlockRemoved(_Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(_Event):
+    pass
+
+
+class EventBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int
+
+
+class KVEvents:
+    """A BlockListener. One thread calls it."""
+
+    def __init__(self, config: KVEventsConfig, block_size: int) -> None:
+        """Raises ValueError when an endpoint cannot be bound."""
+        self._block_size = block_size
+        self._rank = config.data_parallel_rank
+        self._events: list[BlockStored | BlockRemoved | AllBlocksCleared] = [AllBlocksCleared()]
+        self._context = zmq.Context()
+        self._queue = self._context.socket(zmq.PAIR)
+        self._queue.set_hwm(0)
+        self._queue.bind(_QUEUE)
+        try:
+            publisher = _Publisher(self._context, config)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise ValueError(
+                f"engine argument 'kv_events_config': {config.own_endpoint}"
+                f"{f' or {config.own_replay_endpoint}' if config.own_replay_endpoint else ''} cannot be bound: "
+                f"{error.strerror}"
+            ) from None
+        self._thread = threading.Thread(target=publisher.run, name="kv-events", daemon=True)
+        self._thread.start()
+
+    def stored(self, block: FoundBlock, before: bytes | None, tokens: bytes) -> None:
+        last, parent = self._events[-1] if self._events else None, None if before is None else _number(before)
+        if not (isinstance(last, BlockStored) and parent is not None and last.block_hashes[-1] == parent):
+            tenant, lora_name, salt = block.salt
+            keys = tuple(key for key in (tenant, salt) if key) if parent is None else ()
+            last = BlockStored(
+                [], parent, [], self._block_size, None, MEDIUM, lora_name or None, [keys] if keys else None
+            )
+            self._events.append(last)
+        elif last.extra_keys is not None:
+            last.extra_keys.append(None)
+        last.block_hashes.append(_number(block.hash))
+        last.token_ids.extend(array("i", tokens))
+
+    def removed(self, block_hash: bytes) -> None:
+        last = self._events[-1] if self._events else None
+        if isinstance(last, BlockRemoved):
+            last.block_hashes.append(_number(block_hash))
+        else:
+            self._events.append(BlockRemoved([_number(block_hash)], MEDIUM))
+
+    def send(self) -> None:
+        """The events since the last call, if there are any but the first one of all."""
+        if self._events and not isinstance(self._events[-1], AllBlocksCleared):
+            self._queue.send(_encode(EventBatch(time.time(), self._events, self._rank)))
+            self._events = []
+
+    def close(self) -> None:
+        self._queue.send(_STOP)
+        self._thread.join()
+        self._queue.close(linger=0)
+        self._context.term()
+
+
+class _Publisher:
+    """Sends batches, and those that someone missed again. Its thread owns it."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> None:
+        """Raises ZMQError."""
+        self._topic = config.topic.encode()
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._num_sent = 0
+        self._batches = context.socket(zmq.PAIR)
+        self._batches.set_hwm(0)
+        self._batches.connect(_QUEUE)
+        self._subscribers = context.socket(zmq.PUB)
+        self._subscribers.set_hwm(config.hwm)
+        self._poller = zmq.Poller()
+        self._poller.register(self._batches, zmq.POLLIN)
+        _bind(self._subscribers, config.own_endpoint)
+        self._replays: zmq.Socket[bytes] | None = None
+        if config.own_replay_endpoint is not None:
+            self._replays = context.socket(zmq.ROUTER)
+            _bind(self._replays, config.own_replay_endpoint)
+            self._poller.register(self._replays, zmq.POLLIN)
+
+    def run(self) -> None:
+        while True:
+            ready = dict(self._poller.poll())
+            if self._replays is not None and self._replays in ready:
+                self._replay(self._replays, self._replays.recv_multipart())
+            if self._batches in ready:
+                batch = self._batches.recv()
+                if batch == _STOP:
+                    break
+                self._publish(batch)
+        for one in (self._batches, self._subscribers, self._replays):
+            if one is not None:
+                one.close(linger=0)
+
+    def _publish(self, batch: bytes) -> None:
+        number = self._num_sent.to_bytes(SEQUENCE_BYTES, "big")
+        self._num_sent += 1
+        self._sent.append((number, batch))
+        self._subscribers.send_multipart((self._topic, number, batch))
+
+    def _replay(self, replays: zmq.Socket[bytes], request: list[bytes]) -> None:
+        """A request is an empty frame and a number: all batches from that on follow, and an end."""
+        client, *frames = request
+        if len(frames) != 2 or frames[0] or len(frames[1]) != SEQUENCE_BYTES:
+            logger.warning("a request for a replay of KV events has frames of %s bytes, expected 0 and 8",
+                           [len(frame) for frame in frames])  # fmt: skip
+            return
+        for number, batch in self._sent:
+            if number >= frames[1]:
+                replays.send_multipart((client, b"", number, batch))
+        replays.send_multipart((client, b"", END_OF_REPLAY, b""))
+
+
+def _bind(endpoint_socket: zmq.Socket[bytes], endpoint: str) -> None:
+    endpoint_socket.setsockopt(zmq.IPV6, 1 if "[" in endpoint else 0)
+    endpoint_socket.bind(endpoint)
+
+
+def _number(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash, "little")

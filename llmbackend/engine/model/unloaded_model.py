@@ -1,0 +1,217 @@
+"""A checkpoint's model without its weights: whether it would load, how it would be computed, and what memory it needs.
+
+For: load_forecast.py. Does not know: KV blocks, caches, machines. The model is built without memory for its matrices,
+and goes through the loader's own checks and description; norms are given ones, because a description probes what they
+compute. Invariant: what raises here raises in the loader, with the same text; what only weights can tell (the logits)
+is left open.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+from torch import nn
+
+from ..attention.interface import AttentionOptions, LayerShape
+from ..config import EngineConfig
+from ..cpu.kv_memory import can_hold
+from ..cpu.linear import swap_linears
+from ..cpu.program_config import why_modules
+from ..errors import CheckpointError, ProgramUnsupportedError
+from ..kernels.choice import Choice
+from ..kernels.library import NativeKernels
+from .checkpoint_check import check_tensors
+from .checkpoint_files import bad_checkpoint
+from .compatibility import architecture_name, check_calls
+from .decoder_description import describe
+from .loader import OpenedCheckpoint, class_and_config, library_choice, open_checkpoint, random_model, why_not_native
+from .rotary import fix_frequencies
+
+logger = logging.getLogger(__name__)
+
+_PROBED_TOKENS = 64
+"""Positions for which rotary frequencies are compared."""
+_EMBEDDING_ROWS = 2
+"""Rows of an embedding for which its factor is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnloadedModel:
+    """What is known of a model without its weights."""
+
+    architecture: str
+    model_type: str
+    dtype: str
+    vocab_size: int
+    max_model_len: int
+    num_parameters: int
+    weight_bytes: int
+    """In memory, packed where linear layers are, without embeddings that are looked up by row."""
+    embedding_bytes: int
+    kv_bytes_per_token: int | None
+    """None: only the weights tell."""
+    why_modules: str
+    """Why a step runs the model's modules; "" when it would run one native program, or on an accelerator."""
+    kernels: str
+    """The native kernels that would compute, and what was measured; "" where there are none."""
+
+
+class _Layout(NativeKernels):
+    """Native kernels that give matrices their places, and pack nothing."""
+
+    def pack(self, *_arguments: Any) -> None:
+        return None
+
+
+def unloaded_model(config: EngineConfig) -> UnloadedModel:
+    """Raises ValueError or OSError as `load_model`."""
+    transformers.utils.logging.disable_progress_bar()
+    opened = open_checkpoint(config)
+    _check_tensors(config, opened)
+    dtype = dtype_of(config, opened)
+    model = meta_model(config, opened, dtype)
+    shapes, options = _attention_of(model)
+    choice = None if opened.dense else library_choice(config, dtype)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    embedding = model.get_input_embeddings().weight
+    weight_bytes = _weight_bytes(config, model, choice)
+    return UnloadedModel(
+        architecture=architecture_name(opened.hf_config),
+        model_type=str(opened.hf_config.model_type),
+        dtype=str(dtype).removeprefix("torch."),
+        vocab_size=int(opened.hf_config.get_text_config(decoder=True).vocab_size),
+        max_model_len=opened.max_model_len,
+        num_parameters=num_parameters,
+        weight_bytes=weight_bytes,
+        embedding_bytes=_bytes(embedding) if choice is not None else 0,
+        kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if shapes else None,
+        why_modules="" if opened.dense else _why_modules(config, model, shapes, options, choice, dtype),
+        kernels="" if choice is None else choice.report,
+    )
+
+
+def _check_tensors(config: EngineConfig, opened: OpenedCheckpoint) -> None:
+    if opened.tensors is None:
+        return
+    try:
+        check_tensors(*class_and_config(config, opened.hf_config), opened.tensors, opened.is_multimodal)
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from error
+
+
+def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtype) -> Any:
+    """Without memory. Raises ValueError."""
+    model = random_model(config, opened.hf_config, dtype, torch.device("meta")).eval()
+    if not isinstance(model.get_output_embeddings(), nn.Module):
+        name = architecture_name(opened.hf_config)
+        raise ValueError(f"model architecture '{name}' is not supported: it has no output head")
+    return model
+
+
+def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:
+    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    stated = getattr(opened.hf_config, "dtype", None) or getattr(opened.hf_config.get_text_config(), "dtype", None)
+    if stated is not None:
+        return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated))
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found = (names.get(tensor.dtype) for tensor in (opened.tensors or {}).values())
+    return next((dtype for dtype in found if dtype is not None), torch.float32)
+
+
+def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, AttentionOptions]]:
+    """Both empty where the model can not be run without weights. Raises ValueError for one that is not supported."""
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # others read values, or multiply bfloat16 alone
+    try:
+        recorder, _, _ = check_calls(model)
+    except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
+        logger.info("the layers of %s are not known without weights", type(model).__name__, exc_info=error)
+        return {}, {}
+    return recorder.shapes, recorder.options
+
+
+def _weight_bytes(config: EngineConfig, model: Any, choice: Choice | None) -> int:
+    """Packs linear layers where they would be, in place."""
+    if choice is None:
+        linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear)
+        whole = sum(_bytes(parameter) for parameter in model.parameters())
+        saved = linear * (next(model.parameters()).element_size() - 1) if config.quantization else 0
+        return int(whole - saved)
+    asked: list[int] = []
+
+    def new_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
+        asked.append(size_bytes)
+        return np.zeros(1, np.uint8)
+
+    kernels = _Layout(choice.library, 1)
+    try:
+        swap_linears(model, kernels, config.quantization, new_memory)
+    finally:
+        kernels.close()
+    embedding = model.get_input_embeddings().weight
+    others = (each for each in model.parameters() if each.dim() > 1 and each is not embedding)
+    return sum(asked) + sum(map(_bytes, others))
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _why_modules(
+    config: EngineConfig,
+    model: Any,
+    shapes: Mapping[nn.Module, LayerShape],
+    options: Mapping[nn.Module, AttentionOptions],
+    choice: Choice | None,
+    dtype: torch.dtype,
+) -> str:
+    if reason := why_modules(config):
+        return reason
+    if choice is None:
+        return why_not_native(config, dtype)
+    if not shapes:
+        return "its layers are not known without weights"
+    try:
+        _give_values(model)
+        fix_frequencies(model, _PROBED_TOKENS)
+        describe(model, options, _PROBED_TOKENS)
+    except ProgramUnsupportedError as error:
+        return str(error)
+    except Exception as error:  # as the loader: an unknown module may break any assumption
+        return f"{type(error).__name__}: {error}"
+    if not all(can_hold(each.key_dim, each.value_dim, config.block_size) for each in shapes.values()):
+        return "its heads do not fit the native layout"
+    return ""
+
+
+@torch.no_grad()
+def _give_values(model: Any) -> None:
+    """To what a description probes: vectors, rotary frequencies, some rows of the embedding."""
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 1:
+                setattr(module, name, nn.Parameter(torch.ones(parameter.shape, dtype=parameter.dtype)))
+    embedding = model.get_input_embeddings()
+    rows = torch.ones(_EMBEDDING_ROWS, embedding.weight.shape[1], dtype=embedding.weight.dtype)
+    embedding.weight = nn.Parameter(rows)
+    restore_buffers(model)
+
+
+def restore_buffers(model: Any) -> None:
+    """Gives a model without memory what its files do not hold: rotary frequencies, and the embedding's factor."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if "rotary" in name and hasattr(child, "config"):
+                setattr(module, name, type(child)(config=child.config))
+    embedding = model.get_input_embeddings()
+    for name, buffer in list(embedding.named_buffers(recurse=False)):
+        setattr(embedding, name, torch.full(buffer.shape, float(embedding.weight.shape[1]) ** 0.5, dtype=buffer.dtype))

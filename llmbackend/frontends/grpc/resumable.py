@@ -1,0 +1,231 @@
+"""Requests of ModelStreamInfer that a client can come back to: parameter `resumable`, then `resume_from`.
+
+For: StreamSession, and the copies of streams. Does not know: connections. Invariants: as of ResumableStreams; what a
+client gets of such a request is what it gets of any other, and with each response the parameters `stream_id` and
+`event_number`; a model never sees the two parameters of the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import msgspec
+from tritonclient.grpc import service_pb2 as pb
+
+from llmbackend.core.backend_api import ParameterValue, is_final
+from llmbackend.core.errors import TritonError, internal, invalid_argument
+from llmbackend.core.messages import InferenceResponse
+
+from ..errors import log_bug
+from ..inference import Inference
+from ..inference_gate import InferenceGate
+from ..journals.journal import EventsGoneError
+from ..journals.resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
+from ..journals.stream_record import Recording, StreamRecord
+from ..kserve.request_parameters import RequestOptions, options_from_proto
+from .codec import decode_request
+from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
+from .rpc import INTERNAL_ERROR
+from .stream_messages import outcome_message, response_message
+
+RESUMABLE: Final = "resumable"
+RESUME_FROM: Final = "resume_from"
+STREAM_ID: Final = "stream_id"
+EVENT_NUMBER: Final = "event_number"
+PATH: Final = "grpc:"
+"""What a stream's path begins with; the model's name follows."""
+_TYPES: Final = {RESUMABLE: "bool_param", RESUME_FROM: "string_param"}
+_encode_parameters = msgspec.msgpack.encode
+_decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Resuming:
+    """What a request says of it."""
+
+    is_asked: bool = False
+    place: str = ""
+    """Of the last response that the client has; "" for a new request."""
+
+
+_NOT_ASKED: Final = Resuming()
+
+
+def take_resuming(message: Any) -> Resuming:
+    """Reads the two parameters of a ModelInferRequest, and removes them. Raises TritonError INVALID_ARG for one of the
+    wrong type."""
+    parameters = message.parameters
+    if not parameters or not (RESUMABLE in parameters or RESUME_FROM in parameters):
+        return _NOT_ASKED
+    values: dict[str, Any] = {}
+    for name, expected in _TYPES.items():
+        if name not in parameters:
+            continue
+        kind = parameters[name].WhichOneof("parameter_choice")
+        if kind != expected:
+            raise invalid_argument(f"parameter '{name}' is a {kind}, expected {expected}")
+        values[name] = getattr(parameters[name], expected)
+        del parameters[name]
+    return Resuming(values.get(RESUMABLE, False), values.get(RESUME_FROM, ""))
+
+
+async def come_back(streams: ResumableStreams, model_name: str, place: str) -> tuple[ResumableStream, int]:
+    """Raises TritonError as ResumableStreams.find does."""
+    return await streams.find(PATH + model_name, place, f"parameter '{RESUME_FROM}'")
+
+
+async def begin(
+    gate: InferenceGate, streams: ResumableStreams, request: OpenRequest, options: RequestOptions, data: bytes
+) -> ResumableStream:
+    """Sends the request, and opens the stream of its responses. data: the message as it came. Raises TritonError when
+    it is refused."""
+    recording = None
+    if streams.copies is not None:
+        recording = Recording()
+        recording.request, recording.identity = data, _encode_parameters(dict(options.parameters))
+    return await _opened(gate, streams, request, options, recording)
+
+
+async def make_again(gate: InferenceGate, streams: ResumableStreams, record: StreamRecord) -> None:
+    """A Maker of StreamCopies."""
+    request = await opened(parse_or_keep(record.head.request), gate)
+    take_resuming(request.message)
+    options = replace(
+        options_from_proto(request.message.parameters), parameters=_decode_parameters(record.head.identity)
+    )
+    await _opened(gate, streams, request, options, Recording(record))
+
+
+def data_of(request: Any) -> bytes:
+    """A request as it came."""
+    data: bytes = request.data if isinstance(request, LargeRequest) else request.SerializeToString()
+    return data
+
+
+async def _opened(
+    gate: InferenceGate,
+    streams: ResumableStreams,
+    request: OpenRequest,
+    options: RequestOptions,
+    recording: Recording | None,
+) -> ResumableStream:
+    given = await gate.with_shared_inputs(decode_request(request, options))
+    if recording is not None:
+        given = replace(given, resume=recording.resume(0))
+    backlog = gate.new_backlog(0 if recording is None else recording.num_known)
+    inference = await gate.send(given, backlog)
+    responses = _Responses(inference, given.model_name, given.id, options.empty_final_response, given.shared_outputs)
+    try:
+        messages = responses.messages(recording)
+        return await streams.open(PATH + given.model_name, messages, inference.close, recording=recording)
+    except BaseException:
+        inference.close()
+        raise
+
+
+class _Responses:
+    """The responses of one request, as messages."""
+
+    def __init__(
+        self, inference: Inference, model_name: str, id: str, empty_final: bool, in_shared_memory: Any
+    ) -> None:
+        self._inference = inference
+        self._model_name = model_name
+        self._id = id
+        self._empty_final = empty_final
+        self._in_shared_memory = in_shared_memory
+
+    async def messages(self, recording: Recording | None) -> AsyncGenerator[Sequence[bytes], None]:
+        while (item := await self._inference.next()) is not None:
+            response, flags = item
+            if recording is not None and response is not None:
+                recording.delta(0, response.delta)
+            if (message := self._message(response, is_final(flags))) is not None:
+                yield [message]
+
+    def _message(self, response: InferenceResponse | None, final: bool) -> bytes | None:
+        if response is None:
+            return outcome_message(self._model_name, self._id, final) if final and self._empty_final else None
+        if response.error is not None:
+            return outcome_message(self._model_name, self._id, final, response.error.message)
+        try:
+            return response_message(response, final, self._in_shared_memory)
+        except Exception as error:
+            log_bug(f"a response of model '{self._model_name}' cannot be encoded", error)
+            return outcome_message(self._model_name, self._id, final, internal(INTERNAL_ERROR).message)
+
+
+def numbered(message: bytes, key: str, number: int) -> bytes:
+    """The message with its place: what follows a message's bytes is merged into it."""
+    place = pb.ModelStreamInferResponse()
+    parameters = place.infer_response.parameters
+    parameters[STREAM_ID].string_param, parameters[EVENT_NUMBER].int64_param = key, number
+    serialised: bytes = place.SerializeToString()
+    return message + serialised
+
+
+class JournalAnswer:
+    """The messages of one resumable stream on one gRPC stream, from a place on. It has a place in the queue of the gRPC
+    stream while messages wait, and reads on when they are written."""
+
+    has_ended = False
+    """It leaves by itself."""
+
+    def __init__(
+        self,
+        stream: ResumableStream,
+        after: int,
+        enqueue: Callable[[JournalAnswer], None],
+        leave: Callable[[JournalAnswer], None],
+    ) -> None:
+        self._stream = stream
+        self._enqueue = enqueue
+        self._leave = leave
+        self._messages: deque[bytes] = deque()
+        self._taken: asyncio.Future[None] | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read(after))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether it keeps its place."""
+        if not self._messages and self._taken is not None and not self._taken.done():
+            self._taken.set_result(None)
+        return bool(self._messages)
+
+    def take(self) -> bytes:
+        return self._messages.popleft()
+
+    def end(self) -> None:
+        """Not called: see has_ended."""
+
+    def close(self) -> None:
+        """The client has gone, or has all."""
+        self._reading.cancel()
+
+    async def _read(self, after: int) -> None:
+        journal, key = self._stream.journal, self._stream.key
+        reading = journal.follow(after)
+        try:
+            async for events in reading:
+                numbers = enumerate(events.parts, events.first)
+                await self._write([numbered(message, key, number) for number, message in numbers])
+        except EventsGoneError:
+            text = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
+            await self._write([outcome_message(self._stream.head.path.removeprefix(PATH), "", True, text)])
+        except TritonError as error:
+            await self._write([outcome_message(self._stream.head.path.removeprefix(PATH), "", True, error.message)])
+        finally:
+            await reading.aclose()
+        self._leave(self)
+
+    async def _write(self, messages: Sequence[bytes]) -> None:
+        """Returns when all are taken."""
+        if messages:
+            self._messages.extend(messages)
+            self._taken = asyncio.get_running_loop().create_future()
+            self._enqueue(self)
+            await self._taken

@@ -1,0 +1,336 @@
+"""Retried POSTs: a second request with the same `Idempotency-Key` gets the answer of the first one, computed once.
+
+For: the HTTP application, for the endpoints of inference. Does not know: what an answer says. Invariants: a request
+without the header costs one look at its headers; of requests with one key one runs, and the others get its answer's
+bytes, whole, also while it runs; another body is refused, never answered with the first one's; an answer that is no 2xx
+is given to those who wait for it and forgotten; what is kept is bounded for each API key, and ends with its time to
+live. The request goes on without its client for the grace, so that a retry finds it.
+Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; where it says 409, a retry waits here), Stripe
+(`Idempotent-Replayed`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from llmbackend.frontends.errors import log_bug
+from llmbackend.frontends.http.client_disconnect import unless_disconnected
+from llmbackend.frontends.http.direct_body import DirectBody
+from llmbackend.frontends.http.errors import STOPPING, refusing
+from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence
+
+from .journal import EventsGoneError, Journal
+from .response_store import current_owner
+from .store_settings import IdempotencyLimits
+
+REPLAYED: Final = (b"idempotent-replayed", b"true")
+"""Header of an answer that was begun for an earlier request."""
+_KEY: Final = b"idempotency-key"
+_MAX_KEY_CHARS: Final = 255
+_OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+_MODELS: Final = "/v2/models/"
+_MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
+_PART_OF_THE_REQUEST: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
+"""Headers by which a body means something else."""
+
+
+@dataclass(eq=False, slots=True)
+class _Answer:
+    """The answer to the requests with one key."""
+
+    owner: str
+    key: str
+    journal: Journal
+    presence: ClientPresence = field(default_factory=ClientPresence)
+    """The client as the application sees it."""
+    fingerprint: asyncio.Future[bytes | None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    """Of the request; None when its body was not read."""
+    head: asyncio.Future[Message | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """The message that begins it; None when there is none."""
+    work: asyncio.Task[None] | None = None
+    num_readers: int = 0
+    timer: asyncio.TimerHandle | None = None
+    """Of the grace while it runs, then of its time to live."""
+    num_body_bytes: int = 0
+    """Of the request."""
+    size_bytes: int = 0
+    """Of the answer."""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.journal.has_ended
+
+
+class IdempotentRequests:
+    """The answers of one server. Used on its event loop alone."""
+
+    def __init__(self, limits: IdempotencyLimits, grace_s: float) -> None:
+        self._limits = limits
+        self._grace_s = grace_s
+        self._answers: defaultdict[str, OrderedDict[str, _Answer]] = defaultdict(OrderedDict)
+        """By owner and key, the oldest first."""
+
+    def applies_to(self, scope: Scope) -> bool:
+        """Whether `serve` is to be called: for a POST that begins an inference and has a key."""
+        if scope["type"] != "http" or scope["method"] != "POST" or not self._limits.ttl_s:
+            return False
+        return any(name == _KEY for name, _ in scope["headers"]) and _begins_inference(scope)
+
+    def num_answers(self, owner: str = "") -> int:
+        return len(self._answers.get(owner, ()))
+
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers the request: with `app`, or with what it answered to an earlier one."""
+        key = _key_of(scope)
+        if not key or len(key) > _MAX_KEY_CHARS or not key.isprintable():
+            text = f"the header 'Idempotency-Key' has {len(key)} characters, expected 1 to {_MAX_KEY_CHARS}, printable"
+            await refusing(400, text)(scope, receive, send)
+            return
+        owner = current_owner()
+        while (answer := self._answers[owner].get(key)) is not None:
+            expected = await asyncio.shield(answer.fingerprint)
+            if expected is None:
+                self._forget(answer)  # its body was not read
+                continue
+            if await _fingerprint(scope, receive, answer.num_body_bytes) != expected:
+                text = f"the key '{key}' of the header 'Idempotency-Key' was used with another request"
+                await refusing(422, text)(scope, receive, send)
+            else:
+                await self._give(answer, scope, receive, send, (REPLAYED,))
+            return
+        if not self._make_room(owner):
+            text = f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, more are not accepted"
+            await refusing(429, text)(scope, receive, send)
+            return
+        answer = self._answers[owner][key] = _Answer(owner, key, Journal(self._limits.max_answer_bytes))
+        answer.work = asyncio.get_running_loop().create_task(self._work(answer, app, scope, receive))
+        await self._give(answer, scope, receive, send)
+
+    async def close(self) -> None:
+        """Ends what runs, and forgets all."""
+        answers = [answer for of_owner in self._answers.values() for answer in of_owner.values()]
+        for answer in answers:
+            self._forget(answer)
+            if answer.work is not None:
+                answer.work.cancel()
+        await asyncio.gather(*(answer.work for answer in answers if answer.work is not None), return_exceptions=True)
+
+    # --- the work -----------------------------------------------------------------------------------------------------
+
+    async def _work(self, answer: _Answer, app: ASGIApp, scope: Scope, receive: Receive) -> None:
+        """Runs the application as if its client stayed, and keeps what it answers."""
+        inner = {**scope, PRESENCE: answer.presence}
+        DirectBody.take_out_of(inner)
+        body = _BodyReader(answer, inner, receive)
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                scope.setdefault(LABELS, inner.get(LABELS, ""))
+                answer.head.set_result(message)
+                return
+            if piece := message.get("body", b""):
+                answer.size_bytes += len(piece)
+                answer.journal.publish([piece])
+            if not message.get("more_body", False):
+                self._complete(answer)
+
+        try:
+            await app(inner, body.receive, send)
+        except Exception as error:
+            log_bug(f"{scope['method']} {scope['path']} failed", error)
+        finally:
+            _set_if_waited_for(answer.fingerprint)
+            _set_if_waited_for(answer.head)
+            if not answer.has_ended:
+                answer.journal.end(_IncompleteError())
+                self._forget(answer)
+
+    def _complete(self, answer: _Answer) -> None:
+        answer.journal.end()
+        message = answer.head.result()
+        is_kept = message is not None and 200 <= message["status"] < 300 and answer.fingerprint.done()
+        if not is_kept or self._answers[answer.owner].get(answer.key) is not answer:
+            self._forget(answer)
+            return
+        self._set_timer(answer, self._limits.ttl_s)
+        self._evict(answer.owner)
+
+    # --- its readers --------------------------------------------------------------------------------------------------
+
+    async def _give(
+        self,
+        answer: _Answer,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        more_headers: Sequence[tuple[bytes, bytes]] = (),
+    ) -> None:
+        """Sends the answer from its beginning, as it comes."""
+        answer.num_readers += 1
+        if not answer.has_ended:
+            self._cancel_timer(answer)
+        try:
+            # The body must have been read before its client is watched, unless it is not wanted.
+            await asyncio.wait((answer.fingerprint, answer.head), return_when=asyncio.FIRST_COMPLETED)
+            await unless_disconnected(Request(scope, receive), self._send(answer, scope, receive, send, more_headers))
+        except (ClientDisconnect, OSError):
+            return
+        finally:
+            answer.num_readers -= 1
+            if not answer.num_readers and not answer.has_ended:
+                self._set_timer(answer, self._grace_s)
+
+    async def _send(
+        self,
+        answer: _Answer,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        more_headers: Sequence[tuple[bytes, bytes]],
+    ) -> None:
+        head = await asyncio.shield(answer.head)
+        if head is None:
+            await refusing(503, STOPPING)(scope, receive, send)
+            return
+        if answer.journal.first_held:
+            text = "the answer to the first request with this 'Idempotency-Key' was too large to be kept"
+            await refusing(409, text)(scope, receive, send)
+            return
+        await send({**head, "headers": [*head["headers"], *more_headers]})
+        reading = answer.journal.follow()
+        try:
+            async for pieces in reading:
+                body = b"".join(pieces.parts)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except (EventsGoneError, _IncompleteError):
+            return  # the connection is closed within the body: the client sees that it is not whole
+        finally:
+            await reading.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    # --- what is kept -------------------------------------------------------------------------------------------------
+
+    def _set_timer(self, answer: _Answer, after_s: float) -> None:
+        self._cancel_timer(answer)
+        answer.timer = asyncio.get_running_loop().call_later(after_s, self._forget, answer)
+
+    def _cancel_timer(self, answer: _Answer) -> None:
+        if answer.timer is not None:
+            answer.timer.cancel()
+            answer.timer = None
+
+    def _forget(self, answer: _Answer) -> None:
+        """A new request with its key runs. What has not ended is cancelled."""
+        self._cancel_timer(answer)
+        of_owner = self._answers[answer.owner]
+        if of_owner.get(answer.key) is answer:
+            del of_owner[answer.key]
+        if not of_owner:
+            del self._answers[answer.owner]
+        if not answer.has_ended:
+            answer.presence.lost()
+
+    def _make_room(self, owner: str) -> bool:
+        """For one more answer; False where none can go because all are running."""
+        of_owner = self._answers[owner]
+        if len(of_owner) < self._limits.max_answers:
+            return True
+        oldest = next((one for one in of_owner.values() if one.has_ended), None)
+        if oldest is not None:
+            self._forget(oldest)
+        return oldest is not None
+
+    def _evict(self, owner: str) -> None:
+        ended = [one for one in self._answers[owner].values() if one.has_ended]
+        held = sum(one.size_bytes for one in ended)
+        for one in ended:
+            if held <= self._limits.max_bytes:
+                return
+            held -= one.size_bytes
+            self._forget(one)
+
+
+class _IncompleteError(Exception):
+    """The application ended within its answer."""
+
+
+class _BodyReader:
+    """The body of the request that runs, on its way to the application; then, whether its client stays."""
+
+    def __init__(self, answer: _Answer, scope: Scope, receive: Receive) -> None:
+        self._answer = answer
+        self._receive = receive
+        self._hash = _begun_hash(scope)
+        self._gone: asyncio.Future[None] | None = None
+
+    async def receive(self) -> Message:
+        answer = self._answer
+        if answer.fingerprint.done():
+            return await self._until_lost()
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            answer.fingerprint.set_result(None)
+            return message
+        chunk = message.get("body", b"")
+        answer.num_body_bytes += len(chunk)
+        self._hash.update(chunk)
+        if not message.get("more_body", False):
+            answer.fingerprint.set_result(self._hash.digest())
+        return message
+
+    async def _until_lost(self) -> Message:
+        if self._gone is None:
+            self._gone = asyncio.get_running_loop().create_future()
+            self._answer.presence.when_lost(partial(_set_if_waited_for, self._gone))
+        await asyncio.shield(self._gone)
+        return {"type": "http.disconnect"}
+
+
+async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> bytes | None:
+    """Of a request whose body is read here; None where it is longer than expected, or does not come."""
+    found = _begun_hash(scope)
+    num_bytes = 0
+    is_more = True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunk = message.get("body", b"")
+        num_bytes += len(chunk)
+        if num_bytes > expected_bytes:
+            return None
+        found.update(chunk)
+        is_more = message.get("more_body", False)
+    return found.digest()
+
+
+def _begun_hash(scope: Scope) -> hashlib._Hash:
+    """Of all that makes a request but its body."""
+    headers = sorted((name, value) for name, value in scope["headers"] if name in _PART_OF_THE_REQUEST)
+    return hashlib.sha256(repr((scope["path"], scope.get("query_string", b""), headers)).encode())
+
+
+def _begins_inference(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return path in _OPENAI_PATHS or (path.startswith(_MODELS) and path.endswith(_MODEL_ENDPOINTS))
+
+
+def _key_of(scope: Scope) -> str:
+    key: bytes = next(value for name, value in scope["headers"] if name == _KEY)
+    return key.decode("latin-1").strip()
+
+
+def _set_if_waited_for(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_result(None)

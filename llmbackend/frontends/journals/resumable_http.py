@@ -1,0 +1,159 @@
+"""Streams of server-sent events that a client can come back to: `X-Resumable-Stream: true`, then `Last-Event-ID`.
+
+For: generate_stream, and the streams under /v1. Does not know: what an event says, except for its end. Invariants: as
+of ResumableStreams; the id of an event is the stream's name and the event's number.
+Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmbackend.core.errors import invalid_argument
+from llmbackend.frontends.http.errors import error_body, is_openai, openai_error_body
+from llmbackend.frontends.http.request_scope import header
+
+from .journal import EventsGoneError
+from .resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
+from .stream_record import RECORDING, Recording
+
+STREAM_ID: Final = "x-stream-id"
+"""Header of the response: what the ids of its events begin with."""
+_ASKED: Final = b"x-resumable-stream"
+_LAST_EVENT_ID: Final = b"last-event-id"
+_RECORDED_HEADERS: Final = frozenset(
+    (_ASKED, b"content-type", b"content-encoding", b"x-request-id", b"endpoint-load-metrics-format")
+)
+"""Of a request, those by which its answer differs; never one that authorises its client."""
+_END_OF_EVENT: Final = b"\n\n"
+_COMMENT: Final = b":"
+_PING: Final = b": ping\n\n"
+_QUIET_S: Final = 15.0
+"""Without an event; then a comment goes out, so that proxies keep the connection."""
+
+
+def is_resumable(request: Request) -> bool:
+    """Whether the client wants to be able to come back. Raises TritonError for a header that is not `true` or
+    `false`."""
+    asked = header(request, _ASKED).strip().lower()
+    if asked not in ("", "true", "false"):
+        raise invalid_argument(f"the header 'X-Resumable-Stream' is '{asked[:80]}', expected true or false")
+    return asked == "true"
+
+
+def last_event_id(request: Request) -> str:
+    """ "" for a request that begins a stream."""
+    return header(request, _LAST_EVENT_ID).strip()
+
+
+def refuse_resuming(request: Request, instead: str = "") -> None:
+    """Of an endpoint whose streams are not resumable. Raises TritonError for a request that asks for it. instead: what
+    the endpoint has"""
+    if is_resumable(request) or last_event_id(request):
+        more = f"; {instead}" if instead else ""
+        raise invalid_argument(f"a stream of {request.url.path} can not be come back to by 'Last-Event-ID'{more}")
+
+
+def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
+    """The recording of the stream that the request asks for; None where it asks for none, or where there are no copies.
+    To be called before its inferences begin."""
+    if streams.copies is None or not is_resumable(request):
+        return None
+    recording = Recording.of(request)
+    if recording is None:
+        recording = request.scope[RECORDING] = Recording()
+        recording.request = body
+    return recording
+
+
+async def open_stream(
+    streams: ResumableStreams,
+    request: Request,
+    chunks: AsyncGenerator[bytes, None],
+    on_close: Callable[[], None],
+    headers: Mapping[str, str],
+) -> Response:
+    """The response that sends `chunks`, whole events each; see ResumableStreams.open."""
+    headers_recorded = [(name, value) for name, value in request.scope["headers"] if name in _RECORDED_HEADERS]
+    stream = await streams.open(
+        request.url.path,
+        _events(chunks),
+        on_close,
+        headers=headers,
+        recorded_headers=headers_recorded,
+        recording=Recording.of(request),
+    )
+    return _StreamResponse(stream, -1)
+
+
+async def come_back(streams: ResumableStreams, request: Request) -> Response:
+    """The rest of a stream, behind the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find does."""
+    found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
+    return _StreamResponse(*found)
+
+
+async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequence[bytes], None]:
+    try:
+        async for chunk in chunks:
+            yield [event for event in chunk.split(_END_OF_EVENT) if event and not event.startswith(_COMMENT)]
+    finally:
+        await chunks.aclose()
+
+
+class _StreamResponse(Response):
+    """One connection's view of a stream."""
+
+    def __init__(self, stream: ResumableStream, after: int) -> None:
+        self.status_code = stream.status
+        self.background = None
+        self._stream = stream
+        self._after = after
+        self.init_headers({**stream.headers, STREAM_ID: stream.key})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send(send))
+        watching = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (sending, watching):
+                task.cancel()
+            ended = await asyncio.gather(sending, watching, return_exceptions=True)
+        if isinstance(ended[0], Exception) and not isinstance(ended[0], OSError):
+            raise ended[0]
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        key = self._stream.key.encode()
+        reading = self._stream.journal.follow(self._after, _QUIET_S)
+        try:
+            async for events in reading:
+                parts = [
+                    b"id: %b:%d\n%b\n\n" % (key, number, event)
+                    for number, event in enumerate(events.parts, events.first)
+                ]
+                await send({"type": "http.response.body", "body": b"".join(parts) or _PING, "more_body": True})
+        except EventsGoneError:
+            await send({"type": "http.response.body", "body": self._too_slow(), "more_body": True})
+        finally:
+            await reading.aclose()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _too_slow(self) -> bytes:
+        message = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
+        if is_openai(self._stream.head.path):
+            return b"data: %b\n\n" % openai_error_body(message, "invalid_request_error", "request_cancelled")
+        return b"data: %b\n\n" % error_body(message)
+
+
+async def _disconnect(receive: Receive) -> None:
+    with suppress(OSError):
+        while (await receive())["type"] != "http.disconnect":
+            pass

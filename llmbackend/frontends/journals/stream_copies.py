@@ -1,0 +1,374 @@
+"""Copies of resumable streams on other hosts: a stream outlives its host, and goes where its client comes back to.
+
+For: ResumableStreams. Does not know: what a request, a delta or an event says; how hosts reach each other. Invariants:
+each stream of this host is copied to one other host, if there is one, as it grows, all that came meanwhile in one
+message; what is shown of it was copied before, unless no other host answers; a stream that was taken up has a higher
+epoch, and the host that had it before is refused with its next message and ends it; what is held for others is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Protocol
+
+import msgspec
+
+from llmbackend.core.errors import TritonError, unavailable
+
+from .stream_record import StreamDelta, StreamHead, StreamRecord
+
+log = logging.getLogger(__name__)
+TOPIC: Final = "streams"
+_CALL_TIMEOUT_S: Final = 2.0
+_PAUSE_S: Final = 0.5
+"""Before a host that did not answer is tried again."""
+_MESSAGE_BYTES: Final = 1 << 20
+"""Of records in one message, about."""
+_MAX_BYTES: Final = 256 << 20
+"""Held for other hosts; the records that did not grow for the longest time go."""
+_KEPT_S: Final = 600.0
+"""Without news of a record."""
+_TAKEN_KEPT_S: Final = 30.0
+"""After a record was taken."""
+_MAX_TAKEN: Final = 10_000
+"""Streams whose epoch is remembered after they were taken."""
+
+
+class Peers(Protocol):
+    """The other hosts. On the event loop."""
+
+    def live(self) -> Sequence[str]:
+        """Their ids, in the order in which they are to be asked."""
+
+    async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
+        """The answer of that host's handler of `topic`. Raises TritonError when it is gone."""
+
+    def on_call(self, topic: str, handler: Callable[[str, bytes], Awaitable[bytes]]) -> None:
+        """`handler` answers calls of other hosts, by their id and their payload."""
+
+
+class Streams(Protocol):
+    """The streams of this host."""
+
+    def give_away(self, key: str, owner: str, path: str) -> bool: ...
+
+
+Maker = Callable[[StreamRecord], Awaitable[None]]
+"""Has an endpoint of this host make a stream again; returns when it is opened. Raises TritonError."""
+
+
+class _Begin(msgspec.Struct, frozen=True, tag="begin"):
+    record: StreamRecord
+
+
+class _Step(msgspec.Struct, frozen=True, tag="step"):
+    """first: number of the first of `deltas` among all of the stream; some may be known already"""
+
+    key: str
+    epoch: int
+    first: int
+    deltas: tuple[StreamDelta, ...]
+
+
+class _End(msgspec.Struct, frozen=True, tag="end"):
+    key: str
+
+
+class _Batch(msgspec.Struct, frozen=True, tag="batch"):
+    items: tuple[_Begin | _Step | _End, ...]
+
+
+class _Take(msgspec.Struct, frozen=True, tag="take"):
+    key: str
+    owner: str
+    path: str
+
+
+class _Refused(msgspec.Struct, frozen=True):
+    """superseded: keys of streams that have a higher epoch; unknown: of those whose record is to be sent again"""
+
+    superseded: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+_encode = msgspec.msgpack.encode
+_decode_call = msgspec.msgpack.Decoder(_Batch | _Take).decode
+_decode_refused = msgspec.msgpack.Decoder(_Refused).decode
+_decode_taken = msgspec.msgpack.Decoder(StreamRecord | None).decode
+
+
+@dataclass(eq=False, slots=True)
+class _Growing:
+    """A record, here or of another host's stream."""
+
+    head: StreamHead
+    deltas: list[StreamDelta]
+    size_bytes: int
+    superseded: Callable[[], None] = field(default=lambda: None)
+    news_s: float = 0.0
+
+    @classmethod
+    def of(cls, record: StreamRecord) -> _Growing:
+        return cls(record.head, list(record.deltas), record.size_bytes)
+
+    @property
+    def record(self) -> StreamRecord:
+        return StreamRecord(self.head, tuple(self.deltas))
+
+    def grow(self, deltas: Sequence[StreamDelta]) -> int:
+        """Returns by how many bytes."""
+        self.deltas.extend(deltas)
+        added = sum(len(delta) for _, delta in deltas)
+        self.size_bytes += added
+        return added
+
+    def is_of(self, owner: str, path: str) -> bool:
+        return (self.head.owner, self.head.path) == (owner, path)
+
+
+class StreamCopies:
+    """The Copies of one host's ResumableStreams, and what it holds for other hosts. Used on the event loop alone."""
+
+    def __init__(self, peers: Peers, makers: Mapping[str, Maker], streams: Streams) -> None:
+        """makers: by the beginning of a stream's path, the longest first."""
+        self._peers = peers
+        self._makers = makers
+        self._streams = streams
+        self._own: dict[str, _Growing] = {}
+        self._peer: str | None = None
+        """Which has all records of `_own` that are not waiting."""
+        self._failed_s: dict[str, float] = {}
+        """When a peer did not take what was sent (time.monotonic())."""
+        self._waiting: list[tuple[_Begin | _Step | _End | None, Callable[[], None]]] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._held = HeldRecords()
+        peers.on_call(TOPIC, self._answer)
+
+    @property
+    def are_made(self) -> bool:
+        """As Copies."""
+        return self._peer is not None
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    # --- streams of this host -----------------------------------------------------------------------------------------
+
+    def begin(self, head: StreamHead, superseded: Callable[[], None]) -> asyncio.Future[None]:
+        """As Copies."""
+        done = asyncio.get_running_loop().create_future()
+        self._held.drop(head.key)
+        growing = self._own[head.key] = _Growing.of(StreamRecord(head))
+        growing.superseded = superseded
+        self._add(_Begin(growing.record), partial(_set, done))
+        return done
+
+    def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
+        """As Copies."""
+        growing = self._own.get(key)
+        if growing is None or not deltas:
+            self._add(None, then)
+            return
+        first = len(growing.deltas)
+        growing.grow(deltas)
+        self._add(_Step(key, growing.head.epoch, first, tuple(deltas)), then)
+
+    def end(self, key: str) -> None:
+        """As Copies."""
+        if self._own.pop(key, None) is not None:
+            self._add(_End(key), lambda: None)
+
+    def _add(self, item: _Begin | _Step | _End | None, then: Callable[[], None]) -> None:
+        self._waiting.append((item, then))
+        if self._flushing is None:
+            self._flushing = asyncio.get_running_loop().create_task(self._flush())
+
+    async def _flush(self) -> None:
+        """A task of its own: it begins in the turn after the one that added the first item."""
+        try:
+            while self._waiting:
+                waiting, self._waiting = self._waiting, []
+                await self._copy([item for item, _ in waiting if item is not None])
+                for _, then in waiting:
+                    then()
+        finally:
+            self._flushing = None
+
+    async def _copy(self, items: Sequence[_Begin | _Step | _End]) -> None:
+        """To the peer that has the rest; or everything to the next one that answers; or to none."""
+        live = self._peers.live()
+        if self._peer in live and await self._sent(self._peer, items):
+            return
+        if self._peer is not None:
+            log.warning("streams are no longer copied to host '%s'", self._peer)
+            self._peer = None
+        now_s = time.monotonic()
+        for peer in live:
+            if self._failed_s.get(peer, -_PAUSE_S) + _PAUSE_S < now_s and await self._has_all(peer):
+                self._peer = peer
+                return
+
+    async def _has_all(self, peer: str) -> bool:
+        return all([await self._sent(peer, some) for some in _in_messages(self._own.values())])
+
+    async def _sent(self, peer: str | None, items: Sequence[_Begin | _Step | _End]) -> bool:
+        if peer is None:
+            return False
+        if not items:
+            return True
+        try:
+            refused = _decode_refused(await self._call(peer, _encode(_Batch(tuple(items)))))
+        except (TritonError, msgspec.MsgspecError) as error:
+            log.debug("streams can not be copied to host '%s': %s", peer, error)
+            self._failed_s[peer] = time.monotonic()
+            return False
+        for key in refused.superseded:
+            if (growing := self._own.pop(key, None)) is not None:
+                growing.superseded()
+        again = [self._own[key] for key in refused.unknown if key in self._own]
+        return not again or await self._sent(peer, [_Begin(growing.record) for growing in again])
+
+    async def _call(self, peer: str, payload: bytes) -> bytes:
+        try:
+            async with asyncio.timeout(_CALL_TIMEOUT_S):
+                return await self._peers.call(peer, TOPIC, payload)
+        except TimeoutError:
+            raise unavailable(f"it did not answer for {_CALL_TIMEOUT_S:g} s") from None
+
+    # --- streams of other hosts ---------------------------------------------------------------------------------------
+
+    async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
+        """As Copies: the newest record that this host or another one has."""
+        asked = _encode(_Take(key, owner, path))
+        answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
+        found = [record for record in (self._held.take(key, owner, path), *answers) if record is not None]
+        return max(found, key=lambda record: (record.head.epoch, len(record.deltas)), default=None)
+
+    async def make_again(self, record: StreamRecord) -> None:
+        """As Copies. Raises TritonError."""
+        path = record.head.path
+        maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
+        log.info("stream %s is taken up, behind %d responses", record.head.key, len(record.deltas))
+        await maker(record)
+
+    async def _asked(self, peer: str, payload: bytes) -> StreamRecord | None:
+        with suppress(TritonError, msgspec.MsgspecError):
+            record: StreamRecord | None = _decode_taken(await self._call(peer, payload))
+            return record
+        return None
+
+    async def _answer(self, peer: str, payload: bytes) -> bytes:
+        """Raises msgspec.MsgspecError for what is no message of this topic."""
+        call = _decode_call(payload)
+        if isinstance(call, _Batch):
+            return _encode(self._held.add(call.items))
+        return _encode(self._given_away(call))
+
+    def _given_away(self, call: _Take) -> StreamRecord | None:
+        own = self._own.get(call.key)
+        if own is not None and own.is_of(call.owner, call.path):
+            record = own.record
+            self._streams.give_away(call.key, call.owner, call.path)
+            return record
+        return self._held.take(call.key, call.owner, call.path)
+
+
+class HeldRecords:
+    """What a host holds of other hosts' streams."""
+
+    def __init__(self, max_bytes: int = _MAX_BYTES, clock_s: Callable[[], float] = time.monotonic) -> None:
+        self._max_bytes = max_bytes
+        self._clock_s = clock_s
+        self._records: OrderedDict[str, _Growing] = OrderedDict()
+        """The one with the oldest news first."""
+        self._bytes = 0
+        self._taken: OrderedDict[str, int] = OrderedDict()
+        """The epochs of streams that were taken from here."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def add(self, items: Sequence[_Begin | _Step | _End]) -> _Refused:
+        superseded: dict[str, None] = {}
+        unknown: dict[str, None] = {}
+        for item in items:
+            match item:
+                case _End(key):
+                    self.drop(key)
+                case _Begin(record) if self._is_newest(record.head.key, record.head.epoch):
+                    self.drop(record.head.key)
+                    self._put(_Growing.of(record))
+                case _Step(key, epoch, first, deltas) if self._is_newest(key, epoch):
+                    growing = self._records.get(key)
+                    if growing is None or growing.head.epoch != epoch or first > len(growing.deltas):
+                        unknown[key] = None
+                        continue
+                    self._bytes += growing.grow(deltas[len(growing.deltas) - first :])
+                    growing.news_s = self._clock_s()
+                    self._records.move_to_end(key)
+                case _Begin(record):
+                    superseded[record.head.key] = None
+                case _Step(key):
+                    superseded[key] = None
+        self._forget_oldest()
+        return _Refused(tuple(superseded), tuple(unknown))
+
+    def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
+        """The record; an older epoch than the taker's is refused from now on. It is held for a while, because its taker
+        may end before another host has its copy."""
+        growing = self._records.get(key)
+        if growing is None or not growing.is_of(owner, path):
+            return None
+        record = growing.record
+        self._taken[key] = record.head.epoch + 1
+        if len(self._taken) > _MAX_TAKEN:
+            self._taken.popitem(last=False)
+        growing.head = msgspec.structs.replace(growing.head, epoch=record.head.epoch + 1)
+        growing.news_s = self._clock_s() - _KEPT_S + _TAKEN_KEPT_S
+        self._records.move_to_end(key, last=False)
+        return record
+
+    def _is_newest(self, key: str, epoch: int) -> bool:
+        held = self._records.get(key)
+        return epoch >= max(self._taken.get(key, 0), 0 if held is None else held.head.epoch)
+
+    def _put(self, growing: _Growing) -> None:
+        growing.news_s = self._clock_s()
+        self._records[growing.head.key] = growing
+        self._bytes += growing.size_bytes
+
+    def drop(self, key: str) -> None:
+        if (growing := self._records.pop(key, None)) is not None:
+            self._bytes -= growing.size_bytes
+
+    def _forget_oldest(self) -> None:
+        while self._records:
+            key, oldest = next(iter(self._records.items()))
+            if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _KEPT_S:
+                return
+            self.drop(key)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _in_messages(records: Iterable[_Growing]) -> Iterator[list[_Begin]]:
+    some: list[_Begin] = []
+    size_bytes = 0
+    for growing in list(records):  # which may change meanwhile
+        some.append(_Begin(growing.record))
+        size_bytes += growing.size_bytes
+        if size_bytes > _MESSAGE_BYTES:
+            yield some
+            some, size_bytes = [], 0
+    yield some

@@ -1,0 +1,211 @@
+"""Counts and token buckets that the processes of one server share: a file that all of them have mapped.
+
+For: a host and its frontend processes, so that a limit holds for all of them together. Does not know: what is counted.
+Invariants: a process changes its own counts alone, and `forget` takes away those of one that died; nobody waits for a
+process that hangs. An operation takes some five microseconds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import struct
+import threading
+import time
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+_HEAD: Final = struct.Struct("<i")
+"""The number of processes."""
+_WINDOWS: Final = 4096
+_WINDOW: Final = 64
+"""Records where a name may have its own: from where its digest points to."""
+_DIGEST_BYTES: Final = 16
+_FREE: Final = bytes(_DIGEST_BYTES)
+_DIGESTS_AT: Final = 64
+_RECORDS_AT: Final = _DIGESTS_AT + _WINDOWS * _WINDOW * _DIGEST_BYTES
+_BUCKET: Final = struct.Struct("<dd")
+"""Units, and when they were counted (monotonic seconds, which all processes of a machine share); 0: not used yet."""
+_COUNT: Final = struct.Struct("<i")
+"""Of one process."""
+_LOCK_TIMEOUT_S: Final = 0.02
+"""A process that is stopped while it has the lock must not stop the others: after this they go on without it, and a
+limit may be exceeded by what two of them take at the same moment."""
+_LOCK_ASKED_EVERY_S: Final = 20e-6
+
+
+class SharedCounts:
+    """Any thread may use it. Counts are kept by process, in `process`'s column."""
+
+    def __init__(self, path: Path, process: int) -> None:
+        """A file that `create` made. process: which one this is, from 0."""
+        self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._memory = mmap.mmap(self._file, 0)
+        (processes,) = _HEAD.unpack_from(self._memory)
+        self._columns = struct.Struct(f"<{processes}i")
+        self._record_bytes = _record_bytes(processes)
+        self._process = process
+        self.lock = _ProcessLock(self._file)
+        """Held by who reads and changes together."""
+
+    @classmethod
+    def create(cls, path: Path, processes: int) -> SharedCounts:
+        """A new file for so many processes, as the first of them."""
+        with path.open("xb") as file:
+            file.write(_HEAD.pack(processes))
+            file.truncate(_RECORDS_AT + _WINDOWS * _WINDOW * _record_bytes(processes))
+        return cls(path, 0)
+
+    def held(self, name: str) -> int:
+        """Over all processes."""
+        record = self._find(name)
+        return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
+
+    def add(self, name: str, change: int) -> None:
+        with self.lock:
+            record = self._take(name)
+            at = self._counts_at(record) + self._process * _COUNT.size
+            (count,) = _COUNT.unpack_from(self._memory, at)
+            _COUNT.pack_into(self._memory, at, count + change)
+            self._free_if_unused(record)
+
+    def forget(self, process: int) -> None:
+        """Takes away the counts of a process that has ended."""
+        with self.lock:
+            for record in self._records():
+                _COUNT.pack_into(self._memory, self._counts_at(record) + process * _COUNT.size, 0)
+                self._free_if_unused(record)
+
+    def bucket(self, name: str, full: float) -> SharedCell:
+        """The bucket of that name, which stays; full when no process has used it before."""
+        with self.lock:
+            cell = SharedCell(self._memory, self._record_at(self._take(name)))
+            if not cell.at_s:
+                cell.units, cell.at_s = full, time.monotonic()
+            return cell
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self._file)
+
+    # --- records ----------------------------------------------------------------------------------------------------
+
+    def _find(self, name: str) -> int | None:
+        digest = _digest(name)
+        return self._in_window(digest, digest)
+
+    def _take(self, name: str) -> int:
+        """The record of `name`, made if there is none."""
+        digest = _digest(name)
+        record = self._in_window(digest, digest)
+        if record is None:
+            record = self._in_window(digest, _FREE)
+            if record is None:
+                raise RuntimeError(f"no room to count {name}: {_WINDOW} others are counted beside it")
+            self._set_digest(record, digest)
+        return record
+
+    def _in_window(self, digest: bytes, wanted: bytes) -> int | None:
+        first = int.from_bytes(digest[:4], "little") % _WINDOWS * _WINDOW
+        begin = _DIGESTS_AT + first * _DIGEST_BYTES
+        window = self._memory[begin : begin + _WINDOW * _DIGEST_BYTES]
+        at = window.find(wanted)
+        while at % _DIGEST_BYTES and at >= 0:  # parts of two digests
+            at = window.find(wanted, at + 1)
+        return None if at < 0 else first + at // _DIGEST_BYTES
+
+    def _records(self) -> list[int]:
+        """Those that are in use."""
+        table = self._memory[_DIGESTS_AT:_RECORDS_AT]
+        found = []
+        for begin in range(0, len(table), _WINDOW * _DIGEST_BYTES):
+            window = table[begin : begin + _WINDOW * _DIGEST_BYTES]
+            if window.strip(b"\0"):
+                digests = range(0, len(window), _DIGEST_BYTES)
+                found += [(begin + at) // _DIGEST_BYTES for at in digests if window[at : at + _DIGEST_BYTES] != _FREE]
+        return found
+
+    def _free_if_unused(self, record: int) -> None:
+        counts = self._columns.unpack_from(self._memory, self._counts_at(record))
+        if not any(counts) and not SharedCell(self._memory, self._record_at(record)).at_s:
+            self._set_digest(record, _FREE)
+
+    def _set_digest(self, record: int, digest: bytes) -> None:
+        at = _DIGESTS_AT + record * _DIGEST_BYTES
+        self._memory[at : at + _DIGEST_BYTES] = digest
+
+    def _record_at(self, record: int) -> int:
+        return _RECORDS_AT + record * self._record_bytes
+
+    def _counts_at(self, record: int) -> int:
+        return self._record_at(record) + _BUCKET.size
+
+
+class SharedCell:
+    """A bucket's two numbers. Its caller holds the lock."""
+
+    __slots__ = ("_at", "_memory")
+
+    def __init__(self, memory: mmap.mmap, at: int) -> None:
+        self._memory = memory
+        self._at = at
+
+    @property
+    def units(self) -> float:
+        return float(_BUCKET.unpack_from(self._memory, self._at)[0])
+
+    @units.setter
+    def units(self, units: float) -> None:
+        _BUCKET.pack_into(self._memory, self._at, units, self.at_s)
+
+    @property
+    def at_s(self) -> float:
+        return float(_BUCKET.unpack_from(self._memory, self._at)[1])
+
+    @at_s.setter
+    def at_s(self, at_s: float) -> None:
+        _BUCKET.pack_into(self._memory, self._at, self.units, at_s)
+
+
+class _ProcessLock:
+    """Between threads of one process, and between processes; the system gives it back for one that dies."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._threads = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._threads.acquire()
+        deadline_s = 0.0
+        while not self._is_free():
+            now_s = time.monotonic()
+            deadline_s = deadline_s or now_s + _LOCK_TIMEOUT_S
+            if now_s >= deadline_s:
+                return
+            time.sleep(_LOCK_ASKED_EVERY_S)
+
+    def _is_free(self) -> bool:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._threads.release()
+
+
+def _record_bytes(processes: int) -> int:
+    return _BUCKET.size + 4 * processes + -(4 * processes) % 8
+
+
+@lru_cache(maxsize=8192)
+def _digest(name: str) -> bytes:
+    return hashlib.blake2b(name.encode(), digest_size=_DIGEST_BYTES).digest()

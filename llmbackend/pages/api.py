@@ -1,0 +1,144 @@
+"""The server's HTTP API as the pages use it, with the key of the viewer.
+
+For: every page. Does not know: what is shown. Invariants: one pool of connections for all viewers, over the unix
+socket that the server opened for this process; a key is sent with each request and kept nowhere else; an error has the
+API's own text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+_TIMEOUT_S: Final = 30.0
+_CONNECT_TIMEOUT_S: Final = 5.0
+_MAX_ERROR_BYTES: Final = 64 << 10
+
+_pool: httpx.AsyncClient | None = None
+
+
+class ApiError(Exception):
+    """The text is the API's, `status` that of HTTP; 0: there was no response."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ServerEvent:
+    """One server-sent event."""
+
+    name: str
+    """ "message" where the stream names none."""
+    data: str
+    id: str = ""
+
+
+@asynccontextmanager
+async def connected(api_socket: Path) -> AsyncIterator[None]:
+    """Within it the API can be used."""
+    global _pool
+    transport = httpx.AsyncHTTPTransport(uds=str(api_socket), limits=httpx.Limits(max_connections=None))
+    async with httpx.AsyncClient(transport=transport, base_url="http://server", trust_env=False) as _pool:
+        yield
+
+
+class Api:
+    """Of one viewer; `key` is called for each request, "" for none."""
+
+    def __init__(self, key: Callable[[], str]) -> None:
+        self._key = key
+
+    async def get(self, path: str) -> Any:
+        """The JSON of the answer. Raises ApiError."""
+        return await self._json("GET", path, None, _TIMEOUT_S)
+
+    async def post(self, path: str, body: Any = None, timeout_s: float | None = _TIMEOUT_S) -> Any:
+        """The JSON of the answer, None for an empty one. Raises ApiError."""
+        return await self._json("POST", path, body, timeout_s)
+
+    async def stream(self, method: str, path: str, body: Any = None) -> AsyncGenerator[ServerEvent]:
+        """The events of a stream until its end. Raises ApiError. To close it cancels the request."""
+        request = self._request(method, path, body, None)  # it may be silent for as long as its request waits
+        try:
+            response = await _opened().send(request, stream=True)
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from None
+        try:
+            if response.is_error:
+                raise _error(response.status_code, await _beginning(response))
+            async for event in _events(response.aiter_lines()):
+                yield event
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from None
+        finally:
+            await response.aclose()
+
+    async def _json(self, method: str, path: str, body: Any, timeout_s: float | None) -> Any:
+        try:
+            response = await _opened().send(self._request(method, path, body, timeout_s))
+        except httpx.HTTPError as error:
+            raise _unreachable(error) from None
+        if response.is_error:
+            raise _error(response.status_code, response.content)
+        return response.json() if response.content else None
+
+    def _request(self, method: str, path: str, body: Any, timeout_s: float | None) -> httpx.Request:
+        key = self._key()
+        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        return _opened().build_request(method, path, json=body, headers=headers, timeout=timeout)
+
+
+def _opened() -> httpx.AsyncClient:
+    assert _pool is not None, "used within connected()"
+    return _pool
+
+
+async def _events(lines: AsyncIterator[str]) -> AsyncIterator[ServerEvent]:
+    name, event_id = "message", ""
+    data: list[str] = []
+    async for line in lines:
+        field, _, value = line.partition(":")
+        value = value.removeprefix(" ")
+        if not line:
+            if data:
+                yield ServerEvent(name, "\n".join(data), event_id)
+            name, data = "message", []
+        elif field == "event":
+            name = value
+        elif field == "data":
+            data.append(value)
+        elif field == "id":
+            event_id = value
+
+
+async def _beginning(response: httpx.Response) -> bytes:
+    body = b""
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) >= _MAX_ERROR_BYTES:
+            break
+    return body
+
+
+def _error(status: int, body: bytes) -> ApiError:
+    """The text of OpenAI's, Triton's and other bodies."""
+    text = body[:_MAX_ERROR_BYTES].decode("utf-8", "replace")
+    try:
+        found = json.loads(text)["error"]
+        text = found if isinstance(found, str) else str(found["message"])
+    except (ValueError, LookupError, TypeError):
+        pass
+    return ApiError(status, text or f"the server answered with status {status}")
+
+
+def _unreachable(error: httpx.HTTPError) -> ApiError:
+    return ApiError(0, f"the server can not be reached: {error or type(error).__name__}")

@@ -1,0 +1,68 @@
+"""BrowserStore: the chats of one browser, in its localStorage.
+
+For: the chat page. Does not know: what is shown. Invariants: chats are kept in the browser alone; what cannot be read
+any more is left out, and stays where it is.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+import msgspec
+from nicegui import Client
+
+from .conversation import Chat, ChatSettings
+
+_TIMEOUT_S: Final = 10.0
+
+
+class ChatEntry(msgspec.Struct, frozen=True):
+    """A chat in the list."""
+
+    id: str
+    title: str
+
+
+class BrowserStore:
+    """Each method waits for the browser (static/chat.js); one that does not answer has nothing."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def entries(self) -> list[ChatEntry]:
+        """The chats, the one that was changed last first."""
+        try:
+            return msgspec.convert(await self._call("list"), list[ChatEntry])
+        except msgspec.ValidationError:
+            return []
+
+    async def load(self, chat_id: str) -> Chat | None:
+        try:
+            return Chat.of_json(str(await self._call("load", chat_id) or ""))
+        except ValueError:
+            return None
+
+    async def save(self, chat: Chat) -> bool:
+        """False: the browser's storage has no room."""
+        return bool(await self._call("save", chat.id, chat.shown_title, chat.to_json()))
+
+    async def remove(self, chat_id: str) -> None:
+        await self._call("remove", chat_id)
+
+    async def settings(self) -> ChatSettings:
+        """Those of the chat that was last changed: new chats begin with them."""
+        try:
+            return msgspec.json.decode(str(await self._call("settings") or "{}"), type=ChatSettings)
+        except msgspec.DecodeError:
+            return ChatSettings()
+
+    async def save_settings(self, settings: ChatSettings) -> None:
+        await self._call("saveSettings", msgspec.json.encode(settings).decode())
+
+    async def _call(self, name: str, *arguments: str) -> Any:
+        values = ", ".join(json.dumps(argument) for argument in arguments)
+        try:
+            return await self._client.run_javascript(f"return llmbackendChat.{name}({values})", timeout=_TIMEOUT_S)
+        except TimeoutError:  # the browser is away for the moment, or for good
+            return None

@@ -1,0 +1,121 @@
+"""SettingsPanel: what the requests of a chat are made with: system prompt, sampling, tools.
+
+For: page.py. Does not know: requests. Invariant: a field that is empty leaves its value to the server; a value that is
+no number of the field's kind is shown as wrong and does not change the settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+from nicegui import ui
+
+from .conversation import ChatSettings, tools_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Number:
+    name: str
+    label: str
+    minimum: float
+    maximum: float | None
+    step: float
+    hint: str = ""
+
+
+_NUMBERS: Final = (
+    _Number("temperature", "Temperature", 0, 2, 0.1, "0: always the likeliest token"),
+    _Number("top_p", "Top p", 0, 1, 0.05),
+    _Number("top_k", "Top k", 0, None, 1),
+    _Number("min_p", "Min p", 0, 1, 0.05),
+    _Number("max_tokens", "Max tokens", 1, None, 1),
+    _Number("seed", "Seed", 0, None, 1, "the same seed, the same answer"),
+    _Number("presence_penalty", "Presence penalty", -2, 2, 0.1),
+    _Number("frequency_penalty", "Frequency penalty", -2, 2, 0.1),
+)
+_WHOLE: Final = frozenset({"top_k", "max_tokens", "seed"})
+_TOOLS_EXAMPLE: Final = """[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", \
+"properties": {"city": {"type": "string"}}, "required": ["city"]}}}]"""
+
+
+class SettingsPanel:
+    """`on_change` is called with the settings after each change by the viewer."""
+
+    def __init__(self, on_change: Callable[[ChatSettings], Awaitable[None]]) -> None:
+        self._on_change = on_change
+        self._settings = ChatSettings()
+        self._fields: dict[str, Any] = {}
+        self._is_showing = False
+        with (
+            ui.right_drawer(value=False, bordered=True).classes("settings").props("width=320 breakpoint=1100") as drawer
+        ):
+            self.drawer = drawer
+            with ui.element("div").classes("settings__head"):
+                ui.label("Settings of this chat").classes("settings__title")
+                ui.button(icon="close", color=None, on_click=drawer.hide).props(
+                    'flat round dense aria-label="Close the settings"'
+                )
+            self._fields["system"] = self._text("System prompt", "system", rows=4)
+            ui.label("Sampling").classes("settings__section")
+            with ui.element("div").classes("settings__numbers"):
+                for number in _NUMBERS:
+                    self._fields[number.name] = self._number(number)
+            self._fields["stop"] = self._text("Stop strings, one per line", "stop", rows=2)
+            ui.label("Tools").classes("settings__section")
+            self._fields["tools"] = self._text("Tools as JSON", "tools", rows=5)
+            self._fields["tools"].props(f"placeholder='{_TOOLS_EXAMPLE}'").classes("mono")
+            ui.label("Answers").classes("settings__section")
+            self._fields["with_probabilities"] = ui.switch(
+                "Ask for token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
+            )
+            ui.label("Shown below each answer, on its tokens.").classes("muted")
+
+    def show(self, settings: ChatSettings) -> None:
+        self._settings = settings
+        self._is_showing = True
+        for name, field in self._fields.items():
+            field.set_value(getattr(settings, name))
+        self._is_showing = False
+
+    def _text(self, label: str, name: str, rows: int) -> ui.textarea:
+        field = ui.textarea(label, on_change=lambda event: self._changed(name, event.value or ""))
+        field.props(f"outlined dense debounce=400 rows={rows}").classes("full-width")
+        if name == "tools":
+            field.validation = {"expected a JSON list of tools": _are_tools}
+        return field
+
+    def _number(self, number: _Number) -> ui.number:
+        field = ui.number(
+            number.label,
+            min=number.minimum,
+            max=number.maximum,
+            step=number.step,
+            on_change=lambda event: self._changed(number.name, event.value),
+        )
+        field.props('outlined dense debounce=400 stack-label placeholder="default"')
+        if number.hint:
+            field.tooltip(number.hint)
+        return field
+
+    async def _changed(self, name: str, value: Any) -> None:
+        if self._is_showing:
+            return
+        if name in _WHOLE and value is not None:
+            value = int(value)
+        if value == getattr(self._settings, name) or (name == "tools" and not _are_tools(value)):
+            return
+        self._settings = msgspec.structs.replace(self._settings, **{name: value})
+        await self._on_change(self._settings)
+
+
+def _are_tools(text: str | None) -> bool:
+    if not text or not text.strip():
+        return True
+    try:
+        tools_of(text)
+    except ValueError:
+        return False
+    return True

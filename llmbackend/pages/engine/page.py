@@ -1,0 +1,26 @@
+"""The Engine page: what each engine does with each request, step by step, as it happens.
+
+For: routes.py. Does not know: the feed. The browser reads /v2/engine/events itself, with its user's key, and draws
+(view/, in JavaScript), so that this process has nothing to do while a page is open.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from nicegui import ui
+
+from ..shell import FILES_URL, Viewer
+
+_VIEW: Final = Path(__file__).parent / "view"
+
+
+class EngineView(ui.element, component=_VIEW / "engine_view.js", esm={"llmbackend-engine": str(_VIEW)}):
+    """The view in the browser: view/engine_view.js."""
+
+
+def build(viewer: Viewer) -> None:
+    """viewer: not needed; the view reads the key where the browser keeps it (static/shell.js)."""
+    ui.add_head_html(f'<link rel="stylesheet" href="{FILES_URL}/engine.css">')
+    EngineView()

@@ -1,0 +1,86 @@
+/**
+ * Reads /v2/engine/events while it is wanted, and connects again when the connection is lost.
+ *
+ * Knows nothing of what the events mean. Invariant: after close() no callback is called.
+ */
+
+import { SseParser } from "./sse.js";
+
+const FIRST_RETRY_MS = 500;
+const MAX_RETRY_MS = 5000;
+
+export class FeedClient {
+  #abort = new AbortController();
+  #retryMs = FIRST_RETRY_MS;
+
+  /**
+   * url: of the feed, with its query
+   * headers: function that returns the request's headers (the key may have changed between two attempts)
+   * onEvent(event, data, id): each event
+   * onState(state, text): "connecting", "open", "refused" (text: what the server said; no further attempt) or "lost"
+   */
+  constructor(url, { headers, onEvent, onState }) {
+    Object.assign(this, { url, headers, onEvent, onState });
+    this.#run();
+  }
+
+  close() {
+    this.#abort.abort();
+  }
+
+  async #run() {
+    const signal = this.#abort.signal;
+    while (!signal.aborted) {
+      this.onState("connecting", "");
+      const refusal = await this.#readOnce(signal).catch(() => "");
+      if (signal.aborted) return;
+      if (refusal) return this.onState("refused", refusal);
+      this.onState("lost", "");
+      await pause(this.#retryMs, signal);
+      this.#retryMs = Math.min(MAX_RETRY_MS, this.#retryMs * 2);
+    }
+  }
+
+  /** Returns the reason where the server refuses for good; throws or returns "" where the connection ended. */
+  async #readOnce(signal) {
+    const answer = await fetch(this.url, { headers: this.headers(), signal, cache: "no-store" });
+    if (answer.status >= 400 && answer.status < 500 && answer.status !== 429) return refusalText(answer);
+    if (!answer.ok) return "";
+    this.onState("open", "");
+    this.#retryMs = FIRST_RETRY_MS;
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    const parser = new SseParser();
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done || signal.aborted) return "";
+      for (const { event, data, id } of parser.push(value)) this.onEvent(event, data, id);
+    }
+  }
+}
+
+/** What an answer with an error status says, in one line. */
+export async function refusalText(answer) {
+  const body = await answer.text().catch(() => "");
+  let reason = body;
+  try {
+    const error = JSON.parse(body).error;
+    reason = typeof error === "string" ? error : error.message;
+  } catch {
+    // Not every error is JSON: then its text is shown as it is.
+  }
+  return `${answer.status}: ${String(reason || answer.statusText).slice(0, 300)}`;
+}
+
+function pause(ms, signal) {
+  return new Promise((resolve) => {
+    const timer = setTimeout(resolve, ms);
+    signal.addEventListener(
+      "abort",
+      () => {
+        clearTimeout(timer);
+        resolve();
+      },
+      { once: true },
+    );
+  });
+}

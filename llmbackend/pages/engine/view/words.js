@@ -1,0 +1,81 @@
+/** The words for what the feed names by short names: kinds of work, reasons to wait, ends of requests. */
+
+import { outputAt, segmentAt } from "./tracks.js";
+
+/** What a request does during a stretch of time. */
+export const KIND_WORDS = {
+  waiting: "waiting",
+  prefill: "prefill chunk",
+  decode: "decode",
+  drafts: "decode, drafts accepted",
+  recompute: "recompute",
+  preempted: "preempted",
+  recovering: "engine recovering",
+};
+
+/** Letters that mark a stretch where it is wide enough, so that no colour is needed to read it. */
+export const KIND_LETTERS = { prefill: "P", decode: "D", drafts: "+", recompute: "R", preempted: "X", recovering: "E" };
+
+const REASON_WORDS = {
+  max_num_seqs: "the batch is full (max_num_seqs)",
+  kv_blocks: "no free KV blocks",
+  token_budget: "the step's token budget is spent",
+  prefix: "another request computes the beginning that both share",
+  long_prefill: "another long prompt is being computed",
+  grammar: "its grammar is being compiled",
+  adapter: "its LoRA adapter is being loaded",
+  engine: "the engine is starting or recovering",
+};
+
+const SHORT_REASONS = {
+  max_num_seqs: "batch full",
+  kv_blocks: "KV full",
+  token_budget: "token budget",
+  prefix: "shared prefix",
+  long_prefill: "long prefill",
+  grammar: "grammar",
+  adapter: "adapter",
+  engine: "engine",
+};
+
+export function reasonWords(reason) {
+  return REASON_WORDS[reason] ?? (reason || "not scheduled yet");
+}
+
+export function shortReason(reason) {
+  return SHORT_REASONS[reason] ?? (reason || "queued");
+}
+
+/** A duration in the unit that fits it. */
+export function durationText(ms) {
+  if (ms < 10) return `${ms.toFixed(2)} ms`;
+  if (ms < 1000) return `${ms.toFixed(0)} ms`;
+  return ms < 60_000
+    ? `${(ms / 1000).toFixed(ms < 10_000 ? 2 : 1)} s`
+    : `${Math.floor(ms / 60_000)} min ${Math.round((ms % 60_000) / 1000)} s`;
+}
+
+/** A count with few digits: 950, 1.2k, 34k, 1.5M. */
+export function countText(value) {
+  if (value < 1000) return String(Math.round(value));
+  if (value < 1e6) return `${(value / 1000).toFixed(value < 10_000 ? 1 : 0)}k`;
+  return `${(value / 1e6).toFixed(1)}M`;
+}
+
+/** "34/64" output tokens at a time, or what of it is known. */
+export function progressText(track, time, between = "/") {
+  const output = outputAt(track, time);
+  return track.maxTokens === null ? String(output) : `${output}${between}${track.maxTokens}`;
+}
+
+/** The state of one request at a time, in words. */
+export function stateWords(track, nowS) {
+  if (track.ended && track.ended.time <= nowS) return `ended: ${track.ended.finishReason || "unknown"}`;
+  const last = segmentAt(track, nowS);
+  const kind = last ? last.kind : track.state;
+  if (kind === "waiting")
+    return `waiting ${durationText(Math.max(0, (nowS - last.start) * 1000))}: ${reasonWords(last.reason)}`;
+  if (kind === "preempted") return `preempted, waiting: ${reasonWords(last.reason || "kv_blocks")}`;
+  if (kind === "recovering") return "waiting for the engine to recover";
+  return kind === "prefill" || kind === "recompute" ? KIND_WORDS[kind] : "decoding";
+}

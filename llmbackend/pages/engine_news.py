@@ -1,0 +1,60 @@
+"""EngineNews: what the server's feed says about engines, for all answers that are being generated.
+
+For: the chat page. Does not know: answers. Invariants: there is one stream of the feed for each key, however many
+answers are generated with it, because the feed has room for few viewers; it is open while somebody listens. Where there
+is no feed, or it breaks off, there is no news.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from .api import Api, ApiError
+
+_PATH: Final = "/v2/engine/events?kinds=engine&interval_ms=50"
+
+Listener = Callable[[dict[str, Any]], None]
+
+_of_key: dict[str, _Stream] = {}
+"""Those that somebody listens to."""
+
+
+@contextlib.contextmanager
+def listening(key: str, listener: Listener) -> Iterator[None]:
+    """Within it `listener` gets the data of each event `engine`."""
+    stream = _of_key.get(key)
+    if stream is None:
+        stream = _of_key[key] = _Stream(key)
+    stream.listeners.append(listener)
+    try:
+        yield
+    finally:
+        stream.listeners.remove(listener)
+        if not stream.listeners:
+            del _of_key[key]
+            stream.close()
+
+
+class _Stream:
+    def __init__(self, key: str) -> None:
+        self.listeners: list[Listener] = []
+        self._api = Api(lambda: key)
+        self._reading = asyncio.create_task(self._read())
+
+    def close(self) -> None:
+        self._reading.cancel()
+
+    async def _read(self) -> None:
+        with contextlib.suppress(ApiError, ValueError):
+            async with contextlib.aclosing(self._api.stream("GET", _PATH)) as events:
+                async for event in events:
+                    if event.name == "engine":
+                        self._tell(json.loads(event.data))
+
+    def _tell(self, news: dict[str, Any]) -> None:
+        for listener in tuple(self.listeners):
+            listener(news)

@@ -1,0 +1,91 @@
+"""The page process: `python -m llmbackend.pages.main`, started by the server for the first viewer.
+
+For: frontends/page_proxy. Does not know: the server's insides; it has a socket to listen on and one that leads to the
+API. Invariants: it ends when its standard input closes, which its server holds open; it writes no files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+
+_RECONNECT_TIMEOUT_S = 20.0
+"""How long a page that has lost its connection is kept for its viewer."""
+_MAX_MESSAGE_BYTES = 4 << 20
+"""Of a message from a browser: a chat that it has stored."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket-descriptor", type=int, required=True)
+    parser.add_argument("--api-socket", type=Path, required=True)
+    options = parser.parse_args()
+    _before_nicegui()
+    asyncio.run(_serve(options.socket_descriptor, options.api_socket))
+
+
+def _before_nicegui() -> None:
+    """NiceGUI reads its environment when it is imported."""
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # a server that a test started must behave as any other
+    os.environ["NICEGUI_STORAGE_PATH"] = tempfile.gettempdir()  # nothing is stored; the default is the working folder
+
+
+async def _serve(descriptor: int, api_socket: Path) -> None:
+    app = make_app(api_socket)
+    config = uvicorn.Config(app, lifespan="on", access_log=False, log_level="warning", server_header=False)
+    server = uvicorn.Server(config)
+    listener = socket.socket(fileno=descriptor)
+    asyncio.get_running_loop().add_reader(sys.stdin.fileno(), _end_with_input)
+    await server.serve(sockets=[listener])
+
+
+def _end_with_input() -> None:
+    """At once: nothing here has to be put away, and requests to the API are cancelled with their connections."""
+    if not os.read(sys.stdin.fileno(), 1):
+        os._exit(0)
+
+
+def make_app(api_socket: Path) -> FastAPI:
+    """The application with all pages."""
+    from nicegui import app as nicegui_app
+    from nicegui import core, ui
+
+    from . import api, routes, security
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        async with api.connected(api_socket):
+            yield
+
+    middleware = [Middleware(GZipMiddleware, minimum_size=1024), Middleware(security.SecurityHeaders)]
+    app = FastAPI(lifespan=lifespan, middleware=middleware, openapi_url=None)
+    routes.add_to(nicegui_app)
+    core.sio.eio.max_http_buffer_size = _MAX_MESSAGE_BYTES
+    ui.run_with(
+        app,
+        title="llmbackend",
+        dark=None,
+        language="en-US",
+        tailwind=False,
+        reconnect_timeout=_RECONNECT_TIMEOUT_S,
+        gzip_middleware_factory=None,  # ours is outside of the one that reads pages
+        show_welcome_message=False,
+    )
+    nicegui_app.config.socket_io_js_transports = ["websocket"]
+    return app
+
+
+if __name__ == "__main__":
+    main()

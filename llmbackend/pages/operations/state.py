@@ -1,0 +1,157 @@
+"""What the Operations page knows of a server: the answers of its endpoints, and the events since.
+
+For: page.py, which reads the feed, and the sections, which show it. Does not know: how anything is shown. Invariants:
+an event of an unknown kind changes nothing; a snapshot replaces what the events before it said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class RequestInFlight:
+    number: int
+    id: str
+    """The client's; "" = none."""
+    key: str
+    """Name of its API key; "" = none."""
+    model: str
+    state: str
+    reason: str
+    """Why it waits; "" = it does not."""
+    received: float
+    """Unix seconds."""
+    prompt_tokens: int | None
+    output_tokens: int
+    max_tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Instance:
+    model: str
+    version: str
+    name: str
+    state: str
+    reason: str = ""
+    pid: int | None = None
+    num_restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One row of the repository index; version and state "" = never loaded."""
+
+    name: str
+    version: str = ""
+    state: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadStage:
+    text: str
+    done: int = 0
+    total: int = 0
+    """0 = not known."""
+
+    @property
+    def share(self) -> float | None:
+        return self.done / self.total if self.total > 0 else None
+
+
+@dataclass
+class ServerState:
+    """Of one open page; used on its event loop alone."""
+
+    models: list[ModelVersion] = field(default_factory=list)
+    instances: dict[tuple[str, str, str], Instance] = field(default_factory=dict)
+    """By model, version and name."""
+    loads: dict[str, LoadStage] = field(default_factory=dict)
+    """By model, while one of its versions loads."""
+    requests: dict[int, RequestInFlight] = field(default_factory=dict)
+    scope: str = ""
+    """Of the feed: "all" or "own" requests; "" = there is none yet."""
+
+    def take_index(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """The answer of /v2/repository/index."""
+        self.models = [
+            ModelVersion(row["name"], row.get("version", ""), row.get("state", ""), row.get("reason", ""))
+            for row in rows
+        ]
+        loading = {row.name for row in self.models if row.state == "LOADING"}
+        self.loads = {name: stage for name, stage in self.loads.items() if name in loading}
+
+    def instances_of(self, model: ModelVersion) -> list[Instance]:
+        return [one for one in self.instances.values() if (one.model, one.version) == (model.name, model.version)]
+
+    def apply(self, event: str, data: Mapping[str, Any]) -> None:
+        """An event of the feed."""
+        handler = getattr(self, f"_on_{event}", None)
+        if handler is not None:
+            handler(data)
+
+    def _on_snapshot(self, data: Mapping[str, Any]) -> None:
+        self.scope = data["scope"]
+        self.instances, self.requests = {}, {}
+        for instance in data["instances"]:
+            self._on_engine(instance)
+            self._on_requests(instance | {"received": instance.get("requests", ())})
+
+    def _on_engine(self, data: Mapping[str, Any]) -> None:
+        key = (data["model"], str(data["version"]), data["instance"])
+        if data["state"] == "stopped":
+            self.instances.pop(key, None)
+            return
+        self.instances[key] = Instance(
+            *key, data["state"], data.get("reason") or "", data.get("pid"), data.get("num_restarts") or 0
+        )
+
+    def _on_requests(self, data: Mapping[str, Any]) -> None:
+        for row in data.get("received", ()):
+            self.requests[row["request"]] = RequestInFlight(
+                number=row["request"],
+                id=row.get("id", ""),
+                key=row.get("key", ""),
+                model=data["model"],
+                state=row.get("state", ""),
+                reason=row.get("reason", ""),
+                received=row["received"],
+                prompt_tokens=row.get("prompt_tokens"),
+                output_tokens=row.get("output_tokens", 0),
+                max_tokens=row.get("max_tokens"),
+            )
+        for row in data.get("ended", ()):
+            self.requests.pop(row["request"], None)
+
+    def _on_steps(self, data: Mapping[str, Any]) -> None:
+        """Counts tokens, and tells running requests from waiting ones."""
+        gained: dict[int, int] = {}
+        for step in data["steps"]:
+            for number, _, _, _, num_tokens in step["rows"]:
+                gained[number] = gained.get(number, 0) + num_tokens
+        for number, num_tokens in gained.items():
+            if (before := self.requests.get(number)) is not None:
+                self.requests[number] = replace(
+                    before, state="running", reason="", output_tokens=before.output_tokens + num_tokens
+                )
+        for number, reason in data["steps"][-1]["waiting"] if data["steps"] else ():
+            if (before := self.requests.get(number)) is not None:
+                self.requests[number] = replace(before, state="waiting", reason=reason)
+
+    def _on_load(self, data: Mapping[str, Any]) -> None:
+        self.loads[data["model"]] = LoadStage(data["stage"], data.get("done") or 0, data.get("total") or 0)
+
+    def _on_model(self, data: Mapping[str, Any]) -> None:
+        changed = ModelVersion(data["model"], str(data["version"]), data["state"], data.get("reason") or "")
+        same = [(row.name, row.version) for row in self.models]
+        if (changed.name, changed.version) in same:
+            self.models[same.index((changed.name, changed.version))] = changed
+        elif (changed.name, "") in same:
+            self.models[same.index((changed.name, ""))] = changed
+        else:
+            self.models = sorted([*self.models, changed], key=lambda row: (row.name, row.version))
+        if changed.state != "LOADING":
+            self.loads.pop(changed.name, None)

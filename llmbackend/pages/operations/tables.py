@@ -1,0 +1,55 @@
+"""Tables of the Operations page: rows of text, states with a sign, progress, and buttons; cards on narrow screens.
+
+For: the sections. Does not know: what rows are about. Invariants: what a row holds is shown as text, never as HTML; a
+state has a word and a sign beside its colour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Literal
+
+from nicegui import ui
+
+Kind = Literal["text", "number", "code", "state", "progress", "actions"]
+Tone = Literal["ok", "busy", "bad", "quiet"]
+OnAction = Callable[[str, str], Awaitable[None]]
+"""Called with the row's id and the action's name."""
+SIGNS: Final[dict[Tone, str]] = {"ok": "●", "busy": "◐", "bad": "✕", "quiet": "○"}
+
+
+def column(name: str, label: str, kind: Kind = "text") -> dict[str, Any]:
+    align = "right" if kind in ("number", "actions") else "left"
+    return {"name": name, "label": label, "field": name, "align": align, "kind": kind}
+
+
+def state(text: str, tone: Tone) -> dict[str, str]:
+    """The value of a cell of kind state."""
+    return {"text": text, "tone": tone, "sign": SIGNS[tone]}
+
+
+def progress(text: str, share: float | None = None, *, is_busy: bool = False) -> dict[str, Any]:
+    """The value of a cell of kind progress; `share` None: no bar, or one that only moves."""
+    return {"text": text, "share": share, "busy": is_busy}
+
+
+def action(name: str, label: str, subject: str, *, is_disabled: bool = False) -> dict[str, Any]:
+    """One button; `subject`: what it is done to."""
+    return {"name": name, "label": label, "subject": subject, "disabled": is_disabled}
+
+
+class DataTable(ui.element, component="data_table.js"):
+    """Shows rows: dicts with an `id` and a value for each column."""
+
+    def __init__(self, label: str, columns: Sequence[dict[str, Any]], empty: str, on_action: OnAction | None = None):
+        """label: what is in it; empty: what is said while it has no rows."""
+        super().__init__()
+        self._props |= {"label": label, "columns": list(columns), "rows": [], "empty": empty}
+        if on_action is not None:
+            self.on("action", lambda event: on_action(str(event.args[0]), str(event.args[1])))
+
+    def show(self, rows: list[dict[str, Any]]) -> None:
+        """Sends them to the browser if they differ from what it has."""
+        if self._props["rows"] != rows:
+            self._props["rows"] = rows
+            self.update()

@@ -1,0 +1,39 @@
+"""Which page is at which path, and the files that all pages share.
+
+For: main.py. Does not know: what a page shows. Invariant: each page's module is imported when it is first opened, so
+that one that fails leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from pathlib import Path
+
+from nicegui import App, ui
+
+from .shell import FILES_URL, PAGES, Page, shell
+
+log = logging.getLogger(__name__)
+
+
+def add_to(app: App) -> None:
+    app.on_page_exception(_show_failure)
+    app.add_static_files(FILES_URL, Path(__file__).parent / "static", max_cache_age=0)
+    for page in PAGES:
+        _add(page, page.path)
+    _add(PAGES[0], "/")
+
+
+def _add(page: Page, path: str) -> None:
+    @ui.page(path, title=f"{page.title} · llmbackend", response_timeout=30)
+    async def show() -> None:
+        viewer = shell(page)
+        import_module(page.module).build(viewer)
+        await viewer.arrive()
+
+
+def _show_failure(error: Exception) -> None:
+    """The log has the details; NiceGUI's own page would show them to every viewer."""
+    log.error("a page can not be shown", exc_info=error)
+    ui.label("This page can not be shown. The server's log says why.").classes("page")

@@ -1,0 +1,83 @@
+"""SecurityHeaders: what a browser may do with a page, on every response of the page process.
+
+For: main.py. Does not know: what a page shows. Invariants: only scripts of this server run: files of its own, and the
+inline scripts of the page itself, each marked with a nonce of that response; so a script that a model's text would
+bring into the page does not run, even where the sanitiser had a gap. Nothing is loaded from or sent to another host.
+
+`unsafe-eval` is needed: NiceGUI compiles its components' templates in the browser and runs the scripts that the page
+process sends over the websocket. `unsafe-inline` holds for styles alone, which Quasar sets on elements.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any, Final
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+_POLICY: Final = (
+    "default-src 'none'; script-src 'self' 'unsafe-eval' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:; font-src 'self' data:; connect-src 'self'; worker-src 'self' blob:; manifest-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; object-src 'none'"
+)
+_OTHERS: Final = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+_SCRIPT: Final = re.compile(rb"<script(?=[\s>])")
+
+
+class SecurityHeaders:
+    """An ASGI application around another one. HTML, which is a page's shell of some 100 kB, is held until complete;
+    it holds nothing that a model or another viewer has written."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        await self._app(scope, receive, _Marked(send).send)
+
+
+class _Marked:
+    """Sends one response."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._nonce = secrets.token_urlsafe(16)
+        self._start: dict[str, Any] | None = None
+        """Of a page, whose length is not known yet."""
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            await self._begin(message)
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._send_page(self._start)
+
+    async def _begin(self, message: Message) -> None:
+        headers = MutableHeaders(raw=message["headers"])
+        headers.update({**_OTHERS, "content-security-policy": _POLICY.format(nonce=self._nonce)})
+        if headers.get("content-type", "").startswith("text/html"):
+            self._start = {**message}
+        else:
+            await self._send(message)
+
+    async def _send_page(self, start: dict[str, Any]) -> None:
+        body = _SCRIPT.sub(b'<script nonce="%b"' % self._nonce.encode(), self._body)
+        headers = MutableHeaders(raw=start["headers"])
+        headers["content-length"] = str(len(body))
+        headers["cache-control"] = "no-store"
+        await self._send({**start, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body})

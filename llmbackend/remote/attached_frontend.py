@@ -1,0 +1,305 @@
+"""AttachedFrontend: a frontend as its host sees it, with the requests that are open for it.
+
+For: HostEndpoint. Does not know: sockets (it is given one function that sends). Invariants: all responses that threads
+have for the frontend when they are done go out in one message; they keep their order; what waits for the frontend is
+bounded, but for one response of each request; a frontend that is gone has no request left.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple, cast
+
+from llmbackend.core.backend_api import ResponseFlag, is_final
+from llmbackend.core.errors import TritonError, cancelled
+from llmbackend.core.messages import InferenceHandle, InferenceResponse
+from llmbackend.core.outputs import OutputLayout, Outputs
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.core.wakeups import wake_receiver
+
+from .tensors import Frame, packed
+from .wire import Decision, Item, Layout, Responses, TraceName, WireError, WireResponse, encode
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD_BYTES: Final = 64 << 20
+"""Sent to a frontend and not read by it, without large responses whose requests have nothing else there."""
+_NONE = ResponseFlag.NONE
+_FINAL: Final = int(ResponseFlag.FINAL)
+_NO_LAYOUT: Final = -1
+Send = Callable[[list[Frame]], bool]
+"""Sends a message to the frontend, of any thread; False when it is gone."""
+RawItem = (
+    tuple[int, int, int, tuple[Any, ...]]
+    | tuple[int, int, int, tuple[Any, ...], bytes]
+    | tuple[int, int, int, tuple[Any, ...], bytes, WireResponse]
+)
+"""The fields of an Item; those at the end may be missing."""
+
+
+class HostedRequest:
+    """A request of the frontend: the response callback of its inference."""
+
+    __slots__ = (
+        "_frontend",
+        "_handle",
+        "_is_cancelled",
+        "_is_over",
+        "_layout",
+        "_layout_number",
+        "_like",
+        "_sent_at",
+        "number",
+    )
+
+    def __init__(self, number: int, frontend: AttachedFrontend) -> None:
+        self.number = number
+        self._frontend = frontend
+        self._handle: InferenceHandle | None = None
+        self._is_cancelled = False
+        self._is_over = False
+        self._like: InferenceResponse | None = None
+        """The last response that said all of itself."""
+        self._layout: OutputLayout | None = None
+        self._layout_number = _NO_LAYOUT
+        self._sent_at = 0
+        """How many bytes had been sent to the frontend with its last response."""
+
+    def accepted(self, handle: InferenceHandle) -> None:
+        self._handle = handle
+        if self._is_cancelled:
+            handle.cancel()
+
+    def cancel(self) -> None:
+        """Any thread, also before `accepted`."""
+        self._is_cancelled = True
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        frontend = self._frontend
+        if flags is _NONE and response is not None and not frontend.is_behind and not self._is_over:
+            outputs = response.outputs
+            if type(outputs) is Outputs and outputs.layout is self._layout and self._says_nothing_else(response):
+                # a token of a stream
+                item = (self.number, 0, self._layout_number, outputs.values)
+                frontend.put((*item, response.delta) if response.delta else item)
+                self._sent_at = frontend.sent_bytes + 1
+                return
+        self._put(response, flags)
+
+    def _says_nothing_else(self, response: InferenceResponse) -> bool:
+        """Whether all but the outputs is like in the response before."""
+        like = self._like
+        return (
+            like is not None
+            and not response.parameters
+            and response.error is None
+            and response.request_id == like.request_id
+            and response.model_version == like.model_version
+            and response.model_name == like.model_name
+        )
+
+    def _put(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        frontend = self._frontend
+        if self._is_over:
+            return
+        code = 0 if flags is _NONE else int(flags)
+        if frontend.is_behind and response is not None and frontend.has_not_read(self._sent_at):
+            response, code = _too_slow(response, frontend.max_unread_bytes), _FINAL
+            self.cancel()
+        if code:
+            self._is_over = is_final(ResponseFlag(code))
+        item, frames = self._item(response, code)
+        if frames:
+            frontend.put(_Framed(item, frames, frontend.has_not_read(self._sent_at)))
+        else:
+            frontend.put(item)
+        self._sent_at = frontend.sent_bytes + 1
+        if self._is_over:
+            frontend.requests.pop(self.number, None)
+            self._handle = None  # it holds this object
+
+    def _item(self, response: InferenceResponse | None, code: int) -> tuple[RawItem, list[Frame]]:
+        if response is None:
+            return (self.number, code, _NO_LAYOUT, ()), []
+        outputs = response.outputs
+        if type(outputs) is not Outputs:
+            return self._whole(response, code, _NO_LAYOUT, ())
+        if outputs.layout is not self._layout:
+            self._layout, self._layout_number = outputs.layout, self._frontend.number_of(outputs.layout)
+        if not self._says_nothing_else(response):
+            return self._whole(response, code, self._layout_number, outputs.values)
+        return (self.number, code, self._layout_number, outputs.values, response.delta), []
+
+    def _whole(
+        self, response: InferenceResponse, code: int, layout: int, values: tuple[Any, ...]
+    ) -> tuple[RawItem, list[Frame]]:
+        self._like = response
+        frames: list[Frame] = []
+        tensors = () if layout >= 0 else tuple([packed(tensor, frames) for tensor in response.outputs])
+        whole = WireResponse(
+            response.model_name,
+            response.model_version,
+            response.request_id,
+            dict(response.parameters),
+            None if response.error is None else WireError.of(response.error),
+            tensors,
+        )
+        return (self.number, code, layout, values, response.delta, whole), frames
+
+
+class _Framed(NamedTuple):
+    """An item with large tensors. is_counted: whether they are among the bytes that are limited"""
+
+    item: RawItem
+    frames: list[Frame]
+    is_counted: bool
+
+
+class AttachedFrontend:
+    """`requests` may be read by any thread. is_behind: more than `max_unread_bytes` wait for the frontend."""
+
+    def __init__(
+        self, name: str, families: tuple[str, ...], send: Send, max_unread_bytes: int = MAX_UNREAD_BYTES
+    ) -> None:
+        self.name = name
+        self.families = families
+        self.max_unread_bytes = max_unread_bytes
+        self.requests: dict[int, HostedRequest] = {}
+        self.traces: dict[int, RequestTrace] = {}
+        """Of requests that the frontend has not told the end of."""
+        self.sent_bytes = 0
+        self.read_bytes = 0
+        self.read_state = 0
+        """Number of the latest HostState that the frontend has read."""
+        self.is_behind = False
+        self.is_lost = False
+        self._send = send
+        self._lock = threading.Lock()
+        """Of sending, so that messages have the order in which things were put."""
+        self._is_woken = False
+        self._items: list[RawItem | _Framed] = []
+        self._decisions: list[Decision | TraceName] = []
+        self._layouts: dict[OutputLayout, int] = {}
+        self._new_layouts: list[Layout] = []
+        self._unread: deque[tuple[int, int]] = deque()
+        """Of each message that counts and was not read: how many bytes had been sent with it, and its own."""
+        self._unread_bytes = 0
+
+    def has_not_read(self, position: int) -> bool:
+        """Whether something of the first `position` bytes was not read yet."""
+        return self.read_bytes < position
+
+    # --- what goes to the frontend, of any thread -------------------------------------------------------------------
+
+    def put(self, item: RawItem | _Framed) -> None:
+        self._items.append(item)
+        if not self._is_woken:
+            self._wake()
+
+    def decided(self, decision: Decision | TraceName) -> None:
+        self._decisions.append(decision)
+        if not self._is_woken:
+            self._wake()
+
+    def number_of(self, layout: OutputLayout) -> int:
+        with self._lock:
+            number = self._layouts.get(layout)
+            if number is None:
+                number = self._layouts[layout] = len(self._layouts)
+                self._new_layouts.append(Layout(number, layout.names, layout.datatypes))
+            return number
+
+    def send(self, message: list[Frame]) -> None:
+        """Sends any other message."""
+        with self._lock:
+            self._send_now(message)
+
+    def _wake(self) -> None:
+        self._is_woken = True
+        wake_receiver(self._flush)
+
+    def _flush(self) -> None:
+        """Sends what waits. What is put meanwhile is sent by whoever put it, or here."""
+        try:
+            with self._lock:
+                self._is_woken = False
+                decisions = _taken(self._decisions)
+                items = _taken(self._items)
+                layouts = _taken(self._new_layouts)  # last: an item's layout is there before the item
+                for group, frames, is_counted in _groups(items):
+                    message = [encode(Responses(decisions, layouts, cast(list[Item], group))), *frames]
+                    self._send_now(message, is_counted=is_counted)
+                    decisions, layouts = [], []
+                if decisions or layouts:
+                    self._send_now([encode(Responses(decisions, layouts, ()))])
+        except Exception:
+            log.exception("responses to frontend '%s' are lost", self.name)
+
+    def _send_now(self, message: list[Frame], is_counted: bool = True) -> None:
+        if not self.is_lost:
+            self.is_lost = not self._send(message)
+        num_bytes = sum(map(len, message))
+        self.sent_bytes += num_bytes
+        if is_counted:
+            self._unread.append((self.sent_bytes, num_bytes))
+            self._unread_bytes += num_bytes
+            self._look_behind()
+
+    # --- what the frontend says -------------------------------------------------------------------------------------
+
+    def has_read(self, num_bytes: int) -> None:
+        with self._lock:
+            self.read_bytes = num_bytes
+            while self._unread and self._unread[0][0] <= num_bytes:
+                self._unread_bytes -= self._unread.popleft()[1]
+            self._look_behind()
+
+    def _look_behind(self) -> None:
+        is_behind = self._unread_bytes > self.max_unread_bytes
+        if is_behind and not self.is_behind:
+            text = "frontend '%s' is behind: more than %d bytes wait for it; requests that have more for it end"
+            log.warning(text, self.name, self.max_unread_bytes)
+        self.is_behind = is_behind
+
+    def lost(self) -> None:
+        """The frontend is gone: cancels its requests."""
+        self.is_lost = True
+        for request in list(self.requests.values()):
+            request.cancel()
+        for trace in list(self.traces.values()):
+            trace.close()
+        self.traces.clear()
+
+
+def _taken(waiting: list[Any]) -> list[Any]:
+    """What waits, which then waits no more. Other threads may add to it meanwhile, without a lock."""
+    taken = waiting[:]
+    del waiting[: len(taken)]
+    return taken
+
+
+def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Frame], bool]]:
+    """As few messages as possible; frames are numbered within a message, so an item that has some goes by itself."""
+    if _Framed not in set(map(type, items)):  # nearly always
+        return [(cast(list[RawItem], items), [], True)] if items else []
+    groups: list[tuple[list[RawItem], list[Frame], bool]] = []
+    for item in items:
+        if isinstance(item, _Framed):
+            groups.append(([item.item], item.frames, item.is_counted))
+        elif not groups or groups[-1][1]:
+            groups.append(([item], [], True))
+        else:
+            groups[-1][0].append(item)
+    return groups
+
+
+def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
+    error: TritonError = cancelled(
+        f"the request was cancelled: its frontend reads too slowly, more than {limit_bytes} bytes were waiting for it"
+    )
+    return InferenceResponse(response.model_name, response.model_version, response.request_id, error=error)

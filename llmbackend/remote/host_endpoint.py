@@ -1,0 +1,327 @@
+"""HostEndpoint: serves an InferenceServer to frontends in other processes.
+
+For: the process of a host. Does not know: protocols, what requests mean. Invariants: one thread reads what frontends
+say; a frontend of another release is refused, with both releases; the requests of a frontend that is gone are
+cancelled; work in proportion to a request's size does not hold up the requests of others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Final, cast
+
+import msgspec
+import zmq
+
+from llmbackend import __version__
+from llmbackend.core.errors import TritonError, internal, unavailable
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.tracing.trace import RequestTrace
+from llmbackend.core.wakeups import responses_together
+
+from .attached_frontend import MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest
+from .host_states import ANNOUNCED_WITHIN_S, HostStates
+from .requests import unpacked_request
+from .sockets import (
+    HEARTBEAT_TIMEOUT_S,
+    CurveKeys,
+    Monitor,
+    check_endpoint,
+    descriptor,
+    is_readable,
+    new_socket,
+    receive,
+)
+from .tensors import Frame
+from .wire import (
+    PROTOCOL,
+    Beat,
+    Call,
+    CallResult,
+    Cancel,
+    Decision,
+    Hello,
+    Peer,
+    Received,
+    Refused,
+    StateRead,
+    Submit,
+    Traced,
+    TraceName,
+    WireError,
+    decode_to_host,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+CallHandler = Callable[[Call, Callable[[CallResult], object]], None]
+"""(call, what is to be called with its result, on any thread)"""
+LARGE_BYTES: Final = 256 << 10
+"""A request with more is decoded and validated apart from the others."""
+_BEAT_S: Final = 1.0
+_PROBES_S: Final = 0.1
+"""How often frontends are looked for while one of them is missing."""
+_PROBED_FOR_S: Final = 2.0
+_MESSAGES_AT_ONCE: Final = 64
+_BEAT: Final = encode(Beat())
+
+
+class HostEndpoint:
+    """Serves between `start` and `close`. endpoint: ipc://PATH, or tcp://HOST:PORT with `keys`; port 0: any one."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        endpoint: str,
+        *,
+        host_id: str = "host",
+        keys: CurveKeys | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        max_unread_bytes: int = MAX_UNREAD_BYTES,
+        release: str = __version__,
+    ) -> None:
+        """max_unread_bytes: of one frontend. Raises ValueError for an endpoint that cannot be used."""
+        check_endpoint(endpoint, keys)
+        self.endpoint = endpoint
+        self._server = server
+        self._keys = keys
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._max_unread_bytes = max_unread_bytes
+        self._release = release
+        self._lock = threading.Lock()
+        """Of the socket."""
+        self._frontends: dict[bytes, AttachedFrontend] = {}
+        self._on_call: CallHandler | None = None
+        self._on_peers: Callable[[Sequence[Peer]], None] = lambda peers: None
+        self._peers: Sequence[Peer] = ()
+        self._is_closing = False
+        self._probe_until_s = 0.0
+        self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
+        self._large = ThreadPoolExecutor(2, thread_name_prefix="remote-large")
+        self._thread = threading.Thread(target=self._run, name="remote-host", daemon=True)
+
+    def start(self) -> None:
+        """Raises OSError when the endpoint cannot be bound."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.ROUTER, self._keys, self._heartbeat_timeout_s)
+        self._monitor = Monitor(self._socket)
+        try:
+            self._socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            self._close_socket()
+            raise OSError(error.errno, f"cannot listen on {self.endpoint}: {error.strerror}") from None
+        self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (descriptor(self._socket), self._monitor.fd, self._wake_fd):
+            self._poll.register(fd, select.POLLIN)
+        self._thread.start()
+        self._states.start()
+
+    def set_peers(self, peers: Sequence[Peer]) -> None:
+        """The other hosts that frontends can use when this one is gone, in order of preference."""
+        self._states.set_peers(peers)
+        self._peers = peers
+        self._on_peers(peers)
+
+    def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[Peer]], None]) -> None:
+        """Other hosts call this one, and may be called. on_call: called on this endpoint's thread, it must only
+        enqueue; on_peers: called with the other hosts, now and when they change, on any thread."""
+        self._on_call, self._on_peers = on_call, on_peers
+        on_peers(self._peers)
+
+    def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
+        """Blocks until every frontend knows of models and settings as they are now; False when one does not within
+        `timeout_s`."""
+        return self._states.announce(timeout_s)
+
+    def leave(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
+        """Blocks until every frontend knows that this host is about to end, and has moved the requests that others can
+        go on with; False when one has not within `timeout_s`. The others are still served, until `close`."""
+        return self._states.leave(timeout_s)
+
+    def close(self) -> None:
+        """Ends all links, and so the requests that are open. Any thread but those of callbacks."""
+        self._is_closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._thread.join()
+        self._states.close()
+        self._large.shutdown()
+        self._close_socket()
+        os.close(self._wake_fd)
+
+    def _close_socket(self) -> None:
+        self._monitor.close()
+        self._socket.close()
+        self._context.term()
+
+    # --- the thread that reads --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        beat_at_s = 0.0
+        while not self._is_closing:
+            if not self._read_messages():
+                is_probing = time.monotonic() < self._probe_until_s
+                self._poll.poll((_PROBES_S if is_probing else _BEAT_S) * 1e3)
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._wake_fd)
+            if zmq.Event.DISCONNECTED in self._monitor.read():
+                self._probe_until_s = time.monotonic() + _PROBED_FOR_S  # the socket may still know the one that is gone
+            now_s = time.monotonic()
+            if now_s >= beat_at_s or now_s < self._probe_until_s:
+                beat_at_s = now_s + _BEAT_S
+                for frontend in self._frontends.values():
+                    frontend.send([_BEAT])
+            self._leave_lost()
+        for frontend in self._frontends.values():
+            frontend.lost()
+
+    def _read_messages(self) -> bool:
+        """Whether there may be more."""
+        messages: list[list[memoryview]] = []
+        with self._lock:
+            while len(messages) < _MESSAGES_AT_ONCE and (message := receive(self._socket)) is not None:
+                messages.append(message)
+        with responses_together():
+            for sender, header, *frames in messages:
+                try:
+                    self._handle(bytes(sender), header, frames)
+                except msgspec.DecodeError as error:
+                    log.error("a frontend sent a message that cannot be read: %s", error)
+                    self._refuse(bytes(sender), f"a message cannot be read: {error}")
+                except Exception:
+                    log.exception("a message of a frontend cannot be handled")
+        return len(messages) == _MESSAGES_AT_ONCE
+
+    def _handle(self, sender: bytes, header: memoryview, frames: list[memoryview]) -> None:
+        message = decode_to_host(header)
+        if isinstance(message, Hello):
+            self._attach(sender, message)
+            return
+        if isinstance(message, Call):
+            self._called(sender, message)
+            return
+        frontend = self._frontends.get(sender)
+        if frontend is None:
+            self._refuse(sender, "it is not attached")
+        elif isinstance(message, Submit):
+            self._submit(frontend, message, frames, len(header) + sum(map(len, frames)))
+        elif isinstance(message, Cancel):
+            if (request := frontend.requests.get(message.number)) is not None:
+                request.cancel()
+        elif isinstance(message, Traced):
+            if (trace := frontend.traces.pop(message.number, None)) is not None:
+                _mark(trace, message.items)
+                trace.close()
+        elif isinstance(message, Received):
+            frontend.has_read(message.num_bytes)
+        elif isinstance(message, StateRead):
+            frontend.read_state = message.number
+            self._states.read()
+
+    def _attach(self, sender: bytes, hello: Hello) -> None:
+        if (hello.protocol, hello.release) != (PROTOCOL, self._release):
+            self._refuse(
+                sender,
+                f"frontend '{hello.name}' has release {hello.release} (protocol {hello.protocol}), this host has "
+                f"release {self._release} (protocol {PROTOCOL}): both must be equal",
+            )
+            return
+        send = partial(self._send, sender)
+        self._frontends[sender] = AttachedFrontend(hello.name, hello.families, send, self._max_unread_bytes)
+        self._states.ask()
+
+    def _called(self, sender: bytes, call: Call) -> None:
+        if self._on_call is None or call.release != self._release:
+            why = f"this host has release {self._release}" if self._on_call is not None else "it takes no calls"
+            refusal = unavailable(f"host '{call.host_id}' with release {call.release} is refused: {why}")
+            self._send(sender, [encode(CallResult(call.number, error=WireError.of(refusal)))])
+            return
+        self._on_call(call, lambda result: self._send(sender, [encode(result)]))
+
+    def _refuse(self, sender: bytes, reason: str) -> None:
+        log.error("a frontend is refused: %s", reason)
+        self._send(sender, [encode(Refused(reason, self._release))])
+
+    def _send(self, to: bytes, message: list[Frame]) -> bool:
+        """Any thread; False when there is nobody any more."""
+        with self._lock:
+            try:
+                self._socket.send_multipart([to, *message], zmq.NOBLOCK, copy=len(message) == 1)
+            except zmq.ZMQError:  # EHOSTUNREACH
+                os.eventfd_write(self._wake_fd, 1)
+                return False
+            if is_readable(self._socket):  # sending may take the sign that there is something to read
+                os.eventfd_write(self._wake_fd, 1)
+        return True
+
+    def _leave_lost(self) -> None:
+        lost = [sender for sender, frontend in self._frontends.items() if frontend.is_lost]
+        for sender in lost:
+            frontend = self._frontends.pop(sender)
+            log.warning("frontend '%s' is gone, with %d open requests", frontend.name, len(frontend.requests))
+            frontend.lost()
+            self._states.read()
+
+    # --- requests ---------------------------------------------------------------------------------------------------
+
+    def _submit(self, frontend: AttachedFrontend, submit: Submit, frames: list[memoryview], num_bytes: int) -> None:
+        request = frontend.requests[submit.number] = HostedRequest(submit.number, frontend)
+        if num_bytes > LARGE_BYTES:
+            self._large.submit(self._infer_large, frontend, request, submit, frames)
+        else:
+            self._infer(frontend, request, submit, frames)
+
+    def _infer_large(
+        self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: list[memoryview]
+    ) -> None:
+        if not frontend.is_lost:
+            self._infer(frontend, request, submit, frames)
+
+    def _infer(
+        self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: Sequence[Frame]
+    ) -> None:
+        trace = self._sampled(frontend, submit)
+        try:
+            message = unpacked_request(submit, frames)
+            if trace is not None:
+                message = replace(message, trace=trace)
+            request.accepted(self._server.infer_async(message, request))
+        except Exception as error:
+            if not isinstance(error, TritonError):
+                log.exception("a frontend's request to model '%s' cannot be submitted", submit.model_name)
+                error = internal("internal error, see the server's log")
+            frontend.requests.pop(submit.number, None)
+            frontend.decided(Decision(submit.number, WireError.of(error)))
+            return
+        if submit.is_confirmed:
+            frontend.decided(Decision(submit.number))
+
+    def _sampled(self, frontend: AttachedFrontend, submit: Submit) -> RequestTrace | None:
+        start = submit.trace
+        if start is None:
+            return None
+        if start.parent:
+            parent = frontend.traces.get(start.parent)
+            return None if parent is None else parent.child()
+        trace = self._server.tracing.sample(submit.model_name, start.headers.get)
+        if trace is not None:
+            _mark(trace, start.items)
+            frontend.decided(TraceName(submit.number, trace.trace.traceparent))
+            frontend.traces[submit.number] = trace
+        return trace
+
+
+def _mark(trace: RequestTrace, items: Sequence[tuple[int, str]]) -> None:
+    for ns, activity in items:
+        trace.mark(activity, ns)

@@ -1,0 +1,188 @@
+"""HostLink: a frontend's connection to one host.
+
+For: RemoteServer. Does not know: requests, other hosts. Invariants: it is used on one event loop; every connection is a
+socket of its own, so that nothing of an earlier one is sent or heard after it has ended; while it is not connected it
+tries again, for ever; the loop is not held for long by one host that says much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Final, Protocol
+
+import msgspec
+import zmq
+
+from llmbackend.core.outputs import OutputLayout, layout_of
+
+from .known_host import KnownHost
+from .sockets import (
+    HEARTBEAT_TIMEOUT_S,
+    CurveKeys,
+    Monitor,
+    check_endpoint,
+    descriptor,
+    is_readable,
+    new_socket,
+    receive,
+)
+from .tensors import Frame
+from .wire import (
+    Hello,
+    HostState,
+    Received,
+    Refused,
+    Responses,
+    StateRead,
+    decode_to_frontend,
+    encode,
+)
+
+log = logging.getLogger(__name__)
+
+_MESSAGES_AT_ONCE: Final = 64
+_READ_PER_REPORT_BYTES: Final = 256 << 10
+_AGAIN_S: Final = 0.05
+_AGAIN_AFTER_REFUSAL_S: Final = 2.0
+_FAILURES: Final = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the host does not take this frontend's key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the host does not speak the links' encryption, or has another key",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before it was encrypted: another key, or none",
+}
+
+
+class LinkOwner(Protocol):
+    """Who uses a link. Called on the event loop."""
+
+    def link_changed(self, link: HostLink) -> None:
+        """The host has told its state."""
+
+    def link_lost(self, link: HostLink) -> None:
+        """The connection has ended; whatever waits for an answer gets none."""
+
+    def receive(self, link: HostLink, message: Responses, frames: list[memoryview]) -> None: ...
+
+
+class HostLink:
+    """Between `open` and `close`. host: while attached; fault: why it is not attached, as far as known"""
+
+    def __init__(
+        self,
+        endpoint: str,
+        owner: LinkOwner,
+        hello: Hello,
+        keys: CurveKeys | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    ) -> None:
+        """Raises ValueError for an endpoint that cannot be used."""
+        check_endpoint(endpoint, keys)
+        self.endpoint = endpoint
+        self.host: KnownHost | None = None
+        self.fault = f"no host answers at {endpoint}"
+        self.layouts: list[OutputLayout] = []
+        """By the host's numbers."""
+        self._owner = owner
+        self._hello = encode(hello)
+        self._keys = keys
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: Monitor | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._num_read_bytes = 0
+        self._num_reported_bytes = 0
+
+    def open(self) -> None:
+        """Begins to connect."""
+        self._again = None
+        socket = new_socket(self._context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
+        socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
+        self._socket, self._monitor = socket, Monitor(socket)
+        self._num_read_bytes = self._num_reported_bytes = 0
+        self.layouts = []
+        self._loop.add_reader(descriptor(socket), self._read)
+        self._loop.add_reader(self._monitor.fd, self._look)
+        socket.connect(self.endpoint)
+        socket.send(self._hello)
+        self._loop.call_soon(self._read)  # a descriptor is silent until its socket was asked
+        self._loop.call_soon(self._look)
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._disconnect()
+        self._context.term()
+
+    def send(self, message: list[Frame]) -> None:
+        """To the host, if it is attached; else the caller hears of `link_lost`, or has."""
+        if self._socket is None:
+            return
+        self._socket.send_multipart(message, zmq.NOBLOCK, copy=len(message) == 1)
+        if is_readable(self._socket):  # sending may take the sign that there is something to read
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        for _ in range(_MESSAGES_AT_ONCE):
+            if self._socket is None or (message := receive(self._socket)) is None:
+                return
+            header, *frames = message
+            try:
+                self._handle(header, frames)
+            except msgspec.DecodeError as error:
+                log.error("the host at %s sent a message that cannot be read: %s", self.endpoint, error)
+                self._lose(f"the host at {self.endpoint} sent a message that cannot be read")
+                return
+            self._count(len(header) + sum(map(len, frames)))
+        self._loop.call_soon(self._read)
+
+    def _handle(self, header: memoryview, frames: list[memoryview]) -> None:
+        message = decode_to_frontend(header)
+        if isinstance(message, Responses):
+            self.layouts += [layout_of(layout.names, layout.datatypes) for layout in message.layouts]
+            self._owner.receive(self, message, frames)
+        elif isinstance(message, HostState):
+            self.host, self.fault = KnownHost(message, self.host), ""
+            self._owner.link_changed(self)
+            self.send([encode(StateRead(message.number))])
+        elif isinstance(message, Refused):
+            log.error("the host at %s refuses this frontend: %s", self.endpoint, message.reason)
+            self._lose(message.reason, _AGAIN_AFTER_REFUSAL_S)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_read_bytes += num_bytes
+        if self._num_read_bytes - self._num_reported_bytes >= _READ_PER_REPORT_BYTES:
+            self._num_reported_bytes = self._num_read_bytes
+            self.send([encode(Received(self._num_read_bytes))])
+
+    def _look(self) -> None:
+        if self._monitor is None:
+            return
+        for event in self._monitor.read():
+            if event in _FAILURES:
+                self.fault = f"{self.endpoint}: {_FAILURES[event]}"
+            elif event == zmq.Event.DISCONNECTED:
+                self._lose("" if self.host is not None else self.fault)
+                return
+
+    def _lose(self, fault: str, again_s: float = _AGAIN_S) -> None:
+        """Ends the connection, and begins the next one after a while."""
+        was_attached = self.host is not None
+        self.fault = fault or f"the host at {self.endpoint} is gone"
+        self._disconnect()
+        self._again = self._loop.call_later(again_s, self.open)
+        if was_attached:
+            log.warning("%s", self.fault)
+            self._owner.link_lost(self)
+
+    def _disconnect(self) -> None:
+        self.host = None
+        socket, monitor, self._socket, self._monitor = self._socket, self._monitor, None, None
+        if socket is None or monitor is None:
+            return
+        self._loop.remove_reader(descriptor(socket))
+        self._loop.remove_reader(monitor.fd)
+        monitor.close()
+        socket.close()

@@ -1,0 +1,189 @@
+"""Calls from host to host, over the endpoints that hosts have for frontends.
+
+For: what hosts keep for each other (copies of streams). Does not know: what a call says. Invariants: a call ends with
+its answer or with an error, at once when its host is lost; nothing is sent between hosts of different releases. Used on
+one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Final, cast
+
+import msgspec
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from llmbackend import __version__
+from llmbackend.core.errors import TritonError, internal, unavailable
+
+from .host_endpoint import HostEndpoint
+from .sockets import HEARTBEAT_TIMEOUT_S, CurveKeys, new_socket
+from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
+
+log = logging.getLogger(__name__)
+Handler = Callable[[str, bytes], Awaitable[bytes]]
+"""(id of the host that calls, payload) → answer"""
+_EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
+
+
+class PeerCalls:
+    """The calls of one host, and those that it answers."""
+
+    def __init__(
+        self,
+        endpoint: HostEndpoint,
+        host_id: str,
+        keys: CurveKeys | None = None,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        release: str = __version__,
+    ) -> None:
+        """endpoint: of this host, started; its peers are called. To be made on the event loop."""
+        self._host_id = host_id
+        self._keys = keys
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._release = release
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._links: dict[str, _Link] = {}
+        self._handlers: dict[str, Handler] = {}
+        self._is_closed = False
+        endpoint.serve_calls(self._called, partial(self._in_loop, self._set_peers))
+
+    def live(self) -> Sequence[str]:
+        """Hosts that are connected: of the order of their ids, those behind this one's first, so that hosts do not all
+        choose the same."""
+        ids = sorted(id for id, link in self._links.items() if link.is_connected)
+        return sorted(ids, key=lambda id: id < self._host_id)
+
+    async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
+        """Raises TritonError: UNAVAILABLE when the host is lost, or what its handler raised."""
+        link = self._links.get(peer)
+        if link is None or not link.is_connected:
+            raise unavailable(f"host '{peer}' is gone")
+        return await link.call(self._release, self._host_id, topic, payload)
+
+    def on_call(self, topic: str, handler: Handler) -> None:
+        """`handler` answers calls of `topic`."""
+        self._handlers[topic] = handler
+
+    def close(self) -> None:
+        """Ends all links. Before the endpoint is closed."""
+        self._is_closed = True
+        for link in self._links.values():
+            link.close()
+        self._links.clear()
+        self._context.destroy(linger=0)
+
+    # --- other hosts --------------------------------------------------------------------------------------------------
+
+    def _set_peers(self, peers: Sequence[Peer]) -> None:
+        if self._is_closed:
+            return
+        wanted = {(peer.id, peer.endpoint) for peer in peers if peer.id != self._host_id and peer.endpoint}
+        for id, link in list(self._links.items()):
+            if (id, link.endpoint) not in wanted:
+                self._links.pop(id).close()
+        for id, endpoint in wanted:
+            if id not in self._links:
+                context = cast("zmq.Context[zmq.Socket[bytes]]", self._context)
+                socket = new_socket(context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
+                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket))
+
+    # --- calls of other hosts -----------------------------------------------------------------------------------------
+
+    def _called(self, call: Call, answer: Callable[[CallResult], object]) -> None:
+        self._in_loop(self._answer, call, answer)
+
+    def _answer(self, call: Call, answer: Callable[[CallResult], object]) -> None:
+        task = self._loop.create_task(self._result(call))
+        task.add_done_callback(lambda done: None if done.cancelled() else answer(done.result()))
+
+    async def _result(self, call: Call) -> CallResult:
+        try:
+            handler = self._handlers.get(call.topic)
+            if handler is None:
+                raise unavailable(f"nothing here answers calls about '{call.topic}'")
+            return CallResult(call.number, await handler(call.host_id, call.payload))
+        except TritonError as error:
+            return CallResult(call.number, error=WireError.of(error))
+        except Exception:
+            log.exception("a call of host '%s' about '%s' failed", call.host_id, call.topic)
+            return CallResult(call.number, error=WireError.of(internal("internal error, see the host's log")))
+
+    def _in_loop(self, work: Callable[..., None], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(work, *arguments)
+        except RuntimeError:  # the loop is closed
+            return
+
+
+class _Link:
+    """The connection to one host."""
+
+    def __init__(self, id: str, endpoint: str, socket: zmq.asyncio.Socket) -> None:
+        self.endpoint = endpoint
+        self.is_connected = False
+        self._id = id
+        self._socket = socket
+        self._numbers = itertools.count(1)
+        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._monitor: zmq.asyncio.Socket = socket.get_monitor_socket(_EVENTS)
+        socket.connect(endpoint)
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._read()), loop.create_task(self._watch())]
+
+    async def call(self, release: str, host_id: str, topic: str, payload: bytes) -> bytes:
+        number = next(self._numbers)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._socket.send(encode(Call(number, release, host_id, topic, payload)))
+            result: bytes = await answer
+            return result
+        finally:
+            del self._waiting[number]
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        self._lost()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close(linger=0)
+
+    async def _read(self) -> None:
+        while True:
+            data = await self._socket.recv()
+            try:
+                message = decode_to_frontend(data)
+            except msgspec.DecodeError as error:
+                log.error("host '%s' sent a message that cannot be read: %s", self._id, error)
+                continue
+            if not isinstance(message, CallResult):
+                continue
+            answer = self._waiting.get(message.number)
+            if answer is None or answer.done():
+                continue  # given up
+            if message.error is None:
+                answer.set_result(message.payload)
+            else:
+                answer.set_exception(message.error.error())
+
+    async def _watch(self) -> None:
+        while True:
+            event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+            if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                self.is_connected = True
+            elif event == zmq.Event.DISCONNECTED:
+                self._lost()
+
+    def _lost(self) -> None:
+        self.is_connected = False
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(unavailable(f"host '{self._id}' is gone"))

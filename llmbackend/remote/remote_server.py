@@ -1,0 +1,349 @@
+"""RemoteServer: hosts in other processes, as frontends see one in their own.
+
+For: frontends' processes. Does not know: protocols, what requests mean. Invariants: a new request goes to the first
+host, in order of preference, that is ready for it; every request ends, also when no host is left; nothing is delivered
+twice; a request that was moved to another host may be cancelled like any other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from prometheus_client.samples import Sample
+
+from llmbackend import __version__
+from llmbackend.core.errors import TritonError, cancelled, unavailable
+from llmbackend.core.host_protocol import InThread
+from llmbackend.core.messages import (
+    InferenceHandle,
+    InferenceRequest,
+    ModelIndex,
+    ModelMetadata,
+    ResponseCallback,
+    ServerMetadata,
+)
+from llmbackend.core.models.served_config import Description
+from llmbackend.core.wakeups import responses_together
+
+from .host_link import HostLink
+from .known_host import KnownHost
+from .open_request import OpenRequest
+from .remote_tracing import RemoteTracing, begun
+from .requests import packed_request
+from .sockets import HEARTBEAT_TIMEOUT_S, CurveKeys
+from .tensors import Frame
+from .wire import PROTOCOL, Cancel, Decision, Hello, Responses, Traced, encode
+
+log = logging.getLogger(__name__)
+
+WAIT_FOR_HOST_S: Final = 10.0
+"""How long a request waits for a host when there is none."""
+
+
+class _UnreadRegions:
+    """Shared memory: the host reads it, before it accepts a request."""
+
+    def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
+        return request
+
+
+class RemoteServer:
+    """A Host. Made, started and closed on one event loop, on which responses are delivered."""
+
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        name: str = "frontend",
+        keys: CurveKeys | None = None,
+        metric_families: Iterable[str] = (),
+        wait_for_host_s: float = WAIT_FOR_HOST_S,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        release: str = __version__,
+    ) -> None:
+        """endpoints: of HostEndpoints, in order of preference; hosts tell of others
+        name: of this frontend, for people
+        metric_families: those that `metric_samples` will be asked for
+
+        Raises ValueError for an endpoint that cannot be used.
+        """
+        self.shared_memory = _UnreadRegions()
+        self.tracing = RemoteTracing()
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
+        self._wait_for_host_s = wait_for_host_s
+        hello = Hello(PROTOCOL, release, name, tuple(metric_families))
+        self._new_link = partial(HostLink, owner=self, hello=hello, keys=keys, heartbeat_timeout_s=heartbeat_timeout_s)
+        self._links = [self._new_link(endpoint) for endpoint in endpoints]
+        self._numbers = itertools.count(1)
+        self._open: dict[int, OpenRequest] = {}
+        """Those that a host has, by number."""
+        self._waiting: dict[OpenRequest, None] = {}
+        """Those that no host has, oldest first."""
+        self._known: KnownHost | None = None
+        """The preferred host, as it is or was last."""
+        self._attached = asyncio.Event()
+
+    async def start(self, timeout_s: float) -> None:
+        """Attaches to the hosts; returns when one of them has told its state. Raises TritonError UNAVAILABLE, with what
+        is wrong with each host, when none has within `timeout_s`."""
+        for link in self._links:
+            link.open()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._attached.wait()
+        except TimeoutError:
+            raise unavailable("; ".join(link.fault for link in self._links)) from None
+
+    def close(self) -> None:
+        """Leaves the hosts, which cancel what is open; open requests end with an error."""
+        links, self._links = self._links, []
+        for link in links:
+            link.close()
+        for request in [*self._open.values(), *self._waiting]:
+            self._end(request, unavailable("the frontend is stopping"))
+
+    # --- inference --------------------------------------------------------------------------------------------------
+
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        opened, message = self._packed(request, callback, is_confirmed=False)
+        self._on_loop(self._submit, opened, message)
+        return opened
+
+    async def infer_accepted(
+        self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
+    ) -> InferenceHandle:
+        pack = partial(self._packed, request, callback, is_confirmed=True)
+        opened, message = pack() if in_thread is None else await in_thread(pack)
+        opened.acceptance = self._loop.create_future()
+        self._submit(opened, message)
+        try:
+            await opened.acceptance
+        except asyncio.CancelledError:
+            opened.cancel()
+            raise
+        handle: InferenceHandle = opened
+        return handle
+
+    def _packed(
+        self, request: InferenceRequest, callback: ResponseCallback, *, is_confirmed: bool
+    ) -> tuple[OpenRequest, list[Frame]]:
+        """Any thread. Raises TritonError for a request that no message can hold."""
+        opened = OpenRequest(request, callback, self._cancel)
+        opened.is_resumable = opened.is_resumable or (len(self._links) > 1 and self._resumes(request))
+        return opened, self._message(opened, is_confirmed)
+
+    def _message(self, opened: OpenRequest, is_confirmed: bool) -> list[Frame]:
+        opened.number = number = next(self._numbers)
+        trace = opened.request.trace
+        start = None if trace is None else begun(trace, number, partial(self._trace_ended, opened))
+        request = opened.request if opened.version < 0 else replace(opened.request, model_version=opened.version)
+        return packed_request(number, request, is_confirmed=is_confirmed, trace=start, resume=opened.resume)
+
+    def _submit(self, opened: OpenRequest, message: list[Frame]) -> None:
+        link = self._link_for(opened)
+        if opened.is_cancelled:
+            self._end(opened, cancelled("the request was cancelled"))
+        elif link is None:
+            opened.link = None
+            self._waiting[opened] = None
+            opened.deadline = opened.deadline or self._loop.call_later(self._wait_for_host_s, self._give_up, opened)
+        else:
+            opened.link = link
+            self._open[opened.number] = opened
+            link.send(message)
+
+    def _resubmit(self, opened: OpenRequest) -> None:
+        self._submit(opened, self._message(opened, opened.acceptance is not None))
+
+    def _link_for(self, opened: OpenRequest) -> HostLink | None:
+        """The first host that serves the model, or for a new request the first one at all: it says what is wrong."""
+        name, version = opened.request.model_name, opened.version
+        attached = [(link, link.host) for link in self._links if link.host is not None]
+        staying = [(link, host) for link, host in attached if not host.state.is_exiting] or attached
+        for link, host in staying:
+            model = host.find(name, version)
+            if model is not None and opened.fingerprint in ("", model.description.fingerprint):
+                opened.fingerprint, opened.model_resumes = model.description.fingerprint, model.resumes
+                return link
+        return staying[0][0] if staying and not opened.fingerprint else None
+
+    def _give_up(self, opened: OpenRequest) -> None:
+        faults = "; ".join(link.fault for link in self._links)
+        self._end(opened, unavailable(f"no host took the request within {self._wait_for_host_s:g} s: {faults}"))
+
+    def _end(self, opened: OpenRequest, error: TritonError) -> None:
+        """Ends a request that no host has, or has any more."""
+        self._open.pop(opened.number, None)
+        self._waiting.pop(opened, None)
+        self._has_host(opened)
+        opened.refused(error)
+
+    @staticmethod
+    def _has_host(opened: OpenRequest) -> None:
+        """Or needs none any more."""
+        if opened.deadline is not None:
+            opened.deadline.cancel()
+            opened.deadline = None
+
+    def _cancel(self, opened: OpenRequest) -> None:
+        """Any thread."""
+        self._on_loop(self._cancel_now, opened)
+
+    def _cancel_now(self, opened: OpenRequest) -> None:
+        if opened in self._waiting:
+            self._end(opened, cancelled("the request was cancelled"))
+        elif opened.link is not None and not opened.is_over:
+            opened.link.send([encode(Cancel(opened.number))])
+
+    def _trace_ended(self, opened: OpenRequest, items: list[tuple[int, str]]) -> None:
+        self._on_loop(self._send_trace, opened, items)
+
+    def _send_trace(self, opened: OpenRequest, items: list[tuple[int, str]]) -> None:
+        if opened.link is not None:
+            opened.link.send([encode(Traced(opened.number, items))])
+
+    def _on_loop(self, work: Callable[..., None], *arguments: object) -> None:
+        if threading.get_ident() == self._thread:
+            work(*arguments)
+        else:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: its clients are gone
+                self._loop.call_soon_threadsafe(work, *arguments)
+
+    # --- links ------------------------------------------------------------------------------------------------------
+
+    def receive(self, link: HostLink, message: Responses, frames: list[memoryview]) -> None:
+        open_requests, layouts = self._open, link.layouts
+        with responses_together():
+            for decision in message.decisions:
+                if isinstance(decision, Decision):
+                    self._decided(decision)
+                elif (named := open_requests.get(decision.number)) is not None and named.request.trace is not None:
+                    named.request.trace.trace.traceparent = decision.traceparent
+            for item in message.items:
+                opened = open_requests.get(item.number)
+                if opened is None:
+                    continue
+                if item.flags:
+                    del open_requests[item.number]
+                opened.take(item, layouts, frames)
+
+    def _decided(self, decision: Decision) -> None:
+        opened = self._open.get(decision.number)
+        if opened is None:
+            return
+        if decision.error is None:
+            opened.accepted()
+        else:
+            self._end(opened, decision.error.error())
+
+    def link_changed(self, link: HostLink) -> None:
+        attached = self._attached_hosts()
+        self._known = attached[0]
+        self.tracing.is_idle = not any(known.state.is_tracing for known in attached)
+        if link.host is not None:
+            self._meet(peer.endpoint for peer in link.host.state.peers)
+        self._attached.set()
+        for opened in list(self._waiting):
+            if self._link_for(opened) is not None:
+                del self._waiting[opened]
+                self._has_host(opened)
+                self._resubmit(opened)
+        if link.host is not None and link.host.state.is_exiting:
+            self._move_from(link)
+
+    def _meet(self, endpoints: Iterable[str]) -> None:
+        """Attaches to hosts that were not known yet."""
+        known = {link.endpoint for link in self._links}
+        for endpoint in endpoints:
+            if endpoint not in known:
+                known.add(endpoint)
+                self._links.append(link := self._new_link(endpoint))
+                link.open()
+
+    def link_lost(self, link: HostLink) -> None:
+        if attached := self._attached_hosts():
+            self._known = attached[0]
+        for opened in self._opened_on(link):
+            del self._open[opened.number]
+            if opened.is_cancelled or opened.can_move():
+                self._resubmit(opened)
+            else:
+                self._end(opened, unavailable(f"the request was not finished: {link.fault}"))
+
+    def _move_from(self, link: HostLink) -> None:
+        """The host is about to end: what others can go on with goes there."""
+        for opened in self._opened_on(link):
+            if opened.can_move() and self._link_for(opened) not in (None, link):
+                del self._open[opened.number]
+                link.send([encode(Cancel(opened.number))])
+                self._resubmit(opened)
+
+    def _opened_on(self, link: HostLink) -> list[OpenRequest]:
+        return [opened for opened in self._open.values() if opened.link is link]
+
+    def _resumes(self, request: InferenceRequest) -> bool:
+        """Whether the request's model can go on with requests of other hosts."""
+        found = (host.find(request.model_name, request.model_version) for host in self._attached_hosts())
+        return any(model is not None and model.resumes for model in found)
+
+    # --- what is known of the hosts ---------------------------------------------------------------------------------
+
+    def is_live(self) -> bool:
+        return self._known is not None and self._known.state.is_live
+
+    def is_ready(self) -> bool:
+        """Whether a host takes requests."""
+        return any(known.state.is_ready for known in self._attached_hosts())
+
+    @property
+    def is_exiting(self) -> bool:
+        """Whether all hosts are."""
+        attached = self._attached_hosts()
+        return bool(attached) and all(known.state.is_exiting for known in attached)
+
+    def server_metadata(self) -> ServerMetadata:
+        return self._host().state.server
+
+    def metric_samples(self, name: str) -> list[Sample]:
+        """Of a family that was asked for, as they were within the last second."""
+        return [Sample(*sample) for sample in self._host().state.samples.get(name, ())]
+
+    def model_is_ready(self, name: str, version: int = -1) -> bool:
+        return any(known.find(name, version) for known in self._attached_hosts())
+
+    def model_metadata(self, name: str, version: int = -1) -> ModelMetadata:
+        return self._host_with(name, version).metadata(name, version)
+
+    def model_description(self, name: str, version: int = -1) -> Description:
+        return self._host_with(name, version).get(name, version).description
+
+    def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
+        return self.model_description(name, version).parameters
+
+    def is_decoupled(self, name: str, version: int = -1) -> bool:
+        return self._host_with(name, version).get(name, version).is_decoupled
+
+    def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
+        return [row for row in self._host().state.index if not ready_only or row.state == "READY"]
+
+    def _attached_hosts(self) -> list[KnownHost]:
+        return [link.host for link in self._links if link.host is not None]
+
+    def _host(self) -> KnownHost:
+        """The preferred host, or the one that was it last."""
+        if self._known is None:
+            raise unavailable("; ".join(link.fault for link in self._links) or "the frontend is stopping")
+        return self._known
+
+    def _host_with(self, name: str, version: int) -> KnownHost:
+        """The first host that serves the model, or else the preferred one, which says what is wrong."""
+        return next((known for known in self._attached_hosts() if known.find(name, version)), None) or self._host()

@@ -1,0 +1,258 @@
+"""What a frontend and a host in another process say to each other: messages, and how they become bytes.
+
+For: both ends of a link. Does not know: sockets, requests' meaning. Invariants: a message is one msgpack header and the
+frames that it counts, which hold the elements of large tensors; both ends have the same release, which they compare
+before anything else, so that messages may change with each release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.messages import ModelIndex, ParameterValue, Resume, ServerMetadata, Tenant
+from llmbackend.core.served_models import ModelTable
+from llmbackend.core.tensors import SharedInput, SharedRange
+
+PROTOCOL: Final = 1
+"""Changes with Hello and Refused alone, which ends of different releases exchange."""
+
+
+class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """data: elements as KServe's raw bytes, or b"" where they are in a frame
+    frame: its index, -1 = none
+    is_raw: the tensor was not looked at yet (RawTensor)
+    """
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: bytes = b""
+    frame: int = -1
+    is_raw: bool = False
+
+
+class WireError(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    code: str
+    message: str
+    param: str | None = None
+
+    @classmethod
+    def of(cls, error: TritonError) -> WireError:
+        return cls(error.code.name, error.message, error.param)
+
+    def error(self) -> TritonError:
+        return TritonError(self.message, ErrorCode[self.code], self.param)
+
+
+# --- frontend → host ----------------------------------------------------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The first message. name: of the frontend, for people; families: of which metrics it needs the samples."""
+
+    protocol: int
+    release: str
+    name: str
+    families: tuple[str, ...] = ()
+
+
+class TraceStart(msgspec.Struct, frozen=True, array_like=True):
+    """The host may sample the client's request.
+
+    headers: of the client's own trace; items: (monotonic ns, activity); parent: number of the request whose trace this
+    one is a part of, 0 = none
+    """
+
+    headers: dict[str, str]
+    items: list[tuple[int, str]]
+    parent: int = 0
+
+
+class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """An InferenceRequest. number: unique in the link; is_confirmed: whether the frontend waits for a Decision,
+    which else comes with a refusal alone."""
+
+    number: int
+    is_confirmed: bool
+    model_name: str
+    model_version: int
+    id: str
+    inputs: tuple[WireTensor, ...]
+    requested_outputs: tuple[str, ...]
+    parameters: dict[str, ParameterValue]
+    correlation_id: int | str
+    flags: int
+    priority: int
+    timeout_us: int
+    raw_input: WireTensor | None
+    shared_inputs: tuple[SharedInput, ...]
+    shared_outputs: dict[str, SharedRange]
+    classes: dict[str, int]
+    tenant: Tenant
+    trace: TraceStart | None
+    resume: Resume | None
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    number: int
+
+
+class Traced(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """The frontend has sent its last byte of a request that had a TraceStart. items: its activities since then"""
+
+    number: int
+    items: list[tuple[int, str]]
+
+
+class Received(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """num_bytes: of all messages that the frontend has read from this link"""
+
+    num_bytes: int
+
+
+class StateRead(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """The frontend has read the HostState with this number."""
+
+    number: int
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
+    """Of another host, which need not be attached. number: unique for the link; host_id: its own; topic: who is to
+    answer"""
+
+    number: int
+    release: str
+    host_id: str
+    topic: str
+    payload: bytes
+
+
+ToHost = Hello | Submit | Cancel | Traced | Received | StateRead | Call
+
+
+# --- host → frontend ----------------------------------------------------------------------------------------------
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The host does not serve this frontend. release: the host's own"""
+
+    reason: str
+    release: str
+
+
+class Peer(msgspec.Struct, frozen=True, array_like=True):
+    """A host that frontends can use. id: unique in the cluster; endpoint: of its HostEndpoint"""
+
+    id: str
+    endpoint: str
+
+
+class WireSample(NamedTuple):
+    """The first fields of prometheus_client's Sample."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """What a frontend needs to know of a host; the first one says that the frontend is attached.
+
+    number: grows by each state; models: a ModelTable; samples: by metric family; peers: the other hosts
+    """
+
+    number: int
+    host_id: str
+    is_live: bool
+    is_ready: bool
+    is_exiting: bool
+    is_tracing: bool
+    server: ServerMetadata
+    models: msgspec.Raw
+    index: tuple[ModelIndex, ...]
+    samples: dict[str, list[WireSample]]
+    peers: tuple[Peer, ...]
+
+
+class Decision(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """A request was accepted, or refused. error: why it was refused"""
+
+    number: int
+    error: WireError | None = None
+
+
+class TraceName(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """A request is sampled, and its trace has a name. Comes before anything else about the request."""
+
+    number: int
+    traceparent: str
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True):
+    """An OutputLayout, known by its number from now on."""
+
+    number: int
+    names: tuple[str, ...]
+    datatypes: tuple[str, ...]
+
+
+class WireResponse(msgspec.Struct, frozen=True, array_like=True):
+    """An InferenceResponse that is not like the one before. Its outputs are `tensors`, or the values of its Item."""
+
+    model_name: str
+    model_version: int
+    request_id: str
+    parameters: Mapping[str, ParameterValue]
+    error: WireError | None = None
+    tensors: tuple[WireTensor, ...] = ()
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One call of a request's callback.
+
+    flags: ResponseFlag
+    layout: of `values`, Outputs' values; -1 = none
+    delta: the response's
+    response: what else there is to say; None = model, version and id are those of the request's last response, and
+    there are no parameters
+    """
+
+    number: int
+    flags: int
+    layout: int
+    values: tuple[Any, ...] = ()
+    delta: bytes = b""
+    response: WireResponse | None = None
+
+
+class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """What the host has for a frontend when it wakes it: all responses of a step."""
+
+    decisions: Sequence[Decision | TraceName]
+    layouts: Sequence[Layout]
+    items: Sequence[Item]
+
+
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Says nothing. A host finds out so whether the frontend is there."""
+
+
+class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """The answer to a Call."""
+
+    number: int
+    payload: bytes = b""
+    error: WireError | None = None
+
+
+ToFrontend = Refused | HostState | Responses | Beat | CallResult
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_host = msgspec.msgpack.Decoder(ToHost).decode
+decode_to_frontend = msgspec.msgpack.Decoder(ToFrontend).decode
+decode_models = msgspec.msgpack.Decoder(ModelTable).decode

@@ -1,0 +1,117 @@
+"""A frontend process: `python -m llmbackend.server.frontend_process`, started by a host or the launcher of a cluster.
+
+For: several event loops on one port. Does not know: models, backends, engines, whose child it is. Invariants: it
+listens once it is told to; it ends when its parent is gone, at once, and when it is told to, after what runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Final
+
+import uvloop
+
+from llmbackend.core.errors import TritonError
+from llmbackend.core.server_log import RepeatedErrors, RepeatFilter
+
+from .control_channel import ALIVE_EVERY_S, ControlChannel, Drain, Message, Reload, Serve, Serving, receive_settings
+from .descriptor_room import raise_limit
+from .frontend_settings import FrontendSettings
+from .process_end import exit_now
+from .process_log import write_records
+
+if TYPE_CHECKING:
+    from .frontend_endpoints import FrontendEndpoints
+
+log = logging.getLogger(__name__)
+
+GC_THRESHOLD_OBJECTS: Final = 10_000
+"""As in the server process (serve.py)."""
+GONE: Final = 1
+"""Exit code where the parent is gone or the ports can not be had."""
+
+
+def main() -> int:
+    channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    try:
+        settings = receive_settings(channel)
+    except EOFError:
+        return GONE
+    write_records((RepeatFilter(RepeatedErrors()),), settings.is_verbose)
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the parent says what they mean
+        signal.signal(number, signal.SIG_IGN)
+    raise_limit(settings.limits.connections)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(settings, channel))
+
+
+async def _run(settings: FrontendSettings, channel: socket.socket) -> int:
+    from .frontend_endpoints import FrontendEndpoints  # half a second, in which the parent can already say more
+
+    control = await ControlChannel.over(channel)
+    endpoints = FrontendEndpoints(settings)
+    gc.freeze()
+    inbox = _Inbox(control, settings.exit_timeout_s)
+    while (message := await inbox.next()) is not None:
+        if isinstance(message, Serve):
+            try:
+                await endpoints.start()
+            except (OSError, RuntimeError, TritonError) as error:
+                log.error("cannot serve: %s", error)
+                return GONE
+            _say_alive(control)
+        elif isinstance(message, Reload):
+            endpoints.reload()
+        elif isinstance(message, Drain):
+            return await _drain(endpoints, inbox, message.grace_s)
+    return GONE
+
+
+def _say_alive(control: ControlChannel) -> None:
+    control.send(Serving())
+    asyncio.get_running_loop().call_later(ALIVE_EVERY_S, _say_alive, control)
+
+
+class _Inbox:
+    """What the parent says, and SIGTERM, which means a Drain."""
+
+    def __init__(self, control: ControlChannel, exit_timeout_s: float) -> None:
+        self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._messages.put_nowait, Drain(exit_timeout_s))
+        self._reading = asyncio.create_task(self._read(control))
+
+    async def next(self) -> Message | None:
+        """None: the parent is gone."""
+        return await self._messages.get()
+
+    async def _read(self, control: ControlChannel) -> None:
+        while (message := await control.receive()) is not None:
+            self._messages.put_nowait(message)
+        self._messages.put_nowait(None)
+
+
+async def _drain(endpoints: FrontendEndpoints, inbox: _Inbox, grace_s: float) -> int:
+    """Ends at once when the parent is gone, and earlier when it says Drain again."""
+    stopping = asyncio.create_task(endpoints.stop(grace_s))
+    while not stopping.done():
+        hearing = asyncio.create_task(inbox.next())
+        await asyncio.wait((stopping, hearing), return_when=asyncio.FIRST_COMPLETED)
+        if not hearing.done():
+            hearing.cancel()
+        elif (message := hearing.result()) is None:
+            return GONE
+        elif isinstance(message, Drain):
+            await asyncio.wait((stopping,), timeout=message.grace_s)
+            break
+    return 0
+
+
+if __name__ == "__main__":
+    exit_now(main())

@@ -1,0 +1,205 @@
+"""The frontend processes of one machine: started, told what to do, started again when they die, drained.
+
+For: the host, and the launcher of a cluster. Does not know: what a frontend does, whether this process is its host.
+Invariants: one that dies is started again, after pauses that grow while it dies soon; what a process logs is in this
+process's log; with this process all of them end. Used on the event loop alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from subprocess import DEVNULL, PIPE
+from typing import Final
+
+from .control_channel import ControlChannel, Drain, Message, Reload, Serve, Serving, send_settings
+from .frontend_settings import FrontendSettings
+from .process_end import in_thread
+from .process_log import log_line
+
+log = logging.getLogger(__name__)
+
+_MODULE: Final = "llmbackend.server.frontend_process"
+METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
+"""Read by prometheus_client when it is imported: counters are then in files of this folder
+(access/process_counters.py)."""
+_FIRST_PAUSE_S: Final = 0.25
+_LONGEST_PAUSE_S: Final = 5.0
+SILENCE_S: Final = 30.0
+_LASTED_S: Final = 5.0
+"""One that served so long is started again without a pause."""
+_END_TIMEOUT_S: Final = 5.0
+_LAST_LINES_S: Final = 1.0
+_LINE_BYTES: Final = 1 << 20
+
+
+class FrontendsFailedError(Exception):
+    """The text says which frontend process did not begin to serve."""
+
+
+class FrontendProcesses:
+    def __init__(
+        self,
+        settings: Sequence[FrontendSettings],
+        on_end: Callable[[int], None] = lambda number: None,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """on_end: called with the number of a frontend whose process has ended, before the next one is started.
+        silence_s: one that says nothing for so long hangs, and is killed."""
+        self._keepers = [_Keeper(one, on_end, silence_s) for one in settings]
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run."""
+        return [keeper.process.pid for keeper in self._keepers if keeper.process is not None]
+
+    def start(self) -> None:
+        """Starts all; they import what they need, and do not listen yet."""
+        for keeper in self._keepers:
+            keeper.start()
+
+    async def serve(self) -> None:
+        """Returns when all listen. Raises FrontendsFailedError when one of them ends first."""
+        for keeper in self._keepers:
+            keeper.serve()
+        for keeper in self._keepers:
+            await keeper.first_serves()
+
+    def reload(self) -> None:
+        """They read API keys and certificates again."""
+        for keeper in self._keepers:
+            keeper.tell(Reload())
+
+    async def stop(self, grace_s: float) -> None:
+        """They accept nothing more, and what runs gets `grace_s` seconds; then none is left."""
+        await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
+
+
+class _Keeper:
+    """One frontend: its process, and the next one when it dies."""
+
+    def __init__(self, settings: FrontendSettings, on_end: Callable[[int], None], silence_s: float) -> None:
+        self._settings = settings
+        self._on_end = on_end
+        self._silence_s = silence_s
+        self.process: subprocess.Popen[bytes] | None = None
+        self._control: ControlChannel | None = None
+        self._serves = False
+        self._is_stopping = False
+        self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._keeping: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._keeping = asyncio.create_task(self._keep())
+
+    def serve(self) -> None:
+        self._serves = True
+        self.tell(Serve())
+
+    async def first_serves(self) -> None:
+        await self._first
+
+    def tell(self, message: Message) -> None:
+        if self._control is not None:
+            self._control.send(message)
+
+    async def stop(self, grace_s: float) -> None:
+        self._is_stopping = True
+        self.tell(Drain(grace_s))
+        if self._keeping is None:
+            return
+        if self.process is None:  # between two processes
+            self._keeping.cancel()
+        await asyncio.wait((self._keeping,), timeout=grace_s + _END_TIMEOUT_S)
+        if self.process is not None:
+            log.warning("%s did not end in time and is killed", self._settings.name)
+            self.process.kill()
+            await self._keeping
+
+    async def _keep(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause_s = _FIRST_PAUSE_S
+        while not self._is_stopping:
+            began_s = loop.time()
+            code = await self._run_once()
+            if self._is_stopping:
+                return
+            if not self._first.done():
+                self._first.set_exception(
+                    FrontendsFailedError(f"{self._settings.name} ended with exit code {code} before it served")
+                )
+                return
+            if loop.time() - began_s >= _LASTED_S:
+                pause_s = _FIRST_PAUSE_S
+            log.log(
+                logging.ERROR if code else logging.INFO,
+                "%s (process %s) ended with exit code %s, and its connections with it; it is started again",
+                *(self._settings.name, self._pid, code),
+            )
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _run_once(self) -> int:
+        """The exit code of a process, which is waited for."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(True)
+        with theirs:
+            # Not the event loop's own way: it forks, for which gRPC's handlers would stop its threads.
+            # A session of its own: a Ctrl+C at the server's terminal is for the server, which ends this process.
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE],
+                stdin=theirs.fileno(),
+                stdout=DEVNULL,
+                stderr=PIPE,
+                env={**os.environ, METRICS_VARIABLE: str(self._settings.host.metrics)},
+                start_new_session=True,
+            )
+        self.process, self._pid = process, process.pid
+        with contextlib.suppress(OSError):  # it has ended already
+            send_settings(ours, self._settings)
+        self._control = control = await ControlChannel.over(ours)
+        if self._serves:
+            control.send(Serve())
+        logging_its_lines = asyncio.create_task(self._log(process))
+        hearing = asyncio.create_task(self._hear(control, process))
+        code = await in_thread(process.wait)
+        self.process = self._control = None
+        # Its last lines; a process that it left behind may keep its standard error open for a moment longer.
+        await asyncio.wait((logging_its_lines, hearing), timeout=_LAST_LINES_S)
+        control.close()
+        self._on_end(self._settings.number)
+        return code
+
+    async def _hear(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
+        """Until it ends. Before it serves it may be silent: it imports, and waits for its host."""
+        message = await control.receive()
+        while isinstance(message, Serving):
+            if not self._first.done():
+                self._first.set_result(None)
+            try:
+                async with asyncio.timeout(self._silence_s):
+                    message = await control.receive()
+            except TimeoutError:
+                log.error("%s (process %d) hangs and is killed", self._settings.name, process.pid)
+                process.kill()
+                return
+
+    async def _log(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        reader = asyncio.StreamReader(limit=_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), process.stderr)
+        while True:
+            try:
+                line = await reader.readline()
+            except ValueError:  # longer than a line may be
+                continue
+            if not line:
+                return
+            log_line(line, self._settings.name, process.pid)

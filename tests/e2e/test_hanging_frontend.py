@@ -1,0 +1,89 @@
+"""Frontend processes of a host in this process: one that hangs is killed and started again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
+from llmbackend.frontends.limits import FrontendLimits
+from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS
+from llmbackend.frontends.shared_counts import SharedCounts
+from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.server.endpoints import Endpoint
+from llmbackend.server.frontend_processes import FrontendProcesses
+from llmbackend.server.frontend_settings import FrontendSettings, HostFolder
+from llmbackend.server.ports import ClaimedPorts, PortWish
+from tests.helpers.mock_llm_host import MODEL, mock_llm_host
+
+pytestmark = pytest.mark.slow
+NONE = PortWish("127.0.0.1", None)
+
+
+def settings_of(folder: HostFolder, port: int) -> FrontendSettings:
+    return FrontendSettings(
+        number=1,
+        host=folder,
+        http=Endpoint("127.0.0.1", port),
+        grpc=Endpoint("127.0.0.1", 0, enabled=False),
+        limits=FrontendLimits(),
+        access=NO_ACCESS_CONTROL,
+        protocols=DEFAULT_OPTIONS,
+        http_max_input_size_bytes=1 << 20,
+        openai_max_input_size_bytes=1 << 20,
+    )
+
+
+def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = HostFolder(tmp_path)
+    folder.metrics.mkdir()
+    counts = SharedCounts.create(folder.counts, 2)
+    server = mock_llm_host(tmp_path)
+    endpoint = HostEndpoint(server, folder.requests)
+    endpoint.start()
+    claims = ClaimedPorts.claim(http=PortWish("127.0.0.1", 0, for_processes=True), metrics=NONE, grpc=NONE)
+    assert claims.http is not None
+    port = claims.http.getsockname()[1]
+
+    async def run() -> None:
+        processes = FrontendProcesses([settings_of(folder, port)], counts.forget, silence_s=8)
+        processes.start()
+        await processes.serve()
+        (hanging,) = processes.pids
+        assert await asyncio.to_thread(generate, port) == 200
+        os.kill(hanging, signal.SIGSTOP)
+        async with asyncio.timeout(90):
+            while hanging in processes.pids:
+                await asyncio.sleep(0.1)
+        assert await asyncio.to_thread(generate, port) == 200
+        await processes.stop(1)
+        assert not processes.pids
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(run())
+    assert any("frontend 1" in text and "hangs and is killed" in text for text in caplog.messages)
+    endpoint.close()
+    assert server.stop(10)
+    claims.close()
+    counts.close()
+
+
+def generate(port: int) -> int:
+    """The status of an answer, which a frontend that starts again gives later."""
+    body = json.dumps({"text_input": "one", "parameters": {"max_tokens": 2}}).encode()
+    for _ in range(300):
+        try:
+            asked = urllib.request.Request(f"http://127.0.0.1:{port}/v2/models/{MODEL}/generate", body)
+            with urllib.request.urlopen(asked, timeout=60) as answer:
+                return int(answer.status)
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("no frontend answers")

@@ -1,0 +1,239 @@
+"""Requests with an `Idempotency-Key`, over real connections: retried, joined, cut off, and used for something else."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.journals.idempotency import IdempotentRequests
+from llmbackend.frontends.journals.store_settings import IdempotencyLimits
+from tests.helpers.kserve_runner import Running
+from tests.helpers.mock_llm_host import MODEL, mock_llm_host
+from tests.helpers.waiting import eventually
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+GENERATE, STREAM = f"/v2/models/{MODEL}/generate", f"/v2/models/{MODEL}/generate_stream"
+TOKENS = 12
+
+
+def body(path: str, tokens: int = TOKENS, **more: Any) -> dict[str, Any]:
+    """A request whose answer is another one each time: without a seed."""
+    if path.startswith("/v2"):
+        letters = list(range(97, 123))
+        sampling = json.dumps({"temperature": 1, "allowed_token_ids": letters, "max_tokens": tokens})
+        return {"text_input": "one", "stream": path == STREAM, "sampling_parameters": sampling} | more
+    asked = {"prompt": "one"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "one"}]}
+    extra = {} if path == MESSAGES else {"ignore_eos": True, "temperature": 1}
+    return {"model": MODEL, "max_tokens": tokens, **asked, **extra, **more}
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    running = Running(tmp_path_factory.mktemp("models"), start=mock_llm_host, engine={"mock_step_ms": 4})
+    httpx.post(f"http://{running.http}{GENERATE}", json=body(GENERATE))  # starts the thread that computes masks
+    yield running
+    running.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_inference_is_left(running: Running) -> Iterator[None]:
+    yield
+    eventually(lambda: not running.gate.open_inferences)
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+        yield client
+
+
+def post(client: httpx.Client, path: str, key: str, json: Any = None, **headers: str) -> httpx.Response:
+    return client.post(path, json=json or body(path), headers={"Idempotency-Key": key} | headers)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, GENERATE, STREAM])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_retry_gets_the_same_answer(client: httpx.Client, path: str, stream: bool) -> None:
+    more = {"stream": True} if stream and path.startswith("/v1") else {}
+    key = f"retry {path} {stream}"
+    first, second = (post(client, path, key, body(path, **more)) for _ in range(2))
+    assert first.status_code == 200 and len(first.content) > 20
+    assert second.content == first.content
+    assert "idempotent-replayed" not in first.headers and second.headers["idempotent-replayed"] == "true"
+    assert second.headers["content-type"] == first.headers["content-type"]
+    assert post(client, path, f"{key} another", body(path, **more)).content != first.content
+
+
+def test_requests_with_one_key_at_the_same_time_are_one(running: Running, client: httpx.Client) -> None:
+    most = 0
+
+    def one(_: int) -> bytes:
+        nonlocal most
+        headers = {"Idempotency-Key": "together"}
+        with (
+            httpx.Client(base_url=f"http://{running.http}", timeout=30) as own,
+            own.stream("POST", STREAM, json=body(STREAM), headers=headers) as response,
+        ):
+            most = max(most, running.gate.open_inferences)
+            return response.read()
+
+    with ThreadPoolExecutor(6) as threads:
+        answers = set(threads.map(one, range(6)))
+    assert len(answers) == 1 and answers.pop().count(b"data: ") >= TOKENS
+    assert most == 1
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, STREAM])
+def test_a_request_goes_on_without_its_client_and_a_retry_joins_it(
+    running: Running, client: httpx.Client, path: str
+) -> None:
+    asked = body(path, 60)
+    headers = {"Idempotency-Key": f"cut {path}"}
+    with httpx.Client(base_url=f"http://{running.http}", timeout=0.05 if path == COMPLETIONS else 30) as hasty:
+        if path == COMPLETIONS:
+            with pytest.raises(httpx.ReadTimeout):
+                hasty.post(path, json=asked, headers=headers)
+        else:
+            with hasty.stream("POST", path, json=asked, headers=headers) as response:
+                next(response.iter_lines())
+    eventually(lambda: running.gate.open_inferences == 1)
+    whole = post(client, path, f"cut {path}", asked)
+    assert whole.status_code == 200 and whole.headers["idempotent-replayed"] == "true"
+    assert post(client, path, f"cut {path}", asked).content == whole.content
+
+
+def test_a_request_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> None:
+    running = Running(
+        tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(IdempotencyLimits(), 0.1),
+        engine={"mock_step_ms": 20},
+    )  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+            asked = body(COMPLETIONS, 200, stream=True)
+            with client.stream("POST", COMPLETIONS, json=asked, headers={"Idempotency-Key": "left"}) as response:
+                next(response.iter_lines())
+        eventually(lambda: not running.gate.open_inferences)
+        eventually(lambda: not running.idempotent.num_answers())
+    finally:
+        running.stop()
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, GENERATE])
+def test_another_request_with_the_key_is_refused(client: httpx.Client, path: str) -> None:
+    key = f"reused {path}"
+    assert post(client, path, key).status_code == 200
+    for other in (body(path, 3), body(path, TOKENS, user="longer than it was")):
+        refused = post(client, path, key, other)
+        assert refused.status_code == 422, refused.text
+        assert f"the key '{key}' of the header 'Idempotency-Key' was used with another request" in refused.text
+        error = refused.json()["error"]
+        assert isinstance(error, str) or error["type"] == "invalid_request_error"
+    assert post(client, path, key).headers["idempotent-replayed"] == "true"
+
+
+def test_another_path_is_another_request(client: httpx.Client) -> None:
+    assert post(client, CHAT, "path").status_code == 200
+    assert post(client, MESSAGES, "path").status_code == 422
+
+
+def test_an_answer_that_came_before_the_body_is_not_kept(client: httpx.Client) -> None:
+    for _ in range(2):
+        refused = post(client, f"/v2/models/{MODEL}/infer", "decoupled", {"inputs": []})
+        assert refused.status_code == 501 and "decoupled" in refused.text
+
+
+def test_a_refusal_is_not_kept(client: httpx.Client) -> None:
+    wrong = body(COMPLETIONS, max_tokens=-5)
+    for _ in range(2):
+        refused = post(client, COMPLETIONS, "mended", wrong)
+        assert refused.status_code == 400 and "idempotent-replayed" not in refused.headers
+    assert post(client, COMPLETIONS, "mended").status_code == 200
+
+
+@pytest.mark.parametrize("key", ["", "k" * 256, "a\tb"])
+def test_a_key_that_is_none_is_refused(client: httpx.Client, key: str) -> None:
+    refused = post(client, COMPLETIONS, key)
+    assert refused.status_code == 400 and "expected 1 to 255, printable" in refused.text
+
+
+def test_other_endpoints_pass_the_header_over(running: Running, client: httpx.Client) -> None:
+    before = running.idempotent.num_answers()
+    for _ in range(2):
+        assert client.post(
+            "/tokenize", json={"model": MODEL, "prompt": "a"}, headers={"Idempotency-Key": "t"}
+        ).is_success
+    assert running.idempotent.num_answers() == before
+
+
+def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
+    limits = IdempotencyLimits(ttl_s=0.5, max_answers=2, max_bytes=1200)
+    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, 5))
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+            for number in range(4):
+                assert post(client, COMPLETIONS, f"bounded {number}").status_code == 200
+                assert running.idempotent.num_answers() <= 2
+            assert post(client, COMPLETIONS, "bounded 3").headers["idempotent-replayed"] == "true"
+            large = post(client, STREAM, "bounded bytes", body(STREAM, 30))
+            assert len(large.content) > limits.max_bytes
+            assert "idempotent-replayed" not in post(client, STREAM, "bounded bytes", body(STREAM, 30)).headers
+            eventually(lambda: not running.idempotent.num_answers())
+    finally:
+        running.stop()
+
+
+def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
+    limits = IdempotencyLimits(max_answer_bytes=500)
+    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, 5),
+                      engine={"mock_step_ms": 2})  # fmt: skip
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+            assert post(client, STREAM, "large", body(STREAM, 40)).content.count(b"data: ") >= 40
+            again = post(client, STREAM, "large", body(STREAM, 40))
+            assert again.status_code == 409 and "too large to be kept" in again.text
+    finally:
+        running.stop()
+
+
+def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("one:sk-one\ntwo:sk-two\n")
+    keys.chmod(0o600)
+    access = AccessControl(AccessSettings(api_key_file=keys))
+    running = Running(tmp_path / "models", start=mock_llm_host, access=access)
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+            answers = [
+                post(client, COMPLETIONS, "same", Authorization=f"Bearer sk-{name}") for name in ("one", "two", "one")
+            ]
+        assert answers[0].content == answers[2].content != answers[1].content
+        assert running.idempotent.num_answers("one") == running.idempotent.num_answers("two") == 1
+    finally:
+        running.stop()
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_leaves_the_key_free(
+    running: Running, client: httpx.Client
+) -> None:
+    begun = threading.Event()
+
+    def halves() -> Iterator[bytes]:
+        yield b'{"model":'
+        begun.set()
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError), httpx.Client(base_url=f"http://{running.http}", timeout=30) as own:
+        own.post(COMPLETIONS, content=halves(),
+                 headers={"Idempotency-Key": "half", "content-type": "application/json"})  # fmt: skip
+    assert begun.is_set()
+    answer = post(client, COMPLETIONS, "half")
+    assert answer.status_code == 200 and "idempotent-replayed" not in answer.headers

@@ -1,0 +1,250 @@
+"""Resumable streams that are copied to a second host: it makes them again, event by event, wherever they are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.journals import stream_copies
+from llmbackend.frontends.journals.stream_copies import HeldRecords, _Begin, _End, _Step
+from llmbackend.frontends.journals.stream_record import StreamHead, StreamRecord
+from tests.helpers.linked_hosts import Hosts
+from tests.helpers.mock_llm_host import MODEL
+from tests.helpers.numbered_events import Event, read_events
+from tests.helpers.waiting import eventually
+
+GENERATE = f"/v2/models/{MODEL}/generate_stream"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ASK = {"X-Resumable-Stream": "true"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": {"type": "integer"}},
+                                             "required": ["x"], "additionalProperties": False}},
+}  # fmt: skip
+SCHEMA = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 3}
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "one"}], "stream": True, "max_tokens": 40, **more}
+
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "generate": (GENERATE, {
+        "text_input": "one two", "stream": True,
+        "sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 20, "ignore_eos": True}),
+    }),
+    "chat": (CHAT, chat(temperature=1, stream_options={"include_usage": True}, logprobs=True)),
+    "choices": (CHAT, chat(temperature=1, n=3, max_tokens=12)),
+    "schema": (CHAT, chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}})),
+    "tool": (CHAT, chat(tools=[TOOL], tool_choice={"type": "function", "function": {"name": "f"}})),
+    "prompts": (COMPLETIONS, {"model": MODEL, "prompt": ["one", "two", "three"], "stream": True, "max_tokens": 8,
+                              "temperature": 1, "echo": True, "seed": 5, "stream_options": {"include_usage": True}}),
+}  # fmt: skip
+ENGINE: dict[str, Any] = {
+    "mock_step_ms": 2,
+    "max_model_len": 512,
+    "chat_template": "{{ tools }}{% for message in messages %}{{ message.content }}{% endfor %}",
+    "tool_call_parser": "hermes",
+}
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    hosts = Hosts(tmp_path_factory.mktemp("hosts"), **ENGINE)
+    for name in hosts.all:  # starts the threads that compute masks
+        with hosts.client(name) as client:
+            client.post(CHAT, json=REQUESTS["schema"][1])
+    yield hosts
+    hosts.stop()
+
+
+@pytest.fixture(autouse=True)
+def everything_is_up(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(stream_copies, "_PAUSE_S", 0.0)
+    yield
+    hosts.reset()
+
+
+def by_choice(events: list[Event]) -> dict[str, list[str]]:
+    """Choices are sent as they come, so their order among each other may be any."""
+    found: dict[str, list[str]] = {}
+    for _, data in events:
+        choices = [] if data == "[DONE]" else json.loads(data).get("choices", [])
+        found.setdefault(str(choices and choices[0]["index"]), []).append(data)
+    return found
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_stream_is_made_again_where_its_client_comes_back(hosts: Hosts, name: str) -> None:
+    """Its host is cut off, and goes on with it: what it would have sent is what the other one sends."""
+    path, body = REQUESTS[name]
+    for cut in (1, 2, 5, 9):
+        with hosts.client("a") as first, hosts.client("c") as other:
+            begun = read_events(first, path, body, ASK, cut)
+            hosts.network.down.add("a")
+            rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+            stream = begun[0][0].partition(":")[0]
+            whole = read_events(first, path, {}, {"Last-Event-ID": stream})
+        assert by_choice(begun + rest) == by_choice(whole)
+        assert [id for id, _ in begun + rest] == [id for id, _ in whole]
+        assert hosts.all["c"].streams.num_streams >= 1
+        hosts.network.down.clear()
+
+
+def test_an_ended_stream_whose_last_events_were_lost_is_made_again(hosts: Hosts) -> None:
+    path, body = REQUESTS["choices"]
+    with hosts.client("a") as first, hosts.client("b") as other:
+        whole = read_events(first, path, body, ASK)
+        hosts.network.down.add("a")
+        for cut in (len(whole) - 1, 3):
+            assert read_events(other, path, {}, {"Last-Event-ID": whole[cut - 1][0]}) == whole[cut:]
+
+
+def test_a_stream_moves_while_its_host_lives_and_ends_there(hosts: Hosts) -> None:
+    path, body = (
+        GENERATE,
+        REQUESTS["generate"][1]
+        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 100, "ignore_eos": True})},
+    )
+    with hosts.client("a") as first, hosts.client("c") as other:
+        begun = read_events(first, path, body, ASK, 4)
+        moved = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]}, 5)
+        eventually(lambda: not hosts.all["a"].gate.open_inferences)
+        assert not hosts.all["a"].streams.num_streams
+        back = read_events(first, path, {}, {"Last-Event-ID": moved[-1][0]})
+        eventually(lambda: not hosts.all["c"].streams.num_streams)
+    ids = [int(id.partition(":")[2]) for id, _ in begun + moved + back]
+    assert ids == list(range(len(ids))) and len(ids) > 80
+
+
+def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) -> None:
+    path, body = (
+        GENERATE,
+        REQUESTS["generate"][1]
+        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 200, "ignore_eos": True})},
+    )
+    with hosts.client("a") as first, hosts.client("b") as other:
+        begun = read_events(first, path, body, ASK, 2)
+        assert hosts.copies("b").num_held + hosts.copies("c").num_held == 1
+        hosts.network.down.update({"a", "c"})
+        read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]}, 3)
+        assert hosts.all["a"].streams.num_streams == 1
+        hosts.network.down.clear()
+        eventually(lambda: not hosts.all["a"].streams.num_streams)
+        eventually(lambda: not hosts.all["a"].gate.open_inferences)
+
+
+def test_when_the_host_with_the_copies_ends_another_one_gets_them(hosts: Hosts) -> None:
+    path, body = (
+        GENERATE,
+        REQUESTS["generate"][1]
+        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 150, "ignore_eos": True})},
+    )
+    with hosts.client("a") as first, hosts.client("c") as other:
+        begun = read_events(first, path, body, ASK, 2)
+        hosts.network.down.add("b")
+        begun += read_events(first, path, {}, {"Last-Event-ID": begun[-1][0]}, 10)
+        eventually(lambda: hosts.copies("c").num_held == 1)
+        hosts.network.down.add("a")
+        rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+        assert begun + rest == read_events(first, path, {}, {"Last-Event-ID": begun[0][0].partition(":")[0]})
+
+
+def test_streams_of_a_host_that_is_about_to_end_go_on_elsewhere(hosts: Hosts) -> None:
+    running = hosts.all["a"]
+    copies = running.streams.copies
+
+    async def leave() -> None:
+        running.streams.leave()
+
+    path, body = (
+        GENERATE,
+        REQUESTS["generate"][1]
+        | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 100, "ignore_eos": True})},
+    )
+    with hosts.client("a") as first, hosts.client("b") as other:
+        begun = read_events(first, path, body, ASK, 5)
+        running.call(leave())
+        eventually(lambda: not running.gate.open_inferences)
+        rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+    running.streams.copies = copies
+    ids = [int(id.partition(":")[2]) for id, _ in begun + rest]
+    assert ids == list(range(len(ids))) and len(ids) > 80
+
+
+def test_streams_go_on_without_other_hosts(hosts: Hosts) -> None:
+    hosts.network.down.update({"b", "c"})
+    with hosts.client("a") as client:
+        whole = read_events(client, *REQUESTS["chat"], ASK)
+        assert whole[-1][1] == "[DONE]"
+
+
+def test_nothing_is_held_of_streams_that_nobody_may_come_back_to(hosts: Hosts) -> None:
+    def num_held() -> int:
+        return sum(hosts.copies(name).num_held for name in hosts.all)
+
+    before, running = num_held(), hosts.all["a"]
+    with hosts.client("a") as client:
+        read_events(client, *REQUESTS["generate"], ASK)
+    assert num_held() == before + 1
+    running.call(running.streams.close())
+    eventually(lambda: num_held() == before)
+
+
+def test_a_stream_of_another_key_is_not_given(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("one:sk-one\ntwo:sk-two\n")
+    hosts = Hosts(tmp_path, AccessControl(AccessSettings(api_key_file=tmp_path / "keys")))
+    one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
+    try:
+        with hosts.client("a") as first, hosts.client("b") as other:
+            begun = read_events(first, *REQUESTS["generate"], ASK | one, 3)
+            back = {"Last-Event-ID": begun[-1][0]}
+            assert other.post(GENERATE, json={}, headers=back | two).status_code == 404
+            assert other.post(CHAT, json={}, headers=back | one).status_code == 404
+            hosts.network.down.add("a")
+            rest = read_events(other, GENERATE, {}, back | one)
+            assert begun + rest == read_events(first, GENERATE, {}, {"Last-Event-ID": begun[0][0][:32]} | one)
+    finally:
+        hosts.stop()
+
+
+def record(key: str, epoch: int = 0, *deltas: bytes) -> StreamRecord:
+    return StreamRecord(StreamHead(key=key, epoch=epoch, path="/p", owner="o"), tuple((0, one) for one in deltas))
+
+
+def test_what_is_held_for_others() -> None:
+    now_s = 0.0
+    held = HeldRecords(max_bytes=10, clock_s=lambda: now_s)
+    assert not held.add([_Begin(record("k", 0, b"a"))]).unknown
+    assert held.add([_Step("k", 0, 1, ((0, b"b"),)), _Step("k", 0, 1, ((0, b"b"), (0, b"c")))]) == held.add([])
+    assert held.add([_Step("k", 0, 7, ((0, b"x"),)), _Step("z", 0, 0, ())]).unknown == ("k", "z")
+    assert held.take("k", "another", "/p") is None is held.take("k", "o", "/q")
+    taken = held.take("k", "o", "/p")
+    assert taken is not None and taken.deltas == ((0, b"a"), (0, b"b"), (0, b"c"))
+    assert held.add([_Step("k", 0, 3, ((0, b"d"),)), _Begin(record("k"))]).superseded == ("k",)
+    assert held.add([_Begin(record("k", 1))]) == held.add([]) and len(held) == 1
+    held.add([_End("k")])
+    assert not len(held)
+    held.add([_Begin(record("1", 0, b"123456")), _Begin(record("2", 0, b"123456"))])
+    assert held.take("1", "o", "/p") is None and len(held) == 1
+    now_s = 1000.0
+    held.add([])
+    assert not len(held)
+
+
+def test_a_record_can_be_taken_again_while_its_taker_may_have_ended() -> None:
+    now_s = 0.0
+    held = HeldRecords(clock_s=lambda: now_s)
+    held.add([_Begin(record("k", 3, b"a"))])
+    taken = [held.take("k", "o", "/p") for _ in range(2)]
+    assert [(one.head.epoch, one.deltas) for one in taken if one is not None] == [(3, ((0, b"a"),)), (4, ((0, b"a"),))]
+    assert held.add([_Begin(record("k", 4))]).superseded == ("k",), "the first taker is older than the second"
+    now_s = 31.0
+    held.add([])
+    assert held.take("k", "o", "/p") is None

@@ -1,0 +1,60 @@
+"""A cluster on this machine: servers started with `--cluster`, and the processes that belong to them.
+
+For: tests of the cluster. Does not know: what they look at. Invariant: nothing of Ray is left when a cluster is closed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from llmbackend.cluster.engine_keeper import EngineRecord
+from llmbackend.cluster.ray_node import NodeRecord
+from tests.helpers.server_process import ServerProcess, start_server
+from tests.helpers.waiting import eventually
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """With a short path, as Ray's sockets need it. Whatever was started with it has ended afterwards."""
+    with tempfile.TemporaryDirectory(prefix="llmb-") as name:
+        try:
+            yield Path(name)
+        finally:
+            for pid in processes_of(Path(name)):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            eventually(lambda: not processes_of(Path(name)))
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Process ids and commands of all that were started for a run folder."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        if not process.name.isdecimal():
+            continue
+        with suppress(OSError):
+            environment = (process / "environ").read_bytes()
+            if f"LLMBACKEND_CLUSTER_RUN_FOLDER={folder}\0".encode() in environment:
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return {pid: command for pid, command in found.items() if command}
+
+
+def engines_of(folder: Path) -> list[EngineRecord]:
+    return [msgspec.json.decode(file.read_bytes(), type=EngineRecord) for file in folder.glob("engine-*.json")]
+
+
+def start_machine(folder: Path, secrets: Path, *arguments: str, cluster: str = "auto") -> ServerProcess:
+    own = ("--cluster", cluster, "--cluster-port", "0", "--cluster-secrets", secrets, "--cluster-run-folder", folder)
+    return start_server(*map(str, own), *arguments)
+
+
+def head_of(folder: Path) -> str:
+    """The address of the head of the cluster that a machine belongs to."""
+    return msgspec.json.decode((folder / "node.json").read_bytes(), type=NodeRecord).address

@@ -1,0 +1,52 @@
+"""A host of a cluster in a process of its own: `python -m tests.helpers.member_process ORDER`.
+
+ORDER, in JSON: id, folder, repository, public, secret. It says `serving ENDPOINT`; each line of its stdin is the list
+of all hosts, [[id, endpoint]].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from llmbackend.core.server_options import ServerOptions
+from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.remote.sockets import CurveKeys
+from llmbackend.remote.wire import Peer
+from llmbackend.server.cluster_member import ClusterMember
+from llmbackend.server.endpoints import Endpoint
+from llmbackend.server.serve import run_server
+from llmbackend.server.settings import ServerSettings
+
+
+def main() -> int:
+    order = json.loads(sys.argv[1])
+
+    def on_serving(endpoints: Sequence[HostEndpoint]) -> None:
+        print(f"serving {endpoints[-1].endpoint}", flush=True)
+        threading.Thread(target=read_peers, args=(endpoints,), daemon=True).start()
+
+    def read_peers(endpoints: Sequence[HostEndpoint]) -> None:
+        for line in sys.stdin:
+            peers = [Peer(id, endpoint) for id, endpoint in json.loads(line) if id != order["id"]]
+            for endpoint in endpoints:
+                endpoint.set_peers(peers)
+
+    keys = CurveKeys(order["public"].encode(), order["secret"].encode())
+    member = ClusterMember(host_id=order["id"], endpoint="tcp://127.0.0.1:0", keys=keys, on_serving=on_serving)
+    free = Endpoint(address="127.0.0.1", port=0)
+    settings = ServerSettings(
+        options=ServerOptions(model_repositories=(Path(order["repository"]),)),
+        http=free,
+        grpc=free,
+        metrics=free,
+        host_folder=Path(order["folder"]),
+    )
+    return run_server(settings, member)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The chat page in a real browser, with a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.echo_model import write_echo_model
+from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+
+pytestmark = pytest.mark.slow
+
+SLOW = "one § two § three § four § five § six § seven § eight § nine § ten § " * 20
+
+
+def say(chat: Any, text: str) -> None:
+    field = chat.get_by_role("textbox", name="Message")
+    field.fill(text)
+    field.press("Enter")
+
+
+def answers(chat: Any) -> Any:
+    return chat.get_by_role("region", name="Answer")
+
+
+def complete(chat: Any, count: int) -> Any:
+    """The last of `count` answers, once it is complete."""
+    last = answers(chat).nth(count - 1)
+    last.get_by_role("button", name="Generate again").wait_for()
+    return last
+
+
+def stored(chat: Any) -> list[dict[str, Any]]:
+    """All chats of the browser, the one that was changed last first."""
+    texts = chat.evaluate("llmbackendChat.list().map((entry) => llmbackendChat.load(entry.id))")
+    return [json.loads(text) for text in texts]
+
+
+def test_an_answer_is_shown_as_markdown_with_its_timing(chat: Any) -> None:
+    say(chat, "A **bold** word\n\n```python\nx = 1\n```")
+    answer = complete(chat, 1)
+    assert answer.locator("strong").inner_text() == "bold"
+    assert answer.locator("pre").inner_text().strip() == "x = 1"
+    assert re.search(r"first token \d+ ms", answer.inner_text())
+
+
+def test_chats_are_kept_in_the_browser_and_shown_again(chat: Any) -> None:
+    say(chat, "first question")
+    complete(chat, 1)
+    chat.keyboard.press("Control+k")
+    chat.get_by_text("What would you like to know?").wait_for()
+    say(chat, "second question")
+    complete(chat, 1)
+    assert [entry["title"] for entry in stored(chat)] == ["second question", "first question"]
+    chat.reload()
+    complete(chat, 1)
+    assert answers(chat).inner_text().startswith("second question")
+    chat.get_by_role("navigation", name="Chats").get_by_role("button", name="first question").click()
+    chat.get_by_role("region", name="You").get_by_text("first question").wait_for()
+
+
+def test_a_chat_is_renamed_and_deleted(chat: Any) -> None:
+    say(chat, "a chat")
+    complete(chat, 1)
+    chat.get_by_role("button", name="Chat menu").click()
+    chat.get_by_text("Rename", exact=True).click()
+    chat.get_by_role("textbox", name="Title").fill("another name")
+    chat.get_by_role("button", name="Rename").click()
+    chat.get_by_role("navigation", name="Chats").get_by_text("another name").wait_for()
+    chat.get_by_role("button", name="Chat menu").click()
+    chat.get_by_text("Delete", exact=True).click()
+    chat.get_by_text("What would you like to know?").wait_for()
+    assert stored(chat) == []
+
+
+def test_escape_stops_an_answer_and_keeps_what_has_arrived(chat: Any) -> None:
+    say(chat, SLOW)
+    answers(chat).get_by_text("one § two").wait_for()
+    chat.keyboard.press("Escape")
+    answer = complete(chat, 1)
+    assert "stopped by you" in answer.inner_text()
+    (kept,) = stored(chat)
+    assert 0 < len(kept["turns"][1]["content"]) < len(SLOW)
+
+
+def test_a_turn_is_edited_and_answered_again(chat: Any) -> None:
+    say(chat, "one")
+    complete(chat, 1)
+    say(chat, "two")
+    complete(chat, 2)
+    chat.get_by_role("region", name="You").first.hover()
+    chat.get_by_role("button", name="Edit and send again").first.click()
+    chat.get_by_role("textbox", name="Edit the message").fill("three")
+    chat.get_by_role("region", name="You").get_by_role("button", name="Send", exact=True).click()
+    chat.get_by_role("region", name="You").get_by_text("three").wait_for()
+    complete(chat, 1)
+    assert [turn["content"] for turn in stored(chat)[0]["turns"]] == ["three", "three"]
+
+
+def test_an_answer_that_is_replaced_while_it_grows_leaves_nothing(chat: Any) -> None:
+    say(chat, "short")
+    complete(chat, 1)
+    say(chat, SLOW)
+    answers(chat).nth(1).get_by_text("one § two").wait_for()
+    answers(chat).first.get_by_role("button", name="Generate again").click()
+    complete(chat, 1)
+    chat.wait_for_timeout(300)
+    assert [turn["content"] for turn in stored(chat)[0]["turns"]] == ["short", "short"]
+
+
+def test_an_error_of_the_api_is_shown_as_it_is(chat: Any) -> None:
+    chat.evaluate("llmbackendChat.saveSettings(JSON.stringify({model: 'echo', tools: '[]', temperature: 0}))")
+    chat.reload()
+    chat.get_by_text("echo", exact=True).wait_for()
+    chat.get_by_role("button", name="Settings of this chat").click()
+    chat.get_by_role("textbox", name="Tools as JSON").fill('[{"type": "nonsense"}]')
+    chat.wait_for_timeout(800)
+    say(chat, "with a tool that is none")
+    alert = chat.get_by_role("alert").first
+    alert.wait_for()
+    assert "tools" in alert.inner_text()
+
+
+def test_a_page_of_the_chat_shows_the_theme_that_was_chosen(chat: Any) -> None:
+    button = chat.get_by_role("button", name="Theme: auto")
+    button.click()
+    chat.get_by_role("button", name="Theme: light").click()
+    assert chat.evaluate("document.body.classList.contains('body--dark')")
+    chat.reload()
+    chat.get_by_role("button", name="Theme: dark").wait_for()
+    assert chat.evaluate("document.body.classList.contains('body--dark')")
+
+
+def test_nothing_is_wider_than_a_narrow_screen(chat: Any, echo_server: ServerProcess) -> None:
+    chat.set_viewport_size({"width": 390, "height": 700})
+    say(chat, "| a | b |\n|---|---|\n| " + "x" * 300 + " | y |\n\n```\n" + "z" * 500 + "\n```\n\n" + "w" * 500)
+    complete(chat, 1)
+    assert chat.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_an_answer_goes_on_after_its_engine_died_and_says_so(page: Any, tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "mock", mock_step_ms=20)
+    server = start_server("--model-repository", str(tmp_path), "--allow-fault-injection=true")
+    try:
+        page.goto(f"http://{server.http}/")
+        page.get_by_text("mock", exact=True).wait_for()
+        page.evaluate("llmbackendChat.saveSettings(JSON.stringify({model: 'mock', max_tokens: 80, temperature: 0}))")
+        page.reload()
+        page.get_by_text("mock", exact=True).wait_for()
+        say(page, "a question")
+        page.wait_for_function("document.querySelector('.prose')?.textContent.length > 5")
+        status, _ = post(server, "/v2/engine/instances/mock/1/mock_0/kill", {})
+        assert status == 200
+        assert "went on after its engine died" in complete(page, 1).inner_text()
+        (first,) = stored(page)
+        answers(page).get_by_role("button", name="Generate again").click()
+        page.wait_for_function("!document.querySelector('.turn__foot')?.textContent.includes('engine died')")
+        complete(page, 1)
+        (second,) = stored(page)
+        assert first["turns"][1]["content"] == second["turns"][1]["content"] != ""
+    finally:
+        page.goto("about:blank")
+        assert stop_server(server) == 0
+
+
+def test_where_keys_are_configured_the_page_asks_for_one(page: Any, tmp_path: Path) -> None:
+    write_echo_model(tmp_path)
+    server = start_server("--model-repository", str(tmp_path), "--api-key", "sk-secret")
+    try:
+        page.goto(f"http://{server.http}/")
+        page.get_by_text("You didn't provide an API key").wait_for()
+        page.get_by_role("textbox", name="Key").fill("sk-secret")
+        page.get_by_role("button", name="Save").click()
+        page.get_by_text("echo", exact=True).wait_for()
+        say(page, "with a key")
+        complete(page, 1)
+        assert page.evaluate("localStorage.getItem('llmbackend.api_key')") == "sk-secret"
+        page.get_by_text("You didn't provide an API key").wait_for(state="hidden")
+        assert "sk-secret" not in page.content()
+        page.evaluate("llmbackend.askForKey('another one, please')")
+        page.get_by_text("another one, please", exact=True).wait_for()
+    finally:
+        page.goto("about:blank")
+        assert stop_server(server) == 0

@@ -1,0 +1,25 @@
+"""A frontend in a process of its own, with one open request: `python -m tests.remote.frontend_process ENDPOINT ID`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.tensors import Tensor
+from llmbackend.remote.remote_server import RemoteServer
+
+
+async def main() -> None:
+    server = RemoteServer([sys.argv[1]])
+    await server.start(30)
+    text = Tensor.text("text_input", "n=9 sleep=60000")
+    server.infer_async(InferenceRequest("llm", id=sys.argv[2], inputs=(text,)), lambda response, flags: None)
+    loaded = [name for name in sys.modules if name.split(".")[0] == "torch"]
+    loaded += [name for name in sys.modules if name.startswith(("llmbackend.adapter", "llmbackend.engine"))]
+    print("open", loaded, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

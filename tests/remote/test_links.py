@@ -1,0 +1,144 @@
+"""Links between frontends and hosts: who is refused, who is gone, who is behind, and what crosses a network."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+
+from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseFlag
+from llmbackend.core.tensors import Tensor
+from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.remote.remote_server import RemoteServer
+from llmbackend.remote.sockets import CurveKeys
+from llmbackend.remote.wire import Peer
+from tests.helpers.kserve_scripted import RECORD, start_host
+from tests.helpers.server_process import ROOT
+from tests.helpers.waiting import eventually_async
+from tests.remote.linked_host import answers, attached, served, shown
+
+KEYS, OTHER_KEYS = CurveKeys(*zmq.curve_keypair()), CurveKeys(*zmq.curve_keypair())
+INPUT = Tensor.of("INPUT0", np.arange(8, dtype=np.float32).reshape(2, 4))
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
+    host = start_host(tmp_path_factory.mktemp("host"))
+    yield host
+    assert host.stop(10)
+
+
+def test_a_frontend_of_another_release_is_refused_with_both(host: InferenceServer, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(host, tmp_path, release="1.2.3") as endpoint:
+            server = RemoteServer([endpoint.endpoint], release="1.2.4", name="web 1")
+            with pytest.raises(TritonError) as caught:
+                await server.start(2)
+            server.close()
+            for part in ("frontend 'web 1'", "1.2.4", "1.2.3"):
+                assert part in caught.value.message
+            assert caught.value.code is ErrorCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+def test_without_a_host_the_start_says_where_none_is(tmp_path: Path) -> None:
+    async def run() -> None:
+        server = RemoteServer([f"ipc://{tmp_path}/nobody"])
+        with pytest.raises(TritonError, match=f"no host answers at ipc://{tmp_path}/nobody"):
+            await server.start(0.2)
+        assert not server.is_ready() and not server.is_live()
+        server.close()
+
+    asyncio.run(run())
+
+
+def test_requests_of_a_frontend_that_is_killed_are_cancelled(host: InferenceServer, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with served(host, tmp_path) as endpoint:
+            command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, "orphan"]
+            with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as frontend:
+                assert frontend.stdout is not None
+                said = await asyncio.to_thread(frontend.stdout.readline)
+                assert said == b"open []\n", "a frontend needs neither torch nor adapter nor engine"
+                await eventually_async(RECORD.began["orphan"].is_set)
+                frontend.kill()
+                await eventually_async(RECORD.cancelled["orphan"].is_set)
+
+    asyncio.run(run())
+
+
+def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(host: InferenceServer, tmp_path: Path) -> None:
+    got: dict[str, list[InferenceResponse]] = {"flood": [], "one": []}
+    is_over: set[str] = set()
+
+    def submit(server: RemoteServer, name: str, text: str) -> None:
+        def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+            got[name] += [response] if response is not None else []
+            if flags:
+                is_over.add(name)
+
+        request = InferenceRequest("llm", id=name, inputs=(Tensor.text("text_input", text),))
+        server.infer_async(request, callback)
+
+    async def run() -> None:
+        async with (
+            served(host, tmp_path, max_unread_bytes=1 << 20) as endpoint,
+            attached(endpoint.endpoint) as server,
+        ):
+            submit(server, "flood", "n=4000 kib=64")
+            submit(server, "one", "n=1 kib=4096")
+            RECORD.began["flood"].wait(20)
+            RECORD.cancelled["flood"].wait(20)  # the loop of the frontend does not run
+            await eventually_async(lambda: is_over == {"flood", "one"})
+        last = got["flood"][-1].error
+        assert last is not None and last.code is ErrorCode.CANCELLED and "1048576 bytes" in last.message
+        assert len(got["flood"]) < 4000
+        assert [response.error for response in got["one"]] == [None]
+
+    asyncio.run(run())
+
+
+def test_a_link_over_a_network_is_encrypted_and_carries_the_same(host: InferenceServer) -> None:
+    async def run() -> None:
+        endpoint = HostEndpoint(host, "tcp://127.0.0.1:0", keys=KEYS)
+        endpoint.start()
+        try:
+            async with attached(endpoint.endpoint, keys=KEYS) as server:
+                request = InferenceRequest("identity", inputs=(INPUT,))
+                assert shown(await answers(server, request)) == shown(await answers(host, request))
+            other = RemoteServer([endpoint.endpoint], keys=OTHER_KEYS)
+            with pytest.raises(TritonError, match="key"):
+                await other.start(2)
+            other.close()
+        finally:
+            await asyncio.to_thread(endpoint.close)
+
+    asyncio.run(run())
+
+
+def test_a_link_over_a_network_without_a_key_is_refused(host: InferenceServer) -> None:
+    with pytest.raises(ValueError, match="needs the cluster's key"):
+        HostEndpoint(host, "tcp://127.0.0.1:0")
+
+
+def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path) -> None:
+    async def run() -> None:
+        (tmp_path / "second").mkdir()
+        async with (
+            served(host, tmp_path) as first,
+            served(host, tmp_path / "second") as second,
+            attached(first.endpoint) as server,
+        ):
+            first.set_peers([Peer("second", second.endpoint)])
+            await eventually_async(lambda: len(server._attached_hosts()) == 2)
+
+    asyncio.run(run())
