@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ RULES = HERE / "by_design.toml"
 COMMAND_TIMEOUT_S = 60.0
 MAX_SLEEP_S = 0.6
 """The recordings waited seconds for a slower server; nothing that is compared takes this long here."""
+EVENT_LOG_QUIET_S = 0.5
 _LEAVE_AT_ONCE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
 """A client that a script left open is closed as the interpreter goes down, and now and then waits there for ever."""
 _SLEEP = re.compile(r"\bsleep ([\d.]+)")
@@ -157,7 +159,7 @@ def _replay_group(
 
 def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[Rule]) -> TranscriptOutcome:
     if transcript.number in _EMPTY_EVENT_LOG_BEFORE:
-        os.truncate(replay.server.event_log, 0)
+        _empty_when_quiet(replay.server.event_log)
     if transcript.number in _UNRECORDED_BEFORE:
         replay.answer(Command(_UNRECORDED_BEFORE[transcript.number], "", 0))
     longest_sleep_s = _MAX_SLEEP_S.get(transcript.number, MAX_SLEEP_S)
@@ -168,6 +170,15 @@ def _replay_transcript(replay: Replay, transcript: Transcript, rules: Sequence[R
             _run_unrecorded(unrecorded, replay.server.work)
         outcomes.append(compare(transcript.number, command, replay.answer(command, longest_sleep_s), rules))
     return TranscriptOutcome(transcript.name, tuple(outcomes))
+
+
+def _empty_when_quiet(event_log: Path) -> None:
+    """The recorded model writes its last line of a request after the final response: waits for those still to come."""
+    size = -1
+    while event_log.stat().st_size != size:
+        size = event_log.stat().st_size
+        time.sleep(EVENT_LOG_QUIET_S)
+    os.truncate(event_log, 0)
 
 
 def _run_unrecorded(unrecorded: Unrecorded, work: Path) -> None:
