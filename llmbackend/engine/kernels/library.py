@@ -125,8 +125,10 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def load(variant: str | None = None) -> KernelLibrary | None:
-    """The best library for this CPU, or the named variant; None, with one warning, when there is none to be had."""
-    for name in available() if variant is None else (variant,):
+    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning, when
+    there is none to be had."""
+    # Also for a named variant: Linux grants AMX's registers to a process that asks, which `available` does.
+    for name in available() if variant is None else {variant}.intersection(available()):
         path = _path(name)
         if path is not None and (library := _checked(name, path)) is not None:
             return library
