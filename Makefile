@@ -53,9 +53,11 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One worker per core, for two cores; the tests of a file run in one worker, because they share servers.
+# One worker per core, for two cores; the tests of a file run in one worker, because they share servers. A machine that
+# others use, too, may stall a test for longer than it waits: what failed (exit status 1) is run once more, alone.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || \
+		{ [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --exitfirst $(ARGS); }
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py
