@@ -51,13 +51,11 @@ class StepLayout:
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV memory of one layer: keys, values [num_blocks, num_kv_heads, block_size, head_dim], in the model's dtype or
-    float8_e4m3fn (stored value = value / scale). What is stored is finite: NaN becomes 0, infinities the largest
-    number, so that leftovers of a broken request cannot turn into NaN in another's output."""
+    float8_e4m3fn. What is stored is finite: NaN becomes 0, infinities the largest number, so that leftovers of a broken
+    request cannot turn into NaN in another's output."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    key_scale: float = 1.0
-    value_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

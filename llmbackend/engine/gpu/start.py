@@ -3,13 +3,12 @@
 For: make_model_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the
 program's buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the
 limit that the config states, so that no step of a running engine meets a full device. Nothing of Triton is imported
-where it is not installed or not wanted.
+where it is not wanted.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import logging
 import time
 
@@ -169,7 +168,7 @@ def _info(
 
 
 def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None) -> tuple[Ops, Matmul, Sampling]:
-    """triton: whether its kernels run here; None: on CUDA devices, where it is installed. `kernels: torch` leaves the
+    """triton: whether its kernels run here; None: on CUDA devices, whose torch brings it. `kernels: torch` leaves the
     operations to torch, and sampling where it is: it is an ablation of the operations.
 
     Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument.
@@ -177,7 +176,7 @@ def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     if triton is None:
-        triton = loaded.device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        triton = loaded.device.type == "cuda"
     by_kernels = triton and config.kernels != "torch"
     _check_invariance(config, by_kernels)
     ops = _triton_ops(config, loaded, loaded.decoder) if by_kernels else TorchOps()

@@ -44,8 +44,8 @@ class TorchOps:
         queries, keys, values = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
         queries.copy_(_rotated(_head_normed(queries, spec.q_norm, spec.norm_whole), layout.positions, spec.cos_sin))
         keys_out = _rotated(_head_normed(keys, spec.k_norm, spec.norm_whole), layout.positions, spec.cos_sin)
-        _write(cache.keys, layout.slots, keys_out / cache.key_scale)
-        _write(cache.values, layout.slots, values.float() / cache.value_scale)
+        _write(cache.keys, layout.slots, keys_out)
+        _write(cache.values, layout.slots, values.float())
 
     def attend(
         self,
@@ -118,7 +118,7 @@ class _Softmax:
     def add(self, blocks: torch.Tensor, first_key: int, visible: torch.Tensor, cache: LayerCache) -> None:
         """blocks [tokens, n]: the KV blocks of keys first_key …; visible [tokens]: keys that each token may see."""
         keys, values = _gather(cache.keys, blocks), _gather(cache.values, blocks)
-        scores = self._queries @ (keys * cache.key_scale).transpose(-1, -2)
+        scores = self._queries @ keys.transpose(-1, -2)
         if cap := self._spec.softcap:
             scores = torch.tanh(scores / cap) * cap
         places = torch.arange(first_key, first_key + scores.shape[-1], device=scores.device)
@@ -132,7 +132,7 @@ class _Softmax:
         base = torch.where(peak == float("-inf"), 0.0, peak)
         weights, kept = torch.exp(scores - base), torch.exp(self._peak - base)
         self._sum = self._sum * kept + weights.sum(-1, keepdim=True)
-        self._values = self._values * kept + weights @ (values * cache.value_scale)
+        self._values = self._values * kept + weights @ values
         self._peak = peak
 
     def result(self) -> torch.Tensor:

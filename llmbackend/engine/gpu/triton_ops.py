@@ -71,7 +71,6 @@ class TritonOps:
         fused.rotary_kernel[(qkv.shape[0], groups)](
             qkv, layout.positions, layout.slots, spec.cos_sin, _weight(spec.q_norm), _weight(spec.k_norm),
             cache.keys, cache.values, qkv.stride(0), cache.keys.shape[2], _eps(spec.q_norm), _eps(spec.k_norm),
-            1.0 / cache.key_scale, 1.0 / cache.value_scale,
             NUM_HEADS=spec.num_heads, NUM_KV_HEADS=spec.num_kv_heads, HEAD_DIM=spec.head_dim, ROTARY_DIM=rotary_dim,
             HEADS=heads, HALF_PADDED=half_padded, REST_PADDED=rest_padded,
             VALUE_PADDED=triton.next_power_of_2(spec.head_dim), Q_NORM=spec.q_norm is not None,

@@ -141,9 +141,9 @@ SPECS: dict[str, Callable[[torch.Generator], RotarySpec]] = {
 BLOCK_SIZE, NUM_BLOCKS = 4, 5
 
 
-def empty_cache(spec: RotarySpec, dtype: torch.dtype, **scales: float) -> LayerCache:
+def empty_cache(spec: RotarySpec, dtype: torch.dtype) -> LayerCache:
     shape = (NUM_BLOCKS, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-    return LayerCache(poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype), **scales)
+    return LayerCache(poisoned(*shape, dtype=dtype), poisoned(*shape, dtype=dtype))
 
 
 def at_slot(memory: torch.Tensor, slot: int) -> torch.Tensor:
@@ -178,21 +178,21 @@ def test_what_is_stored_is_finite(dtype: torch.dtype) -> None:
     spec = RotarySpec(1, 1, 4, None, None, False, None)
     qkv = torch.tensor([[1.0] * 4 + [float("nan"), float("inf"), -float("inf"), 1e38] + [float("-inf")] * 4])
     qkv = qkv.to(DEVICE)
-    cache = empty_cache(spec, dtype, key_scale=0.5)
+    cache = empty_cache(spec, dtype)
     OPS.rotary_and_write(qkv, layout_of([0], [2]), spec, cache)
     most = torch.finfo(dtype).max
-    assert at_slot(cache.keys.float(), 2).tolist() == [[0.0, most, -most, pytest.approx(min(2e38, most), rel=0.01)]]
+    assert at_slot(cache.keys.float(), 2).tolist() == [[0.0, most, -most, pytest.approx(min(1e38, most), rel=0.01)]]
     assert at_slot(cache.values.float(), 2).tolist() == [[-most] * 4]
 
 
-def test_an_eight_bit_cache_holds_what_its_scale_leaves() -> None:
+def test_an_eight_bit_cache_holds_its_numbers() -> None:
     spec = RotarySpec(1, 2, 8, None, None, False, None)
     steps = torch.tensor([0.0, 1, -1.125, 1.75, 13, -208, 448, 2.0**-9], device=DEVICE)  # numbers that 8 bits hold
-    qkv = torch.cat((torch.ones(8, device=DEVICE), steps * 0.25, steps * -0.25, steps * 3, steps * -3))[None]
-    cache = empty_cache(spec, torch.float8_e4m3fn, key_scale=0.25, value_scale=3.0)
+    qkv = torch.cat((torch.ones(8, device=DEVICE), steps, -steps, -steps, steps))[None]
+    cache = empty_cache(spec, torch.float8_e4m3fn)
     OPS.rotary_and_write(qkv, layout_of([0], [13]), spec, cache)
-    for memory in (cache.keys, cache.values):
-        assert torch.equal(at_slot(memory.float(), 13), torch.stack((steps, -steps)))
+    for memory, sign in ((cache.keys, 1), (cache.values, -1)):
+        assert torch.equal(at_slot(memory.float(), 13), sign * torch.stack((steps, -steps)))
 
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:

@@ -30,8 +30,6 @@ class Shape:
     window: int = 0
     softcap: float = 0.0
     sinks: bool = False
-    scale: float = 1.0
-    """Of what is stored."""
 
     def spec(self) -> AttendSpec:
         sinks = torch.linspace(-3, 4, self.heads) if self.sinks else None
@@ -75,16 +73,16 @@ class Memory:
         size = (len(order), shape.kv_heads, shape.block_size, shape.dim)
         stored = shape.cache_dtype or shape.dtype
         keys, values = (torch.full(size, float("nan")).to(stored) for _ in "kv")
-        self.cache = LayerCache(keys, values, shape.scale, shape.scale / 2)
+        self.cache = LayerCache(keys, values)
         self.k: list[torch.Tensor] = []
         self.v: list[torch.Tensor] = []
         for i, (length, end) in enumerate(zip(lengths, torch.tensor(counts).cumsum(0).tolist(), strict=True)):
             self.table[i, : counts[i]] = order[end - counts[i] : end]
             at = torch.arange(length)
             block, offset = self.table[i, at // shape.block_size].long(), at % shape.block_size
-            for store, kept, factor in ((keys, self.k, shape.scale), (values, self.v, shape.scale / 2)):
-                store[block, :, offset] = (draw(length, shape.kv_heads).float() / factor).to(stored)
-                kept.append(store[block, :, offset].double() * factor)
+            for store, kept in ((keys, self.k), (values, self.v)):
+                store[block, :, offset] = draw(length, shape.kv_heads).to(stored)
+                kept.append(store[block, :, offset].double())
 
     def layout(self, parts: Sequence[Part], padding: int = 0, max_seq_len: int | None = None) -> StepLayout:
         counts = [n for _, _, n in parts] + [1] * padding
@@ -133,7 +131,7 @@ class Memory:
         qkv = torch.full((tokens, width + kv_width), float("nan"), dtype=shape.dtype)
         qkv[: tokens - padding, :width] = torch.cat([self.q[i][a : a + n] for i, a, n in parts]).flatten(1)
         out = torch.full((tokens, width), float("nan"), dtype=shape.dtype)
-        cache = LayerCache(self.cache.keys.to(DEVICE), self.cache.values.to(DEVICE), shape.scale, shape.scale / 2)
+        cache = LayerCache(self.cache.keys.to(DEVICE), self.cache.values.to(DEVICE))
         out = out.to(DEVICE)
         attention.attend(
             qkv.to(DEVICE), _on_device(layout), self.table.to(DEVICE), _on_device(shape.spec()), cache, out
@@ -172,10 +170,8 @@ SHAPES = {
     "sinks, softcap and window": Shape(sinks=True, window=38, softcap=2.0),
     "bfloat16": Shape(dtype=torch.bfloat16),
     "float16, window": Shape(dtype=torch.float16, window=45, block_size=32),
-    "bfloat16 with float8 cache": Shape(dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn, scale=0.5),
-    "float16 with float8 cache, softcap": Shape(
-        dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, scale=0.5, softcap=3.0
-    ),
+    "bfloat16 with float8 cache": Shape(dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn),
+    "float16 with float8 cache, softcap": Shape(dtype=torch.float16, cache_dtype=torch.float8_e4m3fn, softcap=3.0),
 }
 ROUNDING = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 

@@ -106,7 +106,7 @@ def _merge_stored(totals, tops, real, real_heads, total, top, weight):
 
 
 @triton.jit
-def _finish(total, top, weight, sinks, heads, real_heads, value_scale, HAS_SINKS: tl.constexpr):
+def _finish(total, top, weight, sinks, heads, real_heads, HAS_SINKS: tl.constexpr):
     """The output: weighted values over the sum of weights, the sink's among them; zeros where nothing was seen. heads,
     real_heads: the query head of each row, and whether there is one."""
     if HAS_SINKS:
@@ -114,13 +114,9 @@ def _finish(total, top, weight, sinks, heads, real_heads, value_scale, HAS_SINKS
         new_top = tl.maximum(top, sink)
         kept, added = tl.exp2(top - new_top), tl.exp2(sink - new_top)
         weight = tl.fma(weight, kept, added)
-        factor = kept * value_scale
-    else:
-        factor = tl.zeros_like(weight) + value_scale
+        total = total * (kept[:, None] if len(total.shape) == 2 else kept)
     divisor = tl.where(weight > 0, weight, 1.0)
-    if len(total.shape) == 2:
-        factor, divisor = factor[:, None], divisor[:, None]
-    return total * factor / divisor
+    return total / (divisor[:, None] if len(total.shape) == 2 else divisor)
 
 
 # -------------------------------------------------------------------------------------------------------------- decode
@@ -179,12 +175,12 @@ _LAYOUT = ["rows", "query_start", "seq_lens", "table"]
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "places", "window", "table_stride", "key_scale", "value_scale", "softcap"],
+    do_not_specialize=["capacity", "places", "window", "table_stride", "key_scale", "softcap"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def decode_kernel(
     q, keys, values, table, rows, query_start, seq_lens, sinks, workspace, out, q_stride, block_stride,
-    head_stride, out_stride, table_stride, capacity, places, key_scale, value_scale, softcap, window,
+    head_stride, out_stride, table_stride, capacity, places, key_scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr,
@@ -244,17 +240,17 @@ def decode_kernel(
             tl.store(tops, top, mask=in_group < GROUP)
             tl.store(tops + 1, weight, mask=in_group < GROUP)
     if alone:
-        result = _finish(total, top, weight, sinks, heads, in_group < GROUP, value_scale, HAS_SINKS)
+        result = _finish(total, top, weight, sinks, heads, in_group < GROUP, HAS_SINKS)
         result = tl.where(length > 0, result, 0.0)
         tl.store(out + token.to(tl.int64) * out_stride + within, result.to(out.dtype.element_ty), mask=real)
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "places", "window", "value_scale"],
+    do_not_specialize=["capacity", "places", "window"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def combine_kernel(
-    workspace, query_start, seq_lens, sinks, out, out_stride, capacity, places, value_scale, window,
+    workspace, query_start, seq_lens, sinks, out, out_stride, capacity, places, window,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr, UNROLL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
@@ -285,7 +281,7 @@ def combine_kernel(
             split_top = tl.load(pairs + place * 2 + one, mask=there & (one < 1), other=float("-inf"))
             split_weight = tl.load(pairs + place * 2 + 1 + one, mask=there & (one < 1), other=0.0)
             total, top, weight = _merge(total, top, weight, split_total, split_top, split_weight)
-    result = _finish(total, top, weight, sinks, head + one, one < 1, value_scale, HAS_SINKS)
+    result = _finish(total, top, weight, sinks, head + one, one < 1, HAS_SINKS)
     target = out + token.to(tl.int64) * out_stride + head * HEAD_DIM + dims
     tl.store(target, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
@@ -307,12 +303,12 @@ def _sequence_of(tile, num_sequences, query_start, QUERIES: tl.constexpr, AT_ONC
 
 
 @triton.jit(
-    do_not_specialize=["num_sequences", "window", "table_stride", "key_scale", "value_scale", "softcap"],
+    do_not_specialize=["num_sequences", "window", "table_stride", "key_scale", "softcap"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def prefill_kernel(
     q, keys, values, table, rows, query_start, seq_lens, sinks, out, q_stride, block_stride, head_stride,
-    out_stride, table_stride, num_sequences, key_scale, value_scale, softcap, window,
+    out_stride, table_stride, num_sequences, key_scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr,
@@ -369,5 +365,5 @@ def prefill_kernel(
             top = tl.full([ROWS], float("-inf"), tl.float32)
             weights = tl.zeros([ROWS, SUMS], tl.float32)
     all_total, all_top, all_weight = _merge(all_total, all_top, all_weight, total, top, tl.max(weights, 1))
-    result = _finish(all_total, all_top, all_weight, sinks, heads, used, value_scale, HAS_SINKS)
+    result = _finish(all_total, all_top, all_weight, sinks, heads, used, HAS_SINKS)
     tl.store(out + tokens[:, None] * out_stride + within, result.to(out.dtype.element_ty), mask=real)

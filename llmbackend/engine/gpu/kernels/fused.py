@@ -60,7 +60,7 @@ def _normed(x, weight, eps, width):
 @triton.jit
 def rotary_kernel(
     qkv, positions, slots, cos_sin, q_weight, k_weight, keys, values,
-    qkv_stride, block_size, q_eps, k_eps, key_factor, value_factor,
+    qkv_stride, block_size, q_eps, k_eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr,
     HEADS: tl.constexpr, HALF_PADDED: tl.constexpr, REST_PADDED: tl.constexpr, VALUE_PADDED: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, NORM_WHOLE: tl.constexpr, LIMIT: tl.constexpr,
@@ -80,31 +80,31 @@ def rotary_kernel(
     first_row = block * NUM_KV_HEADS * block_size + tl.where(stored, slot, 0) % block_size
     if group < q_groups:
         _move(
-            source, source, HEAD_DIM, group * HEADS, NUM_HEADS, True, q_weight, q_eps, angles, 1.0,
+            source, source, HEAD_DIM, group * HEADS, NUM_HEADS, True, q_weight, q_eps, angles,
             HEADS, HEAD_DIM, ROTARY_DIM, HALF_PADDED, REST_PADDED, Q_NORM, NORM_WHOLE, 0.0,
         )  # fmt: skip
     elif group < q_groups + kv_groups:
         _move(
             source + NUM_HEADS * HEAD_DIM, keys + first_row * HEAD_DIM, block_size * HEAD_DIM,
-            (group - q_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles, key_factor,
+            (group - q_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles,
             HEADS, HEAD_DIM, ROTARY_DIM, HALF_PADDED, REST_PADDED, K_NORM, NORM_WHOLE, LIMIT,
         )  # fmt: skip
     else:
         _move(
             source + (NUM_HEADS + NUM_KV_HEADS) * HEAD_DIM, values + first_row * HEAD_DIM, block_size * HEAD_DIM,
-            (group - q_groups - kv_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles, value_factor,
+            (group - q_groups - kv_groups) * HEADS, NUM_KV_HEADS, stored, k_weight, k_eps, angles,
             HEADS, HEAD_DIM, 0, HALF_PADDED, VALUE_PADDED, False, False, LIMIT,
         )  # fmt: skip
 
 
 @triton.jit
 def _move(
-    source, target, target_head_stride, first_head, num_heads, stored, weight, eps, angles, factor,
+    source, target, target_head_stride, first_head, num_heads, stored, weight, eps, angles,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, HALF_PADDED: tl.constexpr,
     REST_PADDED: tl.constexpr, NORM: tl.constexpr, NORM_WHOLE: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Copies heads of one token from source to target: normed, rotated (the first ROTARY_DIM of each head, in halves),
-    and, unless LIMIT is 0, times `factor` and made finite up to LIMIT."""
+    and, unless LIMIT is 0, made finite up to LIMIT."""
     heads = (first_head + tl.arange(0, HEADS))[:, None]
     present = heads < num_heads
     half = tl.arange(0, HALF_PADDED)[None, :]
@@ -136,16 +136,15 @@ def _move(
     if ROTARY_DIM > 0:
         cos = tl.load(angles + half, mask=half < ROTARY_DIM // 2, other=0.0)
         sin = tl.load(angles + ROTARY_DIM // 2 + half, mask=half < ROTARY_DIM // 2, other=0.0)
-        _store(rows + half, low * cos - high * sin, factor, in_half & stored, LIMIT)
-        _store(rows + ROTARY_DIM // 2 + half, high * cos + low * sin, factor, in_half & stored, LIMIT)
+        _store(rows + half, low * cos - high * sin, in_half & stored, LIMIT)
+        _store(rows + ROTARY_DIM // 2 + half, high * cos + low * sin, in_half & stored, LIMIT)
     if ROTARY_DIM < HEAD_DIM:
-        _store(rows + rest, other, factor, in_rest & stored, LIMIT)
+        _store(rows + rest, other, in_rest & stored, LIMIT)
 
 
 @triton.jit
-def _store(target, x, factor, mask, LIMIT: tl.constexpr):
+def _store(target, x, mask, LIMIT: tl.constexpr):
     if LIMIT > 0.0:
-        x = x * factor
         x = tl.where(x == x, x, 0.0)
         x = tl.minimum(tl.maximum(x, -LIMIT), LIMIT)
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)

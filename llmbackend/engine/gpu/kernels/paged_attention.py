@@ -130,7 +130,7 @@ class PagedAttention:
             out,
             *_strides(qkv, cache, out, block_table),
             num_sequences,
-            *_factors(spec, cache),
+            *_factors(spec),
             ROWS=tiles.rows,
             **_constants(spec, cache, qkv.dtype, tiles),
             num_warps=tiles.warps,
@@ -161,7 +161,7 @@ class PagedAttention:
             *_strides(qkv, cache, out, block_table),
             capacity,
             places,
-            *_factors(spec, cache),
+            *_factors(spec),
             HEADS=spec.num_heads,
             **_constants(spec, cache, qkv.dtype, tiles),
             num_warps=tiles.decode_warps,
@@ -169,13 +169,12 @@ class PagedAttention:
             enable_fp_fusion=False,
         )
         if max_splits > 1:
-            self._combine(layout, spec, cache, out, capacity, places)
+            self._combine(layout, spec, out, capacity, places)
 
     def _combine(
         self,
         layout: StepLayout,
         spec: AttendSpec,
-        cache: LayerCache,
         out: torch.Tensor,
         capacity: int,
         places: int,
@@ -189,7 +188,6 @@ class PagedAttention:
             out.stride(0),
             capacity,
             places,
-            cache.value_scale,
             spec.window,
             HEADS=spec.num_heads,
             HEAD_DIM=spec.head_dim,
@@ -248,12 +246,11 @@ def _strides(qkv: torch.Tensor, cache: LayerCache, out: torch.Tensor, block_tabl
     return qkv.stride(0), cache.keys.stride(0), cache.keys.stride(1), out.stride(0), block_table.stride(0)
 
 
-def _factors(spec: AttendSpec, cache: LayerCache) -> tuple[float, float, float, int]:
-    """key_scale, value_scale, softcap, window, as _attend_tile and _finish take them."""
-    scale = spec.scaling * cache.key_scale
+def _factors(spec: AttendSpec) -> tuple[float, float, int]:
+    """key_scale, softcap, window, as _attend_tile takes them."""
     if spec.softcap:
-        return scale / spec.softcap, cache.value_scale, spec.softcap * _LOG2E, spec.window
-    return scale * _LOG2E, cache.value_scale, 0.0, spec.window
+        return spec.scaling / spec.softcap, spec.softcap * _LOG2E, spec.window
+    return spec.scaling * _LOG2E, 0.0, spec.window
 
 
 def _constants(spec: AttendSpec, cache: LayerCache, dtype: torch.dtype, tiles: Tiles) -> dict[str, object]:
