@@ -20,6 +20,8 @@ def test_attention_fits_ampere_and_hopper() -> None:
     them in local memory."""
     for capability, kernels in compile_in_process(launch_plain, 80, 90).items():
         prefill = _by_name(kernels)["prefill_kernel"]
+        # A program that merges splits in memory waits before it reads what its threads stored, and before it stores.
+        assert _by_name(kernels)["decode_kernel"].num_barriers == 2
         assert prefill.products[0][0] == {80: 2, 90: 3}[capability]
         for kernel in kernels:
             assert kernel.shared_bytes <= SHARED_BYTES[capability], kernel

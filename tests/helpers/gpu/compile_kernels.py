@@ -22,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
+_BARRIERS = re.compile(r"\b(?:gpu|ttg)\.barrier\b")
 _WARPS = re.compile(r"#ttg\.nvidia_mma<\{versionMajor = (\d+),.*?warpsPerCTA = \[(\d+), (\d+)\]")
 
 
@@ -39,6 +40,8 @@ class Compiled:
     num_warps: int
     products: tuple[tuple[int, int, int], ...]
     """Of its matrix products: generation of the tensor core instruction, warps down, warps across."""
+    num_barriers: int
+    """That its source asks for; the compiler adds others, for shared memory."""
 
 
 def compile_in_process(launch: Callable[[int], None], *capabilities: int) -> dict[int, list[Compiled]]:
@@ -79,9 +82,8 @@ def recorded_launches(capability: int) -> Iterator[list[Any]]:
 def describe(kernel: Any) -> Compiled:
     registers, stack = _resources(kernel.asm["cubin"])
     products = sorted({(int(a), int(b), int(c)) for a, b, c in _WARPS.findall(kernel.asm["ttgir"])})
-    return Compiled(
-        kernel.metadata.name, registers, stack, kernel.metadata.shared, kernel.metadata.num_warps, tuple(products)
-    )
+    meta, barriers = kernel.metadata, len(_BARRIERS.findall(kernel.asm["ttgir"]))
+    return Compiled(meta.name, registers, stack, meta.shared, meta.num_warps, tuple(products), barriers)
 
 
 def _target_alone(capability: int) -> Any:

@@ -235,6 +235,7 @@ def decode_kernel(
         if alone & (split > first):
             tl.debug_barrier()  # other threads of this program stored them
             total, top, weight = _merge_stored(totals, tops, real, in_group < GROUP, total, top, weight)
+            tl.debug_barrier()  # other threads of this program may still read them
         if (alone == 0) | (split + 1 < end):
             tl.store(totals, total, mask=real)
             tl.store(tops, top, mask=in_group < GROUP)
