@@ -27,8 +27,9 @@ NUM_SECTIONS = 6
 
 
 def section_words(max_num_seqs: int) -> int:
-    """Words (int32) of one section of a message; query_start has one more than there are rows."""
-    return max_num_seqs + 1
+    """Words (int32) of one section of a message; query_start has one more than there are rows. Sections begin at
+    multiples of 16 bytes: kernels are compiled for addresses that do."""
+    return -(-(max_num_seqs + 1) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +188,7 @@ class DeviceRows:
         self._message = torch.zeros(max_words, **numbers)
         self._step_words = NUM_SECTIONS * section_words(max_num_seqs)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
-        self._inputs = torch.zeros((3, max_num_seqs), **numbers)
+        self._inputs = torch.zeros((3, section_words(max_num_seqs)), **numbers)
         """Token ids, positions and slots of steps with one token of each sequence."""
         self._places = torch.arange(section_words(max_num_seqs), **numbers)
         self.forget_step()

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
+from triton import knobs
 
 from ..infer_request import InferRequest, SamplingParams
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens
@@ -200,7 +201,8 @@ class _DeviceState:
         self.vocab_size, self.device = vocab_size, device
         self.records = torch.zeros((max_num_seqs, NUM_WORDS), dtype=torch.int64, device=device)
         self.edits = torch.zeros((2, 1), dtype=torch.int32, device=device)
-        self._copies = torch.empty((0, vocab_size), device=device)
+        self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
+        self.no_copies = self._copies = torch.empty((0, vocab_size), device=device)
         self._counts = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
 
     def update(self, changes: _Changes) -> None:
@@ -252,7 +254,7 @@ class PreparedSampling:
 
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
-        if logits.is_cuda and self._sampler.is_unused:
+        if self._sampler.is_unused and not knobs.runtime.interpret:
             # This is the largest step, by which memory is measured when the engine starts.
             self._sampler.compile(logits, rows.token_table, rows.num_prompt_tokens)
         samples = self.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
@@ -315,7 +317,7 @@ class _Launches:
         self._padded = triton.next_power_of_2(self._num_blocks)
         self._shift = self._vocab_size.bit_length()
         self._edited = features.num_edited > 0
-        self._slots, self._copies = rows, logits  # not read unless there are edits
+        self._slots, self._copies = state.no_slots, state.no_copies  # not read unless there are edits
         summaries = (self._num_samples + features.num_edited, self._num_blocks)
         self._peaks = self._new(summaries, torch.float32)
         self._masses = self._new(summaries, torch.float64)

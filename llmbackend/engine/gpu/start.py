@@ -13,7 +13,6 @@ import logging
 import time
 
 import msgspec
-import numpy as np
 from torch import nn
 
 from ..config import EngineConfig
@@ -22,7 +21,6 @@ from ..infer_request import ModelInfo
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
-from ..step import RowTable, StepPlan
 from . import kv_memory
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows, StepMessages
@@ -32,6 +30,7 @@ from .ops import LayerCache, Ops
 from .program import WHOLE, GpuProgram, Stages, library_matmul
 from .runner import GpuRunner, HostSampling, RunnerParts, Sampling
 from .torch_ops import TorchOps
+from .warm_up import warm_up
 from .weights import Matmul
 
 logger = logging.getLogger(__name__)
@@ -110,22 +109,9 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, s
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
     graph_bytes = _graph_bytes(config, parts) if config.num_kv_blocks is None else 0
     parts.device.trim()
-    _run_largest_step(config, loaded, parts)
+    warm_up(config, parts, _info(config, loaded, parts.device, 1, "", 0.0))
     bytes_per_block = stages.most(kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype))
     return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), graph_bytes)
-
-
-def _run_largest_step(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts) -> None:
-    """As many tokens and samples as a step can have, in the first block. The memory it used counts as used from then on
-    (Device.memory), and its kernels are compiled before the first request."""
-    num_tokens = config.max_num_batched_tokens
-    num_rows = min(config.max_num_seqs, num_tokens)
-    count = max(1, min(num_tokens // num_rows, loaded.max_model_len - 1))
-    table = RowTable(config.max_num_seqs, loaded.max_model_len, config.block_size)
-    table.num_tokens[:] = count
-    rows = np.arange(num_rows, dtype=np.int32)
-    plan = StepPlan(rows, np.full(num_rows, count, np.int32), np.ones(num_rows, np.bool_))
-    GpuRunner(parts, _info(config, loaded, parts.device, 1, "", 0.0)).execute(plan, table)
 
 
 def _graph_sizes(config: EngineConfig) -> list[int]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.gpu.device_rows import DeviceRows, StepMessage, StepMessages
+from llmbackend.engine.gpu.device_rows import DeviceRows, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
 from llmbackend.engine.gpu.torch_ops import TorchOps
@@ -158,7 +158,7 @@ def test_only_what_changed_is_told_again() -> None:
     assert host.messages.write(plan, host.table).num_blocks == 0
     host.table.block_table[3, 0] += 1
     second = host.messages.write(plan, host.table)
-    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * 7 + 3)
+    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * section_words(MAX_NUM_SEQS) + 3)
 
 
 def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:

@@ -1,0 +1,18 @@
+"""All kernels that an engine may need are compiled when it starts: a request waits for no compiler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers as tf
+
+from tests.helpers.gpu.specialisations import compiled_after_start
+from tests.helpers.gpu.tiny_models import SIZES, save
+
+
+def test_no_request_makes_the_engine_compile(tmp_path: Path) -> None:
+    """Sections of the step's message are 22 numbers long before they are padded: no multiple of 16 bytes."""
+    sizes = SIZES | {"max_position_embeddings": 1024, "num_hidden_layers": 1}
+    save(tf.LlamaConfig(**sizes), tmp_path, torch.bfloat16)
+    assert compiled_after_start(tmp_path, {}, {"enforce_eager": True, "batch_invariant": True}) == [[], []]
