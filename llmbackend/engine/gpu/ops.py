@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 
 import torch
 
+from .weights import EightBitRows, Rows
+
 Activation = Literal["silu", "gelu_tanh"]
 
 PADDING_SLOT = -1
@@ -102,7 +104,8 @@ class AttendSpec:
 
 
 class Ops(Protocol):
-    """T: tokens of the step, padding included. Activations are in the model's dtype, the residual stream in float32."""
+    """T: tokens of the step, padding included. Activations are in the model's dtype, those that an 8-bit weight
+    multiplies in 8 bits, rounded from float32 in either case; the residual stream is in float32."""
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
         """residual[t] = embedding[token_ids[t]] * factor. embedding [vocab, width]; residual float32 [T, width]."""
@@ -114,11 +117,11 @@ class Ops(Protocol):
         block_norm: NormSpec | None,
         factor: float,
         norm: NormSpec | None,
-        out: torch.Tensor | None,
+        out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         """residual += factor * block_norm(block), if there is a block [T, width]; then out[t] = norm(residual[t]), or
-        the residual itself where norm is None, in out's dtype, if there is an out. tokens int32 [samples]: out has a
+        the residual itself where norm is None, in out's form, if there is an out. tokens int32 [samples]: out has a
         row for each of these tokens only (the residual is then not changed and block is None)."""
 
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
@@ -139,8 +142,11 @@ class Ops(Protocol):
         values in its blocks. block_table int32 [max_num_seqs, max_blocks_per_seq], looked up by layout.rows. The query
         at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]; padding tokens get zeros."""
 
-    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
         """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
+
+    def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
+        """out = x [T, k], each row by its own scale."""
 
     def next_inputs(
         self,

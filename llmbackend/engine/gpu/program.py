@@ -8,7 +8,7 @@ float32, all else is in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -19,7 +19,7 @@ from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
 from ..model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, joined
 from .ops import Activation, AttendSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
-from .weights import DenseWeight, DeviceWeight, Matmul
+from .weights import DenseWeight, DeviceWeight, EightBitRows, Matmul, Rows
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -116,6 +116,23 @@ class _Buffer:
         return self._memory[: rows * width].view(rows, width)
 
 
+class _Inputs:
+    """Memory for the input of a product, in the model's dtype or in the 8 bits that its weight takes."""
+
+    def __init__(self, rows: int, weights: Sequence[DeviceWeight], dtype: torch.dtype, device: torch.device) -> None:
+        dense = [weight.k for weight in weights if weight.input_dtype is None]
+        small = [weight.k for weight in weights if weight.input_dtype is not None]
+        self._dense = _Buffer(rows, max(dense, default=0), dtype, device)
+        self._small = _Buffer(rows, max(small, default=0), torch.uint8, device)
+        self._scale = _Buffer(rows, 1 if small else 0, torch.float32, device)
+
+    def rows(self, rows: int, weight: DeviceWeight) -> Rows:
+        if weight.input_dtype is None:
+            return self._dense.matrix(rows, weight.k)
+        numbers = self._small.matrix(rows, weight.k).view(weight.input_dtype)
+        return EightBitRows(numbers, self._scale.matrix(rows, 1))
+
+
 class GpuProgram:
     def __init__(
         self,
@@ -167,10 +184,10 @@ class GpuProgram:
             self._stages.receive(residual)
         pending = _Pending()
         for layer, cache in zip(self._layers, self._caches, strict=True):
-            x = self._input(residual, pending, layer.attention_norm)
+            x = self._input(residual, pending, layer.attention_norm, layer.qkv)
             block = self._attention(layer, x, layout, block_table, cache)
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
-            x = self._input(residual, pending, layer.mlp_norm)
+            x = self._input(residual, pending, layer.mlp_norm, layer.gate_up)
             pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
         if not self._stages.is_last:
             return self._hand_on(residual, pending, len(layout.sampled_tokens))
@@ -186,24 +203,32 @@ class GpuProgram:
 
         checked.verify(all_logits)
 
-    def _input(self, residual: torch.Tensor, pending: _Pending, norm: NormSpec | None) -> torch.Tensor:
+    def _input(self, residual: torch.Tensor, pending: _Pending, norm: NormSpec | None, linear: _Linear) -> Rows:
         """Adds the last block's output to the residual stream. Returns the next block's input."""
-        x = self._normed.matrix(*residual.shape)
+        x = self._normed.rows(len(residual), linear.weight)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
         return x
 
     def _attention(
-        self, layer: _Layer, x: torch.Tensor, layout: StepLayout, block_table: torch.Tensor, cache: LayerCache
+        self, layer: _Layer, x: Rows, layout: StepLayout, block_table: torch.Tensor, cache: LayerCache
     ) -> torch.Tensor:
         qkv = self._product(layer.qkv, x, self._qkv)
         self._ops.rotary_and_write(qkv, layout, layer.rotary, cache)
         attended = self._attended.matrix(len(x), layer.attention_out.weight.k)
         self._ops.attend(qkv, layout, block_table, layer.attend, cache, attended)
-        return self._product(layer.attention_out, attended, self._block)
+        return self._product(layer.attention_out, self._attended_rows(layer.attention_out, attended), self._block)
 
-    def _mlp(self, layer: _Layer, x: torch.Tensor) -> torch.Tensor:
+    def _attended_rows(self, linear: _Linear, attended: torch.Tensor) -> Rows:
+        if linear.weight.input_dtype is None:
+            return attended
+        rows = self._gated.rows(len(attended), linear.weight)
+        assert isinstance(rows, EightBitRows)
+        self._ops.quantize(attended, rows)
+        return rows
+
+    def _mlp(self, layer: _Layer, x: Rows) -> torch.Tensor:
         gate_up = self._product(layer.gate_up, x, self._gate_up)
-        gated = self._gated.matrix(len(x), layer.gate_up.n // 2)
+        gated = self._gated.rows(len(x), layer.down.weight)
         self._ops.gate(gate_up, layer.activation, gated)
         return self._product(layer.down, gated, self._block)
 
@@ -237,7 +262,7 @@ class GpuProgram:
         wide.mul_(self._logit_factor)
         return wide.div_(cap).tanh_().mul_(cap) if cap else wide
 
-    def _product(self, linear: _Linear, x: torch.Tensor, buffer: _Buffer) -> torch.Tensor:
+    def _product(self, linear: _Linear, x: Rows, buffer: _Buffer) -> torch.Tensor:
         out = buffer.matrix(len(x), linear.n)
         linear.weight.multiply(self._matmul, x, linear.bias, out)
         return out
@@ -247,18 +272,20 @@ class GpuProgram:
             return _Buffer(rows, width, dtype, self._device)
 
         layers, width = self._layers, self._width
-        gate_up = max(layer.gate_up.n for layer in layers)
         self._residual = buffer(tokens, width, torch.float32)
-        self._normed = buffer(tokens, width)
+        self._normed = self._inputs(tokens, [linear for layer in layers for linear in (layer.qkv, layer.gate_up)])
         self._block = buffer(tokens, width)
         self._qkv = buffer(tokens, max(layer.qkv.n for layer in layers))
         self._attended = buffer(tokens, max(layer.attention_out.weight.k for layer in layers))
-        self._gate_up = buffer(tokens, gate_up)
-        self._gated = buffer(tokens, gate_up // 2)
+        self._gate_up = buffer(tokens, max(layer.gate_up.n for layer in layers))
+        self._gated = self._inputs(tokens, [linear for layer in layers for linear in (layer.down, layer.attention_out)])
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
         is_plain = self._logit_factor == 1.0 and not self._logit_softcap
         self._wide_logits = None if is_plain else buffer(samples, self._head.n, torch.float32)
+
+    def _inputs(self, rows: int, linears: Sequence[_Linear]) -> _Inputs:
+        return _Inputs(rows, [linear.weight for linear in linears], self._dtype, self._device)
 
     def _layer(self, layer: Layer, cache: LayerCache) -> _Layer:
         attention = layer.attention

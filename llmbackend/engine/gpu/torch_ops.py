@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .weights import EightBitRows, Rows, eight_bit_rows
 
 _KEYS_AT_ONCE = 256
 # 64 MB of float32.
@@ -31,14 +32,14 @@ class TorchOps:
         block_norm: NormSpec | None,
         factor: float,
         norm: NormSpec | None,
-        out: torch.Tensor | None,
+        out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         if block is not None:
             residual.add_(_normed(block.float(), block_norm), alpha=factor)
         if out is not None:
             rows = residual if tokens is None else residual.index_select(0, tokens)
-            out.copy_(_normed(rows, norm))
+            _put(_normed(rows, norm), out)
 
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
         queries, keys, values = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
@@ -70,10 +71,13 @@ class TorchOps:
                 state.add(blocks, first * block_size, visible[part], cache)
             out[part] = state.result().flatten(1)
 
-    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
         gate, up = gate_up.float().chunk(2, dim=-1)
         active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-        out.copy_(active * up)
+        _put(active * up, out)
+
+    def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
+        _put(x, out)
 
     def next_inputs(
         self,
@@ -139,6 +143,15 @@ class _Softmax:
         """[tokens, num_heads, head_dim]; zeros for a token that saw nothing."""
         attended = torch.where(self._sum > 0, self._values / self._sum, 0.0)
         return attended.flatten(1, 2)
+
+
+def _put(x: torch.Tensor, out: Rows) -> None:
+    if isinstance(out, torch.Tensor):
+        out.copy_(x)
+        return
+    rows = eight_bit_rows(x, out.data.dtype)
+    out.data.copy_(rows.data)
+    out.scale.copy_(rows.scale)
 
 
 def _normed(x: torch.Tensor, norm: NormSpec | None) -> torch.Tensor:

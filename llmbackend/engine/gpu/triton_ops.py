@@ -12,6 +12,7 @@ import triton
 from .kernels import fused
 from .kernels.paged_attention import PagedAttention
 from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .weights import LARGEST, EightBitRows, Rows
 
 _MAX_EMBED_TILE = 4096
 _MAX_GATE_TILE = 2048
@@ -44,19 +45,20 @@ class TritonOps:
         block_norm: NormSpec | None,
         factor: float,
         norm: NormSpec | None,
-        out: torch.Tensor | None,
+        out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         num_rows, width = len(residual if tokens is None else tokens), residual.shape[1]
         if not num_rows or (block is None and out is None):
             return
         padded = triton.next_power_of_2(width)
+        data, scales, largest = _parts(out)
         fused.residual_norm_kernel[(num_rows,)](
-            residual, block, _weight(block_norm), out, _weight(norm), tokens,
+            residual, block, _weight(block_norm), data, scales, _weight(norm), tokens,
             factor, _eps(block_norm), _eps(norm), width,
-            residual.stride(0), 0 if block is None else block.stride(0), 0 if out is None else out.stride(0),
+            residual.stride(0), 0 if block is None else block.stride(0), 0 if data is None else data.stride(0),
             WIDTH=padded, HAS_BLOCK=block is not None, HAS_BLOCK_NORM=block_norm is not None, HAS_OUT=out is not None,
-            HAS_NORM=norm is not None, HAS_TOKENS=tokens is not None, num_warps=_norm_warps(padded),
+            HAS_NORM=norm is not None, HAS_TOKENS=tokens is not None, LARGEST=largest, num_warps=_norm_warps(padded),
         )  # fmt: skip
 
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
@@ -92,13 +94,28 @@ class TritonOps:
         if len(qkv):
             self._attention.attend(qkv, layout, block_table, spec, cache, out)
 
-    def gate(self, gate_up: torch.Tensor, activation: Activation, out: torch.Tensor) -> None:
-        num_tokens, width = out.shape
+    def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
+        num_tokens, width = len(out), gate_up.shape[1] // 2
         if not num_tokens:
             return
         tile = min(triton.next_power_of_2(width), _MAX_GATE_TILE)
+        if isinstance(out, EightBitRows):
+            fused.gate_in_eight_bits_kernel[(num_tokens,)](
+                gate_up, out.data, out.scale, width, gate_up.stride(0),
+                GELU=activation == "gelu_tanh", TILE=tile, LARGEST=LARGEST[out.data.dtype],
+            )  # fmt: skip
+            return
         fused.gate_kernel[(num_tokens, triton.cdiv(width, tile))](
             gate_up, out, width, gate_up.stride(0), out.stride(0), GELU=activation == "gelu_tanh", TILE=tile
+        )
+
+    def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
+        num_rows, width = x.shape
+        if not num_rows:
+            return
+        tile = min(triton.next_power_of_2(width), _MAX_GATE_TILE)
+        fused.quantize_kernel[(num_rows,)](
+            x, out.data, out.scale, width, x.stride(0), TILE=tile, LARGEST=LARGEST[out.data.dtype]
         )
 
     def next_inputs(
@@ -141,6 +158,13 @@ def _heads_per_program(spec: RotarySpec) -> int:
     whole = spec.norm_whole and (spec.q_norm is not None or spec.k_norm is not None)
     wanted = max(spec.num_heads, spec.num_kv_heads) if whole else min(spec.num_heads, _HEADS_PER_PROGRAM)
     return int(triton.next_power_of_2(wanted))
+
+
+def _parts(out: Rows | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
+    """Its numbers, their scales, and the largest number where they are of 8 bits."""
+    if isinstance(out, EightBitRows):
+        return out.data, out.scale, LARGEST[out.data.dtype]
+    return out, None, 0.0
 
 
 def _weight(norm: NormSpec | None) -> torch.Tensor | None:

@@ -4,8 +4,8 @@ For: the loader on an accelerator, and programs that multiply by what it left th
 belongs to. Invariants: each matrix is in memory once, neighbours side by side, and modules and programs read the same
 memory; an 8-bit weight has a scale for each output, and its input gets one for each token, found in that token alone,
 so that a token's result depends on no other.
-8-bit products are torch's own (_scaled_mm, _int_mm), which torchao calls too; importing torchao would cost an engine as
-long as torch and all of its compiler.
+8-bit products are torch's own (_scaled_mm, which torchao calls too; importing torchao would cost an engine as long as
+torch and all of its compiler), and for whole numbers on a GPU a kernel that also applies the scales.
 """
 
 from __future__ import annotations
@@ -26,6 +26,22 @@ class Matmul(Protocol):
         """out [T, n] = x [T, k] · weight [n, k]ᵀ + bias [n]; all in one dtype, contiguous."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EightBitRows:
+    """A matrix [T, k] with a scale for each row: data * scale."""
+
+    data: torch.Tensor
+    """float8_e4m3fn or int8 [T, k], contiguous"""
+    scale: torch.Tensor
+    """float32 [T, 1]; NaN for a row that is not finite, whose data mean nothing."""
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+
+Rows = torch.Tensor | EightBitRows
+
+
 @runtime_checkable
 class DeviceWeight(Protocol):
     """A matrix [n, k] that programs multiply by: dense, in numbers of 8 bits, or in parts on several devices."""
@@ -37,9 +53,13 @@ class DeviceWeight(Protocol):
     def k(self) -> int:
         """Columns of `multiply`'s x."""
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype; by `matmul` where that is a product of
-        plain matrices."""
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The 8-bit type that x is best given in; None: the model's."""
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype, or x in `input_dtype`; by `matmul` where
+        that is a product of plain matrices."""
 
 
 @runtime_checkable
@@ -81,7 +101,12 @@ class DenseWeight:
     def k(self) -> int:
         return self.tensor.shape[1]
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return None
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        assert isinstance(x, torch.Tensor), "a dense weight multiplies rows in the model's dtype"
         matmul(x, self.tensor, bias, out)
 
     def part(self, start: int, n: int) -> DenseWeight:
@@ -133,12 +158,10 @@ def _join(linears: list[nn.Linear]) -> None:
 Quantization = Literal["fp8", "int8"]
 
 FP8 = torch.float8_e4m3fn
-_LARGEST = {FP8: 448.0, torch.int8: 127.0}
-_TINIEST_SCALE = 1e-12
+LARGEST = {FP8: 448.0, torch.int8: 127.0}
+TINIEST_SCALE = 1e-12
 _DIVISOR = 16
 """n and k of a matrix that the 8-bit products take are multiples of this."""
-_MIN_ROWS = 32
-"""Rows of an int8 product on a GPU, which needs more than 16."""
 _UNTOUCHED = ("gate", "router")
 """Layers that choose among experts: small, and sensitive to rounding."""
 
@@ -155,8 +178,8 @@ class QuantizedWeight:
     @classmethod
     def of(cls, weight: torch.Tensor, kind: Quantization) -> QuantizedWeight:
         dtype = FP8 if kind == "fp8" else torch.int8
-        data, scale = _quantized(weight, dtype)
-        return cls(data, scale[:, 0].contiguous())
+        rows = eight_bit_rows(weight, dtype)
+        return cls(rows.data, rows.scale[:, 0].contiguous())
 
     @property
     def n(self) -> int:
@@ -166,14 +189,22 @@ class QuantizedWeight:
     def k(self) -> int:
         return self.data.shape[1]
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        numbers, scale = _quantized(x, self.data.dtype)
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.data.dtype
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        rows = x if isinstance(x, EightBitRows) else eight_bit_rows(x, self.data.dtype)
+        if self.data.dtype != FP8 and out.is_cuda:
+            from .kernels.scaled_matmul import scaled_matmul  # Triton, which only a GPU's torch brings
+
+            scaled_matmul(rows.data, rows.scale, self.data, self.scale, bias, out)
+            return
         if self.data.dtype == FP8:
-            weight, scale_b = self.data.t(), self.scale[None]
-            torch._scaled_mm(numbers, weight, scale_a=scale, scale_b=scale_b, out_dtype=out.dtype, out=out)
+            weight, scale = self.data.t(), self.scale[None]
+            torch._scaled_mm(rows.data, weight, scale_a=rows.scale, scale_b=scale, out_dtype=out.dtype, out=out)
         else:
-            rows = nn.functional.pad(numbers, (0, 0, 0, max(_MIN_ROWS - len(x), 0)))
-            out.copy_(torch._int_mm(rows, self.data.t())[: len(x)] * scale * self.scale)
+            out.copy_(torch._int_mm(rows.data, self.data.t()) * rows.scale * self.scale)
         if bias is not None:
             out += bias
 
@@ -268,12 +299,12 @@ def check_device(kind: Quantization, device: torch.device, dtype: torch.dtype) -
         raise ValueError(f"{subject}, expected null where the model's dtype is {shown}: a GPU's product gives bfloat16")
 
 
-def _quantized(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """x as 8-bit numbers [rows, k], and each row's scale float32 [rows, 1]."""
-    largest = _LARGEST[dtype]
-    scale = (x.abs().amax(dim=-1, keepdim=True).float() / largest).clamp(min=_TINIEST_SCALE)
-    numbers = (x.float() / scale).clamp(-largest, largest)
-    return (numbers if dtype == FP8 else numbers.round()).to(dtype), scale
+def eight_bit_rows(x: torch.Tensor, dtype: torch.dtype) -> EightBitRows:
+    largest = LARGEST[dtype]
+    size = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = (size / largest).clamp(min=TINIEST_SCALE).masked_fill(~size.isfinite(), float("nan"))
+    numbers = (x.float() / scale).clamp(-largest, largest).nan_to_num(0.0)
+    return EightBitRows((numbers if dtype == FP8 else numbers.round()).to(dtype), scale)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:

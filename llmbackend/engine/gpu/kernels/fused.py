@@ -26,11 +26,12 @@ def embed_kernel(
 
 @triton.jit
 def residual_norm_kernel(
-    residual, block, block_weight, out, weight, tokens,
+    residual, block, block_weight, out, scales, weight, tokens,
     factor, block_eps, eps, width, residual_stride, block_stride, out_stride,
     WIDTH: tl.constexpr, HAS_BLOCK: tl.constexpr, HAS_BLOCK_NORM: tl.constexpr, HAS_OUT: tl.constexpr,
-    HAS_NORM: tl.constexpr, HAS_TOKENS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_TOKENS: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
+    """LARGEST: of out's 8-bit type, whose rows get scales; 0: out is in the model's dtype."""
     row = tl.program_id(0).to(tl.int64)
     token = row
     if HAS_TOKENS:
@@ -48,6 +49,10 @@ def residual_norm_kernel(
     if HAS_OUT:
         if HAS_NORM:
             x = _normed(x, tl.load(weight + columns, mask=inside, other=0.0), eps, width)
+        if LARGEST > 0:
+            scale = scale_of(tl.max(size_of(x), axis=0), LARGEST)
+            tl.store(scales + row, scale)
+            x = in_eight_bits(x, scale, LARGEST)
         tl.store(out + row * out_stride + columns, x.to(out.dtype.element_ty), mask=inside)
 
 
@@ -155,7 +160,73 @@ def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, GELU: tl.conste
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < width
-    gates = gate_up + token * gate_up_stride + columns
+    result = _gated(gate_up + token * gate_up_stride + columns, inside, width, GELU)
+    tl.store(out + token * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def gate_in_eight_bits_kernel(
+    gate_up, out, scales, width, gate_up_stride, GELU: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
+):
+    """One program for a token: the gate is computed for the largest number, and once more for what is stored."""
+    token = tl.program_id(0).to(tl.int64)
+    gates = gate_up + token * gate_up_stride
+    sizes = tl.zeros([TILE], tl.float32)
+    for start in range(0, width, TILE):
+        columns = start + tl.arange(0, TILE)
+        sizes = tl.maximum(sizes, size_of(_gated(gates + columns, columns < width, width, GELU)))
+    scale = scale_of(tl.max(sizes, axis=0), LARGEST)
+    tl.store(scales + token, scale)
+    for start in range(0, width, TILE):
+        columns = start + tl.arange(0, TILE)
+        result = in_eight_bits(_gated(gates + columns, columns < width, width, GELU), scale, LARGEST)
+        tl.store(out + token * width + columns, result.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def quantize_kernel(x, out, scales, width, x_stride, TILE: tl.constexpr, LARGEST: tl.constexpr):
+    """One program for a row."""
+    row = tl.program_id(0).to(tl.int64)
+    source = x + row * x_stride
+    sizes = tl.zeros([TILE], tl.float32)
+    for start in range(0, width, TILE):
+        columns = start + tl.arange(0, TILE)
+        sizes = tl.maximum(sizes, size_of(tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)))
+    scale = scale_of(tl.max(sizes, axis=0), LARGEST)
+    tl.store(scales + row, scale)
+    for start in range(0, width, TILE):
+        columns = start + tl.arange(0, TILE)
+        numbers = tl.load(source + columns, mask=columns < width, other=0.0).to(tl.float32)
+        numbers = in_eight_bits(numbers, scale, LARGEST)
+        tl.store(out + row * width + columns, numbers.to(out.dtype.element_ty), mask=columns < width)
+
+
+@triton.jit
+def size_of(x):
+    """Of each number; infinity for what is none, which a maximum would skip."""
+    return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
+
+
+@triton.jit
+def scale_of(largest_size, LARGEST: tl.constexpr):
+    """A row's scale; NaN where it has a number that is not finite."""
+    scale = tl.maximum(tl.div_rn(largest_size, LARGEST), 1e-12)
+    return tl.where(largest_size < float("inf"), scale, float("nan"))
+
+
+@triton.jit
+def in_eight_bits(x, scale, LARGEST: tl.constexpr):
+    """float32 numbers that the 8-bit type holds after rounding; whole ones, half to even, where it holds no others."""
+    x = tl.div_rn(x, tl.zeros_like(x) + scale)
+    x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
+    if LARGEST == 127.0:
+        x = (x + 12582912.0) - 12582912.0
+    return x
+
+
+@triton.jit
+def _gated(gates, inside, width, GELU: tl.constexpr):
+    """activation(gate) * up, float32; up is `width` numbers behind gate."""
     x = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gates + width, mask=inside, other=0.0).to(tl.float32)
     if GELU:
@@ -164,8 +235,7 @@ def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, GELU: tl.conste
     else:
         slope = x
     # The exponent's bound changes no float32 result but that of infinities, which would become NaN.
-    active = x / (1.0 + tl.exp(tl.minimum(-slope, 88.0)))
-    tl.store(out + token * out_stride + columns, (active * up).to(out.dtype.element_ty), mask=inside)
+    return x / (1.0 + tl.exp(tl.minimum(-slope, 88.0))) * up
 
 
 @triton.jit(do_not_specialize=["num_rows"])

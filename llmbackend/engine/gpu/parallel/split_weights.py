@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from ..weights import DeviceWeight, Matmul
+from ..weights import DeviceWeight, Matmul, Rows
 from .collectives import Collectives
 
 
@@ -32,7 +32,11 @@ class SummedWeight:
         """The number of this rank's columns."""
         return self.local.k
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.local.input_dtype
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         self.local.multiply(matmul, x, None, out)
         self.ranks.all_reduce(out)
         if bias is not None:
@@ -51,7 +55,11 @@ class GatheredWeight:
     def k(self) -> int:
         return self.local.k
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        return self.local.input_dtype
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         part = out.new_empty((len(x), self.local.n))
         self.local.multiply(matmul, x, None if bias is None else self._own(bias), part)
         out.copy_(side_by_side(self.ranks.all_gather(part))[:, : self.n])
@@ -77,7 +85,13 @@ class GatheringWeight:
         """The number of inputs that this rank has."""
         return self.rows.k // self.rows.ranks.size
 
-    def multiply(self, matmul: Matmul, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """A scale of 8 bits is of a whole row, which no rank has."""
+        return None
+
+    def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+        assert isinstance(x, torch.Tensor), "rows are gathered in the model's dtype"
         self.rows.multiply(matmul, side_by_side(self.rows.ranks.all_gather(x)), bias, out)
 
 
