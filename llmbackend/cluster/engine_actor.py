@@ -13,18 +13,23 @@ import logging
 import os
 import socket
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import ray
 import ray.util
 
 from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+from llmbackend.engine.rank_order import RankMeeting
 
-from .engine_keeper import EngineKeeper, read_record
+from .engine_keeper import EngineKeeper, Launch, read_record
 from .messages import EngineSpec, EngineState
-from .model_files import unreadable
+from .model_cache import Fetch
+from .model_files import LocalFiles, ModelFilesError, local_files
+from .model_manifest import ModelManifest
+from .model_source import remote_model
 from .rank_actors import RankGroup, meeting_at
 from .ray_environment import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
 from .settings import DEFAULT_SECRETS, default_run_folder
@@ -38,6 +43,13 @@ NAMESPACE: Final = "llmbackend"
 log = logging.getLogger(__name__)
 
 
+class _Holder(NamedTuple):
+    """heard_at_s: the last time; node: Ray's id of its machine"""
+
+    heard_at_s: float
+    node: str
+
+
 class EngineActor:
     def __init__(self, spec: bytes) -> None:
         """spec: an EngineSpec in msgpack."""
@@ -46,38 +58,26 @@ class EngineActor:
         self._node = f"{socket.gethostname()} ({address})"
         self._state = EngineState(self._spec.key, version=time.time_ns(), node=self._node)
         self._changed = asyncio.Event()
-        self._holders: dict[str, float] = {}
-        """Hosts, and when they were heard last."""
+        self._holders: dict[str, _Holder] = {}
+        """By their hosts' ids."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._keeper: EngineKeeper | None = None
+        self._files: LocalFiles | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: RankGroup | None = None
         """The other ranks of a model that is split."""
-        if problem := unreadable(self._spec.config):
-            self._set(EngineState(self._spec.key, node=self._node, error=f"{self._node}: {problem}", is_final=True))
-            return
-        folder = Path(os.environ.get(RUN_FOLDER_VARIABLE, str(default_run_folder())))
-        meeting = None
+        self._folder = Path(os.environ.get(RUN_FOLDER_VARIABLE, str(default_run_folder())))
+        self._meeting: RankMeeting | None = None
         if self._spec.config.num_ranks > 1:
-            is_running = read_record(folder / f"{self._spec.key}.json") is not None
-            meeting = meeting_at(address, folder / f"{self._spec.key}.meeting", is_running)
-            self._ranks = RankGroup(self._spec.config, meeting)
-        order = ServedEngineOrder(
-            config=self._spec.config,
-            meeting=meeting,
-            secrets_folder=os.environ.get(SECRETS_VARIABLE, str(DEFAULT_SECRETS.expanduser())),
-            host=address,
-            node=self._node,
-            outlives_parent=True,
-            orphan_timeout_s=ORPHAN_S,
-        )
-        self._keeper = EngineKeeper(order, folder, self._spec.key, self._heard)
+            is_running = read_record(self._folder / f"{self._spec.key}.json") is not None
+            self._meeting = meeting_at(address, self._folder / f"{self._spec.key}.meeting", is_running)
+            self._ranks = RankGroup(self._spec, self._meeting)
+        self._keeper = EngineKeeper(self._prepare, self._folder, self._spec.key, self._heard)
 
-    async def watch(self, host: str, version: int) -> bytes:
+    async def watch(self, host: str, version: int, node: str) -> bytes:
         """An EngineState in msgpack: at once if it is another than `version`, or else when it changes or after
-        NEWS_WAIT_S. The host holds the engine from now on."""
+        NEWS_WAIT_S. The host holds the engine from now on. node: Ray's id of the host's machine."""
+        self._holders[host] = _Holder(time.monotonic(), node)
         await self._begin()
-        self._holders[host] = time.monotonic()
         if self._state.version == version:
             changed = self._changed
             with contextlib.suppress(TimeoutError):
@@ -93,35 +93,65 @@ class EngineActor:
         if self._loop is not None:
             return
         self._loop = asyncio.get_running_loop()
-        if self._keeper is not None:
-            self._keeper.start()
+        self._keeper.start()
         self._tasks = [asyncio.create_task(self._end_when_orphaned())]
         if self._ranks is not None:
             self._tasks.append(asyncio.create_task(self._start_ranks(self._ranks)))
 
     async def _start_ranks(self, ranks: RankGroup) -> None:
-        if error := await asyncio.to_thread(ranks.start):
+        if error := await asyncio.to_thread(ranks.start, self._machines()):
             self._set(EngineState(self._spec.key, node=self._node, error=error, is_final=True))
 
     async def _end_when_orphaned(self) -> None:
         while True:
             await asyncio.sleep(NEWS_WAIT_S)
             now_s = time.monotonic()
-            self._holders = {host: at_s for host, at_s in self._holders.items() if now_s - at_s < ORPHAN_S}
+            self._holders = {id: holder for id, holder in self._holders.items() if now_s - holder.heard_at_s < ORPHAN_S}
             if not self._holders:
                 await self._end()
 
     async def _end(self) -> None:
-        if self._keeper is not None:
-            await asyncio.to_thread(self._keeper.end)
+        await asyncio.to_thread(self._keeper.end)
         if self._ranks is not None:
             await asyncio.to_thread(self._ranks.end)
         ray.actor.exit_actor()
+
+    def _prepare(self) -> Launch | None:
+        """On the keeper's thread."""
+        try:
+            self._files = self._files or local_files(self._spec.models, self._connect)
+        except ModelFilesError as error:
+            text = f"{self._node}: {error}"
+            self._show(EngineState(self._spec.key, node=self._node, error=text, is_final=True))
+            return None
+        order = ServedEngineOrder(
+            config=self._spec.config,
+            paths=self._files.paths,
+            meeting=self._meeting,
+            secrets_folder=os.environ.get(SECRETS_VARIABLE, str(DEFAULT_SECRETS.expanduser())),
+            host=ray.util.get_node_ip_address(),
+            node=self._node,
+            outlives_parent=True,
+            orphan_timeout_s=ORPHAN_S,
+        )
+        return Launch(order, self._files.descriptors)
+
+    def _connect(self, model: ModelManifest) -> AbstractContextManager[Fetch]:
+        return remote_model(self._machines(), model)
+
+    def _machines(self) -> tuple[str, ...]:
+        """Of the hosts that hold the engine: they have its files."""
+        return tuple(dict.fromkeys(holder.node for holder in tuple(self._holders.values())))
 
     def _heard(self, news: ServedEngineNews) -> None:
         """On the keeper's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._take, news)
+
+    def _show(self, state: EngineState) -> None:
+        """On the keeper's thread."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._set, state)
 
     def _take(self, news: ServedEngineNews) -> None:
         if news.error:

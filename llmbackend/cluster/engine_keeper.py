@@ -51,15 +51,23 @@ class EngineRecord(msgspec.Struct, frozen=True):
     news: ServedEngineNews
 
 
+class Launch(msgspec.Struct, frozen=True):
+    """descriptors: that the engine holds as long as it runs."""
+
+    order: ServedEngineOrder
+    descriptors: tuple[int, ...] = ()
+
+
 class EngineKeeper:
     """A thread of its own hears what the engine says; any thread may call it."""
 
     def __init__(
-        self, order: ServedEngineOrder, folder: Path, name: str, heard: Callable[[ServedEngineNews], None]
+        self, prepare: Callable[[], Launch | None], folder: Path, name: str, heard: Callable[[ServedEngineNews], None]
     ) -> None:
-        """folder: of this machine. heard: called on this object's thread; news with an error say that the engine has
+        """prepare: called on this object's thread before each launch, may take long; None = it cannot be launched now.
+        folder: of this machine. heard: called on this object's thread; news with an error say that the engine has
         ended, and that the next one is on its way."""
-        self._order = order
+        self._prepare = prepare
         self._record_file = folder / f"{name}.json"
         self._heard = heard
         self._pid = 0
@@ -83,8 +91,8 @@ class EngineKeeper:
         num_failures = 0
         while not self._is_ending.wait(restart_pause_s(num_failures)):
             began_s = time.monotonic()
-            if not self._adopt():
-                self._launch()
+            if not self._adopt() and (launch := self._prepare()) is not None:
+                self._launch(launch)
             num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
 
     def _adopt(self) -> bool:
@@ -97,19 +105,20 @@ class EngineKeeper:
         self._wait_for_end(record.pid, None)
         return True
 
-    def _launch(self) -> None:
+    def _launch(self, launch: Launch) -> None:
         environment = {name: value for name, value in os.environ.items() if name != THREADS_VARIABLE}
         launcher = subprocess.Popen(
             [sys.executable, "-c", _DETACHED, "-m", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
+            pass_fds=launch.descriptors,
         )
         assert launcher.stdin is not None and launcher.stdout is not None
         with launcher.stdin as commands, launcher.stdout as news:
             self._pid = int(news.readline())
             launcher.wait()
-            commands.write(msgspec.json.encode(self._order) + b"\n")
+            commands.write(msgspec.json.encode(launch.order) + b"\n")
             commands.flush()
             self._wait_for_end(self._pid, news.fileno())
 

@@ -19,6 +19,7 @@ import ray.exceptions
 
 from .engine_actor import EngineActor
 from .messages import EngineLost, EngineSpec, EngineState, WantedEngine
+from .model_files import ModelFilesError, manifests
 from .placement import CPU, GPU, fits, needs, no_room
 from .ray_calls import DETACHED, NAMESPACE, answer
 
@@ -61,6 +62,8 @@ class EngineWatch:
                 await self._wait_for_room()
                 self._actor = await asyncio.to_thread(self._make_actor)
                 await self._listen()
+            except ModelFilesError as error:
+                self._show(EngineState(self._wanted.key, error=str(error), is_final=True))
             except ray.exceptions.RayError as error:
                 log.warning("%s: %s", self._wanted.key, error)
             except ValueError as error:  # the name is being given up
@@ -68,15 +71,18 @@ class EngineWatch:
             await asyncio.sleep(RETRY_S)
 
     def _make_actor(self) -> Any:
+        """Or finds it. Raises ModelFilesError."""
+        if self._exists():
+            return ray.get_actor(self._wanted.key, NAMESPACE)
         resources = needs(self._wanted.config)
-        spec = msgspec.msgpack.encode(EngineSpec(self._wanted.key, self._wanted.config))
+        spec = msgspec.msgpack.encode(EngineSpec(self._wanted.key, self._wanted.config, manifests(self._wanted.config)))
         options = DETACHED | {"name": self._wanted.key, "num_cpus": resources[CPU], "num_gpus": resources[GPU]}
         options |= {"scheduling_strategy": "SPREAD"}
         return ray.remote(EngineActor).options(**options).remote(spec)
 
     async def _listen(self) -> None:
-        version = 0
-        call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version)))
+        version, node = 0, ray.get_runtime_context().get_node_id()
+        call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
         while not (await asyncio.wait((call,), timeout=PLACEMENT_S))[0]:
             if problem := await asyncio.to_thread(self._room_problem):
                 self._show(EngineState(self._wanted.key, error=problem, is_final=True))
@@ -85,7 +91,7 @@ class EngineWatch:
             if state.version != version:
                 version = state.version
                 self._show(state)
-            call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version)))
+            call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
 
     async def _wait_for_room(self) -> None:
         """Returns at once where the actor exists."""

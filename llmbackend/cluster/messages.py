@@ -13,6 +13,8 @@ import msgspec
 
 from llmbackend.engine.config import EngineConfig
 
+from .model_manifest import ModelManifest
+
 KEY_BYTES: Final = 12
 
 
@@ -91,10 +93,11 @@ FromAgent = EngineState | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What an engine's actor is made of."""
+    """What an engine's actor is made of. models: the folders that `config` names, on the machine that asks first."""
 
     key: str
     config: EngineConfig
+    models: tuple[ModelManifest, ...] = ()
 
 
 class Versions(msgspec.Struct, frozen=True):

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,50 +20,60 @@ import ray
 import ray.util
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.process.rank_keeper import RankKeeper
+from llmbackend.engine.process.served_order import with_paths
 from llmbackend.engine.rank_order import RankMeeting, RankOrder
 
-from .model_files import unreadable
+from .messages import EngineSpec
+from .model_files import ModelFilesError, local_files
+from .model_manifest import ModelManifest
+from .model_source import remote_model
 from .placement import CPU, GPU, needs, no_room
 
 PLACEMENT_S: Final = 10.0
 """For a placement group, after which there is no room for it."""
+_decode_models = msgspec.msgpack.Decoder(tuple[ModelManifest, ...]).decode
 
 
 class RankActor:
-    def __init__(self, order: bytes) -> None:
-        """order: a RankOrder as JSON."""
-        self._order = msgspec.json.decode(order, type=RankOrder)
-        self._keeper = RankKeeper(self._order)
-        self._problem = unreadable(self._order.config)
-        if not self._problem:
-            self._keeper.start()
+    def __init__(self, order: bytes, models: bytes, machines: Sequence[str]) -> None:
+        """order: a RankOrder as JSON; models: its ModelManifests in msgpack; machines: Ray's ids of those that have
+        them."""
+        said, self._problem = msgspec.json.decode(order, type=RankOrder), ""
+        try:
+            self._files = local_files(_decode_models(models), partial(remote_model, machines))
+        except ModelFilesError as error:
+            where = f"rank {said.rank} on {socket.gethostname()} ({ray.util.get_node_ip_address()})"
+            self._problem = f"{where}: {error}"
+            return
+        config = with_paths(said.config, self._files.paths)
+        self._keeper = RankKeeper(msgspec.structs.replace(said, config=config))
+        self._keeper.start()
 
     def problem(self) -> str:
         """Why it can not start here, "" when it can."""
-        if not self._problem:
-            return ""
-        return f"rank {self._order.rank} on {socket.gethostname()} ({ray.util.get_node_ip_address()}): {self._problem}"
+        return self._problem
 
 
 class RankGroup:
     """One thread at a time uses it."""
 
-    def __init__(self, config: EngineConfig, meeting: RankMeeting) -> None:
-        self._config = config
+    def __init__(self, spec: EngineSpec, meeting: RankMeeting) -> None:
+        self._config = spec.config
+        self._models = spec.models
         self._meeting = meeting
         self._group: Any = None
         self._actors: list[Any] = []
 
-    def start(self) -> str:
-        """Blocks until the ranks have their places. Why they can not be started, "" when they are."""
+    def start(self, machines: Sequence[str]) -> str:
+        """Blocks until the ranks have their places and files. machines: Ray's ids of those that have the files. Why
+        they can not be started, "" when they are."""
         config, wanted = self._config, needs(self._config)
         count = config.num_ranks - 1
         self._group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * count, strategy="PACK")
         if not self._group.wait(PLACEMENT_S):
             return f"{count} more ranks: {no_room(wanted, ray.nodes(), ray.available_resources())}"
-        self._actors = [self._actor(i, wanted) for i in range(count)]
+        self._actors = [self._actor(i, wanted, machines) for i in range(count)]
         return next(filter(None, ray.get([actor.problem.remote() for actor in self._actors])), "")
 
     def end(self) -> None:
@@ -70,14 +82,14 @@ class RankGroup:
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
 
-    def _actor(self, index: int, wanted: dict[str, float]) -> Any:
+    def _actor(self, index: int, wanted: dict[str, float], machines: Sequence[str]) -> Any:
         """On a GPU a process sees that of its actor alone."""
         device = "cuda:0" if wanted[GPU] else self._config.device
         order = RankOrder(msgspec.structs.replace(self._config, device=device), index + 1, self._meeting)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         options = {"num_cpus": wanted[CPU], "num_gpus": wanted[GPU], "max_restarts": -1}
         actor = ray.remote(RankActor).options(scheduling_strategy=strategy, **options)
-        return actor.remote(msgspec.json.encode(order))
+        return actor.remote(msgspec.json.encode(order), msgspec.msgpack.encode(self._models), machines)
 
 
 def meeting_at(address: str, file: Path, is_running: bool) -> RankMeeting:

@@ -43,7 +43,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
 class RankOrder(msgspec.Struct, frozen=True):
     """`python -m llmbackend.engine.rank_process` reads it as JSON. Raises ValueError.
 
-    config   rank 0's; `device` and `num_threads` may be this machine's
+    config   rank 0's; `model`, `device` and `num_threads` may be this machine's
     rank     1 .. config.num_ranks - 1
     """
 
@@ -58,7 +58,7 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 def fingerprint_of(config: EngineConfig, release: str) -> str:
-    """Equal where ranks compute parts of the same model alike."""
-    same = msgspec.structs.replace(config, device="", num_threads=0)
+    """Equal where ranks compute parts of the same model alike. Its folder is each machine's own."""
+    same = msgspec.structs.replace(config, model="", device="", num_threads=0)
     digest = hashlib.sha256(msgspec.json.encode(same, order="sorted")).hexdigest()
     return f"{release} {digest[:16]}"

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from llmbackend.cluster.engine_keeper import EngineRecord
+from llmbackend.cluster.model_cache import DIRECTORY
 from llmbackend.cluster.ray_node import NodeRecord
 from tests.helpers.server_process import ServerProcess, start_server
 from tests.helpers.waiting import eventually
@@ -50,9 +51,18 @@ def engines_of(folder: Path) -> list[EngineRecord]:
     return [msgspec.json.decode(file.read_bytes(), type=EngineRecord) for file in folder.glob("engine-*.json")]
 
 
-def start_machine(folder: Path, secrets: Path, *arguments: str, cluster: str = "auto") -> ServerProcess:
+def start_machine(
+    folder: Path, secrets: Path, *arguments: str, cluster: str = "auto", works_in: Path | None = None
+) -> ServerProcess:
+    """Its copies of models are in `copies_of(folder)`."""
     own = ("--cluster", cluster, "--cluster-port", "0", "--cluster-secrets", secrets, "--cluster-run-folder", folder)
-    return start_server(*map(str, own), *arguments)
+    variables = {DIRECTORY: str(folder / "copies")}
+    return start_server(*map(str, own), *arguments, folder=works_in, variables=variables)
+
+
+def copies_of(folder: Path) -> list[Path]:
+    """Of models that the machine was sent."""
+    return [path for path in (folder / "copies").glob("*") if path.is_dir()]
 
 
 def head_of(folder: Path) -> str:

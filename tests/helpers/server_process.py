@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,11 +47,17 @@ class ServerProcess:
 
 
 def start_server(
-    *arguments: str, log: IO[str] | None = None, open_files: int | None = None, http_port: int = 0
+    *arguments: str,
+    log: IO[str] | None = None,
+    open_files: int | None = None,
+    http_port: int = 0,
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
     log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port: 0 = a free one.
+    folder: that it works in; ours by default. variables: of its environment, beside ours.
     """
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
@@ -58,8 +65,8 @@ def start_server(
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", str(port)]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]
-    environment = os.environ | {"NO_COLOR": "1"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+    environment = os.environ | {"NO_COLOR": "1"} | dict(variables or {})
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment, cwd=folder)
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:

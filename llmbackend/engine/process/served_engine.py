@@ -29,7 +29,14 @@ from llmbackend.fork_server.client import ForkedProcess
 from ..errors import EngineDeadError
 from ..infer_request import EngineStarted, EngineStats, StepResult
 from ..load_progress import LoadProgress
-from .served_order import KeptState, ServedEngineCommand, ServedEngineNews, ServedEngineOrder, ServedProcessOrder
+from .served_order import (
+    KeptState,
+    ServedEngineCommand,
+    ServedEngineNews,
+    ServedEngineOrder,
+    ServedProcessOrder,
+    with_paths,
+)
 from .supervisor import Supervisor, Wakeup
 from .transport import EngineForkServer, ProcessTransport
 
@@ -49,7 +56,7 @@ class ServedForkServer(EngineForkServer):
     program = f"{__package__}.served_process"
 
     def __init__(self, order: ServedEngineOrder, listener: socket.socket) -> None:
-        super().__init__(order.config, order.runners, order.meeting)
+        super().__init__(with_paths(order.config, order.paths), order.runners, order.meeting)
         self._order = order
         self._listener = listener
         first = order.incarnation or time.time_ns() // 1_000_000
@@ -63,6 +70,7 @@ class ServedForkServer(EngineForkServer):
         order = ServedProcessOrder(
             endpoint=endpoint,
             is_whole=self.is_whole,
+            config=self._order.config,
             listen_endpoint=f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}",
             secrets_folder=os.path.abspath(self._order.secrets_folder),
             incarnation=self.incarnation,

@@ -7,6 +7,7 @@ is valid.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
@@ -18,7 +19,8 @@ from .locating import HEARTBEAT_TIMEOUT_S
 class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The first line of standard input. Raises ValueError naming field, value and what was expected.
 
-    config               of the engine; `transport` is "process"
+    config               of the engine, as its hosts have it; `transport` is "process"
+    paths                folder that it names -> folder that has its files on this machine, where that is another one
     secrets_folder       see ClusterSecrets
     host                 the address to listen at, and no other
     port                 0 = any; the same for all processes of this engine
@@ -42,6 +44,7 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     outlives_parent: bool = False
     orphan_timeout_s: float = 30.0
     meeting: RankMeeting | None = None
+    paths: dict[str, str] = {}
     runners: str = "llmbackend.engine.runners"
 
     def __post_init__(self) -> None:
@@ -55,11 +58,18 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise ValueError(f"'transport' is '{self.config.transport}', expected 'process' in a served engine")
 
 
+def with_paths(config: EngineConfig, paths: Mapping[str, str]) -> EngineConfig:
+    """paths: see ServedEngineOrder."""
+    adapters = {name: paths.get(path, path) for name, path in config.lora_modules.items()}
+    return msgspec.structs.replace(config, model=paths.get(config.model, config.model), lora_modules=adapters)
+
+
 class ServedProcessOrder(msgspec.Struct, frozen=True):
     """What the fork server's child is told: an EngineOrder, and what it takes to serve hosts.
 
     endpoint             of the keeper's socket
     is_whole             as in EngineOrder
+    config               of the engine, as its hosts have it
     listen_endpoint      what the listening socket is bound to: tcp://host:port
     secrets_folder       see ClusterSecrets
     incarnation          of this process
@@ -70,6 +80,7 @@ class ServedProcessOrder(msgspec.Struct, frozen=True):
 
     endpoint: str
     is_whole: bool
+    config: EngineConfig
     listen_endpoint: str
     secrets_folder: str
     incarnation: int

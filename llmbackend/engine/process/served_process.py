@@ -40,7 +40,7 @@ class ServedEngineProgram(EngineProgram):
         make_runner = partial(_make_runner, make, self._config)
         end_with_host(lifeline_fd)
         logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
-        links = HostLinks(self._config, engine, ClusterSecrets.load(engine.secrets_folder), listen_fd)
+        links = HostLinks(engine.config, engine, ClusterSecrets.load(engine.secrets_folder), listen_fd)
         core = load(self._config, make_runner, links, self._before)
         if core is not None:
             gc.collect()

@@ -1,0 +1,246 @@
+"""This machine's copies of models that it cannot read where they are: one folder for each, received once.
+
+For: engines' actors. Does not know: how files come here. Invariants: a copy appears by a rename, complete and on the
+disk, and is compared with its checksums before each use; what others wait for is received by one of them; a copy in use
+is not removed, and the least recently used ones go when all would be larger than the limit; the folder is its user's
+alone. Locks are `flock`'s, and so end with the processes that hold them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from .model_manifest import ManifestFile, ModelManifest
+
+log = logging.getLogger(__name__)
+
+DIRECTORY: Final = "LLMBACKEND_MODEL_CACHE_DIR"
+SIZE: Final = "LLMBACKEND_MODEL_CACHE_SIZE"
+DEFAULT_SIZE_GIB: Final = 256.0
+_CHECKSUMS: Final = ".checksums"
+"""In a copy: file name -> sha256."""
+_UNFINISHED: Final = ".unfinished"
+_USED: Final = ".used"
+"""The lock of those who use a copy; its time is that of the last use."""
+_WRITING: Final = ".writing"
+"""The lock of the one that receives it."""
+_decode_checksums = msgspec.json.Decoder(dict[str, str]).decode
+
+Fetch = Callable[[ManifestFile], Iterable[bytes]]
+"""The content of a file, in order. Raises OSError."""
+Connect = Callable[[ModelManifest], AbstractContextManager[Fetch]]
+"""To a machine that has the model. Raises OSError."""
+
+
+class HeldModel:
+    """A copy that stays as long as `descriptor` is open, in this process or one that inherited it."""
+
+    def __init__(self, folder: Path, descriptor: int) -> None:
+        self.folder = folder
+        self.descriptor = descriptor
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class ModelCache:
+    """Any process of its user, any thread."""
+
+    def __init__(self, folder: Path, limit_bytes: int) -> None:
+        """Raises OSError, also for a folder that others own or may write to."""
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            mode = f"{stat.S_IMODE(status.st_mode):o}"
+            raise PermissionError(errno.EPERM, f"user {status.st_uid} owns it, mode {mode}; expected its user and 700")
+
+    def hold(self, manifest: ModelManifest, connect: Connect) -> HeldModel:
+        """Blocks until the copy is there; connects only where it is to be received. Raises OSError."""
+        name = re.sub(r"[^\w-]+", "_", Path(manifest.path).name)[:80] + f"-{manifest.key}"
+        with self._locked():
+            self._sweep()
+            used, writing = self._open_lock(name + _USED), self._open_lock(name + _WRITING)
+            fcntl.flock(used, fcntl.LOCK_SH)  # from now on the copy is not removed
+        try:
+            fcntl.flock(writing, fcntl.LOCK_EX)
+            if not self._is_whole(self._folder / name):
+                self._receive(name, manifest, connect)
+            os.utime(used)
+        except BaseException:
+            os.close(used)
+            raise
+        finally:
+            os.close(writing)
+        return HeldModel(self._folder / name, used)
+
+    def _is_whole(self, copy: Path) -> bool:
+        """Removes one that is not."""
+        if not copy.exists():
+            return False
+        try:
+            checksums = _decode_checksums((copy / _CHECKSUMS).read_bytes())
+            damaged = [name for name, digest in checksums.items() if _digest_of(copy / name) != digest]
+        except (OSError, msgspec.DecodeError) as error:
+            damaged = [str(error)]
+        if damaged:
+            log.warning("the copy '%s' of a model is damaged, and is received again: %s", copy, damaged[0])
+            shutil.rmtree(copy)
+        return not damaged
+
+    def _receive(self, name: str, manifest: ModelManifest, connect: Connect) -> None:
+        """With the lock of its writer."""
+        unfinished = self._folder / (name + _UNFINISHED)
+        try:
+            self._reserve(unfinished, manifest)
+            with connect(manifest) as fetch:
+                checksums = {file.name: _write(unfinished / file.name, file, fetch(file)) for file in manifest.files}
+            if difference := manifest.difference(unfinished):
+                raise OSError(errno.EIO, f"what was received is not the model: {difference}")
+            _write_whole(unfinished / _CHECKSUMS, msgspec.json.encode(checksums))
+            _sync(unfinished)
+            unfinished.rename(self._folder / name)
+            _sync(self._folder)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+    def _reserve(self, unfinished: Path, manifest: ModelManifest) -> None:
+        """A disk or a cache that is full is an error before anything is sent."""
+        with self._locked():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self._make_room(manifest.size_bytes)
+            unfinished.mkdir(mode=0o700)
+            for file in manifest.files:
+                _reserve(unfinished / file.name, file.size_bytes)
+
+    def _make_room(self, size_bytes: int) -> None:
+        """With the cache's lock. Raises OSError."""
+        folders = [path for path in self._folder.iterdir() if path.is_dir()]
+        sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in folders}
+        copies = [path for path in folders if path.suffix != _UNFINISHED]
+        for copy in sorted(copies, key=lambda path: path.with_suffix(_USED).stat().st_mtime_ns):
+            if sum(sizes.values()) + size_bytes <= self._limit_bytes:
+                return
+            if self._remove_unused(copy):
+                del sizes[copy]
+        if sum(sizes.values()) + size_bytes > self._limit_bytes:
+            limit, used = f"{SIZE} allows {self._limit_bytes} bytes", sum(sizes.values())
+            raise OSError(errno.EDQUOT, f"a model of {size_bytes} bytes has no room: {limit}, and {used} are in use")
+
+    def _remove_unused(self, copy: Path) -> bool:
+        with self._try_lock(copy.with_suffix(_USED)) as is_unused:
+            if is_unused:
+                shutil.rmtree(copy)
+                for lock in (_USED, _WRITING):
+                    copy.with_suffix(lock).unlink(missing_ok=True)
+        return is_unused
+
+    def _sweep(self) -> None:
+        """What writers left that were killed."""
+        for unfinished in self._folder.glob("*" + _UNFINISHED):
+            with self._try_lock(unfinished.with_suffix(_WRITING)) as is_left:
+                if is_left:
+                    shutil.rmtree(unfinished)
+
+    @contextlib.contextmanager
+    def _try_lock(self, path: Path) -> Iterator[bool]:
+        """Whether nobody has the lock; then the caller has it meanwhile."""
+        descriptor = self._open_lock(path.name)
+        try:
+            yield _is_locked(descriptor)
+        finally:
+            os.close(descriptor)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Short: nobody receives meanwhile. Locks of copies are opened and removed with it alone."""
+        descriptor = self._open_lock("lock")
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _open_lock(self, name: str) -> int:
+        return os.open(self._folder / name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+
+def machine_cache() -> ModelCache | None:
+    """None where it is off. Raises OSError, and ValueError for a variable that holds no number."""
+    text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
+    try:
+        limit_bytes = int(float(text) * 2**30)
+    except (ValueError, OverflowError):
+        raise ValueError(f"{SIZE} is '{text}', expected a number of GiB") from None
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    folder = Path(os.environ.get(DIRECTORY) or os.path.join(base, "llmbackend", "models")).expanduser()
+    return ModelCache(folder, limit_bytes) if limit_bytes > 0 else None
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Whether the lock could be taken."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _reserve(path: Path, size_bytes: int) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def _write(path: Path, file: ManifestFile, content: Iterable[bytes]) -> str:
+    """The checksum."""
+    digest = hashlib.sha256()
+    with path.open("r+b") as written:
+        for part in content:
+            written.write(part)
+            digest.update(part)
+        if written.tell() != file.size_bytes:
+            raise OSError(errno.EIO, f"{file.name} came with {written.tell()} bytes, expected {file.size_bytes}")
+        written.flush()
+        os.fsync(written.fileno())
+    return digest.hexdigest()
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,120 @@
+"""Sends a model's files from a machine that has them: an actor there, read by the machine that lacks them.
+
+For: engines' actors. Does not know: where files are kept. Invariants: it gives files of one manifest alone, and only as
+long as they are those of the manifest; each part comes with its checksum; little of them is in Ray's memory at a time.
+It goes over Ray, and so over TLS: it is not in the path of tokens.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import socket
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from .model_cache import Fetch
+from .model_manifest import ManifestFile, ModelManifest
+
+PART_BYTES: Final = 4 << 20
+PARTS_AHEAD: Final = 4
+ANSWER_S: Final = 120.0
+"""For each answer: a machine that has fallen silent is noticed by Ray sooner."""
+
+
+class ModelSource:
+    """The actor."""
+
+    def __init__(self, manifest: bytes) -> None:
+        """manifest: a ModelManifest in msgpack."""
+        self._manifest = msgspec.msgpack.decode(manifest, type=ModelManifest)
+
+    def problem(self) -> str:
+        """Why this machine cannot send the model, "" when it can."""
+        path = self._manifest.path
+        try:
+            difference = self._manifest.difference(Path(path))
+        except OSError as error:
+            return f"{socket.gethostname()}: '{path}' cannot be read: {error.strerror}"
+        return f"{socket.gethostname()}: '{path}' has changed: {difference}" if difference else ""
+
+    def read(self, index: int, offset_bytes: int) -> tuple[bytes, bytes]:
+        """A part of a file, and its checksum."""
+        with (Path(self._manifest.path) / self._manifest.files[index].name).open("rb") as file:
+            file.seek(offset_bytes)
+            part = file.read(PART_BYTES)
+        return part, hashlib.sha256(part).digest()
+
+
+class RemoteModel:
+    """What a ModelSource on another machine gives. One thread."""
+
+    def __init__(self, actor: Any, manifest: ModelManifest) -> None:
+        self._actor = actor
+        self._manifest = manifest
+
+    def check(self) -> None:
+        """Raises OSError when that machine does not have the model, or no longer."""
+        if problem := self._ask(self._actor.problem.remote()):
+            raise OSError(errno.ENOENT, problem)
+
+    def fetch(self, file: ManifestFile) -> Iterator[bytes]:
+        """Raises OSError."""
+        index, asked = self._manifest.files.index(file), deque[Any]()
+        for offset_bytes in range(0, file.size_bytes, PART_BYTES):
+            asked.append(self._actor.read.remote(index, offset_bytes))
+            if len(asked) == PARTS_AHEAD:
+                yield self._part(file, asked.popleft())
+        while asked:
+            yield self._part(file, asked.popleft())
+        if file == self._manifest.files[-1]:
+            self.check()
+
+    def close(self) -> None:
+        ray.kill(self._actor)
+
+    def _part(self, file: ManifestFile, answer: Any) -> bytes:
+        part, checksum = self._ask(answer)
+        if hashlib.sha256(part).digest() != checksum:
+            raise OSError(errno.EIO, f"a part of {file.name} was damaged on its way")
+        return bytes(part)
+
+    def _ask(self, answer: Any) -> Any:
+        try:
+            return ray.get(answer, timeout=ANSWER_S)
+        except ray.exceptions.RayError as error:
+            raise OSError(errno.EIO, f"the machine that has the model cannot send it: {error}") from error
+
+
+@contextmanager
+def remote_model(nodes: Iterable[str], manifest: ModelManifest) -> Iterator[Fetch]:
+    """nodes: Ray's ids of machines that may have the model, best first. Raises OSError when none does."""
+    with ExitStack() as connected:
+        yield _first_that_has_it(nodes, manifest, connected).fetch
+
+
+def _first_that_has_it(nodes: Iterable[str], manifest: ModelManifest, connected: ExitStack) -> RemoteModel:
+    problems = []
+    for node in nodes:
+        model = RemoteModel(_start(manifest, node), manifest)
+        connected.callback(model.close)
+        try:
+            model.check()
+            return model
+        except OSError as error:
+            problems.append(str(error.strerror))
+    raise OSError(errno.ENOENT, "; ".join(problems) or "no machine is known that has it")
+
+
+def _start(manifest: ModelManifest, node: str) -> Any:
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=strategy)
+    return actor.remote(msgspec.msgpack.encode(manifest))
