@@ -19,6 +19,7 @@ import numpy as np
 
 from .adapter_loads import AdapterLoads
 from .config import EngineConfig
+from .errors import DeviceLostError
 from .grammars.constraints import Constraints
 from .infer_request import (
     EngineStats,
@@ -171,7 +172,7 @@ class EngineCore:
             self._ended.append(StepOutput(request_id, finish_reason="abort"))
 
     def step(self) -> StepResult:
-        """One step of all that can run; also emits what ended since the last one."""
+        """One step of all that can run; also emits what ended since the last one. An exception ends the engine."""
         if self._constraints.is_compiling:
             self._take_compiled()
         adapters = self.adapters.take_results()
@@ -265,6 +266,8 @@ class EngineCore:
             try:
                 in_flight.launch(plan, planned_s)
                 self._begin_pacing(plan, computed)
+            except DeviceLostError:
+                raise
             except Exception:
                 # The plan is dropped; the rows that it admitted and their blocks stay, for the next plan.
                 logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
@@ -308,6 +311,8 @@ class EngineCore:
     def _execute(self, plan: StepPlan) -> SampledTokens:
         try:
             return self._runner.execute(plan, self._table)
+        except DeviceLostError:
+            raise
         except Exception:
             logger.exception("a step of %d rows failed; running its rows one by one", len(plan.rows))
         return self._execute_one_by_one(plan)
@@ -322,6 +327,8 @@ class EngineCore:
             part = plan.only(i)
             try:
                 sampled = self._runner.execute(part, self._table)
+            except DeviceLostError:
+                raise
             except Exception as error:
                 errors[row] = f"the engine failed on this request: {type(error).__name__}: {error}"
                 token_ids += [0] * part.num_samples

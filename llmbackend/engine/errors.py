@@ -4,6 +4,7 @@ them.
 Exception
 ├── ProgramUnsupportedError     the model must run as modules; nothing is wrong with it
 ├── RuntimeError
+│   ├── DeviceLostError         an accelerator that no call of this process can use any more
 │   └── EngineDeadError         an engine process or thread was lost
 └── ValueError                  an engine argument that cannot be served
     ├── BadInputError           a request's fields cannot be served together, or not by this model
@@ -38,6 +39,10 @@ class EngineDeadError(RuntimeError):
         super().__init__(message)
         self.kind = kind
         self.details = details
+
+
+class DeviceLostError(RuntimeError):
+    """The engine's process has to end: another one gets the device back."""
 
 
 class BadInputError(ValueError):

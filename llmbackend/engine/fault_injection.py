@@ -21,6 +21,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from .adapter_loads import Adapters, AdaptingRunner
+from .errors import DeviceLostError
 from .infer_request import InferRequest, ModelInfo
 from .step import (
     BROKEN_LOGITS,
@@ -107,6 +108,8 @@ class FaultyRunner:
             raise RuntimeError("injected fault: exception in a step")
         if self._faults.take("out-of-memory"):
             raise MemoryError("injected fault: out of memory")
+        if self._faults.take("device-lost"):
+            raise DeviceLostError("injected fault: the device is lost")
 
     def _with_fault(self, plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
         rows = plan.rows[plan.sample_rows].tolist()

@@ -11,17 +11,22 @@ import gc
 import logging
 import time
 
+import msgspec
 import torch
 
 from .adapter_loads import refuse_adapter
 from .config import EngineConfig
-from .cpu.kv_memory import num_kv_blocks
+from .cpu.kv_memory import check_kv_dtype, num_kv_blocks
 from .cpu.native_runner import NativeRunner
 from .cpu.packed_decoder import PackedModel, PackingPlace
 from .errors import ProgramUnsupportedError
 from .freed_memory import keep_freed_memory
+from .gpu.cpu_device import CpuDevice
+from .gpu.current_device import use_gpu
+from .gpu.device import CudaDevice, Device
+from .gpu.lost_device import noticing_loss
 from .infer_request import InferRequest, ModelInfo
-from .model.loader import LoadedModel, library_choice, load_model
+from .model.loader import LoadedModel, device_of, library_choice, load_model
 from .model.module_forward import ModuleForward
 from .model.packing import pack_model
 from .sampling.host_step import HostSteps
@@ -38,6 +43,7 @@ def make_model_runner(config: EngineConfig) -> Runner:
     if not config.device.startswith("cuda"):
         made = pack_or_run(config)
         return NativeRunner(config, made) if isinstance(made, PackedModel) else made
+    use_gpu(device_of(config.device))
     loaded = load_model(config)
     from .gpu.start import start_on_cuda
 
@@ -45,7 +51,20 @@ def make_model_runner(config: EngineConfig) -> Runner:
         return start_on_cuda(config, loaded, start_s)
     except ProgramUnsupportedError as reason:
         logger.warning("%s runs as transformers modules, one step after the other: %s", loaded.model_type, reason)
-    return ModelRunner(config, loaded)
+    return run_modules_on(CudaDevice(loaded.device), config, loaded)
+
+
+def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
+    """On an accelerator, with as much KV memory as it has room for. Raises ValueError or torch.OutOfMemoryError."""
+    from .gpu.module_memory import num_module_blocks
+
+    check_kv_dtype(config)
+    if config.num_kv_blocks is None:
+        trial = ModelRunner(msgspec.structs.replace(config, num_kv_blocks=1), loaded, device)
+        num_blocks = num_module_blocks(config, loaded, device, trial)
+        trial.close()
+        config = msgspec.structs.replace(config, num_kv_blocks=num_blocks)
+    return ModelRunner(config, loaded, device)
 
 
 def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
@@ -68,12 +87,12 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, loaded: LoadedModel) -> None:
-        """Allocates the KV memory. Raises ValueError with a text for the user."""
+    def __init__(self, config: EngineConfig, loaded: LoadedModel, device: Device | None = None) -> None:
+        """device: None: a CPU. Allocates the KV memory. Raises ValueError with a text for the user."""
         start_s = time.monotonic()
-        if loaded.device.type == "cpu" and config.transport == "process":
+        if device is None and config.transport == "process":
             keep_freed_memory()
-        self._device = loaded.device
+        self._device = device or CpuDevice()
         bytes_per_token = sum(shape.bytes_per_token(loaded.dtype) for shape in loaded.layer_shapes.values())
         num_blocks = num_kv_blocks(config, bytes_per_token, loaded.max_model_len)
         self.adapters = loaded.adapters
@@ -90,7 +109,7 @@ class ModelRunner:
             dtype=str(loaded.dtype).removeprefix("torch."),
             device=str(loaded.device),
             load_s=time.monotonic() - start_s,
-            description=_describe(loaded),
+            description=_describe(loaded, self._device),
             needs_torch=True,
         )
 
@@ -110,21 +129,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
-        return self._steps.execute(plan, table)
+        with noticing_loss(self._device.synchronize):
+            return self._steps.execute(plan, table)
 
     def close(self) -> None:
         self._forward.close()
-        if self._device.type == "cuda":
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # of a device that is lost
+            self._device.trim()
 
 
-def _describe(loaded: LoadedModel) -> str:
+def _describe(loaded: LoadedModel, device: Device) -> str:
     dtype = str(loaded.dtype).removeprefix("torch.")
     if loaded.device.type == "cpu":
         threads = f"{torch.get_num_threads()} threads, {_instructions()}"
         return f"cpu, {dtype}, {threads}, {loaded.linear_kind} linear layers, modules"
-    return f"{torch.cuda.get_device_name(loaded.device)}, {dtype}"
+    return f"{device.name}, {dtype}, modules"
 
 
 def _instructions() -> str:

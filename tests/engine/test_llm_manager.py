@@ -251,7 +251,7 @@ FAULTS = [(fault, steps) for steps in (0, 2) for fault in ("exit", "segfault", "
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("fault", "mock_steps_in_flight"), [*FAULTS, ("lost", 2)])
+@pytest.mark.parametrize(("fault", "mock_steps_in_flight"), [*FAULTS, ("lost", 2), ("device-lost", 0)])
 def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str, mock_steps_in_flight: int) -> None:
     requests = long_requests(4)
     owner.start(
@@ -266,7 +266,7 @@ def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str
     (tmp_path / fault).touch()
     expect_all(owner, requests)
     expected = {"exit": "exit", "segfault": "signal", "hang": "hang", "escape": "exit", "malformed": "message"}
-    expected["lost"] = "exit"
+    expected |= {"lost": "exit", "device-lost": "exit"}
     assert [error.kind for _, error in owner.deaths] == [expected[fault]]
     owner.manager.check_ready()
 

@@ -90,13 +90,18 @@ class NativeKVMemory:
         return slots + slots // np.int32(self.block_size) * np.int32((self._scale - 1) * self.block_size)
 
 
-def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """bytes_per_token: of all layers. Raises ValueError where there is no room for one block."""
+def check_kv_dtype(config: EngineConfig) -> None:
+    """For all that is no program on an accelerator. Raises ValueError."""
     if config.kv_cache_dtype != "auto":
         raise ValueError(
             f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', expected 'auto': only the accelerator "
             "path keeps keys and values in 8 bits"
         )
+
+
+def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
+    """bytes_per_token: of all layers. Raises ValueError where there is no room for one block."""
+    check_kv_dtype(config)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     block_bytes = config.block_size * bytes_per_token

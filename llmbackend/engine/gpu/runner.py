@@ -27,6 +27,7 @@ from .device import Device, Event
 from .device_rows import DeviceRows, StepMessage, StepMessages
 from .graphs import DecodeGraphs
 from .kv_memory import HostBlocks
+from .lost_device import noticing_loss
 from .program import GpuProgram
 from .prompt_logprobs import PromptPiece, entries_of, prompt_pieces
 
@@ -117,21 +118,23 @@ class GpuRunner:
         sampling = parts.sampling.begin(plan, table)
         message = parts.messages.write(plan, table, graph_size)
         prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
-        try:
-            launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling, prompts)
-        except BaseException:
-            # What was enqueued before the error may still read the message, and its memory is about to be used again.
-            parts.device.synchronize()
-            parts.device.trim()
-            raise
+        with noticing_loss(parts.device.synchronize):
+            try:
+                launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling, prompts)
+            except BaseException:
+                # What was enqueued before the error may still read the message, whose memory is about to be used again.
+                parts.device.synchronize()
+                parts.device.trim()
+                raise
         parts.messages.sent(message, launched.end)
         self._in_flight.append(launched)
 
     def collect(self) -> tuple[int, SampledTokens]:
         launched = self._in_flight.popleft()
-        launched.end.wait()
-        sampled = launched.sampling.result()
-        prompt_logprobs, errors = entries_of(launched.prompts) if launched.prompts else ({}, {})
+        with noticing_loss(self._parts.device.synchronize):
+            launched.end.wait()
+            sampled = launched.sampling.result()
+            prompt_logprobs, errors = entries_of(launched.prompts) if launched.prompts else ({}, {})
         sampled = dataclasses.replace(
             sampled,
             errors={**sampled.errors, **errors},

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..config import EngineConfig
 from ..infer_request import ModelInfo
-from ..step import RowTable, StepPlan
+from ..step import RowTable, Runner, StepPlan
 from .runner import GpuRunner, RunnerParts
 
 _SIZES = 1, 65, 257
@@ -25,6 +25,11 @@ def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
     runner = GpuRunner(parts, info)
     for counts, length in (_largest(config, info.max_model_len), *_kinds(config, info.max_model_len)):
         _run(runner, config, counts, length)
+
+
+def run_largest(runner: Runner, config: EngineConfig) -> None:
+    """The largest step alone. Raises torch.OutOfMemoryError."""
+    _run(runner, config, *_largest(config, runner.info.max_model_len))
 
 
 def _largest(config: EngineConfig, max_model_len: int) -> tuple[list[int], int]:
@@ -45,7 +50,7 @@ def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[tuple[list[int]
                 yield counts, length
 
 
-def _run(runner: GpuRunner, config: EngineConfig, counts: Sequence[int], length: int) -> None:
+def _run(runner: Runner, config: EngineConfig, counts: Sequence[int], length: int) -> None:
     table = RowTable(len(counts), length, config.block_size)
     table.num_tokens[:] = length
     table.num_computed_tokens[:] = length - np.array(counts, np.int32)

@@ -28,6 +28,7 @@ from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
 from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
+from ..gpu.current_device import check_gpu
 from ..gpu.weights import check_device, join_neighbours, quantize_linears
 from ..kernels.abi import Type
 from ..kernels.choice import Choice, choose_library
@@ -98,7 +99,7 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     """dense: None: when the device is no CPU. Raises ValueError (naming the argument or the architecture) or OSError
     (missing or unreadable files)."""
     interface.register()
-    device = _device(config.device)
+    device = device_of(config.device)
     dense = device.type != "cpu" if dense is None else dense
     tensors = _read_directory(config)
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
@@ -178,7 +179,7 @@ def _load_adapters(
     dense: bool,
 ) -> Adapters:
     """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
-    device = _device(config.device)
+    device = device_of(config.device)
 
     def place(linears: nn.ModuleList) -> nn.ModuleList:
         if dense:
@@ -294,17 +295,15 @@ def describe_or_why(
         return None, f"{type(error).__name__}: {error}"
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'") from error
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"engine argument 'device' is '{name}', expected 'cpu', 'cuda' or 'cuda:N'")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"engine argument 'device' is '{name}', but this torch ({torch.__version__}) sees no CUDA device"
-        )
+    if device.type == "cuda":
+        check_gpu(device)
     return device
 
 

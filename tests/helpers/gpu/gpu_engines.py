@@ -23,8 +23,9 @@ VOCAB_SIZE = 96
 
 
 def config_for(path: Path, **options: Any) -> EngineConfig:
-    options = {"max_num_seqs": 6, "block_size": 8, "num_kv_blocks": 60, "max_num_batched_tokens": 48} | options
-    return EngineConfig(model=str(path), transport="inline", num_threads=1, **options)
+    limits = {"max_num_seqs": 6, "block_size": 8, "num_kv_blocks": 60, "max_num_batched_tokens": 48}
+    limits |= {"step_target_ms": 0}  # the same batches each time
+    return EngineConfig(model=str(path), transport="inline", num_threads=1, **limits | options)
 
 
 def gpu_runner(

@@ -97,8 +97,6 @@ class Ranks:
             master_listen_fd=meeting.detach() if meeting is not None else None,
         )
         on_gpu = device.type == "cuda"
-        if on_gpu:
-            torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
             store=store,

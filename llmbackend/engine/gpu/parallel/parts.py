@@ -25,6 +25,7 @@ from ...model.loader import LoadedModel, load_model
 from ...model.stored_model import open_stored_model
 from ...model.trial import trial_of
 from .. import kv_memory
+from ..current_device import check_gpu, use_gpu
 from ..program import GpuProgram
 from ..start import choose
 from ..stored_weights import StoredLinear
@@ -69,13 +70,14 @@ def _device_of(config: EngineConfig, place: RankPlace, is_alone: bool) -> torch.
     first = torch.device(config.device)
     if first.type != "cuda":
         return first
+    check_gpu(first)
     device = torch.device("cuda", (first.index or 0) + (0 if is_alone else place.rank))
     if (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(
             f"{config.split}, from device '{config.device}' on, but this torch ({torch.__version__}) sees "
             f"{torch.cuda.device_count()} CUDA devices"
         )
-    return device
+    return use_gpu(device)
 
 
 def _set_threads(config: EngineConfig, is_alone: bool) -> None:
