@@ -258,7 +258,7 @@ def test_requests_survive_a_faulty_step(owner: Owner, tmp_path: Path, fault: str
         transport="process",
         mock_step_ms=1,
         mock_steps_in_flight=mock_steps_in_flight,
-        step_timeout_s=0.5,
+        step_timeout_s=0.5 if fault == "hang" else 60.0,
         fault_directory=str(tmp_path),
     )
     owner.submit(*requests)
