@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from .device import Event, Graph, Memory
+from .device import Event, Graph, Lane, Mark, Memory
 
 
 class CpuDevice:
@@ -26,6 +26,16 @@ class CpuDevice:
 
     def enqueue(self, work: Callable[[], None]) -> None:
         work()
+
+    @property
+    def beside(self) -> Lane:
+        return self
+
+    def mark(self) -> Mark:
+        return _Passed()
+
+    def follow(self, mark: Mark) -> None:
+        pass
 
     def record(self) -> Event:
         return _Passed()

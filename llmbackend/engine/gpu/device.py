@@ -8,7 +8,7 @@ unchanged until an event behind that work has passed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -38,7 +38,27 @@ class Memory(NamedTuple):
     total_bytes: int
 
 
-class Device(Protocol):
+class Mark(Protocol):
+    """A place in a lane's work that other lanes wait for, without the host."""
+
+
+class Lane(Protocol):
+    """Work in its own order."""
+
+    def enqueue(self, work: Callable[[], None]) -> None: ...
+
+    def mark(self) -> Mark:
+        """The end of what was enqueued so far."""
+
+    def follow(self, mark: Mark) -> None:
+        """What is enqueued from now on runs after that place of any lane of the device."""
+
+
+class Device(Lane, Protocol):
+    @property
+    def beside(self) -> Lane:
+        """A lane for copies, which run beside the device's other work."""
+
     @property
     def torch_device(self) -> torch.device: ...
 
@@ -94,13 +114,41 @@ class _CudaEvent:
         return float(earlier.event.elapsed_time(self.event)) / 1000.0
 
 
+class _CudaLane:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            work()
+
+    def mark(self) -> Mark:
+        return cast(Mark, self._stream.record_event())
+
+    def follow(self, mark: Any) -> None:
+        self._stream.wait_event(mark)
+
+
 class CudaDevice:
-    """An NVIDIA GPU: all work is on the current stream of the calling thread, which keeps the order."""
+    """An NVIDIA GPU: all work is on the current stream of the calling thread, which keeps the order, but for copies
+    `beside`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._capture_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._graph_pool = torch.cuda.graph_pool_handle()
+        self._beside = _CudaLane(self._device)
+
+    @property
+    def beside(self) -> Lane:
+        return self._beside
+
+    def mark(self) -> Mark:
+        return cast(Mark, torch.cuda.current_stream(self._device).record_event())
+
+    def follow(self, mark: Any) -> None:
+        torch.cuda.current_stream(self._device).wait_event(mark)
 
     @property
     def torch_device(self) -> torch.device:

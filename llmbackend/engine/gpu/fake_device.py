@@ -1,8 +1,8 @@
 """A device on CPU tensors that runs work as late as possible, so that races beside a GPU fail here every time.
 
 For: tests of the accelerator path where there is no GPU. Does not know: what the work is. Invariant: enqueued work runs
-in order, and only when its event is waited for. Host code that changes memory too early, or reads it before the event
-behind it, gets wrong numbers every time; on a GPU it would only sometimes.
+in order, and only when its event is waited for, or another lane's work behind it. Host code that changes memory too
+early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only sometimes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from .device import Event, Graph, Memory
+from .device import Event, Graph, Lane, Mark, Memory
 
 
 class FakeDevice:
@@ -21,9 +22,17 @@ class FakeDevice:
         """memory_bytes: the size that `memory` reports; used_bytes of it are used."""
         self.memory_bytes, self.used_bytes = memory_bytes, used_bytes
         self.num_graph_replays = 0
-        self._work: deque[Callable[[], None]] = deque()
-        self._num_enqueued = 0
-        self._num_done = 0
+        self._lane, self._beside = _FakeLane(), _FakeLane()
+
+    @property
+    def beside(self) -> Lane:
+        return self._beside
+
+    def mark(self) -> Mark:
+        return self._lane.mark()
+
+    def follow(self, mark: Mark) -> None:
+        self._lane.follow(mark)
 
     @property
     def torch_device(self) -> torch.device:
@@ -34,13 +43,12 @@ class FakeDevice:
         return "fake device"
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        self._work.append(work)
-        self._num_enqueued += 1
+        self._lane.enqueue(work)
 
     def record(self) -> Event:
         event = _FakeEvent(self)
         self.enqueue(event.stamp)
-        event.place = self._num_enqueued
+        event.place = self._lane.num_enqueued
         return event
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +63,12 @@ class FakeDevice:
         return _FakeGraph(self, work)
 
     def synchronize(self) -> None:
-        self.run_until(self._num_enqueued)
+        self._lane.run_until(self._lane.num_enqueued)
+        self.hurry_copies()
+
+    def hurry_copies(self) -> None:
+        """Runs what is beside the device's work before all of that which it need not follow."""
+        self._beside.run_until(self._beside.num_enqueued)
 
     def memory(self) -> Memory:
         return Memory(self.memory_bytes - self.used_bytes, self.memory_bytes)
@@ -68,13 +81,39 @@ class FakeDevice:
         pass
 
     def is_done(self, place: int) -> bool:
-        return self._num_done >= place
+        return self._lane.num_done >= place
 
     def run_until(self, place: int) -> None:
         """Runs all work up to the `place`-th piece ever enqueued."""
-        while self._num_done < place:
-            self._num_done += 1
+        self._lane.run_until(place)
+
+
+class _FakeLane:
+    def __init__(self) -> None:
+        self.num_enqueued = 0
+        self.num_done = 0
+        self._work: deque[Callable[[], None]] = deque()
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+        self.num_enqueued += 1
+
+    def mark(self) -> Mark:
+        return _FakeMark(self, self.num_enqueued)
+
+    def follow(self, mark: Mark) -> None:
+        assert isinstance(mark, _FakeMark)
+        self.enqueue(lambda: mark.lane.run_until(mark.place))
+
+    def run_until(self, place: int) -> None:
+        while self.num_done < place:
+            self.num_done += 1
             self._work.popleft()()
+
+
+class _FakeMark(NamedTuple):
+    lane: _FakeLane
+    place: int
 
 
 class _FakeEvent:

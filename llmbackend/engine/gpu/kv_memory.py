@@ -1,24 +1,22 @@
-"""KV memory: how many blocks a device has room for, those blocks, and more of them in host memory.
+"""KV memory: how many blocks a device has room for, and those blocks.
 
-For: the runner, when it is made and when blocks move. Does not know: models, steps, which text a block holds.
-Invariants: KV blocks leave room for the largest step and for the graphs, both measured before; an engine that could not
-hold one sequence of max_model_len tokens does not start, and says what would help; a host block is one contiguous piece
-of pinned memory with the block's keys and values of all layers; copies are ordered with the device's other work.
+For: the runner, when it is made. Does not know: models, steps, which text a block holds. Invariants: KV blocks leave
+room for the largest step and for the graphs, both measured before, and for the buffers of blocks in host memory; an
+engine that could not hold one sequence of max_model_len tokens does not start, and says what would help.
 Source of the names: vLLM's gpu_memory_utilization, num_gpu_blocks_override, kv_cache_memory_bytes, kv_cache_dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from ..attention.interface import LayerShape
 from ..config import EngineConfig
-from ..step import KVCopies
 from .device import Device, Memory
+from .host_blocks import staging_bytes
 from .ops import LayerCache
 
 _MAX_SLOTS = (1 << 31) - 1
@@ -48,6 +46,8 @@ def num_kv_blocks(
     not one sequence of max_model_len tokens fits."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
+    if config.num_host_blocks(bytes_per_block):
+        graph_bytes += staging_bytes(bytes_per_block)
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
     needed = -(-max_model_len // config.block_size)
@@ -91,49 +91,3 @@ def kv_caches(
         module: LayerCache(memory(shape.num_kv_heads, shape.key_dim), memory(shape.num_kv_heads, shape.value_dim))
         for module, shape in shapes.items()
     }
-
-
-CHUNK_BYTES = 1 << 28
-"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
-
-
-class HostBlocks:
-    def __init__(self, device: Device, caches: Iterable[LayerCache], num_blocks: int) -> None:
-        self.num_blocks = num_blocks
-        self._device = device
-        self._parts = [_block_bytes(part) for cache in caches for part in (cache.keys, cache.values)]
-        self._ends = list(accumulate(part.shape[1] for part in self._parts))
-        block_bytes = self._ends[-1]
-        self._blocks_per_chunk = max(CHUNK_BYTES // block_bytes, 1)
-        counts = [
-            min(self._blocks_per_chunk, num_blocks - first) for first in range(0, num_blocks, self._blocks_per_chunk)
-        ]
-        self._chunks = [device.pinned(count * block_bytes, torch.uint8).view(count, block_bytes) for count in counts]
-
-    @classmethod
-    def make(cls, config: EngineConfig, device: Device, caches: Iterable[LayerCache]) -> HostBlocks | None:
-        """As many as the config asks for, or None. Raises ValueError when there is no room for one, RuntimeError when
-        the host cannot pin so much memory."""
-        layers = list(caches)
-        block_bytes = sum(_block_bytes(part).shape[1] for layer in layers for part in (layer.keys, layer.values))
-        num_blocks = config.num_host_blocks(block_bytes)
-        return cls(device, layers, num_blocks) if num_blocks else None
-
-    def copy(self, copies: KVCopies) -> None:
-        """Enqueues the copies and returns."""
-        pairs = list(zip(copies.blocks.tolist(), copies.host_blocks.tolist(), strict=True))
-        self._device.enqueue(lambda: self._copy(copies.to_host, pairs))
-
-    def _copy(self, to_host: bool, pairs: list[tuple[int, int]]) -> None:
-        """Device work."""
-        for block, host_block in pairs:
-            host = self._chunks[host_block // self._blocks_per_chunk][host_block % self._blocks_per_chunk]
-            for part, end in zip(self._parts, self._ends, strict=True):
-                on_device, on_host = part[block], host[end - part.shape[1] : end]
-                target, source = (on_host, on_device) if to_host else (on_device, on_host)
-                target.copy_(source, non_blocking=True)
-
-
-def _block_bytes(part: torch.Tensor) -> torch.Tensor:
-    """The same memory as bytes, uint8 [num_blocks, bytes of a block]."""
-    return part.view(torch.uint8).view(part.shape[0], -1)

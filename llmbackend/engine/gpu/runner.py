@@ -26,7 +26,7 @@ from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
 from .device_rows import DeviceRows, StepMessage, StepMessages
 from .graphs import DecodeGraphs
-from .kv_memory import HostBlocks
+from .host_blocks import HostBlocks
 from .lost_device import noticing_loss
 from .program import GpuProgram
 from .prompt_logprobs import PromptPiece, entries_of, prompt_pieces

@@ -25,7 +25,7 @@ from . import kv_memory
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows, StepMessages
 from .graphs import DecodeGraphs, ladder
-from .kv_memory import HostBlocks
+from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
 from .program import WHOLE, GpuProgram, Stages, library_matmul
 from .runner import GpuRunner, HostSampling, RunnerParts, Sampling

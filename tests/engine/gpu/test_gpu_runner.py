@@ -45,7 +45,7 @@ HOW: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
     "graphs of few sizes": {"cudagraph_capture_sizes": (2, 5)},
-    "preemption and small chunks": {"num_kv_blocks": 14, "max_num_batched_tokens": 9},
+    "preemption and small chunks": {"num_kv_blocks": 14, "max_num_batched_tokens": 9, "step_target_ms": 0},
     "no prefix cache": {"enable_prefix_caching": False, "block_size": 4},
 }
 

@@ -6,20 +6,23 @@ The fake device does its work as late as it can, so that a copy or a step that r
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import kv_memory
+from llmbackend.engine.gpu import host_blocks
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.kv_memory import HostBlocks
+from llmbackend.engine.gpu.host_blocks import HostBlocks
+from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
 from llmbackend.engine.gpu.ops import LayerCache
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model_runner import make_model_runner
 from llmbackend.engine.step import KVCopies
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
+from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.tiny_models import FAMILIES, save
 
 
@@ -77,10 +80,16 @@ def test_what_the_device_has_no_room_for_is_copied_back(model: Path) -> None:
     core.close()
 
 
+@pytest.mark.parametrize("copies_hurry", [False, True])
+@pytest.mark.parametrize("staging_bytes", [1, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
-def test_blocks_go_there_and_back_bit_by_bit(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several chunks of host memory, late, and in the order in which they were asked for."""
-    monkeypatch.setattr(kv_memory, "CHUNK_BYTES", 3000)
+def test_blocks_go_there_and_back_bit_by_bit(
+    dtype: torch.dtype, staging_bytes: int, copies_hurry: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several chunks of host memory, late, and in the order in which they were asked for, also where a buffer
+    holds one block."""
+    monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(host_blocks, "STAGING_BYTES", staging_bytes)
     device = FakeDevice()
     torch.manual_seed(0)
 
@@ -90,15 +99,43 @@ def test_blocks_go_there_and_back_bit_by_bit(dtype: torch.dtype, monkeypatch: py
     caches = [LayerCache(memory(heads, 8), memory(heads, 6)) for heads in (2, 1)]
     before = [(cache.keys.clone(), cache.values.clone()) for cache in caches]
     host = HostBlocks(device, caches, 9)
-    host.copy(_copies(True, [0, 1, 5], [8, 0, 4]))
-    host.copy(_copies(False, [2, 0], [8, 4]))
+    host.copy(_copies(True, [0, 1, 5, 3], [8, 0, 4, 6]))
+    host.copy(_copies(False, [2, 0, 4, 3], [8, 4, 6, 0]))
     assert torch.equal(caches[0].keys, before[0][0]), "nothing runs before it is waited for"
+    if copies_hurry:
+        device.hurry_copies()
     device.synchronize()
     for cache, (keys, values) in zip(caches, before, strict=True):
         for part, old in ((cache.keys, keys), (cache.values, values)):
-            assert torch.equal(part[2], old[0])
-            assert torch.equal(part[0], old[5])
-            assert torch.equal(part[[1, 3, 4, 5]], old[[1, 3, 4, 5]])
+            assert torch.equal(part, old[[5, 1, 0, 1, 3, 5]])
+
+
+def test_neighbours_on_the_host_are_one_copy_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = mock.Mock(side_effect=host_blocks._copy)
+    monkeypatch.setattr(host_blocks, "_copy", copied)
+    device, caches = FakeDevice(), [LayerCache(*torch.zeros(2, 12, 1, 16, 4)) for _ in range(3)]
+    host = HostBlocks(device, caches, 12)
+    host.copy(_copies(True, [3, 1, 7, 5, 0], [4, 6, 5, 9, 10]))
+    device.enqueue(lambda: None)
+    device.record().wait()
+    assert not copied.called, "later steps do not wait for it"
+    device.synchronize()
+    (pairs,) = copied.call_args.args
+    assert [len(target) for target, _ in pairs] == [3, 2]
+
+
+def test_blocks_move_by_a_kernel_as_they_do_without() -> None:
+    draw = torch.Generator().manual_seed(1)
+    parts = [torch.randint(0, 256, (7, size), generator=draw, dtype=torch.uint8).to(DEVICE) for size in (48, 8200, 16)]
+    ends = [0, 48, 8248, 8264]
+    staged = torch.zeros((4, 8264), dtype=torch.uint8, device=DEVICE)
+    moves = BlockMoves(parts, ends, staged)
+    moves.gather((5, 0, 2))
+    assert torch.equal(staged[:3], torch.cat([part[[5, 0, 2]] for part in parts], dim=1)) and not staged[3].any()
+    before = [part.clone() for part in parts]
+    moves.spread((1, 3, 6))
+    for part, old in zip(parts, before, strict=True):
+        assert torch.equal(part, old[[0, 5, 2, 0, 4, 5, 2]])
 
 
 def _copies(to_host: bool, blocks: list[int], host_blocks: list[int]) -> KVCopies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
 from llmbackend.engine.gpu.ops import LayerCache, NormSpec, RotarySpec, StepLayout
 from llmbackend.engine.gpu.triton_ops import TritonOps
 
@@ -25,6 +26,8 @@ def launch_operations(_capability: int) -> None:
     ints, table = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros((TOKENS, 32), dtype=torch.int32)
     TritonOps().next_inputs(ints, ints, table, table, 16, ints, ints, ints)
     TritonOps().put_tokens(ints, ints, ints, table)
+    block = torch.zeros(4, 32768, dtype=torch.uint8)
+    BlockMoves([block], [0, 32768], block).gather([0])
 
 
 def _launch_for(width: int) -> None:
