@@ -24,7 +24,7 @@ namespace llmb::panels {
 constexpr int kTileK = amx::kTileBytes / static_cast<int>(sizeof(bf16));        // 32
 constexpr size_t kTileSize = static_cast<size_t>(amx::kTileRows) * kTileK;         // elements
 constexpr int kTileChunkRows = 256;  // of x at a time: with kOuterK of k, a quarter of the L2 cache
-constexpr int kTileInnerK = 512;     // of a panel at a time: 32 of the 48 KiB of the L1 cache
+constexpr int kTileInnerK = 256;     // of a panel at a time: a third of the L1 cache, beside as much of x
 
 // A chunk's rows of x as tiles, [rows / 16][k / 32][16][32], padded with zeros.
 struct TileRows {
