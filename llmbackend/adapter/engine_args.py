@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(EngineConfig)}
 _PATH_FIELDS = ("model", "tokenizer", "generation_config")
 _OBJECT_FIELDS = (
-    "speculative_config", "cudagraph_capture_sizes", "kv_events_config", "lora_modules", "override_generation_config"
+    "speculative_config", "cudagraph_capture_sizes", "kv_events_config", "lora_modules", "override_generation_config",
+    "cluster_resources",
 )  # fmt: skip
 """Fields that are JSON objects or lists; config.pbtxt has them as JSON text."""
 _ALIASES = {"num_gpu_blocks_override": "num_kv_blocks"}

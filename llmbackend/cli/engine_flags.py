@@ -73,6 +73,10 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "tensor_parallel_size": (_COMPUTE, "Ranks that share every layer, each with a part of it."),
     "pipeline_parallel_size": (_COMPUTE, "Stages that the layers are split over."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
+    "cluster_resources": (
+        _COMPUTE,
+        'What an engine takes of its machine: {"CPU": 4, "node:10.0.0.2": 0.01}.',
+    ),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
     "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: where it can be."),

@@ -20,8 +20,8 @@ import ray.exceptions
 from .engine_actor import EngineActor
 from .messages import EngineLost, EngineSpec, EngineState, WantedEngine
 from .model_files import ModelFilesError, manifests
-from .placement import CPU, GPU, fits, needs, no_room
-from .ray_calls import DETACHED, NAMESPACE, answer
+from .placement import actor_options, needs, room_problem
+from .ray_calls import DETACHED, NAMESPACE, answer, free_resources
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +74,9 @@ class EngineWatch:
         """Or finds it. Raises ModelFilesError."""
         if self._exists():
             return ray.get_actor(self._wanted.key, NAMESPACE)
-        resources = needs(self._wanted.config)
         spec = msgspec.msgpack.encode(EngineSpec(self._wanted.key, self._wanted.config, manifests(self._wanted.config)))
-        options = DETACHED | {"name": self._wanted.key, "num_cpus": resources[CPU], "num_gpus": resources[GPU]}
-        options |= {"scheduling_strategy": "SPREAD"}
+        options = DETACHED | {"name": self._wanted.key, "scheduling_strategy": "SPREAD"}
+        options |= actor_options(needs(self._wanted.config))
         return ray.remote(EngineActor).options(**options).remote(spec)
 
     async def _listen(self) -> None:
@@ -113,9 +112,7 @@ class EngineWatch:
 
     def _room_problem(self) -> str:
         """Why no node can take the engine, "" = one may."""
-        wanted, nodes, free = needs(self._wanted.config), ray.nodes(), ray.available_resources()
-        is_possible = any(node["Alive"] and fits(wanted, node["Resources"]) for node in nodes)
-        return "" if is_possible and fits(wanted, free) else no_room(wanted, nodes, free)
+        return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
     def _show(self, state: EngineState) -> None:
         if state != self.state:

@@ -28,7 +28,8 @@ from .messages import EngineSpec
 from .model_files import ModelFilesError, local_files
 from .model_manifest import ModelManifest
 from .model_source import remote_model
-from .placement import CPU, GPU, needs, no_room
+from .placement import GPU, actor_options, needs, no_room
+from .ray_calls import free_resources
 
 PLACEMENT_S: Final = 10.0
 """For a placement group, after which there is no room for it."""
@@ -72,7 +73,7 @@ class RankGroup:
         count = config.num_ranks - 1
         self._group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * count, strategy="PACK")
         if not self._group.wait(PLACEMENT_S):
-            return f"{count} more ranks: {no_room(wanted, ray.nodes(), ray.available_resources())}"
+            return f"{count} more ranks: {no_room(wanted, ray.nodes(), free_resources())}"
         self._actors = [self._actor(i, wanted, machines) for i in range(count)]
         return next(filter(None, ray.get([actor.problem.remote() for actor in self._actors])), "")
 
@@ -87,8 +88,8 @@ class RankGroup:
         device = "cuda:0" if wanted[GPU] else self._config.device
         order = RankOrder(msgspec.structs.replace(self._config, device=device), index + 1, self._meeting)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
-        options = {"num_cpus": wanted[CPU], "num_gpus": wanted[GPU], "max_restarts": -1}
-        actor = ray.remote(RankActor).options(scheduling_strategy=strategy, **options)
+        options = actor_options(wanted) | {"max_restarts": -1, "scheduling_strategy": strategy}
+        actor = ray.remote(RankActor).options(**options)
         return actor.remote(msgspec.json.encode(order), msgspec.msgpack.encode(self._models), machines)
 
 

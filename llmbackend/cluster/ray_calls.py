@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+from ray._private.state import available_resources_per_node
+
 NAMESPACE: Final = "llmbackend"
 DETACHED: Final[dict[str, Any]] = {
     "lifetime": "detached",
@@ -17,6 +19,12 @@ DETACHED: Final[dict[str, Any]] = {
     "namespace": NAMESPACE,
     "max_concurrency": 1000,
 }
+
+
+def free_resources() -> dict[str, dict[str, float]]:
+    """Of each node, by its id. Ray's public functions tell what is free in the whole cluster only."""
+    found: dict[str, dict[str, float]] = available_resources_per_node()
+    return found
 
 
 async def answer(reference: Any) -> Any:

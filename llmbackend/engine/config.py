@@ -125,6 +125,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport                     "process" = an own process, "inline" = a thread of the host
     engine_python                 interpreter of the engine's process; "" = the host's
     num_threads                   CPU threads; 0 = all cores
+    cluster_resources             what each rank takes of its machine in a cluster, by Ray's names, instead of what
+                                  num_threads and device say: {"CPU": 4, "accelerator_type:H100": 0.001}; without a
+                                  cluster nothing is placed (not used by the engine itself)
     enforce_eager                 CPU: the model's modules compute, not one native program; GPU: no graphs
     kernels                       "torch" = plain torch in place of all own kernels
     cudagraph_capture_sizes       batch sizes that decode steps on a GPU are captured for; None = see gpu/graphs.py
@@ -203,6 +206,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     transport: Literal["process", "inline"] = "process"
     engine_python: str = ""
     num_threads: int = 0
+    cluster_resources: dict[str, float] = {}
     quantization: Literal["int8", "fp8"] | None = None
     enforce_eager: bool = False
     kernels: Literal["auto", "torch"] = "auto"
@@ -231,6 +235,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         self._at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
         self._at_least("num_threads", self.num_threads, 0)
         self._check_offloading()
+        self._check_resources()
         self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
         self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
@@ -279,6 +284,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.pipeline_parallel_size > 1:
             return f"engine argument 'pipeline_parallel_size' is {self.pipeline_parallel_size}"
         return f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}"
+
+    def _check_resources(self) -> None:
+        uses_gpu = self.device.startswith("cuda")
+        for name, amount in self.cluster_resources.items():
+            what = f"engine argument 'cluster_resources' has {amount:g} of '{name}'"
+            if not name or not 0 <= amount < math.inf:
+                raise ValueError(f"{what}, expected a resource's name and a number of at least 0")
+            if name == "GPU" and self.device != "auto" and (amount > 0) != uses_gpu:
+                raise ValueError(f"{what}, expected {'more' if uses_gpu else 'none'} where 'device' is '{self.device}'")
+            if name == "GPU" and amount > 1:
+                raise ValueError(f"{what}, expected at most 1: each rank has one")
 
     def _check_split(self) -> None:
         """An engine over several ranks has a process for each."""

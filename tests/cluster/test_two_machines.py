@@ -249,8 +249,9 @@ class TestRefused:
     def test_a_full_cluster(
         self, folder: Path, secrets: Path, tmp_path: Path, head: ServerProcess, head_folder: Path
     ) -> None:
-        write_mock_model(tmp_path, "large", num_threads=64)
+        write_mock_model(tmp_path, "large", num_threads=64, cluster_resources={"tape drive": 1})
         said = refused(
             folder, secrets, head_of(head_folder), "--model-repository", str(tmp_path), "--cluster-cpus", "1"
         )
-        assert "no node of the cluster has room for an engine, which needs 64 CPU; free in the whole cluster:" in said
+        needed = "which needs 64 CPU and 1 tape drive (no node has any tape drive); the nodes have:"
+        assert f"no node of the cluster has room for an engine, {needed}" in said
