@@ -68,10 +68,11 @@ class ClusterSecrets:
 class ClientCheck:
     """Refuses clients that lack the cluster's key, at all secured servers of a context, on a thread of its own."""
 
-    def __init__(self, context: zmq.Context[Any], secrets: ClusterSecrets) -> None:
+    def __init__(self, context: zmq.Context[Any], public_key: bytes) -> None:
+        """public_key: the cluster's, in z85."""
         from zmq.auth.thread import ThreadAuthenticator
 
-        self._key = secrets.curve_public_key
+        self._key = public_key
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", self)

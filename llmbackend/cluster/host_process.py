@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.engine.process.locating import use_locator
+from llmbackend.engine.process.locating import stop_loads, use_locator
 from llmbackend.remote import wire
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.sockets import CurveKeys
@@ -57,6 +57,7 @@ def main() -> None:
         endpoint=f"tcp://[{order.bind}]:0" if ":" in order.bind else f"tcp://{order.bind}:0",
         keys=CurveKeys(secrets.curve_public_key, secrets.curve_secret_key),
         on_serving=partial(_meet_others, locator),
+        on_stopping=stop_loads,
     )
     sys.exit(run_server(order.settings, member))
 

@@ -74,6 +74,13 @@ def _source(config: EngineConfig, index: int, wakeup: Wakeup) -> EngineSource:
     return EnginesElsewhere(engines, config, index, wakeup.set)
 
 
+def _refuse_to_wait() -> None:
+    """Raises EngineDeadError where this process is about to end, and an engine elsewhere may never come."""
+    engines = remote_engines()
+    if engines is not None and engines.users.are_stopping:
+        raise EngineDeadError("this host is stopping, and waits for no engine any more", "load")
+
+
 class LlmManager:
     def __init__(
         self,
@@ -263,6 +270,8 @@ class LlmManager:
         self._call(self._state_changed, self._history.stopped())
 
     def _turn(self) -> None:
+        if not self._first_load.done():
+            _refuse_to_wait()
         try:
             results = self._supervisor.receive(is_busy=bool(self._live))
         finally:

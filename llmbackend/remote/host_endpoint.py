@@ -23,6 +23,7 @@ import msgspec
 import zmq
 
 from llmbackend import __version__
+from llmbackend.cluster_secrets import ClientCheck
 from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
@@ -50,6 +51,7 @@ from .wire import (
     Cancel,
     Decision,
     Hello,
+    Leave,
     Peer,
     Received,
     Refused,
@@ -113,6 +115,7 @@ class HostEndpoint:
     def start(self) -> None:
         """Raises OSError when the endpoint cannot be bound."""
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._check = None if self._keys is None else ClientCheck(self._context, self._keys.public)
         self._socket = new_socket(self._context, zmq.ROUTER, self._keys, self._heartbeat_timeout_s)
         self._monitor = Monitor(self._socket)
         try:
@@ -163,6 +166,8 @@ class HostEndpoint:
     def _close_socket(self) -> None:
         self._monitor.close()
         self._socket.close()
+        if self._check is not None:
+            self._check.close()
         self._context.term()
 
     # --- the thread that reads --------------------------------------------------------------------------------------
@@ -211,6 +216,9 @@ class HostEndpoint:
         if isinstance(message, Call):
             self._called(sender, message)
             return
+        if isinstance(message, Leave):
+            self._left(sender)
+            return
         frontend = self._frontends.get(sender)
         if frontend is None:
             self._refuse(sender, "it is not attached")
@@ -248,6 +256,12 @@ class HostEndpoint:
             self._send(sender, [encode(CallResult(call.number, error=WireError.of(refusal)))])
             return
         self._on_call(call, lambda result: self._send(sender, [encode(result)]))
+
+    def _left(self, sender: bytes) -> None:
+        if (frontend := self._frontends.pop(sender, None)) is not None:
+            log.info("frontend '%s' has left, with %d open requests", frontend.name, len(frontend.requests))
+            frontend.lost()
+            self._states.read()
 
     def _refuse(self, sender: bytes, reason: str) -> None:
         log.error("a frontend is refused: %s", reason)

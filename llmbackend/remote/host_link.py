@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from typing import Final, Protocol
 
@@ -32,6 +33,7 @@ from .tensors import Frame
 from .wire import (
     Hello,
     HostState,
+    Leave,
     Received,
     Refused,
     Responses,
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 _MESSAGES_AT_ONCE: Final = 64
 _READ_PER_REPORT_BYTES: Final = 256 << 10
 _AGAIN_S: Final = 0.05
+GOODBYE_S: Final = 0.2
+_LEAVE: Final = encode(Leave())
 _AGAIN_AFTER_REFUSAL_S: Final = 2.0
 _FAILURES: Final = {
     zmq.Event.HANDSHAKE_FAILED_AUTH: "the host does not take this frontend's key",
@@ -111,8 +115,12 @@ class HostLink:
         self._loop.call_soon(self._look)
 
     def close(self) -> None:
+        """Waits for GOODBYE_S at most, for a host that reads no more."""
         if self._again is not None:
             self._again.cancel()
+        if self._socket is not None and self.host is not None:
+            self._socket.linger = math.ceil(GOODBYE_S * 1e3)
+            self._socket.send(_LEAVE, zmq.NOBLOCK)
         self._disconnect()
         self._context.term()
 

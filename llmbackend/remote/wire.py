@@ -131,7 +131,11 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
     payload: bytes
 
 
-ToHost = Hello | Submit | Cancel | Traced | Received | StateRead | Call
+class Leave(msgspec.Struct, frozen=True, array_like=True, tag=7):
+    """The last message: the frontend ends in order. What it has open is cancelled."""
+
+
+ToHost = Hello | Submit | Cancel | Traced | Received | StateRead | Call | Leave
 
 
 # --- host → frontend ----------------------------------------------------------------------------------------------

@@ -25,3 +25,5 @@ class ClusterMember:
     on_serving: Callable[[Sequence[HostEndpoint]], None]
     """Called once the host answers, on its event loop: with the endpoint in the host's folder and the one over TCP,
     whose `endpoint` says the port that it has. Peers are to be set on both (`set_peers`)."""
+    on_stopping: Callable[[], None] = lambda: None
+    """Called when the host is told to end, before anything else: no load should wait for other machines any more."""

@@ -115,6 +115,8 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
+        if member is not None:
+            member.on_stopping()
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
     try:
         await loading
@@ -142,6 +144,8 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
     if settings.protocols.allow_fault_injection:
         log.warning("--allow-fault-injection: operators may kill engines; never set it where others depend on them")
     await stop.wait()
+    if member is not None:
+        member.on_stopping()
     return await _drain(server, frontends, store, settings.exit_timeout_s)
 
 

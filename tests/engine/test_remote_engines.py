@@ -19,7 +19,7 @@ import llmbackend
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import EngineStarted, InferRequest
-from llmbackend.engine.process.locating import EngineAddress, use_locator
+from llmbackend.engine.process.locating import EngineAddress, stop_loads, use_locator
 from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
@@ -192,6 +192,30 @@ def test_an_engine_that_is_not_up_yet_is_waited_for(
     assert locator.released == [0] and not locator.losses
 
 
+@pytest.mark.parametrize("is_located", [False, True])
+def test_a_host_that_stops_does_not_wait_for_an_engine_that_never_came(
+    secrets: ClusterSecrets, is_located: bool
+) -> None:
+    """Nor for one whose machine does not answer. Without the stop, the load would wait for half an hour."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = EngineAddress(f"tcp://127.0.0.1:{listener.getsockname()[1]}", 1, "south")
+        use_locator(locator := FixedLocator(silent if is_located else None), secrets, heartbeat_timeout_s=1000.0)
+        errors: list[str] = []
+
+        def load() -> None:
+            with pytest.raises(RuntimeError) as caught:
+                Owner().start(**MOCK)
+            errors.append(str(caught.value))
+
+        loading = threading.Thread(target=load)
+        loading.start()
+        eventually(lambda: locator.num_asked, WAIT_S)
+        stop_loads()
+        loading.join(WAIT_S)
+    use_locator(None)
+    assert errors and errors[0].startswith("this host is stopping, and waits for no engine any more")
+
+
 @pytest.mark.slow
 def test_the_bundled_model_gives_its_tokens_to_both(serve: ServeEngine, secrets: ClusterSecrets) -> None:
     config = EngineConfig(model=DEMO_MODEL, num_threads=1)
@@ -260,7 +284,7 @@ HOST = """
 import sys
 from pathlib import Path
 from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.engine.process.locating import EngineAddress, use_locator
+from llmbackend.engine.process.locating import EngineAddress, stop_loads, use_locator
 from tests.engine.test_remote_engines import MOCK, endless
 from tests.helpers.manager_owner import Owner
 from tests.helpers.served_engines import FixedLocator

@@ -83,9 +83,11 @@ class FixedLocator:
         self.addresses = list(addresses)
         self.losses: list[tuple[int, int, str]] = []
         self.released: list[int] = []
+        self.num_asked = 0
         self._callback: Callable[[], None] = lambda: None
 
     def locate(self, index: int, config: EngineConfig) -> EngineAddress | None:
+        self.num_asked += 1
         return self.addresses[index]
 
     def on_change(self, callback: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
@@ -123,6 +125,38 @@ def test_a_link_over_a_network_is_encrypted_and_carries_the_same(host: Inference
             await asyncio.to_thread(endpoint.close)
 
     asyncio.run(run())
+
+
+def test_a_client_that_knows_the_public_key_alone_is_refused(host: InferenceServer) -> None:
+    """Nobody keeps it secret."""
+    endpoint = HostEndpoint(host, "tcp://127.0.0.1:0", keys=KEYS)
+    endpoint.start()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.curve_serverkey = KEYS.public
+        client.curve_publickey, client.curve_secretkey = OTHER_KEYS
+        client.linger = 0
+        monitor = client.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_SUCCEEDED)
+        client.connect(endpoint.endpoint)
+        assert monitor.poll(60_000)
+        assert recv_monitor_message(monitor)["event"] == zmq.Event.HANDSHAKE_FAILED_AUTH
+        client.disable_monitor()
+        monitor.close()
+    endpoint.close()
+
+
+def test_a_frontend_that_ends_in_order_is_not_missed(
+    host: InferenceServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "llmbackend.remote.host_endpoint")
+
+    async def run() -> None:
+        async with served(host, tmp_path) as endpoint:
+            async with attached(endpoint.endpoint, name="web 1"):
+                pass
+            await eventually_async(lambda: "frontend 'web 1' has left, with 0 open requests" in caplog.messages)
+
+    asyncio.run(run())
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_a_link_over_a_network_without_a_key_is_refused(host: InferenceServer) -> None:

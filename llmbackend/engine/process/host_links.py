@@ -70,7 +70,7 @@ class HostLinks:
         self._config = config
         self._order = order
         self._context = zmq.Context()
-        self._check = ClientCheck(self._context, secrets)
+        self._check = ClientCheck(self._context, secrets.curve_public_key)
         self._hosts: dict[int, AttachedHost] = {}
         """By their numbers, the longest attached first: that one counts what the engine does for all."""
         self._by_routing_id: dict[bytes, AttachedHost] = {}

@@ -66,6 +66,8 @@ class EngineUsers:
         self._lock = threading.Lock()
         self._callbacks: list[Callable[[], None]] = []
         self._counts: Counter[tuple[int, bytes]] = Counter()
+        self.are_stopping = False
+        """Whether nobody shall wait any more for an engine that was never there."""
         locator.on_change(self._wake)
 
     def enter(self, index: int, config: EngineConfig, wake: Callable[[], None]) -> None:
@@ -84,6 +86,11 @@ class EngineUsers:
                 return
             del self._counts[key]
         self._locator.release(index, config)
+
+    def stop_loads(self) -> None:
+        """The process is about to end: what waits for its first engine ends with an error."""
+        self.are_stopping = True
+        self._wake()
 
     def _wake(self) -> None:
         with self._lock:
@@ -129,6 +136,12 @@ def use_locator(
         raise ValueError("a locator of engines needs the cluster's secrets")
     host_id = host_id or f"{socket.gethostname()}:{os.getpid()}"
     _installed = RemoteEngines(locator, secrets, host_id, heartbeat_timeout_s, EngineUsers(locator))
+
+
+def stop_loads() -> None:
+    """This process is about to end, and waits for no engine elsewhere that was never there. Any thread."""
+    if _installed is not None:
+        _installed.users.stop_loads()
 
 
 def remote_engines() -> RemoteEngines | None:

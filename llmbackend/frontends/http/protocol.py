@@ -73,7 +73,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._presence = ClientPresence()
+        self._presence = ClientPresence(transport.close)
         timeout_s = _CROWDED_HEADER_TIMEOUT_S if self._place.refusal else self._limits.header_timeout_s
         self._clock.start(timeout_s, self._header_timed_out)
 

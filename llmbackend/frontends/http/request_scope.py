@@ -7,6 +7,7 @@ Invariants: callbacks of ClientPresence are called at most once each, on the eve
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -29,9 +30,11 @@ class ClientPresence:
     An ASGI application could only await `receive` for this, in a task for each request, which costs more than the whole
     work of an /infer; so the protocol puts this object into the scope."""
 
-    __slots__ = ("_callbacks", "_is_lost")
+    __slots__ = ("_callbacks", "_close", "_is_lost")
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], None] | None = None) -> None:
+        """close: closes the connection behind what was written; None = there is none."""
+        self._close = close or self.lost
         self._is_lost = False
         self._callbacks: list[Callable[[], None]] = []
 
@@ -49,6 +52,13 @@ class ClientPresence:
     def forget(self, callback: Callable[[], None]) -> None:
         if callback in self._callbacks:
             self._callbacks.remove(callback)
+
+    async def disconnect(self) -> None:
+        """Closes the connection, so that the client sees that its response is not whole. Returns when it has ended."""
+        has_ended = asyncio.Event()
+        self.when_lost(has_ended.set)
+        self._close()
+        await has_ended.wait()
 
     def lost(self) -> None:
         self._is_lost = True

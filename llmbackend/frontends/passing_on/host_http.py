@@ -61,7 +61,8 @@ class HostApplication:
                 return
             log.warning("%s: %s", HOST_IS_GONE, error)
             if response.has_begun:
-                raise ConnectionError("the host ended within a response") from None
+                await presence.disconnect()
+                return
             await refusing(503, HOST_IS_GONE)(scope, receive, send)
 
     async def _exchange(
