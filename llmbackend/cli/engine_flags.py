@@ -81,7 +81,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: where it can be."),
     "enforce_eager": (_COMPUTE, "No native program on CPU, no graphs on a GPU."),
-    "cudagraph_capture_sizes": (_COMPUTE, "Batch sizes of a GPU's graphs, a JSON list."),
+    "cudagraph_capture_sizes": (_COMPUTE, "Sizes of a GPU's graphs in tokens, a JSON list."),
     "batch_invariant": (_COMPUTE, "Sums in an order that does not depend on the batch, on a GPU."),
     "kernels": (_COMPUTE, "torch: no own kernels."),
     "enable_lora": (_LORA, "Serve adapters beside the model."),

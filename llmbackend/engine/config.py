@@ -130,7 +130,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   cluster nothing is placed (not used by the engine itself)
     enforce_eager                 CPU: the model's modules compute, not one native program; GPU: no graphs
     kernels                       "torch" = plain torch in place of all own kernels
-    cudagraph_capture_sizes       batch sizes that decode steps on a GPU are captured for; None = see gpu/graphs.py
+    cudagraph_capture_sizes       sizes in tokens that steps on a GPU are captured for; None = see gpu/graphs.py
     batch_invariant               whether a GPU's matrix products sum in an order that does not depend on the batch
 
     KV memory:

@@ -45,6 +45,16 @@ class StepShape:
     """At least the most keys of a sequence."""
 
 
+@dataclass(frozen=True, slots=True)
+class Padded:
+    """What a captured step is padded to. A decode step has one token of each sequence, and samples all of them; its
+    padding sequences, too, have a token. Those of a mixed step have none."""
+
+    num_rows: int
+    num_tokens: int
+    is_decode: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Changes:
     """What the device's rows lack."""
@@ -108,13 +118,12 @@ class StepMessages:
     def remove(self, row: int) -> None:
         self._new_rows.discard(row)
 
-    def write(self, plan: StepPlan, table: RowTable, num_rows: int | None = None) -> StepMessage:
-        """num_rows: the number of sequences of a captured graph, which samples all of them; those behind the plan's own
-        are padding. None: only the plan's."""
+    def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
+        """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
         changes = _Changes(self._blocks.changes(plan, table), *self._prompts(plan, table))
         buffer = self._buffer(self._step_words + changes.num_words)
         words = buffer.words.numpy()
-        shape = self._write_step(plan, table, num_rows or len(plan.rows), words)
+        shape = self._write_step(plan, table, padded or Padded(len(plan.rows), plan.num_tokens, False), words)
         num_words = self._step_words + changes.num_words
         changes.write(words[self._step_words : num_words])
         return StepMessage(
@@ -154,21 +163,21 @@ class StepMessages:
         tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
         return np.stack((rows, table.num_prompt_tokens[rows], lens)), np.concatenate(tokens)
 
-    def _write_step(self, plan: StepPlan, table: RowTable, num_rows: int, words: Int32Array) -> StepShape:
+    def _write_step(self, plan: StepPlan, table: RowTable, padded: Padded, words: Int32Array) -> StepShape:
         sections = words[: self._step_words].reshape(NUM_SECTIONS, self._section_words)
         rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions = sections
-        n, counts = len(plan.rows), plan.num_scheduled_tokens
+        n, num_rows, counts = len(plan.rows), padded.num_rows, plan.num_scheduled_tokens
         rows[:n], rows[n:num_rows] = plan.rows, 0
         seq_lens[:n], seq_lens[n:num_rows] = table.num_computed_tokens[plan.rows] + counts, 0
         query_start[0] = 0
         np.cumsum(counts, out=query_start[1 : n + 1])
-        num_tokens = int(query_start[n])
-        query_start[n + 1 : num_rows + 1] = np.arange(num_tokens + 1, num_tokens + 1 + num_rows - n)
-        sampled = np.arange(num_rows) if num_rows > n else np.flatnonzero(plan.sample_rows)
+        padding = np.arange(1, num_rows - n + 1) if padded.is_decode else 0
+        query_start[n + 1 : num_rows + 1] = query_start[n] + padding
+        sampled = np.arange(num_rows) if padded.is_decode else np.flatnonzero(plan.sample_rows)
         count = len(sampled)
         sampled_tokens[:count] = query_start[1:][sampled] - 1
         sampled_rows[:count], sampled_positions[:count] = rows[sampled], seq_lens[sampled]
-        return StepShape(num_rows, num_tokens + num_rows - n, count, int(counts.max()), int(seq_lens[:n].max()))
+        return StepShape(num_rows, padded.num_tokens, count, int(counts.max()), int(seq_lens[:n].max()))
 
 
 class DeviceRows:
@@ -176,9 +185,17 @@ class DeviceRows:
     [max_num_seqs], block_table [max_num_seqs, max_blocks_per_seq]."""
 
     def __init__(
-        self, device: torch.device, ops: Ops, max_num_seqs: int, max_model_len: int, block_size: int, max_words: int
+        self,
+        device: torch.device,
+        ops: Ops,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_words: int,
+        max_tokens: int,
     ) -> None:
-        """max_words: of a usual message (StepMessages.max_words). Raises torch.OutOfMemoryError."""
+        """max_words: of a usual message (StepMessages.max_words). max_tokens: of a step. Raises
+        torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._block_size = block_size
@@ -188,16 +205,16 @@ class DeviceRows:
         self._message = torch.zeros(max_words, **numbers)
         self._step_words = NUM_SECTIONS * section_words(max_num_seqs)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
-        self._inputs = torch.zeros((3, section_words(max_num_seqs)), **numbers)
-        """Token ids, positions and slots of steps with one token of each sequence."""
+        self._inputs = torch.zeros((3, section_words(max_tokens)), **numbers)
+        """Token ids, positions and slots of a step."""
         self._places = torch.arange(section_words(max_num_seqs), **numbers)
-        self.forget_step()
 
-    def forget_step(self) -> None:
-        """Until the next message all sequences are padding, of one token each, from which one is sampled."""
+    def forget_step(self, size: Padded) -> None:
+        """Until the next message there is nothing but the padding of a step of this size."""
         self._sections.zero_()
-        self._sections[1].copy_(self._places)
-        self._sections[3].copy_(self._places)
+        if size.is_decode:
+            self._sections[1].copy_(self._places)
+            self._sections[3].copy_(self._places)
 
     def upload(self, message: StepMessage) -> None:
         """Copies the message and applies its changes."""
@@ -218,15 +235,12 @@ class DeviceRows:
     def layout(self, shape: StepShape) -> StepLayout:
         """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next
         upload writes."""
-        rows, query_start, seq_lens, sampled_tokens, _, _ = self._sections
+        rows, query_start, seq_lens = self._sections[:3]
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
-        if shape.num_tokens == shape.num_rows:
-            token_ids, positions, slots = self._inputs[:, : shape.num_rows]
-            tables = self.token_table, self.block_table, self._block_size
-            self._ops.next_inputs(rows, seq_lens, *tables, token_ids, positions, slots)
-        else:
-            token_ids, positions, slots = self._ragged_inputs(rows, query_start, seq_lens, shape.num_tokens)
+        token_ids, positions, slots = self._inputs[:, : shape.num_tokens]
+        tables = self.token_table, self.block_table, self._block_size
+        self._ops.step_inputs(rows, query_start, seq_lens, *tables, token_ids, positions, slots)
         return StepLayout(
             rows=rows,
             query_start=query_start,
@@ -234,10 +248,14 @@ class DeviceRows:
             token_ids=token_ids,
             positions=positions,
             slots=slots,
-            sampled_tokens=sampled_tokens[: shape.num_samples],
+            sampled_tokens=self.sampled_tokens(shape.num_samples),
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
         )
+
+    def sampled_tokens(self, count: int) -> torch.Tensor:
+        """Places in the batch of the first `count` tokens to sample; a view as of `layout`."""
+        return self._sections[3, :count]
 
     def samples(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and position of each of the first `count` tokens to sample; int32 [count] both, views as of `layout`."""
@@ -246,17 +264,6 @@ class DeviceRows:
     def put(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Adds the sampled tokens to the rows; int32 [samples] each."""
         self._ops.put_tokens(rows, positions, token_ids, self.token_table)
-
-    def _ragged_inputs(
-        self, rows: torch.Tensor, query_start: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Token ids, positions and slots of a step without padding."""
-        sequence = torch.repeat_interleave(query_start.diff(), output_size=num_tokens)
-        places = torch.arange(num_tokens, dtype=torch.int32, device=rows.device)
-        token_rows, positions = rows[sequence], seq_lens[sequence] - query_start[1:][sequence] + places
-        blocks = self.block_table[token_rows, positions // self._block_size]
-        slots = blocks * self._block_size + positions % self._block_size
-        return self.token_table[token_rows, positions], positions, slots
 
     def _add_rows(self, words: torch.Tensor, num_rows: int, num_tokens: int) -> None:
         rows, num_prompt_tokens, lens = words[: 3 * num_rows].view(3, -1)

@@ -1,8 +1,10 @@
-"""CUDA graphs of decode steps: one for each of a ladder of batch sizes, captured when the engine starts.
+"""CUDA graphs of whole steps: of decode steps by number of sequences, of mixed ones by number of tokens.
 
-For: the runner. A decode step of a small model is a few hundred launches of a few microseconds each; as a graph it is
-one. Does not know: requests, sampling. Invariants: what changes from step to step is in memory at fixed addresses; a
-step is padded up to the next size with sequences that write no KV and whose results are not used.
+For: the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one.
+Does not know: requests, sampling. Invariants: what changes from step to step is in memory at fixed addresses, the
+layout of a mixed step too; a step is padded up to the next size, with sequences and tokens that write no KV and whose
+results are not used. The graph of a mixed step ends before the logits, which are computed for the tokens that are
+sampled alone.
 """
 
 from __future__ import annotations
@@ -10,19 +12,22 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
 import torch
 
 from ..step import StepPlan
 from .device import Device, Graph
-from .device_rows import DeviceRows, StepShape
+from .device_rows import DeviceRows, Padded, StepShape
 from .program import GpuProgram
 
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURE_S = 60.0
-"""After so many seconds no more sizes are captured; their steps are padded up to larger ones."""
+"""After so many seconds no more sizes are captured; their steps are padded up to larger ones, or run without."""
+
+_MAX_MIXED_TOKENS = 2048
+"""Larger steps keep a device busy for longer than the host needs to launch them one kernel at a time."""
 
 
 def ladder(max_num_seqs: int, wanted: Sequence[int] | None = None) -> list[int]:
@@ -34,56 +39,83 @@ def ladder(max_num_seqs: int, wanted: Sequence[int] | None = None) -> list[int]:
     return sorted({size for size in sizes if size <= max_num_seqs})
 
 
-class DecodeGraphs:
+def mixed_ladder(max_tokens: int, wanted: Sequence[int] | None = None) -> list[int]:
+    """Numbers of tokens in rising order, none above max_tokens: the wanted ones, or steps of 64, of 128 from 512 on,
+    and of 256 from 1024 to _MAX_MIXED_TOKENS; max_tokens itself, if it is less."""
+    if wanted is not None:
+        return sorted({size for size in wanted if 1 < size <= max_tokens})
+    most = min(max_tokens, _MAX_MIXED_TOKENS)
+    sizes = {*range(64, 512, 64), *range(512, 1024, 128), *range(1024, most, 256), most}
+    return sorted(size for size in sizes if 1 < size <= most)
+
+
+class StepGraphs:
     def __init__(self, device: Device, program: GpuProgram, rows: DeviceRows, max_model_len: int) -> None:
         self._device, self._program, self._rows, self._max_model_len = device, program, rows, max_model_len
-        self._graphs: dict[int, Graph] = {}
-        self._logits: dict[int, torch.Tensor] = {}
-        self._sizes = np.empty(0, np.int64)
+        self._graphs: dict[Padded, Graph] = {}
+        self._logits: dict[Padded, torch.Tensor] = {}
+        """Of decode steps."""
+        self._sizes: list[Padded] = []
+        """Decode steps first, the smallest of a kind first."""
 
     @property
-    def sizes(self) -> list[int]:
-        return self._sizes.tolist()
+    def decode_sizes(self) -> list[int]:
+        return [size.num_rows for size in self._sizes if size.is_decode]
 
-    def capture(self, sizes: Sequence[int]) -> float:
-        """Captures the largest size first, because the others fit into its memory. Returns how many seconds it took.
-        Sizes that do not fit into memory, or into MAX_CAPTURE_S, are left out."""
+    @property
+    def mixed_sizes(self) -> list[int]:
+        return [size.num_tokens for size in self._sizes if not size.is_decode]
+
+    def capture(self, sizes: Sequence[Padded]) -> float:
+        """Captures decode steps before mixed ones, and the largest of a kind first, because the others fit into its
+        memory. Returns how many seconds it took. Sizes that do not fit into memory, or into MAX_CAPTURE_S, are left
+        out."""
         start_s = time.monotonic()
-        self._device.enqueue(self._rows.forget_step)
-        for size in sorted(sizes, reverse=True):
+        for size in sorted(sizes, key=lambda size: (size.is_decode, size.num_tokens), reverse=True):
             if time.monotonic() - start_s > MAX_CAPTURE_S:
-                logger.warning("no decode graphs below %d sequences: capturing took %g s", size + 1, MAX_CAPTURE_S)
+                logger.warning("no graphs from %s on: capturing took %g s", size, MAX_CAPTURE_S)
                 break
+            self._device.enqueue(partial(self._rows.forget_step, size))
             try:
                 self._graphs[size] = self._device.capture(lambda size=size: self._run(size))  # type: ignore[misc]
             except torch.OutOfMemoryError:
-                logger.warning("no decode graphs of %d sequences and less: out of memory", size)
+                logger.warning("no graphs from %s on: out of memory", size)
                 self._logits.pop(size, None)
                 break
-        self._sizes = np.array(sorted(self._graphs), np.int64)
+        self._sizes = sorted(self._graphs, key=lambda size: (not size.is_decode, size.num_tokens))
         return time.monotonic() - start_s
 
     def forget(self) -> None:
         """Drops all graphs and frees their memory."""
         self._graphs.clear()
+        self._sizes = []
         self._logits.clear()
-        self._sizes = np.empty(0, np.int64)
         self._device.trim()
 
-    def size_for(self, plan: StepPlan) -> int | None:
-        """The size that this step is padded to; None when it is not one decoded token of each row, or too large."""
-        place = int(np.searchsorted(self._sizes, len(plan.rows)))
-        if place == len(self._sizes) or plan.num_tokens != len(plan.rows) or not plan.sample_rows.all():
-            return None
-        return int(self._sizes[place])
+    def size_for(self, plan: StepPlan) -> Padded | None:
+        """What this step is padded to: a decode step, if each of its rows decodes one token. None where there is no
+        graph as large."""
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        is_decode = num_tokens == num_rows and bool(plan.sample_rows.all())
+        for size in self._sizes:
+            if size.num_rows >= num_rows and size.num_tokens >= num_tokens and is_decode >= size.is_decode:
+                return size
+        return None
 
-    def replay(self, size: int) -> torch.Tensor:
-        """Device work: computes the step whose message was uploaded last. Logits [size, vocab], valid until the next
-        step."""
+    def replay(self, size: Padded, num_samples: int) -> torch.Tensor:
+        """Device work: computes the step whose message was uploaded last. Logits [num_samples, vocab], valid until the
+        next step."""
         self._graphs[size].replay()
-        return self._logits[size]
+        if size.is_decode:
+            return self._logits[size][:num_samples]
+        return self._program.logits_behind(self._rows.sampled_tokens(num_samples))
 
-    def _run(self, size: int) -> None:
+    def _run(self, size: Padded) -> None:
         with torch.inference_mode():
-            layout = self._rows.layout(StepShape(size, size, size, 1, self._max_model_len))
-            self._logits[size] = self._program.forward(layout, self._rows.block_table)
+            num_samples, max_query_len = (size.num_rows, 1) if size.is_decode else (0, size.num_tokens)
+            shape = StepShape(size.num_rows, size.num_tokens, num_samples, max_query_len, self._max_model_len)
+            layout = self._rows.layout(shape)
+            if size.is_decode:
+                self._logits[size] = self._program.forward(layout, self._rows.block_table)
+            else:
+                self._program.run_layers(layout, self._rows.block_table)

@@ -26,8 +26,8 @@ PADDING_SLOT = -1
 class StepLayout:
     """The ragged batch of one step, as device tensors of int32.
 
-    Padding sequences have one token, seq_len 0, row 0 and slot PADDING_SLOT, and come last; what they compute is not
-    used.
+    Padding sequences have at most one token, seq_len 0 and row 0, and come last. Tokens behind all sequences' are
+    padding, too. Padding tokens have slot PADDING_SLOT; what they compute is not used.
     """
 
     rows: torch.Tensor
@@ -140,7 +140,8 @@ class Ops(Protocol):
     ) -> None:
         """Causal attention of each sequence's queries (the first num_heads * head_dim columns of qkv) to the keys and
         values in its blocks. block_table int32 [max_num_seqs, max_blocks_per_seq], looked up by layout.rows. The query
-        at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]; padding tokens get zeros."""
+        at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]; a padding sequence's token
+        gets zeros, and a token of no sequence anything."""
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
         """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
@@ -148,9 +149,10 @@ class Ops(Protocol):
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         """out = x [T, k], each row by its own scale."""
 
-    def next_inputs(
+    def step_inputs(
         self,
         rows: torch.Tensor,
+        query_start: torch.Tensor,
         seq_lens: torch.Tensor,
         token_table: torch.Tensor,
         block_table: torch.Tensor,
@@ -159,9 +161,9 @@ class Ops(Protocol):
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        """Fills in token_ids, positions and slots [n] of a step with one token of each sequence, its last, from the
-        tables (as in RowTable) and rows and seq_lens [n]. All int32. Padding rows (seq_len 0) write only the padding
-        marker: token 0 at position 0 with PADDING_SLOT."""
+        """Fills in token_ids, positions and slots [T] of a step from its sequences (as of StepLayout), whose last
+        tokens it computes, and the tables (as in RowTable). All int32. Padding is token 0 at position 0 with
+        PADDING_SLOT."""
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor

@@ -158,8 +158,6 @@ class GpuProgram:
         self._norm, self._head = _norm_spec(decoder.norm), self._linear(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
         self._max_tokens, self.max_samples = max_tokens, max_samples
-        self._computed: tuple[torch.Tensor, _Pending | None]
-        """The residual stream of the last step, and what is to be added to it."""
         self._make_buffers(max_tokens, max_samples)
 
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
@@ -174,6 +172,14 @@ class GpuProgram:
         call; [0, vocab] when no row samples, and then the head is not computed. [samples, 0] where another stage has
         the head.
         """
+        self.run_layers(layout, block_table)
+        if not self._stages.is_last:
+            return self._logit_memory.matrix(len(layout.sampled_tokens), 0)
+        return self.logits_behind(layout.sampled_tokens)
+
+    @torch.inference_mode()
+    def run_layers(self, layout: StepLayout, block_table: torch.Tensor) -> None:
+        """As `forward`, without the logits: `logits_behind` computes those."""
         num_tokens = len(layout.token_ids)
         if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
             raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
@@ -189,9 +195,9 @@ class GpuProgram:
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
             x = self._input(residual, pending, layer.mlp_norm, layer.gate_up)
             pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
+        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
         if not self._stages.is_last:
-            return self._hand_on(residual, pending, len(layout.sampled_tokens))
-        return self._logits(residual, pending, layout.sampled_tokens)
+            self._stages.send(residual)
 
     def verify(self, checked: CheckedModel, block_size: int) -> None:
         """Compares this with the model's own modules, in the KV memory's first blocks. Raises
@@ -232,25 +238,13 @@ class GpuProgram:
         self._ops.gate(gate_up, layer.activation, gated)
         return self._product(layer.down, gated, self._block)
 
-    def _hand_on(self, residual: torch.Tensor, pending: _Pending, num_samples: int) -> torch.Tensor:
-        self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
-        self._stages.send(residual)
-        return self._logit_memory.matrix(num_samples, 0)
-
-    def _logits(self, residual: torch.Tensor, pending: _Pending, tokens: torch.Tensor) -> torch.Tensor:
-        self._computed = residual, pending
-        return self.logits_behind(tokens)
-
     @torch.inference_mode()
     def logits_behind(self, tokens: torch.Tensor) -> torch.Tensor:
         """Logits as of `forward` behind these tokens of the batch that was computed last, int32 [tokens], at most as
         many as the largest step samples."""
         if not len(tokens):
             return self._logit_memory.matrix(0, self._head.n)
-        residual, pending = self._computed
-        if pending is not None:
-            self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
-            self._computed = residual, None
+        residual = self._residual.matrix(self._max_tokens, self._width)
         x = self._sampled.matrix(len(tokens), self._width)
         self._ops.residual_norm(residual, None, None, 1.0, self._norm, x, tokens)
         return self._finished(self._product(self._head, x, self._logit_memory))

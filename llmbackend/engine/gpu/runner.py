@@ -24,8 +24,8 @@ from ..infer_request import InferRequest, ModelInfo
 from ..sampling.torch_sampling import TorchSampler
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
-from .device_rows import DeviceRows, StepMessage, StepMessages
-from .graphs import DecodeGraphs
+from .device_rows import DeviceRows, Padded, StepMessage, StepMessages
+from .graphs import StepGraphs
 from .host_blocks import HostBlocks
 from .lost_device import noticing_loss
 from .program import GpuProgram
@@ -69,7 +69,7 @@ class RunnerParts:
     program: GpuProgram
     rows: DeviceRows
     messages: StepMessages
-    graphs: DecodeGraphs
+    graphs: StepGraphs
     """Used instead of the program where a step fits one."""
     sampling: Sampling
     host_blocks: HostBlocks | None = None
@@ -114,13 +114,13 @@ class GpuRunner:
         return self.collect()[1]
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        parts, graph_size = self._parts, self._parts.graphs.size_for(plan)
+        parts, padded = self._parts, self._parts.graphs.size_for(plan)
         sampling = parts.sampling.begin(plan, table)
-        message = parts.messages.write(plan, table, graph_size)
+        message = parts.messages.write(plan, table, padded)
         prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
         with noticing_loss(parts.device.synchronize):
             try:
-                launched = self._enqueue(step_id, message, graph_size, plan.num_samples, sampling, prompts)
+                launched = self._enqueue(step_id, message, padded, plan.num_samples, sampling, prompts)
             except BaseException:
                 # What was enqueued before the error may still read the message, whose memory is about to be used again.
                 parts.device.synchronize()
@@ -162,7 +162,7 @@ class GpuRunner:
         self,
         step_id: int,
         message: StepMessage,
-        graph_size: int | None,
+        padded: Padded | None,
         num_samples: int,
         sampling: StepSampling,
         prompts: list[PromptPiece],
@@ -170,7 +170,7 @@ class GpuRunner:
         parts, device = self._parts, self._parts.device
         logits: list[torch.Tensor] = []
         start = device.record()
-        device.enqueue(lambda: logits.append(_logits(parts, message, graph_size)[:num_samples]))
+        device.enqueue(lambda: logits.append(_logits(parts, message, padded, num_samples)))
         computed = device.record()
         if num_samples:
             sampling.complete()
@@ -184,11 +184,11 @@ class GpuRunner:
 
 
 @torch.inference_mode()
-def _logits(parts: RunnerParts, message: StepMessage, graph_size: int | None) -> torch.Tensor:
-    """Device work: the step up to its logits [samples, vocab], those of padding last."""
+def _logits(parts: RunnerParts, message: StepMessage, padded: Padded | None, num_samples: int) -> torch.Tensor:
+    """Device work: the step up to its logits [samples, vocab]."""
     parts.rows.upload(message)
-    if graph_size is not None:
-        return parts.graphs.replay(graph_size)
+    if padded is not None:
+        return parts.graphs.replay(padded, num_samples)
     return parts.program.forward(parts.rows.layout(message.shape), parts.rows.block_table)
 
 

@@ -23,8 +23,8 @@ from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
 from . import kv_memory
 from .device import CudaDevice, Device
-from .device_rows import DeviceRows, StepMessages
-from .graphs import DecodeGraphs, ladder
+from .device_rows import DeviceRows, Padded, StepMessages
+from .graphs import StepGraphs, ladder, mixed_ladder
 from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
 from .program import WHOLE, GpuProgram, Stages, library_matmul
@@ -65,7 +65,7 @@ def start(
     host_blocks = HostBlocks.make(config, device, caches.values())
     capture_s = parts.graphs.capture(_graph_sizes(config))
     device.trim()
-    how = f"{type(ops).__name__}, graphs of {parts.graphs.sizes or 'no'} sequences in {capture_s:.1f} s"
+    how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, num_blocks, how, start_s)
     if host_blocks is not None:
@@ -95,8 +95,8 @@ def _make_parts(
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
-    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words)
-    graphs = DecodeGraphs(device, program, rows, loaded.max_model_len)
+    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens)
+    graphs = StepGraphs(device, program, rows, loaded.max_model_len)
     return RunnerParts(device, program, rows, messages, graphs, sampling)
 
 
@@ -114,16 +114,28 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, s
     return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), graph_bytes)
 
 
-def _graph_sizes(config: EngineConfig) -> list[int]:
+def _graph_sizes(config: EngineConfig) -> list[Padded]:
     if config.enforce_eager:
         return []
-    return ladder(min(config.max_num_seqs, config.max_num_batched_tokens), config.cudagraph_capture_sizes)
+    max_tokens, wanted = config.max_num_batched_tokens, config.cudagraph_capture_sizes
+    decode = ladder(min(config.max_num_seqs, max_tokens), wanted)
+    mixed = mixed_ladder(max_tokens, wanted)
+    return [Padded(n, n, True) for n in decode] + [Padded(config.max_num_seqs, n, False) for n in mixed]
+
+
+def _graphs_text(graphs: StepGraphs) -> str:
+    decode, mixed = (", ".join(map(str, sizes)) or "none" for sizes in (graphs.decode_sizes, graphs.mixed_sizes))
+    return f"graphs of decode steps ({decode} sequences) and mixed steps ({mixed} tokens; larger ones run without)"
 
 
 def _graph_bytes(config: EngineConfig, parts: RunnerParts) -> int:
-    """Bytes that all graphs will take: the largest brings the memory that the others share, and each has launches of
-    its own. Measured by capturing two of them."""
+    """Bytes that all graphs will take. Of each kind, the largest brings the memory that the others share, and each has
+    launches of its own. Measured by capturing two of them."""
     sizes = _graph_sizes(config)
+    return sum(_bytes_of(parts, [size for size in sizes if size.is_decode == kind]) for kind in (True, False))
+
+
+def _bytes_of(parts: RunnerParts, sizes: list[Padded]) -> int:
     free_bytes = []
     for some in ([], sizes[-1:], sizes[-2:]):
         parts.graphs.forget()

@@ -58,7 +58,8 @@ class TorchOps:
         out: torch.Tensor,
     ) -> None:
         queries, _, _ = _heads(qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim)
-        rows, visible = _visible_keys(layout, qkv.shape[0])
+        sequence, visible = _visible_keys(layout.query_start, layout.seq_lens, qkv.shape[0])
+        rows = layout.rows[sequence]
         block_size = cache.keys.shape[2]
         blocks_at_once = max(1, _KEYS_AT_ONCE // block_size)
         tokens_at_once = max(1, _MAX_GATHERED // (blocks_at_once * block_size * spec.num_kv_heads * spec.head_dim))
@@ -79,9 +80,10 @@ class TorchOps:
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         _put(x, out)
 
-    def next_inputs(
+    def step_inputs(
         self,
         rows: torch.Tensor,
+        query_start: torch.Tensor,
         seq_lens: torch.Tensor,
         token_table: torch.Tensor,
         block_table: torch.Tensor,
@@ -90,10 +92,11 @@ class TorchOps:
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        is_padding = seq_lens == 0
-        torch.clamp(seq_lens - 1, min=0, out=positions)
-        token_ids.copy_(token_table[rows, positions].masked_fill(is_padding, 0))
-        places = block_table[rows, positions // block_size] * block_size + positions % block_size
+        sequence, visible = _visible_keys(query_start, seq_lens, len(token_ids))
+        token_rows, is_padding = rows[sequence], visible == 0
+        torch.clamp(visible - 1, min=0, out=positions)
+        token_ids.copy_(token_table[token_rows, positions].masked_fill(is_padding, 0))
+        places = block_table[token_rows, positions // block_size] * block_size + positions % block_size
         slots.copy_(places.masked_fill(is_padding, PADDING_SLOT))
 
     def put_tokens(
@@ -204,12 +207,15 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 
-def _visible_keys(layout: StepLayout, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token: its row of the block table, and how many keys it sees."""
-    places = torch.arange(num_tokens, dtype=torch.int32, device=layout.rows.device)
-    ends = layout.query_start[1:]
-    sequence = torch.searchsorted(ends, places, right=True)
-    return layout.rows[sequence], layout.seq_lens[sequence] - ends[sequence] + places + 1
+def _visible_keys(
+    query_start: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of each token: its sequence, and how many keys it sees; any sequence and 0 for padding."""
+    places = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
+    ends = query_start[1:]
+    sequence = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)
+    visible = seq_lens[sequence] - ends[sequence] + places + 1
+    return sequence, torch.where(places < ends[-1], visible, 0)
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

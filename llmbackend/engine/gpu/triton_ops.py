@@ -19,6 +19,7 @@ _MAX_GATE_TILE = 2048
 _MAX_ROTARY_TILE = 8192
 _HEADS_PER_PROGRAM = 8
 _ROWS_PER_PROGRAM = 128
+_TOKENS_PER_PROGRAM = 32
 
 
 class TritonOps:
@@ -118,9 +119,10 @@ class TritonOps:
             x, out.data, out.scale, width, x.stride(0), TILE=tile, LARGEST=LARGEST[out.data.dtype]
         )
 
-    def next_inputs(
+    def step_inputs(
         self,
         rows: torch.Tensor,
+        query_start: torch.Tensor,
         seq_lens: torch.Tensor,
         token_table: torch.Tensor,
         block_table: torch.Tensor,
@@ -129,9 +131,10 @@ class TritonOps:
         positions: torch.Tensor,
         slots: torch.Tensor,
     ) -> None:
-        fused.next_inputs_kernel[(triton.cdiv(len(rows), _ROWS_PER_PROGRAM),)](
-            rows, seq_lens, token_table, token_table.stride(0), block_table, block_table.stride(0), token_ids,
-            positions, slots, len(rows), BLOCK_SIZE=block_size, PADDING=PADDING_SLOT, AT_ONCE=_ROWS_PER_PROGRAM,
+        fused.step_inputs_kernel[(triton.cdiv(len(token_ids), _TOKENS_PER_PROGRAM),)](
+            rows, query_start, seq_lens, token_table, token_table.stride(0), block_table, block_table.stride(0),
+            token_ids, positions, slots, len(rows), len(token_ids), BLOCK_SIZE=block_size, PADDING=PADDING_SLOT,
+            TOKENS=_TOKENS_PER_PROGRAM, AT_ONCE=_ROWS_PER_PROGRAM,
         )  # fmt: skip
 
     def put_tokens(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.gpu.device_rows import DeviceRows, StepMessage, StepMessages, section_words
+from llmbackend.engine.gpu.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
 from llmbackend.engine.gpu.torch_ops import TorchOps
@@ -14,6 +14,7 @@ from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
+MAX_TOKENS = MAX_NUM_SEQS * MAX_MODEL_LEN
 
 
 class Host:
@@ -26,7 +27,7 @@ class Host:
         self.device = FakeDevice()
         limits = MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE
         self.messages = StepMessages(self.device, *limits, 2)
-        self.rows = DeviceRows(torch.device("cpu"), ops, *limits, self.messages.max_words)
+        self.rows = DeviceRows(torch.device("cpu"), ops, *limits, self.messages.max_words, MAX_TOKENS)
         self.live: set[int] = set()
         self.known = self.table.token_ids.copy()
         """The table with what the device sampled and the host has not read."""
@@ -67,6 +68,14 @@ class Host:
         counts = np.minimum(left, self.draw.integers(1, 30, len(rows))).astype(np.int32)
         return StepPlan(rows, counts, counts == left)
 
+    def padded(self, plan: StepPlan, decode: bool) -> Padded | None:
+        """To more rows or tokens; now and then to none."""
+        if decode:
+            num_rows = int(self.draw.integers(len(plan.rows), MAX_NUM_SEQS + 1))
+            return Padded(num_rows, num_rows, True)
+        num_tokens = plan.num_tokens + int(self.draw.integers(3)) * 7
+        return Padded(MAX_NUM_SEQS, num_tokens, False) if self.draw.random() < 0.7 else None
+
     def sample(self, plan: StepPlan) -> None:
         """Moves on as if the plan was launched: what it samples is known to the device alone."""
         table = self.table
@@ -87,8 +96,7 @@ def test_the_batch_is_that_of_the_hosts_table(seed: int, ops: Ops) -> None:
         host.churn()
         decode = bool(host.draw.integers(2))
         plan = host.plan(decode)
-        padded = int(host.draw.integers(len(plan.rows), MAX_NUM_SEQS + 1)) if decode else None
-        message = host.messages.write(plan, host.table, padded)
+        message = host.messages.write(plan, host.table, host.padded(plan, decode))
         if host.draw.random() < 0.2:
             continue  # the launch failed
         layouts: list[StepLayout] = []
@@ -137,13 +145,15 @@ def check(layout: StepLayout, expected: dict[str, np.ndarray], rows: np.ndarray)
         np.testing.assert_array_equal(given[..., : value.shape[-1]], value, err_msg=name)
     seen = layout.rows.numpy()[:count]
     np.testing.assert_array_equal(np.where(rows < 0, -1, seen), rows)
-    padding = len(layout.seq_lens) - count
-    if padding:
-        assert layout.seq_lens[count:].tolist() == [0] * padding
-        assert layout.slots[-padding:].tolist() == [PADDING_SLOT] * padding
-        assert layout.rows[count:, 0].tolist() == [0] * padding
+    num_tokens = len(expected["positions"])
+    assert not layout.seq_lens[count:].any() and not layout.rows[count:, 0].any()
+    assert (layout.slots[num_tokens:] == PADDING_SLOT).all()
+    assert not layout.token_ids[num_tokens:].any() and not layout.positions[num_tokens:].any()
+    if len(layout.sampled_tokens[0]) > expected["sampled_tokens"].shape[1]:  # padding that a graph samples
         assert layout.query_start.tolist() == list(range(len(layout.seq_lens) + 1))
         assert layout.sampled_tokens[0].tolist() == list(range(len(layout.seq_lens)))
+    elif len(layout.seq_lens) < len(layout.slots):
+        assert (layout.query_start[count:] == num_tokens).all()
 
 
 def test_only_what_changed_is_told_again() -> None:

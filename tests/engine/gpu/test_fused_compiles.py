@@ -10,7 +10,7 @@ from tests.helpers.gpu.sampling_launches import launch_sampling
 def test_operations_compile_for_hopper() -> None:
     (kernels,) = compile_in_process(launch_operations, 90).values()
     assert {kernel.name for kernel in kernels} == {
-        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "next_inputs_kernel",
+        "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "step_inputs_kernel",
         "put_tokens_kernel", "move_blocks_kernel",
     }  # fmt: skip
     for kernel in kernels:

@@ -9,8 +9,9 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.gpu.device import Memory
+from llmbackend.engine.gpu.device_rows import Padded
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.graphs import DecodeGraphs, ladder
+from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
 from llmbackend.engine.gpu.kv_memory import num_kv_blocks
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, save
@@ -52,15 +53,21 @@ def test_sizes_of_graphs() -> None:
     assert ladder(300)[-6:] == [240, 248, 256, 272, 288, 300]
     assert ladder(40, (64, 3, 3, 40)) == [3, 40]
     assert ladder(40, ()) == []
+    assert mixed_ladder(1) == []
+    assert mixed_ladder(9) == [9]
+    assert mixed_ladder(200) == [64, 128, 192, 200]
+    assert mixed_ladder(8192)[5:9] == [384, 448, 512, 640]
+    assert mixed_ladder(8192)[-3:] == [1536, 1792, 2048]
+    assert mixed_ladder(40, (64, 3, 1, 40)) == [3, 40]
 
 
 class LeakyDevice(FakeDevice):
-    """Each KiB of a graph is one sequence's; a graph has 5 KiB of launches besides. Says what is free."""
+    """Each KiB of a graph is one token's; a graph has 5 KiB of launches besides. Says what is free."""
 
     def capture(self, work: Any) -> Any:
         graph = super().capture(work)
         size = work.__defaults__[0]
-        self.used_bytes = max(self.used_bytes, size << 10) + (5 << 10)
+        self.used_bytes = max(self.used_bytes, size.num_tokens << 10) + (5 << 10)
         return graph
 
     def trim(self) -> None:
@@ -75,13 +82,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_room_is_left_for_graphs_and_they_are_captured(model: Path) -> None:
-    """Sizes 1, 2, 4 and 6: 6 KiB that they share, and 5 KiB of each. Blocks of 8 tokens have 3 layers of 512 bytes a
-    token."""
+    """Sizes 1, 2, 4 and 6: 6 KiB that they share, and 5 KiB of each; and one of mixed steps of 48 tokens. Blocks of 8
+    tokens have 3 layers of 512 bytes a token."""
     device = LeakyDevice(memory_bytes=1 << 20)
     config = config_for(model, num_kv_blocks=None, gpu_memory_utilization=0.75)
     runner = gpu_runner(config, device)
-    assert runner.info.num_blocks == ((3 << 18) - (6 << 10) - 4 * (5 << 10)) // (8 * 3 * 256)
-    assert "graphs of [1, 2, 4, 6] sequences" in runner.info.description
+    assert runner.info.num_blocks == ((3 << 18) - ((6 + 48) << 10) - 5 * (5 << 10)) // (8 * 3 * 256)
+    assert "decode steps (1, 2, 4, 6 sequences) and mixed steps (48 tokens; larger" in runner.info.description
     runner.close()
 
 
@@ -89,12 +96,12 @@ def test_what_does_not_fit_is_left_out(model: Path, monkeypatch: pytest.MonkeyPa
     """Without memory or time for all graphs there are fewer graphs, and the engine starts all the same."""
     device = FakeDevice()
     runner = gpu_runner(config_for(model, enforce_eager=True), device)
-    assert "graphs of no sequences" in runner.info.description
+    assert "decode steps (none sequences) and mixed steps (none tokens" in runner.info.description
     engine = runner._parts
-    graphs = DecodeGraphs(device, engine.program, engine.rows, 128)
+    graphs = StepGraphs(device, engine.program, engine.rows, 128)
     monkeypatch.setattr("llmbackend.engine.gpu.graphs.MAX_CAPTURE_S", -1.0)
-    graphs.capture([1, 2, 4])
-    assert graphs.sizes == []
+    graphs.capture([Padded(1, 1, True), Padded(6, 48, False)])
+    assert graphs.decode_sizes == graphs.mixed_sizes == []
     runner.close()
 
 

@@ -238,23 +238,31 @@ def _gated(gates, inside, width, GELU: tl.constexpr):
     return x / (1.0 + tl.exp(tl.minimum(-slope, 88.0))) * up
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def next_inputs_kernel(
-    rows, seq_lens, token_table, token_stride, block_table, block_stride, token_ids, positions, slots, num_rows,
-    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, AT_ONCE: tl.constexpr,
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
+def step_inputs_kernel(
+    rows, query_start, seq_lens, token_table, token_stride, block_table, block_stride, token_ids, positions, slots,
+    num_sequences, num_tokens,
+    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    place = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    inside = place < num_rows
-    row = tl.load(rows + place, mask=inside, other=0).to(tl.int64)
-    last = tl.load(seq_lens + place, mask=inside, other=0) - 1
-    live = last >= 0
-    position = tl.maximum(last, 0)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    sequence = tl.zeros([TOKENS], tl.int32)  # as many end before the token
+    for start in range(0, num_sequences, AT_ONCE):
+        other = start + tl.arange(0, AT_ONCE)
+        ends = tl.load(query_start + 1 + other, mask=other < num_sequences, other=0x7FFFFFFF)
+        sequence += tl.sum((ends[None, :] <= token[:, None]).to(tl.int32), axis=1)
+    real = sequence < num_sequences
+    row = tl.load(rows + sequence, mask=real, other=0).to(tl.int64)
+    end = tl.load(query_start + 1 + sequence, mask=real, other=0)
+    position = tl.load(seq_lens + sequence, mask=real, other=0) - end + token
+    live = real & (position >= 0)
+    position = tl.where(live, position, 0)
     token_id = tl.load(token_table + row * token_stride + position, mask=live, other=0)
     block = tl.load(block_table + row * block_stride + position // BLOCK_SIZE, mask=live, other=0)
     slot = tl.where(live, block * BLOCK_SIZE + position % BLOCK_SIZE, PADDING)
-    tl.store(token_ids + place, token_id, mask=inside)
-    tl.store(positions + place, position, mask=inside)
-    tl.store(slots + place, slot, mask=inside)
+    inside = token < num_tokens
+    tl.store(token_ids + token, token_id, mask=inside)
+    tl.store(positions + token, position, mask=inside)
+    tl.store(slots + token, slot, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
