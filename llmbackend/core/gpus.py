@@ -2,7 +2,8 @@
 
 For: the host, which places instances, and the adapter, which gives engines their devices. Does not know: torch, whose
 import takes seconds, and CUDA, whose initialisation takes memory on every GPU. Invariants: ids are CUDA's, counted from
-0 over the visible GPUs; a host whose driver is missing or does not answer has no GPUs.
+0 over the visible GPUs, in the order of their bus (engines tell CUDA so, gpu/current_device.py); a host whose driver is
+missing or does not answer has no GPUs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -21,9 +22,20 @@ log = logging.getLogger(__name__)
 STAND_IN = "LLMBACKEND_GPUS"
 """Environment variable, for tests: ids of this host's GPUs ("0,1"; "" = none), used instead of asking the driver."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 MIN_COMPUTE_CAPABILITY = 6.0
 _LIBRARY = "libnvidia-ml.so.1"
 _UUID_BYTES = 96
+
+
+@dataclass(frozen=True, slots=True)
+class DriverGpu:
+    """A GPU of the machine, as the driver describes it."""
+
+    uuid: str
+    compute_capability: float
+    instances: tuple[str, ...] = ()
+    """Names of the instances that it is divided into (MIG)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +65,39 @@ def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tu
     stand_in = os.environ.get(STAND_IN)
     if stand_in is not None:
         return _parse(stand_in)
-    uuids, capabilities = zip(*_devices(), strict=True) if _devices() else ((), ())
-    visible = visible_gpu_indexes(uuids, os.environ)
-    return tuple(i for i, index in enumerate(visible) if capabilities[index] >= min_compute_capability)
+    shown = visible_gpus(_devices(), os.environ)
+    _warn_of_names(os.environ.get(VISIBLE_DEVICES, ""), os.environ.get(DEVICE_ORDER, ""), bool(shown))
+    return tuple(i for i, gpu in enumerate(shown) if gpu.compute_capability >= min_compute_capability)
 
 
-def visible_gpu_indexes(uuids: Sequence[str], environment: Mapping[str, str]) -> list[int]:
-    """Indexes of the driver's GPUs that CUDA shows, in CUDA's order. As in CUDA, the first name that matches no GPU, or
-    one a second time, ends the list."""
+def visible_gpus(gpus: Sequence[DriverGpu], environment: Mapping[str, str]) -> list[DriverGpu]:
+    """Those of the driver's GPUs that CUDA shows, in CUDA's order. As in CUDA, the first name that matches no GPU, or
+    one a second time, ends the list, and so does an instance of a GPU (MIG), of which a process has one."""
     wanted = environment.get(VISIBLE_DEVICES)
     if wanted is None:
-        return list(range(len(uuids)))
-    indexes: list[int] = []
+        return list(gpus)
+    shown: list[int] = []
     for name in (part.strip() for part in wanted.split(",")):
-        found = [i for i, uuid in enumerate(uuids) if name == str(i) or (not name.isdigit() and _names(name, uuid))]
-        if len(found) != 1 or found[0] in indexes:
+        found = [i for i, gpu in enumerate(gpus) if name == str(i) or (not name.isdigit() and _names(name, gpu))]
+        if len(found) != 1 or found[0] in shown:
             break
-        indexes += found
-    return indexes
+        shown += found
+        if name.startswith("MIG-"):
+            break
+    return [gpus[i] for i in shown]
 
 
-def _names(name: str, uuid: str) -> bool:
-    return name.startswith("GPU-") and uuid.startswith(name)
+def _names(name: str, gpu: DriverGpu) -> bool:
+    return (name.startswith("GPU-") and gpu.uuid.startswith(name)) or name in gpu.instances
+
+
+@cache
+def _warn_of_names(wanted: str, order: str, is_one_shown: bool) -> None:
+    """Once for each setting."""
+    if wanted and wanted != "-1" and _devices() and not is_one_shown:
+        log.warning("%s is '%s', which names none of this host's %d GPUs", VISIBLE_DEVICES, wanted, len(_devices()))
+    if order == "FASTEST_FIRST" and len({gpu.compute_capability for gpu in _devices()}) > 1:
+        log.warning("%s is '%s': ids count this host's GPUs in the order of their bus", DEVICE_ORDER, order)
 
 
 def _parse(text: str) -> tuple[int, ...]:
@@ -85,8 +108,8 @@ def _parse(text: str) -> tuple[int, ...]:
 
 
 @cache
-def _devices() -> tuple[tuple[str, float], ...]:
-    """UUID and compute capability of each GPU of the machine, in the driver's order."""
+def _devices() -> tuple[DriverGpu, ...]:
+    """The GPUs of the machine, in the driver's order, which is that of their bus."""
     try:
         nvml = ctypes.CDLL(_LIBRARY)
     except OSError:
@@ -95,20 +118,49 @@ def _devices() -> tuple[tuple[str, float], ...]:
         log.warning("the NVIDIA driver does not answer: this host is taken to have no GPU")
         return ()
     try:
-        count = ctypes.c_uint()
-        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        return tuple(_device(nvml, index) for index in range(count.value))
+        return driver_gpus(nvml)
     finally:
         nvml.nvmlShutdown()
 
 
-def _device(nvml: ctypes.CDLL, index: int) -> tuple[str, float]:
+def driver_gpus(nvml: ctypes.CDLL) -> tuple[DriverGpu, ...]:
+    """nvml: initialised."""
+    count = ctypes.c_uint()
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+    return tuple(_gpu(nvml, index) for index in range(count.value))
+
+
+def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
     """A GPU that does not answer has compute capability 0, so that the others keep their ids."""
-    handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
-    major, minor = ctypes.c_int(), ctypes.c_int()
-    failed = (
-        nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
-        or nvml.nvmlDeviceGetUUID(handle, uuid, _UUID_BYTES)
-        or nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
+    handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetCudaComputeCapability(
+        handle, ctypes.byref(major), ctypes.byref(minor)
     )
-    return ("", 0.0) if failed else (uuid.value.decode("ascii", "replace"), major.value + minor.value / 10)
+    uuid = "" if failed else _uuid(nvml, handle)
+    if not uuid:
+        return DriverGpu("", 0.0)
+    return DriverGpu(uuid, major.value + minor.value / 10, tuple(_instances(nvml, handle, uuid)))
+
+
+def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterator[str]:
+    """Both names of each instance that the GPU is divided into (MIG), the one of drivers before 470 too."""
+    count, instance = ctypes.c_uint(), ctypes.c_void_p()
+    if nvml.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(count)):
+        return
+    for index in range(count.value):
+        if nvml.nvmlDeviceGetMigDeviceHandleByIndex(gpu, index, ctypes.byref(instance)):
+            continue
+        if uuid := _uuid(nvml, instance):
+            yield uuid
+        slices, units = ctypes.c_uint(), ctypes.c_uint()
+        if not (
+            nvml.nvmlDeviceGetGpuInstanceId(instance, ctypes.byref(slices))
+            or nvml.nvmlDeviceGetComputeInstanceId(instance, ctypes.byref(units))
+        ):
+            yield f"MIG-{gpu_uuid}/{slices.value}/{units.value}"
+
+
+def _uuid(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
+    """Empty where there is no answer."""
+    uuid = ctypes.create_string_buffer(_UUID_BYTES)
+    return "" if nvml.nvmlDeviceGetUUID(handle, uuid, _UUID_BYTES) else uuid.value.decode("ascii", "replace")

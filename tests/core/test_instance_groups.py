@@ -3,11 +3,14 @@ ValidateInstanceGroup of Triton's core have them. The host's GPUs are a stand-in
 
 from __future__ import annotations
 
+import ctypes
+from typing import Any, cast
+
 import pytest
 
 from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.config.model_config import parse_text, set_instance_groups
-from llmbackend.core.gpus import supported_gpus, visible_gpu_indexes
+from llmbackend.core.gpus import DriverGpu, driver_gpus, supported_gpus, visible_gpus
 from llmbackend.core.inference_server import InferenceServer
 from tests.helpers.core_backends import INSTANCE_BACKEND, load_error
 from tests.helpers.core_host import Repository, send, serving, version_of
@@ -97,15 +100,60 @@ def test_instances_of_listed_gpus_come_go_and_serve(repository: Repository, monk
 
 
 def test_visible_devices_are_read_as_cuda_reads_them() -> None:
-    uuids = ["GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3"]
+    gpus = [
+        DriverGpu("GPU-aaaa-1", 8.0),
+        DriverGpu("GPU-aabb-2", 9.0, ("MIG-11", "MIG-GPU-aabb-2/1/0", "MIG-22", "MIG-GPU-aabb-2/2/0")),
+        DriverGpu("GPU-cccc-3", 9.0),
+    ]
 
     def visible(text: str) -> list[int]:
-        return visible_gpu_indexes(uuids, {"CUDA_VISIBLE_DEVICES": text})
+        return [gpus.index(gpu) for gpu in visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": text})]
 
-    assert visible_gpu_indexes(uuids, {}) == [0, 1, 2]
+    assert visible_gpus(gpus, {}) == gpus
     assert visible("2,0") == [2, 0] and visible("GPU-cc, GPU-aabb-2") == [2, 1]
-    assert visible("") == visible("-1") == visible("GPU-aa") == []
+    assert visible("") == visible("-1") == visible("GPU-aa") == visible("MIG-33") == []
     assert visible("1,9,0") == [1] and visible("1,1") == [1]
+    assert visible("MIG-22") == visible("MIG-GPU-aabb-2/1/0") == visible("MIG-11,MIG-22") == [1]
+
+
+class Nvml:
+    """The driver's library of a machine with two GPUs. The second one is divided; the first one knows no such thing."""
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        handle._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = handle.value - 92, 6
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle: Any, uuid: Any, size: int) -> int:
+        uuid.value = f"{'GPU' if handle.value < 200 else 'MIG'}-{handle.value}".encode()
+        return 0
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any, count: Any) -> int:
+        count._obj.value = 7
+        return 3 if handle.value == 100 else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int, instance: Any) -> int:
+        instance._obj.value = 200 + index
+        return 6 if index % 2 else 0
+
+    def nvmlDeviceGetGpuInstanceId(self, instance: Any, number: Any) -> int:
+        number._obj.value = instance.value - 190
+        return 0
+
+    def nvmlDeviceGetComputeInstanceId(self, instance: Any, number: Any) -> int:
+        return 0 if instance.value < 204 else 1
+
+
+def test_instances_of_a_divided_gpu_are_found_by_both_their_names() -> None:
+    names = "MIG-200", "MIG-GPU-101/10/0", "MIG-202", "MIG-GPU-101/12/0", "MIG-204", "MIG-206"
+    assert driver_gpus(cast("ctypes.CDLL", Nvml())) == (DriverGpu("GPU-100", 8.6), DriverGpu("GPU-101", 9.6, names))
 
 
 def test_a_stand_in_for_the_hosts_gpus_is_read_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

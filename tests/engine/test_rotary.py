@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.model.decoder_description import _RotaryTables
 from llmbackend.engine.model.loader import load_model
 from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts, random_model
 
@@ -37,6 +38,16 @@ HOW: dict[str, dict[str, Any]] = {"program": {}, "modules": {"enforce_eager": Tr
 
 def config(kind: str, **changes: Any) -> tf.LlamaConfig:
     return tf.LlamaConfig(**BASE, rope_parameters={**ROPES[kind], "rope_theta": THETA, **changes})
+
+
+def test_tables_are_computed_on_the_cpu() -> None:
+    """Whatever precision a GPU's products have been given."""
+    rotary = random_model(config("default")).model.rotary_emb
+    expected = _RotaryTables(rotary, 40, torch.device("cpu")).of(None)
+    angles = torch.outer(torch.arange(40.0), rotary.inv_freq)
+    assert torch.equal(expected, torch.cat((angles.cos(), angles.sin()), dim=-1))
+    on_device = _RotaryTables(rotary, 40, torch.device("meta")).of(None)  # which computes nothing
+    assert on_device.device.type == "meta" and on_device.shape == expected.shape
 
 
 def length(path: Path, model_config: Any, wanted: int | None = None) -> int:

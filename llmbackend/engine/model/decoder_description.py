@@ -8,6 +8,7 @@ the program's logits are compared with the modules' (CheckedModel.verify), befor
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -291,11 +292,13 @@ def _embedding_factor(module: Any, config: Any) -> float:
 
 
 class _RotaryTables:
-    """Cosines and sines of all positions, computed once for each kind of layer."""
+    """Cosines and sines of all positions, computed once for each kind of layer, by a copy of the module on the CPU: a
+    GPU may have been told to round the factors of products (TF32), and angles of thousands lose their fraction then."""
 
     def __init__(self, rotary: Any, max_model_len: int, device: torch.device) -> None:
-        self._rotary = rotary
-        self._positions = torch.arange(max_model_len, device=device)[None]
+        self._rotary = copy.deepcopy(rotary).cpu()
+        self._device = device
+        self._positions = torch.arange(max_model_len)[None]
         self._by_kind = "layer_type" in inspect.signature(rotary.forward).parameters
         self._tables: dict[str | None, torch.Tensor] = {}
 
@@ -306,11 +309,11 @@ class _RotaryTables:
         return self._tables[kind]
 
     def _table(self, *kind: str | None) -> torch.Tensor:
-        cos, sin = self._rotary(torch.empty(1, 1, device=self._positions.device), self._positions, *kind)
+        cos, sin = self._rotary(torch.empty(1, 1), self._positions, *kind)
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
             raise ProgramUnsupportedError(f"{type(self._rotary).__name__} rotates in another order than halves")
-        return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().contiguous()
+        return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().to(self._device)
 
 
 def _logit_factor(config: Any) -> float:
