@@ -2,17 +2,19 @@
 
 For: the description of a model that is split over ranks, and what cuts it. Does not know: files, models, ranks.
 Invariants: the pieces are mapped files or host memory, in the checkpoint's own type, and nothing is read of them before
-`rows`, `columns` or `to`; what those give is dense, in the model's dtype, and shares no memory with a file.
+`rows`, `columns` or `to`; what those give is dense, in the model's dtype, or quantised from that, and shares no memory
+with a file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from .weights import DenseWeight
+from .weights import DenseWeight, Quantization, QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,6 +24,8 @@ class StoredWeight:
     pieces: tuple[torch.Tensor, ...]
     dtype: torch.dtype
     """The model's."""
+    quantization: Quantization | None = None
+    """Of what is cut out."""
 
     @property
     def n(self) -> int:
@@ -38,29 +42,34 @@ class StoredWeight:
             if begin < end:
                 parts.append(piece[begin:end])
             first += piece.shape[0]
-        return StoredWeight(tuple(parts), self.dtype)
+        return replace(self, pieces=tuple(parts))
 
     def joined(self, other: StoredWeight) -> StoredWeight | None:
-        return self.above(other) if self.k == other.k and self.dtype == other.dtype else None
+        alike = self.k == other.k and self.dtype == other.dtype and self.quantization == other.quantization
+        return self.above(other) if alike else None
 
-    def rows(self, rows: torch.Tensor) -> DenseWeight:
+    def rows(self, rows: torch.Tensor) -> DenseWeight | QuantizedWeight:
         """Rising numbers."""
         parts, first = [], 0
         for piece in self.pieces:
             own = rows[(rows >= first) & (rows < first + piece.shape[0])] - first
-            parts.append(piece[own].to(self.dtype))
+            parts.append(piece[own])
             first += piece.shape[0]
-        return DenseWeight(torch.cat(parts))
+        return self._made(parts)
 
-    def columns(self, columns: range) -> DenseWeight:
-        return DenseWeight(torch.cat([piece[:, columns.start : columns.stop].to(self.dtype) for piece in self.pieces]))
+    def columns(self, columns: range) -> DenseWeight | QuantizedWeight:
+        return self._made([piece[:, columns.start : columns.stop] for piece in self.pieces])
 
     def above(self, other: StoredWeight) -> StoredWeight:
-        return StoredWeight(self.pieces + other.pieces, self.dtype)
+        return replace(self, pieces=self.pieces + other.pieces)
 
-    def to(self, device: torch.device) -> DenseWeight:
+    def to(self, device: torch.device) -> DenseWeight | QuantizedWeight:
         """The whole of it."""
-        return DenseWeight(torch.cat([piece.to(self.dtype) for piece in self.pieces]).to(device))
+        return self._made(self.pieces).to(device)
+
+    def _made(self, parts: Sequence[torch.Tensor]) -> DenseWeight | QuantizedWeight:
+        whole = torch.cat([part.to(self.dtype) for part in parts])
+        return DenseWeight(whole) if self.quantization is None else QuantizedWeight.of(whole, self.quantization)
 
 
 class StoredLinear(nn.Module):

@@ -5,7 +5,8 @@ belongs to. Invariants: each matrix is in memory once, neighbours side by side, 
 memory; an 8-bit weight has a scale for each output, and its input gets one for each token, found in that token alone,
 so that a token's result depends on no other.
 8-bit products are torch's own (_scaled_mm, which torchao calls too; importing torchao would cost an engine as long as
-torch and all of its compiler), and for whole numbers on a GPU a kernel that also applies the scales.
+torch and all of its compiler), and on a GPU, for whole numbers and for what torch refuses, a kernel that also applies
+the scales.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from typing import Literal, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import nn
+
+from .fp8_products import least_library_rows, multiply_by_library
 
 NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one input, by their names in transformers, in the order in which programs need their outputs."""
@@ -195,18 +198,22 @@ class QuantizedWeight:
 
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         rows = x if isinstance(x, EightBitRows) else eight_bit_rows(x, self.data.dtype)
-        if self.data.dtype != FP8 and out.is_cuda:
+        if not self._by_library(len(rows.data)):
             from .kernels.scaled_matmul import scaled_matmul  # Triton, which only a GPU's torch brings
 
             scaled_matmul(rows.data, rows.scale, self.data, self.scale, bias, out)
             return
         if self.data.dtype == FP8:
-            weight, scale = self.data.t(), self.scale[None]
-            torch._scaled_mm(rows.data, weight, scale_a=rows.scale, scale_b=scale, out_dtype=out.dtype, out=out)
+            multiply_by_library(rows.data, rows.scale, self.data, self.scale, out)
         else:
             out.copy_(torch._int_mm(rows.data, self.data.t()) * rows.scale * self.scale)
         if bias is not None:
             out += bias
+
+    def _by_library(self, num_rows: int) -> bool:
+        if self.data.dtype == FP8:
+            return num_rows >= least_library_rows(self.n, self.k, self.data.device)
+        return not self.data.is_cuda
 
     def part(self, start: int, n: int) -> QuantizedWeight:
         return QuantizedWeight(self.data[start : start + n], self.scale[start : start + n])
@@ -257,7 +264,7 @@ def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, devi
     many were replaced."""
     num_changed = 0
     for parent in list(model.modules()):
-        linears = {name: child for name, child in parent.named_children() if _is_quantizable(name, child, head)}
+        linears = {name: child for name, child in parent.named_children() if is_quantizable(name, child, head)}
         groups = [names for names in NEIGHBOURS if all(name in linears for name in names)]
         alone = [(name,) for name in linears if not any(name in names for names in groups)]
         for names in (*groups, *alone):
@@ -277,7 +284,8 @@ def _quantized_layers(group: list[nn.Linear], kind: Quantization, device: torch.
         start += linear.out_features
 
 
-def _is_quantizable(name: str, module: nn.Module, head: nn.Module) -> bool:
+def is_quantizable(name: str, module: nn.Module, head: nn.Module) -> bool:
+    """name: of the module in its parent."""
     if type(module) is not nn.Linear or module is head or name in _UNTOUCHED:
         return False
     return module.in_features % _DIVISOR == 0 and module.out_features % _DIVISOR == 0

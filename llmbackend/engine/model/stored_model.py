@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 from ..config import EngineConfig
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.stored_weights import StoredLinear, StoredWeight
+from ..gpu.weights import Quantization, is_quantizable
 from .checkpoint_check import check_tensors
 from .checkpoint_files import bad_checkpoint, read_headers, weight_files
 from .compatibility import CheckedModel, architecture_name, check_calls
@@ -55,7 +56,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
         raise ProgramUnsupportedError("its layers are not known without weights") from error
     try:
-        _take_tensors(model, _mapped(files), dtype)
+        _take_tensors(model, _mapped(files), dtype, config.quantization)
     except (SafetensorError, OSError) as error:
         raise bad_checkpoint(config.model, error) from error
     restore_buffers(model)
@@ -111,7 +112,9 @@ def _mapped(files: list[Path]) -> Mapping[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def _take_tensors(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+def _take_tensors(
+    model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quantization: Quantization | None
+) -> None:
     """Gives the model's modules the tensors: vectors in its type, matrices as they are."""
     tied = {name for name, _ in _parameters(model)} - tensors.keys()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -131,7 +134,8 @@ def _take_tensors(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child is not head:
                 bias = cast("nn.Parameter | None", child.bias)
-                setattr(parent, name, StoredLinear(StoredWeight((child.weight.detach(),), dtype), bias))
+                kind = quantization if is_quantizable(name, child, head) else None
+                setattr(parent, name, StoredLinear(StoredWeight((child.weight.detach(),), dtype, kind), bias))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,9 +1,10 @@
 """From a checkpoint to a rank's part of its model.
 
 For: every rank, before it meets the others. Does not know: processes, steps. Invariants: a rank reads only its part of
-plain weights; weights that are quantised or drawn at random are made whole in host memory, cut, and freed before the
-program is built; what the program is made of has been compared with the model's own modules, as a small model of the
-same config (`model/trial.py`) where the weights are never in one place.
+plain weights, and quantises what it cut out; weights that the checkpoint holds in 8 bits or less, or that are drawn at
+random, are made whole in host memory, cut, and freed before the program is built; what the program is made of has been
+compared with the model's own modules, as a small model of the same config (`model/trial.py`) where the weights are
+never in one place.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..current_device import check_gpu, use_gpu
 from ..program import GpuProgram
 from ..start import choose
 from ..stored_weights import StoredLinear
+from ..triton_needs import naming_what_triton_needs
 from ..weights import QuantizedLinear, check_device
 from .collectives import Ranks
 from .place import RankPlace
@@ -60,7 +62,8 @@ def load_part(config: EngineConfig, ranks: Ranks, is_alone: bool = False) -> Loa
             checked=replace(whole.checked, sequences=(), logits=torch.empty(0)),
         )
         if ranks.place.rank == 0:
-            _try_small(config, whole, part)
+            with contextlib.nullcontext() if device.type == "cpu" else naming_what_triton_needs():
+                _try_small(config, whole, part)
     _drop_weights(whole.model)
     return part
 
@@ -90,15 +93,21 @@ def _set_threads(config: EngineConfig, is_alone: bool) -> None:
 
 def _open(config: EngineConfig, device: torch.device) -> LoadedModel:
     """The whole model: in its files, or in host memory."""
-    if config.load_format == "safetensors" and config.quantization is None:
-        try:
-            return open_stored_model(config)
-        except ProgramUnsupportedError as reason:
-            logger.warning("every rank reads the whole checkpoint: %s", reason)
-    loaded = load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
+    loaded = _open_files(config) or load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
     if config.quantization is not None:
         check_device(config.quantization, device, loaded.dtype)
     return loaded
+
+
+def _open_files(config: EngineConfig) -> LoadedModel | None:
+    """None: there are no files, or they must be read whole."""
+    if config.load_format != "safetensors":
+        return None
+    try:
+        return open_stored_model(config)
+    except ProgramUnsupportedError as reason:
+        logger.warning("every rank reads the whole checkpoint: %s", reason)
+        return None
 
 
 def _try_small(config: EngineConfig, whole: LoadedModel, part: LoadedModel) -> None:
