@@ -25,6 +25,7 @@ from .gpu.cpu_device import CpuDevice
 from .gpu.current_device import use_gpu
 from .gpu.device import CudaDevice, Device
 from .gpu.lost_device import noticing_loss
+from .gpu.triton_needs import naming_what_triton_needs
 from .infer_request import InferRequest, ModelInfo
 from .model.loader import LoadedModel, device_of, library_choice, load_model
 from .model.module_forward import ModuleForward
@@ -44,9 +45,14 @@ def make_model_runner(config: EngineConfig) -> Runner:
         made = pack_or_run(config)
         return NativeRunner(config, made) if isinstance(made, PackedModel) else made
     use_gpu(device_of(config.device))
-    loaded = load_model(config)
+    with naming_what_triton_needs():
+        return _on_gpu(config, start_s)
+
+
+def _on_gpu(config: EngineConfig, start_s: float) -> Runner:
     from .gpu.start import start_on_cuda
 
+    loaded = load_model(config)
     try:
         return start_on_cuda(config, loaded, start_s)
     except ProgramUnsupportedError as reason:

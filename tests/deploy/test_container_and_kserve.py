@@ -61,6 +61,8 @@ def test_the_image_has_every_kernel_the_servers_ports_and_no_root() -> None:
     assert by_name["USER"] == ["1000:0"]
     assert f"== {len(VARIANTS)}" in (DEPLOY / "Containerfile").read_text()
     assert json.loads(" ".join(by_name["ENTRYPOINT"])) == ["llmbackend", "serve"]
+    (volume,) = json.loads(" ".join(by_name["VOLUME"]))
+    assert f"TRITON_CACHE_DIR={volume}/triton" in by_name["ENV"], "/tmp may be mounted noexec"
 
 
 def test_names_of_images_have_the_version() -> None:

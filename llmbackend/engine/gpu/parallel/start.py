@@ -25,6 +25,7 @@ from ..cpu_device import CpuDevice
 from ..device import CudaDevice, Memory
 from ..runner import GpuRunner, Sampling
 from ..start import choose, start
+from ..triton_needs import naming_what_triton_needs
 from . import collectives
 from .collectives import LOOPBACK, Ranks
 from .followers import Followers, meet_followers
@@ -75,10 +76,12 @@ def start_part(config: EngineConfig, part: LoadedModel, ranks: Ranks, start_s: f
     if on_cpu or in_stages:  # graphs would hold what stages send each other
         config = msgspec.structs.replace(config, enforce_eager=True)
     device = CpuDevice() if on_cpu else _AgreedDevice(part.device, ranks)
+    on_failure = contextlib.nullcontext() if on_cpu else naming_what_triton_needs()
     try:
         ops, matmul, own_sampling = choose(config, part)
         sampling: Sampling = SharedSampling(ranks, own_sampling) if in_stages else own_sampling
-        return start(config, part, device, ops, matmul, sampling, start_s, ranks)
+        with on_failure:
+            return start(config, part, device, ops, matmul, sampling, start_s, ranks)
     except ProgramUnsupportedError as reason:
         raise refusal(config, str(reason)) from reason
 

@@ -1,0 +1,105 @@
+"""What Triton needs of a machine at run time, beside torch and the driver: which of it is missing, and what to do.
+
+For: whatever starts an engine on a GPU. Does not know: kernels, models; it imports no Triton. Triton compiles a module
+in C that launches kernels, links it with the driver's library, and keeps what it compiled in a folder. Invariant: what
+is missing is named when a start fails because of it, or may; where all was compiled before, nothing is missed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_LDCONFIG = "/sbin/ldconfig"
+_DRIVER = "libcuda.so.1"
+
+
+@contextlib.contextmanager
+def naming_what_triton_needs() -> Iterator[None]:
+    """A failure of Triton inside is blamed on what is missing, if something is. Raises ValueError."""
+    missing = missing_needs()
+    for need in missing:
+        logger.warning("Triton may not run here: %s", need)
+    try:
+        yield
+    except Exception as error:
+        if not missing or not _is_tritons(error):
+            raise
+        text = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        raise ValueError(f"the GPU's kernels cannot be compiled here ({text}): {'; '.join(missing)}") from error
+
+
+def _is_tritons(error: Exception) -> bool:
+    """Whether it passed through Triton's code on its way."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(module.partition(".")[0] == "triton" for module in modules)
+
+
+def missing_needs() -> list[str]:
+    return [need for need in (_compiler(), _headers(), _driver_library(), _cache()) if need]
+
+
+def _compiler() -> str:
+    """Triton takes CC, then gcc, then clang."""
+    if chosen := os.environ.get("CC"):
+        return "" if shutil.which(chosen) else f"the variable CC is '{chosen}', expected a C compiler"
+    if shutil.which("gcc") or shutil.which("clang"):
+        return ""
+    return "there is no C compiler: install gcc (in Debian gcc and libc6-dev), or name one in the variable CC"
+
+
+def _headers() -> str:
+    scheme = sysconfig.get_default_scheme()
+    folder = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
+    if (folder / "Python.h").exists():
+        return ""
+    version = sysconfig.get_python_version()
+    return f"{folder / 'Python.h'} does not exist: install python{version}-dev, or use a Python that has its headers"
+
+
+def _driver_library() -> str:
+    if folder := os.environ.get("TRITON_LIBCUDA_PATH"):
+        exists = Path(folder, _DRIVER).exists()
+        return "" if exists else f"the variable TRITON_LIBCUDA_PATH is '{folder}', expected the folder of {_DRIVER}"
+    if not Path(_LDCONFIG).exists():
+        return (
+            f"there is no {_LDCONFIG}: install it, or name the folder of {_DRIVER} in the variable TRITON_LIBCUDA_PATH"
+        )
+    listed = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, errors="replace").stdout
+    folders = [os.path.dirname(line.split()[-1]) for line in listed.splitlines() if _DRIVER in line]
+    folders = folders or os.environ.get("LD_LIBRARY_PATH", "").split(":")
+    if any(Path(folder, _DRIVER).exists() for folder in folders if folder):
+        return ""
+    return (
+        f"{_LDCONFIG} -p does not list {_DRIVER}: run {_LDCONFIG} as root, or name its folder in the variable "
+        "TRITON_LIBCUDA_PATH"
+    )
+
+
+def _cache() -> str:
+    """Compiled modules are loaded from it."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or _default_cache())
+    advice = "name another folder in the variable TRITON_CACHE_DIR"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        return f"Triton's cache '{folder}' cannot be written ({error.strerror}): {advice}"
+    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        return f"Triton's cache '{folder}' is on a file system mounted noexec: {advice}"
+    return ""
+
+
+def _default_cache() -> Path:
+    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
