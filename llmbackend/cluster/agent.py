@@ -52,7 +52,8 @@ class Agent:
         self._engines: dict[str, EngineWatch] = {}
         self._wanted: set[str] = set()
         """What the host that lives now has asked for; the one before it may have left more in `_engines`."""
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[Peer, ...] | None = None
+        """None: the cluster's list was not read yet."""
         self._registry: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -87,7 +88,8 @@ class Agent:
         """One host at a time: a new one comes when the last one has died."""
         self._host, self._wanted = writer, set()
         asyncio.get_running_loop().call_later(HOST_RESTARTS_S, self._release_left, writer)
-        self._tell(Peers(self._peers))
+        if self._peers is not None:
+            self._tell(Peers(self._peers))
         for watch in self._engines.values():
             if watch.state is not None:
                 self._tell(watch.state)

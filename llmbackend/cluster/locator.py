@@ -36,7 +36,8 @@ class AgentLocator:
     def __init__(self, agent: Path) -> None:
         """agent: its Unix socket."""
         self._agent = agent
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[Peer, ...] | None = None
+        """None: the agent has not said yet."""
         self._peers_changed: Callable[[tuple[Peer, ...]], None] = lambda peers: None
         self._lock = threading.Lock()
         self._wanted: dict[str, WantedEngine] = {}
@@ -79,11 +80,12 @@ class AgentLocator:
 
     def serve(self, endpoint: str, peers_changed: Callable[[tuple[Peer, ...]], None]) -> None:
         """The host answers frontends of other machines at `endpoint`. peers_changed: called with the other hosts of the
-        cluster, now and on this object's thread when they change; it must not call back."""
+        cluster, once they are known, and on this object's thread when they change; it must not call back."""
         with self._lock:
             self._serving, self._peers_changed = HostServing(endpoint), peers_changed
             self._send(self._serving)
-            peers_changed(self._peers)
+            if self._peers is not None:
+                peers_changed(self._peers)
 
     def close(self) -> None:
         with self._lock:

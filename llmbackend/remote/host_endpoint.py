@@ -104,8 +104,9 @@ class HostEndpoint:
         """Of the socket."""
         self._frontends: dict[bytes, AttachedFrontend] = {}
         self._on_call: CallHandler | None = None
-        self._on_peers: Callable[[Sequence[Peer]], None] = lambda peers: None
-        self._peers: Sequence[Peer] = ()
+        self._on_peers: Callable[[Sequence[Peer] | None], None] = lambda peers: None
+        self._peers: Sequence[Peer] | None = None
+        """None: not told yet."""
         self._is_closing = False
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
@@ -137,9 +138,10 @@ class HostEndpoint:
         self._peers = peers
         self._on_peers(peers)
 
-    def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[Peer]], None]) -> None:
+    def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[Peer] | None], None]) -> None:
         """Other hosts call this one, and may be called. on_call: called on this endpoint's thread, it must only
-        enqueue; on_peers: called with the other hosts, now and when they change, on any thread."""
+        enqueue; on_peers: called with the other hosts, now and when they change, on any thread;
+        None: they are not known yet."""
         self._on_call, self._on_peers = on_call, on_peers
         on_peers(self._peers)
 

@@ -1,8 +1,8 @@
 """Calls from host to host, over the endpoints that hosts have for frontends.
 
 For: what hosts keep for each other (copies of streams). Does not know: what a call says. Invariants: a call ends with
-its answer or with an error, at once when its host is lost; nothing is sent between hosts of different releases. Used on
-one event loop.
+its answer or with an error, at once when its host is lost; nothing is sent between hosts of different releases; who
+watches hears of each loss before the host can be called again. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -52,6 +52,9 @@ class PeerCalls:
         self._context = zmq.asyncio.Context()
         self._links: dict[str, _Link] = {}
         self._handlers: dict[str, Handler] = {}
+        self._on_change: Callable[[], None] = lambda: None
+        self._is_told = False
+        """Whether this host knows which others there are."""
         self._is_closed = False
         endpoint.serve_calls(self._called, partial(self._in_loop, self._set_peers))
 
@@ -60,6 +63,14 @@ class PeerCalls:
         choose the same."""
         ids = sorted(id for id, link in self._links.items() if link.is_connected)
         return sorted(ids, key=lambda id: id < self._host_id)
+
+    def are_all_live(self) -> bool:
+        """Whether this host has been told of the others, and all of them are connected."""
+        return self._is_told and all(link.is_connected for link in self._links.values())
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when a host is connected or lost."""
+        self._on_change = callback
 
     async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
         """Raises TritonError: UNAVAILABLE when the host is lost, or what its handler raised."""
@@ -74,7 +85,7 @@ class PeerCalls:
 
     def close(self) -> None:
         """Ends all links. Before the endpoint is closed."""
-        self._is_closed = True
+        self._is_closed, self._on_change = True, lambda: None
         for link in self._links.values():
             link.close()
         self._links.clear()
@@ -82,9 +93,10 @@ class PeerCalls:
 
     # --- other hosts --------------------------------------------------------------------------------------------------
 
-    def _set_peers(self, peers: Sequence[Peer]) -> None:
-        if self._is_closed:
+    def _set_peers(self, peers: Sequence[Peer] | None) -> None:
+        if self._is_closed or peers is None:
             return
+        self._is_told = True
         wanted = {(peer.id, peer.endpoint) for peer in peers if peer.id != self._host_id and peer.endpoint}
         for id, link in list(self._links.items()):
             if (id, link.endpoint) not in wanted:
@@ -93,7 +105,10 @@ class PeerCalls:
             if id not in self._links:
                 context = cast("zmq.Context[zmq.Socket[bytes]]", self._context)
                 socket = new_socket(context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
-                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket))
+                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket), self._link_changed)
+
+    def _link_changed(self) -> None:
+        self._on_change()
 
     # --- calls of other hosts -----------------------------------------------------------------------------------------
 
@@ -126,10 +141,11 @@ class PeerCalls:
 class _Link:
     """The connection to one host."""
 
-    def __init__(self, id: str, endpoint: str, socket: zmq.asyncio.Socket) -> None:
+    def __init__(self, id: str, endpoint: str, socket: zmq.asyncio.Socket, on_change: Callable[[], None]) -> None:
         self.endpoint = endpoint
         self.is_connected = False
         self._id = id
+        self._on_change = on_change
         self._socket = socket
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[bytes]] = {}
@@ -179,6 +195,7 @@ class _Link:
             event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
                 self.is_connected = True
+                self._on_change()
             elif event == zmq.Event.DISCONNECTED:
                 self._lost()
 
@@ -187,3 +204,4 @@ class _Link:
         for answer in self._waiting.values():
             if not answer.done():
                 answer.set_exception(unavailable(f"host '{self._id}' is gone"))
+        self._on_change()

@@ -207,7 +207,7 @@ class FrontendServer:
     def copy_streams(self, peers: Peers) -> None:
         """Resumable streams are copied to other hosts of a cluster from now on."""
         if self._streams is not None and self._http_app is not None:
-            copy_streams(self._streams, self._http_app, self._gate, peers)
+            copy_streams(self._streams, self._http_app, self._gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
         """Before the host stops: resumable streams that other hosts have copies of go on there."""

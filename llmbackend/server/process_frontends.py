@@ -75,11 +75,12 @@ class ProcessFrontends:
         """Raises OSError or RuntimeError when the ports can not be had."""
         for endpoint in self._requests:
             endpoint.start()
+        if self._member is not None:
+            self._peer_calls = PeerCalls(self._requests[-1], self._member.host_id, self._member.keys)
+            self._private.copy_streams(self._peer_calls)
         await self._private.start()
         if self._member is not None:
             self._member.on_serving(self._requests)
-            self._peer_calls = PeerCalls(self._requests[-1], self._member.host_id, self._member.keys)
-            self._private.copy_streams(self._peer_calls)
         try:
             await self._processes.serve()
         except FrontendsFailedError as error:

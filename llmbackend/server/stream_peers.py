@@ -6,8 +6,12 @@ again by the application that began it, behind access control.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Final
 
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
 from llmbackend.frontends.grpc import resumable
@@ -16,12 +20,29 @@ from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
 from llmbackend.frontends.journals.stream_remaking import make_again
 
+STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"
 
-def copy_streams(streams: ResumableStreams, app: ASGIApp, gate: InferenceGate, peers: Peers) -> None:
+
+def copy_streams(
+    streams: ResumableStreams, app: ASGIApp, gate: InferenceGate, peers: Peers, registry: CollectorRegistry
+) -> None:
     """From now on resumable streams are copied to `peers`, and made again when their clients come back here. app: the
     HTTP application, without access control."""
     makers = {
         resumable.PATH: partial(resumable.make_again, gate, streams),
         "/": partial(make_again, app),
     }
-    streams.copies = StreamCopies(peers, makers, streams)
+    copies = streams.copies = StreamCopies(peers, makers, streams)
+    registry.register(CopiesMetric(lambda: copies.are_made))
+
+
+class CopiesMetric:
+    """A collector: whether a host's streams outlive it."""
+
+    def __init__(self, are_made: Callable[[], bool]) -> None:
+        self._are_made = are_made
+
+    def collect(self) -> Iterator[Metric]:
+        metric = Metric(STREAMS_COPIED, "1: another host has a copy of each resumable stream; 0: none has.", "gauge")
+        metric.add_sample(STREAMS_COPIED, {}, float(self._are_made()))
+        yield metric

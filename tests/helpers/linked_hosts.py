@@ -30,10 +30,17 @@ class Network:
         self.down: set[str] = set()
         self.known: list[str] = []
         self.num_calls = 0
+        self.watchers: list[Callable[[], object]] = []
 
     def peers(self, host: str) -> LinkedPeers:
         self.known.append(host)
+        self.tell()
         return LinkedPeers(self, host)
+
+    def tell(self) -> None:
+        """All hosts look who there is. What is cut they notice by the next call."""
+        for watcher in self.watchers:
+            watcher()
 
 
 class LinkedPeers:
@@ -47,6 +54,13 @@ class LinkedPeers:
     def live(self) -> Sequence[str]:
         network = self._network
         return [one for one in network.known if one != self._host and one not in network.down]
+
+    def are_all_live(self) -> bool:
+        return len(self.live()) == len(self._network.known) - 1
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        self._network.watchers.append(lambda: loop.call_soon_threadsafe(callback))
 
     async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
         network = self._network
@@ -106,9 +120,12 @@ class Hosts:
     def reset(self) -> None:
         """All reach each other again, and have no streams."""
         self.network.down.clear()
+        self.network.tell()
         for running in self.all.values():
             running.call(running.streams.close())
             eventually(lambda running=running: not running.gate.open_inferences)  # type: ignore[misc]
+        for name in self.all:
+            eventually(lambda name=name: self.copies(name)._flushing is None)  # type: ignore[misc]
 
     def stop(self) -> None:
         self.network.down.update(self.all)

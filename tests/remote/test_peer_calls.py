@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import zmq
+from prometheus_client import CollectorRegistry
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
 from llmbackend.frontends.journals.stream_copies import StreamCopies
@@ -133,21 +134,43 @@ def test_a_host_with_another_key_is_not_reached(tmp_path: Path) -> None:
 
 
 def test_a_stream_goes_on_in_the_host_that_has_its_copy(hosts: list[PeerHost]) -> None:
-    async def join(host: PeerHost) -> None:
-        copy_streams(host.running.streams, host.running.app, host.running.gate, host.calls)
-
     for host in hosts:
-        host.on_loop(partial(join, host))
+        host.on_loop(partial(_join, host))
     a, b, c = hosts
     body = {"model": MODEL, "prompt": "one", "stream": True, "max_tokens": 60, "temperature": 1, "ignore_eos": True}
     begun = _read(a, body, {"X-Resumable-Stream": "true"}, 10)
-    copies = b.running.streams.copies
-    assert isinstance(copies, StreamCopies) and copies.num_held == 1
+    assert _copies(b).num_held == 1
     a.cut()
     eventually(lambda: c.calls.live() == ["b"])
     rest = _read(c, {}, {"Last-Event-ID": begun[-1][0]})
     whole = _read(a, {}, {"Last-Event-ID": begun[0][0].partition(":")[0]})
     assert begun + rest == whole and whole[-1][1] == "[DONE]"
+
+
+def test_a_stream_in_which_nothing_happens_is_copied_again_when_the_host_with_its_copy_ends(
+    hosts: list[PeerHost],
+) -> None:
+    a, b, c = hosts
+    body = {"model": MODEL, "prompt": "one", "stream": True, "max_tokens": 9, "ignore_eos": True}
+    for host in hosts:
+        host.on_loop(partial(_join, host))
+    whole = _read(a, body, {"X-Resumable-Stream": "true"})
+    b.cut()
+    eventually(lambda: _copies(c).num_held)
+    a.cut()
+    eventually(lambda: not c.calls.live())
+    assert _read(c, {}, {"Last-Event-ID": whole[2][0]}) == whole[3:]
+
+
+async def _join(host: PeerHost) -> None:
+    running = host.running
+    copy_streams(running.streams, running.app, running.gate, host.calls, CollectorRegistry())
+
+
+def _copies(host: PeerHost) -> StreamCopies:
+    copies = host.running.streams.copies
+    assert isinstance(copies, StreamCopies)
+    return copies
 
 
 def _read(host: PeerHost, body: Any, headers: dict[str, str], at_most: int = 1 << 30) -> list[Event]:

@@ -49,8 +49,9 @@ class Copies(Protocol):
     def are_made(self) -> bool:
         """Whether another host has them."""
 
-    def begin(self, head: StreamHead, superseded: Callable[[], None]) -> asyncio.Future[None]:
-        """A new stream; done when it is copied, or cannot be. superseded: called when another host has taken it up."""
+    def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
+        """A new stream, or one that is made again, with the deltas that are known of it and will be added again; done
+        when it is copied, or cannot be. superseded: called when another host has taken it up."""
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
         """More of a stream. `then` is called when it is copied, or cannot be; in the order of the calls."""
@@ -60,7 +61,7 @@ class Copies(Protocol):
 
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
         """The record of a stream that another host began, which is this host's from now on; None where no host has it
-        for this owner and path."""
+        for this owner and path. Raises TritonError UNAVAILABLE where a host that may have it can not be asked."""
 
     async def make_again(self, record: StreamRecord) -> None:
         """Has the stream's endpoint make it again, under the next epoch; returns when it is opened here. Raises
@@ -125,7 +126,8 @@ class ResumableStreams:
         self._readers_changed(stream, 0)
         try:
             if recording is not None and self.copies is not None:
-                await self.copies.begin(head, partial(self._forget, stream))
+                record = StreamRecord(head, () if recording.known is None else recording.known.deltas)
+                await self.copies.begin(record, partial(self._forget, stream))
         except BaseException:
             self._forget(stream)
             raise

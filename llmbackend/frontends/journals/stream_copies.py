@@ -2,8 +2,10 @@
 
 For: ResumableStreams. Does not know: what a request, a delta or an event says; how hosts reach each other. Invariants:
 each stream of this host is copied to one other host, if there is one, as it grows, all that came meanwhile in one
-message; what is shown of it was copied before, unless no other host answers; a stream that was taken up has a higher
-epoch, and the host that had it before is refused with its next message and ends it; what is held for others is bounded.
+message; when that host is lost, all go to another one at once; what is shown of a stream was copied before, unless no
+other host answers; a stream that was taken up has a higher epoch, and the host that had it before is refused with its
+next message and ends it; that nobody has a stream is said only when every host was asked; what is held for others is
+bounded.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -46,6 +48,12 @@ class Peers(Protocol):
 
     def live(self) -> Sequence[str]:
         """Their ids, in the order in which they are to be asked."""
+
+    def are_all_live(self) -> bool:
+        """Whether it is known which others there are, and all of them can be called."""
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """`callback` is called when `live` has changed."""
 
     async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
         """The answer of that host's handler of `topic`. Raises TritonError when it is gone."""
@@ -111,6 +119,8 @@ class _Growing:
     head: StreamHead
     deltas: list[StreamDelta]
     size_bytes: int
+    num_replayed: int = 0
+    """Of `deltas`, how many its endpoint will bring again."""
     superseded: Callable[[], None] = field(default=lambda: None)
     news_s: float = 0.0
 
@@ -128,6 +138,12 @@ class _Growing:
         added = sum(len(delta) for _, delta in deltas)
         self.size_bytes += added
         return added
+
+    def without_replayed(self, deltas: Sequence[StreamDelta]) -> Sequence[StreamDelta]:
+        """Those of an endpoint that makes the stream again which the record does not have."""
+        num_known = min(self.num_replayed, len(deltas))
+        self.num_replayed -= num_known
+        return deltas[num_known:]
 
     def is_of(self, owner: str, path: str) -> bool:
         return (self.head.owner, self.head.path) == (owner, path)
@@ -148,13 +164,21 @@ class StreamCopies:
         """When a peer did not take what was sent (time.monotonic())."""
         self._waiting: list[tuple[_Begin | _Step | _End | None, Callable[[], None]]] = []
         self._flushing: asyncio.Task[None] | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._held = HeldRecords()
         peers.on_call(TOPIC, self._answer)
+        peers.on_change(self._peers_changed)
+        self._peers_changed()
 
     @property
     def are_made(self) -> bool:
-        """As Copies."""
+        """As Copies. Any thread."""
         return self._peer is not None
+
+    @property
+    def holder(self) -> str | None:
+        """The host that has copies of all streams of this one."""
+        return self._peer
 
     @property
     def num_held(self) -> int:
@@ -162,18 +186,19 @@ class StreamCopies:
 
     # --- streams of this host -----------------------------------------------------------------------------------------
 
-    def begin(self, head: StreamHead, superseded: Callable[[], None]) -> asyncio.Future[None]:
+    def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
         """As Copies."""
-        done = asyncio.get_running_loop().create_future()
-        self._held.drop(head.key)
-        growing = self._own[head.key] = _Growing.of(StreamRecord(head))
-        growing.superseded = superseded
+        done, key = asyncio.get_running_loop().create_future(), record.head.key
+        self._held.drop(key)
+        growing = self._own[key] = _Growing.of(record)
+        growing.num_replayed, growing.superseded = len(record.deltas), superseded
         self._add(_Begin(growing.record), partial(_set, done))
         return done
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
         """As Copies."""
         growing = self._own.get(key)
+        deltas = () if growing is None else growing.without_replayed(deltas)
         if growing is None or not deltas:
             self._add(None, then)
             return
@@ -215,6 +240,22 @@ class StreamCopies:
             if self._failed_s.get(peer, -_PAUSE_S) + _PAUSE_S < now_s and await self._has_all(peer):
                 self._peer = peer
                 return
+        if live and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(_PAUSE_S, self._try_again)
+
+    def _peers_changed(self) -> None:
+        if self._peer is not None and self._peer not in self._peers.live():
+            log.warning("host '%s', to which streams were copied, is gone", self._peer)
+            self._peer = None
+        self._seek_peer()
+
+    def _try_again(self) -> None:
+        self._retry = None
+        self._seek_peer()
+
+    def _seek_peer(self) -> None:
+        if self._peer is None:
+            self._add(None, lambda: None)
 
     async def _has_all(self, peer: str) -> bool:
         return all([await self._sent(peer, some) for some in _in_messages(self._own.values())])
@@ -248,9 +289,13 @@ class StreamCopies:
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
         """As Copies: the newest record that this host or another one has."""
         asked = _encode(_Take(key, owner, path))
+        is_all = self._peers.are_all_live()
         answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
-        found = [record for record in (self._held.take(key, owner, path), *answers) if record is not None]
-        return max(found, key=lambda record: (record.head.epoch, len(record.deltas)), default=None)
+        found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
+        newest = max((one for one in found if one is not None), key=_age, default=None)
+        if newest is None and not (is_all and all(answers)):
+            raise unavailable(f"the host that has the stream '{key}' can not be asked now; come back later")
+        return newest
 
     async def make_again(self, record: StreamRecord) -> None:
         """As Copies. Raises TritonError."""
@@ -259,10 +304,10 @@ class StreamCopies:
         log.info("stream %s is taken up, behind %d responses", record.head.key, len(record.deltas))
         await maker(record)
 
-    async def _asked(self, peer: str, payload: bytes) -> StreamRecord | None:
+    async def _asked(self, peer: str, payload: bytes) -> _Taken | None:
+        """None: it did not answer."""
         with suppress(TritonError, msgspec.MsgspecError):
-            record: StreamRecord | None = _decode_taken(await self._call(peer, payload))
-            return record
+            return _Taken(_decode_taken(await self._call(peer, payload)))
         return None
 
     async def _answer(self, peer: str, payload: bytes) -> bytes:
@@ -273,11 +318,12 @@ class StreamCopies:
         return _encode(self._given_away(call))
 
     def _given_away(self, call: _Take) -> StreamRecord | None:
+        """An own stream ends here, and its copies stay: its taker may end before another host has the record."""
         own = self._own.get(call.key)
         if own is not None and own.is_of(call.owner, call.path):
-            record = own.record
+            del self._own[call.key]
+            self._held.put(own.record)
             self._streams.give_away(call.key, call.owner, call.path)
-            return record
         return self._held.take(call.key, call.owner, call.path)
 
 
@@ -304,8 +350,7 @@ class HeldRecords:
                 case _End(key):
                     self.drop(key)
                 case _Begin(record) if self._is_newest(record.head.key, record.head.epoch):
-                    self.drop(record.head.key)
-                    self._put(_Growing.of(record))
+                    self.put(record)
                 case _Step(key, epoch, first, deltas) if self._is_newest(key, epoch):
                     growing = self._records.get(key)
                     if growing is None or growing.head.epoch != epoch or first > len(growing.deltas):
@@ -340,9 +385,11 @@ class HeldRecords:
         held = self._records.get(key)
         return epoch >= max(self._taken.get(key, 0), 0 if held is None else held.head.epoch)
 
-    def _put(self, growing: _Growing) -> None:
+    def put(self, record: StreamRecord) -> None:
+        """In place of the one that is held."""
+        self.drop(record.head.key)
+        growing = self._records[record.head.key] = _Growing.of(record)
         growing.news_s = self._clock_s()
-        self._records[growing.head.key] = growing
         self._bytes += growing.size_bytes
 
     def drop(self, key: str) -> None:
@@ -355,6 +402,16 @@ class HeldRecords:
             if self._bytes <= self._max_bytes and oldest.news_s > self._clock_s() - _KEPT_S:
                 return
             self.drop(key)
+
+
+class _Taken(NamedTuple):
+    """What a host answered that was asked for a record. Truthy also where it has none."""
+
+    record: StreamRecord | None
+
+
+def _age(record: StreamRecord) -> tuple[int, int]:
+    return record.head.epoch, len(record.deltas)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import stream_copies
@@ -80,6 +81,14 @@ def by_choice(events: list[Event]) -> dict[str, list[str]]:
     return found
 
 
+def holders_of_a(hosts: Hosts) -> tuple[str, str]:
+    """The host that has the copies of a's streams, and the other one."""
+    eventually(lambda: hosts.copies("a").are_made)
+    holder = hosts.copies("a").holder
+    assert holder is not None
+    return holder, "c" if holder == "b" else "b"
+
+
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_stream_is_made_again_where_its_client_comes_back(hosts: Hosts, name: str) -> None:
     """Its host is cut off, and goes on with it: what it would have sent is what the other one sends."""
@@ -129,10 +138,12 @@ def test_a_host_that_was_cut_off_is_refused_and_ends_its_stream(hosts: Hosts) ->
         REQUESTS["generate"][1]
         | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 200, "ignore_eos": True})},
     )
-    with hosts.client("a") as first, hosts.client("b") as other:
+    holder, another = holders_of_a(hosts)
+    with hosts.client("a") as first, hosts.client(holder) as other:
+        before = hosts.copies("b").num_held + hosts.copies("c").num_held
         begun = read_events(first, path, body, ASK, 2)
-        assert hosts.copies("b").num_held + hosts.copies("c").num_held == 1
-        hosts.network.down.update({"a", "c"})
+        assert hosts.copies("b").num_held + hosts.copies("c").num_held == before + 1
+        hosts.network.down.update({"a", another})
         read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]}, 3)
         assert hosts.all["a"].streams.num_streams == 1
         hosts.network.down.clear()
@@ -146,14 +157,52 @@ def test_when_the_host_with_the_copies_ends_another_one_gets_them(hosts: Hosts) 
         REQUESTS["generate"][1]
         | {"sampling_parameters": json.dumps({"temperature": 1, "max_tokens": 150, "ignore_eos": True})},
     )
-    with hosts.client("a") as first, hosts.client("c") as other:
+    holder, another = holders_of_a(hosts)
+    with hosts.client("a") as first, hosts.client(another) as other:
+        before = hosts.copies(another).num_held
         begun = read_events(first, path, body, ASK, 2)
-        hosts.network.down.add("b")
+        hosts.network.down.add(holder)
         begun += read_events(first, path, {}, {"Last-Event-ID": begun[-1][0]}, 10)
-        eventually(lambda: hosts.copies("c").num_held == 1)
+        eventually(lambda: hosts.copies(another).num_held == before + 1)
         hosts.network.down.add("a")
         rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
         assert begun + rest == read_events(first, path, {}, {"Last-Event-ID": begun[0][0].partition(":")[0]})
+
+
+def test_a_stream_outlives_the_host_that_was_about_to_take_it_up(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host that had it has ended it by then."""
+    path, parameters = GENERATE, {"max_tokens": 100, "ignore_eos": True}
+    body = REQUESTS["generate"][1] | {"sampling_parameters": json.dumps(parameters)}
+    holder, another = holders_of_a(hosts)
+
+    async def end(record: StreamRecord) -> None:
+        hosts.network.down.add(another)
+        raise unavailable("this host ends")
+
+    with hosts.client("a") as first, hosts.client(holder) as other, hosts.client(another) as lost:
+        begun = read_events(first, path, body, ASK, 4)
+        monkeypatch.setattr(hosts.copies(another), "make_again", end)
+        assert lost.post(path, json={}, headers={"Last-Event-ID": begun[-1][0]}).status_code == 503
+        eventually(lambda: not hosts.all["a"].streams.num_streams)
+        rest = read_events(other, path, {}, {"Last-Event-ID": begun[-1][0]})
+    ids = [int(id.partition(":")[2]) for id, _ in begun + rest]
+    assert ids == list(range(len(ids))) and len(ids) > 80
+
+
+def test_a_client_comes_back_later_while_a_host_that_may_have_its_stream_cannot_be_asked(hosts: Hosts) -> None:
+    path, body = REQUESTS["generate"]
+    holder, another = holders_of_a(hosts)
+    with hosts.client("a") as first, hosts.client(another) as other:
+        begun = read_events(first, path, body, ASK, 2)
+        back = {"Last-Event-ID": begun[-1][0]}
+        hosts.network.down.update({"a", holder})
+        answer = other.post(path, json={}, headers=back)
+        assert answer.status_code == 503 and "can not be asked now" in answer.text
+        hosts.network.down.remove(holder)
+        assert begun + read_events(other, path, {}, back)
+        hosts.network.down.clear()
+        unknown = {"Last-Event-ID": "0" * 32}
+        assert other.post(path, json={}, headers=unknown).status_code == 404, "all were asked"
 
 
 def test_streams_of_a_host_that_is_about_to_end_go_on_elsewhere(hosts: Hosts) -> None:
