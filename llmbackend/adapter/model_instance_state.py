@@ -249,8 +249,8 @@ class ModelInstanceState:
             self._fail_blamed(lost.blamed, cause)
         if model.why_no_engine():
             model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
-        model.wake_engines()
         model.prefixes.ended(engine)
+        model.wake_engines()
 
     def _blocks_changed(self, changes: BlockChanges) -> None:
         self._model.prefixes.changed(self._engine, changes)

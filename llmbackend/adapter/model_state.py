@@ -211,7 +211,8 @@ class ModelState:
         )
 
     def ready_engines(self) -> list[EngineHandle]:
-        return [engine for engine in tuple(self._engines) if not engine.why_not_ready()]
+        """Those that take requests now. One that is down seems the emptiest of all: no request should wait for it."""
+        return [engine for engine in tuple(self._engines) if engine.manager.is_up and not engine.why_not_ready()]
 
     def assignments(self) -> list[EngineAssignment]:
         return [engine.assignment for engine in tuple(self._engines)]

@@ -170,6 +170,11 @@ class LlmManager:
         return self._supervisor.is_given_up
 
     @property
+    def is_up(self) -> bool:
+        """Whether there is an engine now that has loaded the model. Any thread."""
+        return self._is_up
+
+    @property
     def state(self) -> EngineState:
         """Any thread."""
         return self._history.current

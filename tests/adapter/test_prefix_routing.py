@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from llmbackend.adapter.model_state import ModelState
 from llmbackend.adapter.prefix_index import PrefixIndex
@@ -79,6 +82,21 @@ def test_a_dead_engine_has_nothing_and_the_next_one_begins_anew(tmp_path: Path) 
         for i in range(8):
             turn(host, f"{i}: a text of any engine. " * 8)
         eventually(lambda: min(num_blocks(state)) > 0)
+
+
+def test_no_request_waits_for_an_engine_that_is_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with two_engines(tmp_path) as (host, state):
+        down, other = state._engines
+        launch = down.manager._supervisor._launch_when_due
+        held = threading.Event()
+        monkeypatch.setattr(down.manager._supervisor, "_launch_when_due", lambda: held.wait(60) and launch())
+        assert state.ready_engines() == [down, other]
+        assert down.manager.kill_engine()
+        eventually(lambda: not down.manager.is_up)
+        assert state.ready_engines() == [other]
+        turn(host, "It has room for more than the other one.")
+        held.set()
+        eventually(lambda: state.ready_engines() == [down, other])
 
 
 def test_tenants_do_not_share_and_are_not_compared(tmp_path: Path) -> None:
