@@ -126,6 +126,19 @@ def test_what_is_wrong_is_named(hosts: Hosts, message: Any, text: str) -> None:
     assert response.error_message == text and response.infer_response.id == message.id
 
 
+def test_who_comes_back_hears_by_the_status_whether_to_come_again(hosts: Hosts) -> None:
+    """With the metadata by which Triton's clients ask for a status."""
+    for down, code in (((), grpc.StatusCode.NOT_FOUND), (("b", "c"), grpc.StatusCode.UNAVAILABLE)):
+        hosts.network.down.update(down)
+        with grpc.insecure_channel(hosts.all["a"].grpc) as channel:
+            call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(
+                iter([back("a" * 32)]), timeout=30, metadata=[("triton_grpc_error", "true")]
+            )
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+        assert caught.value.code() is code
+
+
 def test_a_refused_request_says_why(hosts: Hosts) -> None:
     wrong = request(resumable=True)
     wrong.inputs[1].contents.bytes_contents[0] = b'{"max_tokens": -1}'

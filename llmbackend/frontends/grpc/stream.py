@@ -240,9 +240,10 @@ class StreamSession:
             await self._refuse(_message_of(request), error)
             return
         arrived, request = request, opened_request.message
+        is_back = False
         try:
             resuming = take_resuming(request)
-            if resuming.place:
+            if is_back := bool(resuming.place):
                 self._read(*await come_back(self._resumable, request.model_name, resuming.place))
                 return
             options = options_from_proto(request.parameters)
@@ -259,6 +260,8 @@ class StreamSession:
         except Exception as error:
             if trace is not None:
                 trace.close()
+            if is_back and self._strict_errors and isinstance(error, TritonError):
+                await self._end_with(error)  # its status says whether to come back later
             await self._refuse(request, error)
             return
         asked = _StreamRequest(
