@@ -13,6 +13,10 @@ from typing import Any
 
 from .outcome import Outcome
 
+_MOST_COMPARED = 1_000_000
+"""Pairs of units that are aligned. An alignment takes the square of that and more: two answers with log probabilities,
+as characters, would take hours."""
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -83,6 +87,10 @@ def _shown(parts: tuple[tuple[str, str], ...]) -> str:
 def _compare(expected: Sequence[Any], seen: Sequence[Any]) -> tuple[int, int, int]:
     """(lost, repeated, changed). What was added counts as repeated; a replaced run as changed, its rest as lost or
     repeated."""
+    expected, seen = _without_common_ends(expected, seen)
+    if len(expected) * len(seen) > _MOST_COMPARED:
+        replaced = min(len(expected), len(seen))
+        return len(expected) - replaced, len(seen) - replaced, replaced
     lost = repeated = changed = 0
     for _, begin, end, seen_begin, seen_end in SequenceMatcher(None, expected, seen, autojunk=False).get_opcodes():
         if list(expected[begin:end]) == list(seen[seen_begin:seen_end]):
@@ -92,3 +100,11 @@ def _compare(expected: Sequence[Any], seen: Sequence[Any]) -> tuple[int, int, in
         lost += max(gone - come, 0)
         repeated += max(come - gone, 0)
     return lost, repeated, changed
+
+
+def _without_common_ends(expected: Sequence[Any], seen: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    shorter = min(len(expected), len(seen))
+    begin = next((place for place in range(shorter) if expected[place] != seen[place]), shorter)
+    most = shorter - begin
+    end = next((place for place in range(most) if expected[-1 - place] != seen[-1 - place]), most)
+    return expected[begin : len(expected) - end], seen[begin : len(seen) - end]

@@ -94,3 +94,11 @@ def test_the_cut_of_a_stream_does_not_matter() -> None:
     for piece in pieces:
         seen.add(piece)
     assert seen.outcome() == whole.outcome()
+
+
+def test_two_long_answers_that_differ_are_compared_at_once() -> None:
+    """As characters, with log probabilities: an alignment of all would take hours."""
+    numbers_shown = "".join(f'{{"logprob": -{place % 89}.25}}' for place in range(5000))
+    whole = Outcome(parts=(("0 logprobs", numbers_shown),))
+    verdict = judge(whole, Outcome(parts=(("0 logprobs", f"x{numbers_shown[7:-9]}y"),)))
+    assert verdict.lost == 14 and verdict.changed > 0 and not verdict.repeated
