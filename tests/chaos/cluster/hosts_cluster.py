@@ -29,7 +29,7 @@ from ..server import ModelSetup, write_model
 from .kills import Ends, Kill, Kind
 from .links import Links
 from .machine import Machine
-from .processes import until
+from .processes import is_there, until, until_in_thread
 from .returning import Address
 from .shared_store import shared_store
 from .stand_in_agent import Engines
@@ -57,7 +57,9 @@ class HostsCluster:
             await until(lambda: bool(machine.listening()), f"a frontend of {machine.name} listens")  # noqa: B023
         await until(lambda: len(self._engines.all) == self._num_engines, "all engines are wanted")
         for engine in self._engines.all.values():
-            await until(lambda: engine.news.port > 0 and _is_there(engine.news.pid), f"{engine.name} runs")  # noqa: B023
+            await until(lambda: engine.news.port > 0 and is_there(engine.news.pid), f"{engine.name} runs")  # noqa: B023
+        for machine in self._machines:
+            await until_in_thread(machine.has_copies, f"the streams of {machine.host.name} are copied")
 
     async def strike(self, kind: Kind, rng: random.Random) -> Kill:
         if kind is Kind.CUT:
@@ -119,10 +121,6 @@ def _killed(kind: Kind, pid: int, victim: str, ends: Ends = Ends.NONE) -> Kill:
 def _now(kind: Kind, victim: str, ends: Ends = Ends.NONE) -> Kill:
     now_s = time.monotonic()
     return Kill(kind, now_s, now_s, victim, ends)
-
-
-def _is_there(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
 
 
 @contextlib.asynccontextmanager

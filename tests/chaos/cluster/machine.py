@@ -16,6 +16,7 @@ from llmbackend.cluster.machine_frontends import MachineFrontends
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.remote.sockets import CurveKeys
 from llmbackend.server.settings import ServerSettings
+from llmbackend.server.stream_peers import STREAMS_COPIED
 
 from .kept_process import KeptProcess
 from .processes import is_listening, until
@@ -61,11 +62,19 @@ class Machine:
 
     def held(self) -> str:
         """What the host still has of requests, "" for nothing."""
+        return what_is_held(self._metrics())
+
+    def has_copies(self) -> bool:
+        """Whether another host has copies of its resumable streams. Blocks."""
+        try:
+            return f"{STREAMS_COPIED} 1\n" in self._metrics()
+        except (OSError, KeyError):  # it has just been killed
+            return False
+
+    def _metrics(self) -> str:
         with urllib.request.urlopen(self._urls["metrics"], timeout=30) as answer:
-            text = answer.read().decode()
-        lines = [line for line in text.splitlines() if line.startswith(_HELD)]
-        busy = [line for line in lines if float(line.rpartition(" ")[2])]
-        return "; ".join(busy) if lines else "no metrics of engines"
+            text: str = answer.read().decode()
+        return text
 
     async def stop(self) -> int:
         """The exit code of the host."""
@@ -80,3 +89,10 @@ class Machine:
     async def _heard(self, line: bytes) -> None:
         if line.startswith(b'{"'):
             self._urls = json.loads(line)
+
+
+def what_is_held(metrics: str) -> str:
+    """By a host with these metrics; "" for nothing."""
+    lines = [line for line in metrics.splitlines() if line.startswith(_HELD)]
+    busy = [line for line in lines if float(line.rpartition(" ")[2])]
+    return "; ".join(busy) if lines else "no metrics of engines"

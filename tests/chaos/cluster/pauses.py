@@ -18,14 +18,15 @@ UNDER_WAY_S = 0.5
 
 @dataclass(frozen=True, order=True)
 class Pause:
-    """Without a piece, since the kill. pieces: those that the stream had had."""
+    """Without a piece, since the kill. pieces: those that the stream had had. kill: for people."""
 
     seconds: float
     pieces: int
     stream: str
+    kill: str = ""
 
     def __str__(self) -> str:
-        return f"{self.seconds:.2f} s, behind {self.pieces} pieces of {self.stream}"
+        return f"{self.seconds:.2f} s, behind {self.pieces} pieces of {self.stream}, by {self.kill}"
 
 
 def longest_pause(kill: Kill, streams: Iterable[tuple[str, Sequence[float]]]) -> Pause | None:
@@ -42,6 +43,7 @@ def _pause(kill: Kill, name: str, times_s: Sequence[float]) -> Pause | None:
     first = bisect.bisect_right(times_s, kill.begin_s) - 1
     last = min(bisect.bisect_right(times_s, kill.end_s + UNDER_WAY_S), len(times_s) - 1)
     pauses = (
-        Pause(times_s[place + 1] - max(times_s[place], kill.begin_s), place, name) for place in range(first, last)
+        Pause(times_s[place + 1] - max(times_s[place], kill.begin_s), place, name, f"{kill.kind}: {kill.victim}")
+        for place in range(first, last)
     )
     return max(pauses, default=None)

@@ -28,9 +28,14 @@ PATIENCE_S = 60.0
 KEYED_EVERY = 3
 _LONG = 1000
 """Events: a connection ends when its frontend does, not by its client."""
-_PASSED_ON = ("resumed_generate", "resumed_grpc", "resumed_agent", "background", "responses")
-_LOST_CALLS = ("Socket closed", "onnection re", "ailed to connect", "GOAWAY", "RST_STREAM", "cancelled by the server's")
-"""Of gRPC, in place of a status of the server's: 'connection reset', 'connection refused', ..."""
+_KEPT = ("resumed_generate", "resumed_grpc", "resumed_agent", "background")
+_PASSED_ON = (*_KEPT, "responses")
+_LOST_CALLS = (
+    *("Socket closed", "onnection re", "ailed to connect", "GOAWAY", "RST_STREAM", "cancelled by the server's"),
+    "Internal error from Core",
+)
+"""Of gRPC, in place of a status of the server's: 'connection reset', 'connection refused', ...; the last one where a
+call ended without any status."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +166,11 @@ class _OwnArrivals(Arrivals):
 def is_passed_on(spec: StreamSpec) -> bool:
     """Whether frontends pass the request on to their host, whose end is then the request's, too."""
     return bool(spec.key) or spec.protocol in _PASSED_ON
+
+
+def can_come_back(spec: StreamSpec) -> bool:
+    """Whether hosts keep what clients come back for."""
+    return spec.protocol in _KEPT
 
 
 def is_lost(outcome: Outcome) -> bool:

@@ -95,14 +95,14 @@ def acts(choice: Choice) -> list[Act]:
     one_machine = [
         KillRound("one machine: frontends", [Kind.FRONTEND], 40, choice.seed + 10, limit_s),
         KillRound("one machine: engines", [Kind.ENGINE], 60, choice.seed + 11, limit_s),
-        KillRound("one machine: all at once", [Kind.FRONTEND, Kind.ENGINE], 20, choice.seed + 12),
+        KillRound("one machine: all at once", [Kind.FRONTEND, Kind.ENGINE], 20, choice.seed + 12, one_at_a_time=False),
     ]
     hosts = [
         KillRound("three hosts: engines", [Kind.ENGINE], 180, choice.seed + 20, limit_s),
         KillRound("three hosts: cuts", [Kind.CUT], 60, choice.seed + 21, cut_limit_s),
         KillRound("three hosts: hosts", [Kind.HOST], 60, choice.seed + 22, limit_s),
         KillRound("three hosts: frontends", [Kind.FRONTEND], 40, choice.seed + 23, limit_s),
-        KillRound("three hosts: all at once", ALL_KINDS, 60, choice.seed + 24),
+        KillRound("three hosts: all at once", ALL_KINDS, 60, choice.seed + 24, one_at_a_time=False),
     ]
     return [
         Act(lambda: frontends_cluster([choice.model]), choice.specs, one_machine),
@@ -115,7 +115,16 @@ def acts(choice: Choice) -> list[Act]:
 
 
 def _quick_act(choice: Choice) -> Act:
-    rounds = [KillRound("one machine", [Kind.FRONTEND, Kind.ENGINE, Kind.ENGINE], 4, choice.seed, concurrency=16)]
+    rounds = [
+        KillRound(
+            "one machine",
+            [Kind.FRONTEND, Kind.ENGINE, Kind.ENGINE],
+            4,
+            choice.seed,
+            concurrency=16,
+            one_at_a_time=False,
+        )
+    ]
     return Act(lambda: frontends_cluster([choice.model]), choice.specs[::4], rounds)
 
 

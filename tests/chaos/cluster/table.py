@@ -18,6 +18,9 @@ from ..table import MAX_PROBLEMS_SHOWN
 from .kills import Kill
 from .pauses import Pause
 
+NUM_PAUSES_SHOWN = 3
+"""The longest ones."""
+
 
 @dataclass
 class ClusterRow:
@@ -76,6 +79,8 @@ def print_row(row: ClusterRow, took_s: float) -> None:
     verdict = "ok" if not row.problems else f"{len(row.problems)} PROBLEMS"
     done = f"{len(row.kills)} kills, {row.streams} streams, pauses {row.pauses_shown} s"
     print(f"{row.name}: {done}, {verdict} ({took_s:.0f} s)", flush=True)
+    for pause in row.pauses[-NUM_PAUSES_SHOWN:]:
+        print(f"    pause {pause}", flush=True)
     for problem in row.problems[:MAX_PROBLEMS_SHOWN]:
         print(f"    {problem}", flush=True)
 
