@@ -134,7 +134,7 @@ def test_a_host_says_where_it_is_and_hears_of_others(path: Path, agent: Scripted
     assert agent.receive() == HostServing("tcp://10.0.0.1:8")
     peers = (Peer("b-1", "tcp://10.0.0.2:9", "0.1.0"),)
     agent.send(Peers(peers))
-    eventually(lambda: told == [(), peers])
+    eventually(lambda: told == [peers])
     agent.close()
     next_agent = ScriptedAgent(path)
     try:

@@ -152,6 +152,7 @@ def test_a_stream_waits_for_a_host_that_comes_back_and_fails_when_none_does(repo
 
     async def run(first: HostProcess) -> None:
         async with attached(endpoint, other) as server:
+            server._wait_for_host_s = 300.0
             with contextlib.ExitStack() as later:
 
                 async def restart() -> None:
