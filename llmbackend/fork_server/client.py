@@ -28,7 +28,7 @@ from typing import Final
 
 from .interpreter import HOST_PACKAGE, command
 from .output import OutputReader
-from .server import ENDS_WITH_SERVER, NUMBER
+from .server import ENDS_WITH_SERVER, MAX_ORDER_BYTES, NUMBER
 
 logger = logging.getLogger(__name__)
 
@@ -156,8 +156,10 @@ class _Server:
         return self._over.is_set()
 
     def fork(self, order: str, *descriptors: int) -> ForkedProcess:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         message = bytes([len(descriptors) + 1]) + order.encode()
+        if len(message) > MAX_ORDER_BYTES:
+            raise ValueError(f"the order of a process has {len(message)} bytes, expected at most {MAX_ORDER_BYTES}")
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # it has ended: the status socket shows it
             socket.send_fds(self._control, [message], [theirs.fileno(), *descriptors])
         return ForkedProcess(self, ours)

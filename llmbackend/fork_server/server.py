@@ -30,7 +30,8 @@ from .boot import load_package
 NUMBER = struct.Struct("<i")
 """A message on a child's status socket: its process id, or minus the errno of a failed fork; and at its end the exit
 code, or minus the signal."""
-MAX_ORDER_BYTES = 4096
+MAX_ORDER_BYTES = 128 << 10
+"""As long as an argument of a command may be: an order may have an engine's configuration, with its chat template."""
 MAX_DESCRIPTORS = 8
 ENDS_WITH_SERVER = "ends-with-server"
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -343,6 +343,12 @@ def test_a_cut_network_is_noticed_on_both_sides(
     relay.close()
 
 
+def test_an_engine_with_a_long_configuration_starts(serve: ServeEngine) -> None:
+    """As with the chat template of a large model."""
+    config = EngineConfig(model="mock", chat_template="{# a comment #}" * 1000, **MOCK)
+    assert serve(config).news.pid
+
+
 def test_an_engine_ends_with_its_keeper(serve: ServeEngine) -> None:
     engine = serve()
     engine.process.kill()
