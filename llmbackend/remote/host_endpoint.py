@@ -282,8 +282,11 @@ class HostEndpoint:
         return True
 
     def _leave_lost(self) -> None:
-        lost = [sender for sender, frontend in self._frontends.items() if frontend.is_lost]
-        for sender in lost:
+        if not any(frontend.is_lost for frontend in self._frontends.values()):
+            return
+        while self._read_messages():  # the last one may say that it has left
+            pass
+        for sender in [sender for sender, frontend in self._frontends.items() if frontend.is_lost]:
             frontend = self._frontends.pop(sender)
             log.warning("frontend '%s' is gone, with %d open requests", frontend.name, len(frontend.requests))
             frontend.lost()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -73,8 +74,9 @@ def tls(certificates: Certificates) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="module")
 def mutual(certificates: Certificates) -> Iterator[ServerProcess]:
+    """With two frontend processes, which end TLS."""
     ca = (f"--ssl-ca-certs={certificates.ca}", f"--grpc-root-cert={certificates.ca}")
-    process = serve(certificates, *ca, "--ssl-cert-reqs=2", "--grpc-use-ssl-mutual=true")
+    process = serve(certificates, *ca, "--ssl-cert-reqs=2", "--grpc-use-ssl-mutual=true", "--frontend-processes=2")
     yield process
     assert stop_server(process) == 0
 
@@ -143,7 +145,10 @@ def test_mutual_tls_lets_known_clients_in(mutual: ServerProcess, certificates: C
     assert complete(openai_client(mutual, certificates.ca, client, key))
     assert grpc_is_live(mutual, certificates.ca, client, key)
     assert http_is_live(mutual, certificates.ca, certfile=client, keyfile=key)
-    assert curl(f"https://{mutual.http}/v2", "--cacert", certificates.ca, "--cert", client, "--key", key).stdout
+    own = ("--cacert", certificates.ca, "--cert", client, "--key", key)
+    assert curl(f"https://{mutual.http}/v2", *own).stdout
+    index = curl(f"https://{mutual.http}/v2/repository/index", *own, "--data", "{}").stdout  # the host answers
+    assert [model["name"] for model in json.loads(index)] == ["mock"]
 
 
 @pytest.mark.parametrize("client", ["without certificate", "stranger"])

@@ -17,11 +17,13 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import gevent
 import grpc
 import numpy as np
 import openai
 import pytest
 import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
 from tritonclient.utils import InferenceServerException
 
 from llmbackend.server.process_memory import descendants
@@ -69,6 +71,12 @@ few:sk-few rpm=5
 two:sk-two concurrency=2
 metered:sk-metered tpm=100000
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gevent_hub() -> None:
+    """Triton's HTTP client runs on gevent, whose hub keeps its descriptors: they are not leaked by a test."""
+    gevent.sleep(0)
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +226,20 @@ def test_triton_s_client_and_openai_s_get_answers_and_errors(two: ServerProcess)
                 assert other.responses.retrieve(answer.id).output_text == answer.output_text
         with pytest.raises(openai.NotFoundError, match="none"):
             client.chat.completions.create(model="none", messages=[message])  # type: ignore[list-item]
+
+
+def test_triton_s_http_client_gets_answers_and_errors(two: ServerProcess) -> None:
+    """In binary, on connections of its own."""
+    number = triton_http.InferInput("X", [1], "INT32").set_data_from_numpy(np.array([5], np.int32))
+    with triton_http.InferenceServerClient(two.http, concurrency=4) as client:
+        assert client.is_server_ready() and client.get_server_metadata()["name"] == "triton"
+        whole = {"sequence_start": True, "sequence_end": True}
+        asked = [client.async_infer("sums", [number], sequence_id=90 + i, **whole) for i in range(4)]
+        assert [one.get_result().as_numpy("SUM").tolist() for one in asked] == [[5]] * 4
+        with pytest.raises(InferenceServerException, match="unknown model: 'none' is not found"):
+            client.infer("none", [number])
+        assert {model["name"] for model in client.get_model_repository_index()} == {"mock", "slow", "sums"}
+        assert client.get_inference_statistics("sums")["model_stats"][0]["name"] == "sums"
 
 
 def test_a_sequence_goes_on_over_any_connection(two: ServerProcess) -> None:

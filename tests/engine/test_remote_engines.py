@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -265,6 +267,20 @@ def test_streams_of_two_hosts_survive_kills_of_their_engine(
     assert {(index, incarnation) for index, incarnation, _ in locator.losses} >= {(0, one) for one in incarnations[:-1]}
 
 
+def test_an_engine_that_is_stopped_is_replaced_long_before_a_step_may_end(
+    serve: ServeEngine, secrets: ClusterSecrets, make_owner: MakeOwner
+) -> None:
+    """step_timeout_s is two minutes."""
+    engine = serve(heartbeat_timeout_s=0.5)
+    use_locator(FixedLocator(engine.address), secrets)
+    owner, requests = make_owner(), long_requests("a", num_tokens=200)
+    owner.submit(*requests)
+    owner.wait_for_tokens(requests[0].request_id)
+    os.kill(engine.news.pid, signal.SIGSTOP)
+    assert engine.read_news().incarnation > engine.news.incarnation
+    expect_all(owner, requests)
+
+
 def test_an_engine_that_hangs_is_replaced_by_its_keeper(
     serve: ServeEngine, secrets: ClusterSecrets, make_owner: MakeOwner, tmp_path: Path
 ) -> None:
@@ -284,7 +300,7 @@ HOST = """
 import sys
 from pathlib import Path
 from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.engine.process.locating import EngineAddress, stop_loads, use_locator
+from llmbackend.engine.process.locating import EngineAddress, use_locator
 from tests.engine.test_remote_engines import MOCK, endless
 from tests.helpers.manager_owner import Owner
 from tests.helpers.served_engines import FixedLocator

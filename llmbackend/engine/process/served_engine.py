@@ -3,8 +3,8 @@
 For: a cluster, which starts it where the engine is to be, and tests. It owns the listening socket and a fork server;
 each process of the engine gets the socket, so that hosts find the next one where the last one was, with packed weights
 in memory already. Does not know: where hosts are, requests. Invariants: it starts the next process at once when one
-dies or gives no sign between two steps for step_timeout_s; it ends with its standard input, or, if it outlives its
-parent, when no host was attached for orphan_timeout_s; its engine ends with it.
+dies, is silent, or gives no sign between two steps for step_timeout_s; it ends with its standard input, or, if it
+outlives its parent, when no host was attached for orphan_timeout_s; its engine ends with it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.fork_server.client import ForkedProcess
@@ -38,10 +41,12 @@ from .served_order import (
     with_paths,
 )
 from .supervisor import Supervisor, Wakeup
-from .transport import EngineForkServer, ProcessTransport
+from .transport import CLOSE_TIMEOUT_S, EngineForkServer, ProcessTransport
 
 logger = logging.getLogger(__name__)
 
+SILENCES: Final = 5
+"""Of heartbeat_timeout_s, after which hosts leave the engine: it may come back to them, until its keeper ends it."""
 BACKLOG: Final = 1024
 """Hosts that may wait for the next process."""
 
@@ -82,9 +87,34 @@ class ServedForkServer(EngineForkServer):
 
 
 class KeptTransport(ProcessTransport):
-    """To an engine that tells its keeper how it is, and nothing of requests."""
+    """To an engine that tells its keeper how it is, and nothing of requests. A process that is stopped, or whose
+    machine does not run it, is known by its silence, also within a step: ZeroMQ's own thread answers heartbeats."""
 
     num_hosts = 0
+
+    def __init__(
+        self, fork_server: ServedForkServer, silence_s: float, wake_fd: int, progress: Callable[[LoadProgress], None]
+    ) -> None:
+        """silence_s: after which the process is killed."""
+        super().__init__(fork_server, wake_fd, progress)
+        self._silence_s = silence_s
+        self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = math.ceil(silence_s * 1e3 / 2)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._monitor, zmq.POLLIN)
+
+    def close(self, *, force: bool = False) -> None:
+        self._poller.unregister(self._monitor)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        super().close(force=force)
+
+    def _look(self, ready: Mapping[object, int]) -> None:
+        super()._look(ready)
+        if self._monitor in ready:
+            recv_monitor_message(self._monitor)
+            if self._process is not None and not self._process.wait(CLOSE_TIMEOUT_S):
+                logger.error("the engine was silent for %g s, also within a step: it is killed", self._silence_s)
+                self._process.kill()
 
     def receive(self, timeout_s: float | None = None) -> list[StepResult]:
         states = self._receive(timeout_s, _decode_state)
@@ -102,10 +132,11 @@ class KeptEngines:
 
     def __init__(self, order: ServedEngineOrder, listener: socket.socket) -> None:
         self.fork_server = ServedForkServer(order, listener)
+        self._silence_s = SILENCES * order.heartbeat_timeout_s
         self.transport: KeptTransport | None = None
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> KeptTransport:
-        self.transport = KeptTransport(self.fork_server, wake_fd, progress)
+        self.transport = KeptTransport(self.fork_server, self._silence_s, wake_fd, progress)
         return self.transport
 
     def load_whole(self) -> bool:
