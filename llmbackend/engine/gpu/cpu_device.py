@@ -58,6 +58,10 @@ class CpuDevice:
         return Memory(os.sysconf("SC_AVPHYS_PAGES") * page_bytes, os.sysconf("SC_PHYS_PAGES") * page_bytes)
 
     @property
+    def held_bytes(self) -> int:
+        return 0
+
+    @property
     def has_float8(self) -> bool:
         return True
 

@@ -93,6 +93,11 @@ class Device(Lane, Protocol):
     def memory(self) -> Memory:
         """The device's memory. What this process has freed counts as used until `trim`."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory for tensors, those of graphs too, that this process has of the device; with what is freed until
+        `trim`."""
+
     def trim(self) -> None:
         """Returns unused memory of this process to the device."""
 
@@ -201,6 +206,10 @@ class CudaDevice:
 
     def memory(self) -> Memory:
         return Memory(*torch.cuda.mem_get_info(self._device))
+
+    @property
+    def held_bytes(self) -> int:
+        return int(torch.cuda.memory_reserved(self._device))
 
     def trim(self) -> None:
         with torch.cuda.device(self._device):

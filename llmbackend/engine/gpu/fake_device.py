@@ -74,6 +74,10 @@ class FakeDevice:
         return Memory(self.memory_bytes - self.used_bytes, self.memory_bytes)
 
     @property
+    def held_bytes(self) -> int:
+        return 0
+
+    @property
     def has_float8(self) -> bool:
         return True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,6 +28,8 @@ MAX_CAPTURE_S = 60.0
 
 _MAX_MIXED_TOKENS = 2048
 """Larger steps keep a device busy for longer than the host needs to launch them one kernel at a time."""
+
+_ADVICE = "expected a lower engine argument 'gpu_memory_utilization', fewer 'cudagraph_capture_sizes', or enforce_eager"
 
 
 def ladder(max_num_seqs: int, wanted: Sequence[int] | None = None) -> list[int]:
@@ -50,8 +52,18 @@ def mixed_ladder(max_tokens: int, wanted: Sequence[int] | None = None) -> list[i
 
 
 class StepGraphs:
-    def __init__(self, device: Device, program: GpuProgram, rows: DeviceRows, max_model_len: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        program: GpuProgram,
+        rows: DeviceRows,
+        max_model_len: int,
+        most: Callable[[int], int] | None = None,
+    ) -> None:
+        """most: where ranks capture together, the largest of their numbers: a step that one of them ran as a graph and
+        another did not would never end. None: this one is alone."""
         self._device, self._program, self._rows, self._max_model_len = device, program, rows, max_model_len
+        self._most = most
         self._graphs: dict[Padded, Graph] = {}
         self._logits: dict[Padded, torch.Tensor] = {}
         """Of decode steps."""
@@ -68,22 +80,32 @@ class StepGraphs:
 
     def capture(self, sizes: Sequence[Padded]) -> float:
         """Captures decode steps before mixed ones, and the largest of a kind first, because the others fit into its
-        memory. Returns how many seconds it took. Sizes that do not fit into memory, or into MAX_CAPTURE_S, are left
-        out."""
+        memory. Returns how many seconds it took. Sizes that do not fit into MAX_CAPTURE_S are left out; those that do
+        not fit into memory, too, where this rank is alone.
+
+        Raises ValueError where it is not: the others wait for the rest of the step.
+        """
         start_s = time.monotonic()
         for size in sorted(sizes, key=lambda size: (size.is_decode, size.num_tokens), reverse=True):
-            if time.monotonic() - start_s > MAX_CAPTURE_S:
+            if self._spent_s(start_s) > MAX_CAPTURE_S:
                 logger.warning("no graphs from %s on: capturing took %g s", size, MAX_CAPTURE_S)
                 break
             self._device.enqueue(partial(self._rows.forget_step, size))
             try:
                 self._graphs[size] = self._device.capture(lambda size=size: self._run(size))  # type: ignore[misc]
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                if self._most is not None:
+                    raise ValueError(f"no memory for graphs of {size}: {_ADVICE}") from error
                 logger.warning("no graphs from %s on: out of memory", size)
                 self._logits.pop(size, None)
                 break
         self._sizes = sorted(self._graphs, key=lambda size: (not size.is_decode, size.num_tokens))
         return time.monotonic() - start_s
+
+    def _spent_s(self, start_s: float) -> float:
+        """By the rank that has taken longest."""
+        spent_s = time.monotonic() - start_s
+        return spent_s if self._most is None else self._most(int(spent_s * 1e3)) / 1e3
 
     def forget(self) -> None:
         """Drops all graphs and frees their memory."""

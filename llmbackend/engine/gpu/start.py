@@ -24,6 +24,7 @@ from ..model.loader import LoadedModel
 from . import kv_memory
 from .device import CudaDevice, Device
 from .device_rows import DeviceRows, Padded, StepMessages
+from .graph_memory import graph_bytes
 from .graphs import StepGraphs, ladder, mixed_ladder
 from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
@@ -96,7 +97,7 @@ def _make_parts(
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens)
-    graphs = StepGraphs(device, program, rows, loaded.max_model_len)
+    graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
     return RunnerParts(device, program, rows, messages, graphs, sampling)
 
 
@@ -107,11 +108,12 @@ def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_block
 
 def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, stages: Stages) -> int:
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
-    graph_bytes = _graph_bytes(config, parts) if config.num_kv_blocks is None else 0
+    measured = config.num_kv_blocks is None
+    for_graphs = stages.most(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
     parts.device.trim()
     warm_up(config, parts, _info(config, loaded, parts.device, 1, "", 0.0))
     bytes_per_block = stages.most(kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype))
-    return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), graph_bytes)
+    return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), for_graphs)
 
 
 def _graph_sizes(config: EngineConfig) -> list[Padded]:
@@ -126,25 +128,6 @@ def _graph_sizes(config: EngineConfig) -> list[Padded]:
 def _graphs_text(graphs: StepGraphs) -> str:
     decode, mixed = (", ".join(map(str, sizes)) or "none" for sizes in (graphs.decode_sizes, graphs.mixed_sizes))
     return f"graphs of decode steps ({decode} sequences) and mixed steps ({mixed} tokens; larger ones run without)"
-
-
-def _graph_bytes(config: EngineConfig, parts: RunnerParts) -> int:
-    """Bytes that all graphs will take. Of each kind, the largest brings the memory that the others share, and each has
-    launches of its own. Measured by capturing two of them."""
-    sizes = _graph_sizes(config)
-    return sum(_bytes_of(parts, [size for size in sizes if size.is_decode == kind]) for kind in (True, False))
-
-
-def _bytes_of(parts: RunnerParts, sizes: list[Padded]) -> int:
-    free_bytes = []
-    for some in ([], sizes[-1:], sizes[-2:]):
-        parts.graphs.forget()
-        parts.graphs.capture(some)
-        parts.device.synchronize()
-        free_bytes.append(parts.device.memory().free_bytes)
-    parts.graphs.forget()
-    first, second = free_bytes[0] - free_bytes[1], free_bytes[1] - free_bytes[2]
-    return first + second * max(len(sizes) - 1, 0)
 
 
 def _info(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.gpu import kv_memory
 from llmbackend.engine.gpu.device import Memory
 from llmbackend.engine.gpu.device_rows import Padded
 from llmbackend.engine.gpu.fake_device import FakeDevice
@@ -61,17 +64,31 @@ def test_sizes_of_graphs() -> None:
     assert mixed_ladder(40, (64, 3, 1, 40)) == [3, 40]
 
 
-class LeakyDevice(FakeDevice):
-    """Each KiB of a graph is one token's; a graph has 5 KiB of launches besides. Says what is free."""
+class SharedDevice(FakeDevice):
+    """Graphs share tensors, a KiB for each token of the largest; a graph has 5 KiB of launches besides. Another process
+    takes 70 KiB while the first one is captured."""
+
+    def __init__(self) -> None:
+        super().__init__(memory_bytes=1 << 20)
+        self._sizes: list[Padded] = []
+        self.others_bytes = 0
 
     def capture(self, work: Any) -> Any:
         graph = super().capture(work)
-        size = work.__defaults__[0]
-        self.used_bytes = max(self.used_bytes, size.num_tokens << 10) + (5 << 10)
+        self._sizes.append(work.__defaults__[0])
+        self.others_bytes = 70 << 10
         return graph
 
-    def trim(self) -> None:
-        self.used_bytes = 0
+    @property
+    def held_bytes(self) -> int:
+        return max((size.num_tokens for size in self._sizes), default=0) << 10
+
+    def memory(self) -> Memory:
+        used_bytes = self.held_bytes + (5 << 10) * len(self._sizes) + self.others_bytes
+        return Memory(self.memory_bytes - used_bytes, self.memory_bytes)
+
+    def forget(self) -> None:
+        self._sizes.clear()
 
 
 @pytest.fixture(scope="module")
@@ -81,15 +98,51 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_room_is_left_for_graphs_and_they_are_captured(model: Path) -> None:
-    """Sizes 1, 2, 4 and 6: 6 KiB that they share, and 5 KiB of each; and one of mixed steps of 48 tokens. Blocks of 8
-    tokens have 3 layers of 512 bytes a token."""
-    device = LeakyDevice(memory_bytes=1 << 20)
-    config = config_for(model, num_kv_blocks=None, gpu_memory_utilization=0.75)
+def test_room_is_left_for_graphs_and_they_are_captured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode steps of up to 6 tokens and mixed ones of up to 48 share memory, each kind for itself."""
+    device, left, forget = SharedDevice(), [], StepGraphs.forget
+
+    def forget_here(graphs: StepGraphs) -> None:
+        device.forget()
+        forget(graphs)
+
+    def blocks_of(*arguments: Any) -> int:
+        left.append(arguments[-2:])
+        return num_kv_blocks(*arguments)
+
+    monkeypatch.setattr(StepGraphs, "forget", forget_here)
+    monkeypatch.setattr(kv_memory, "num_kv_blocks", blocks_of)
+    config = config_for(model, num_kv_blocks=None, gpu_memory_utilization=0.9)
+    config = msgspec.structs.replace(config, cudagraph_capture_sizes=(1, 2, 4, 6, 24, 48))
     runner = gpu_runner(config, device)
-    assert runner.info.num_blocks == ((3 << 18) - ((6 + 48) << 10) - 5 * (5 << 10)) // (8 * 3 * 256)
-    assert "decode steps (1, 2, 4, 6 sequences) and mixed steps (48 tokens; larger" in runner.info.description
+    [(memory, graph_bytes)] = left
+    assert graph_bytes == ((6 + 48) << 10) + 9 * (5 << 10)
+    assert memory.free_bytes == (1 << 20) - (70 << 10)
+    assert "decode steps (1, 2, 4, 6 sequences) and mixed steps (2, 4, 6, 24, 48 tokens; larger" in (
+        runner.info.description
+    )
     runner.close()
+
+
+def test_ranks_capture_the_same_sizes(model: Path) -> None:
+    """They stop when one of them has taken too long, and fail where one lacks memory: the others wait for it."""
+    device = FakeDevice()
+    engine = gpu_runner(config_for(model, enforce_eager=True), device)._parts
+    sizes, spent_ms = [Padded(n, n, True) for n in (1, 2, 4)], iter([0, 59_000, 61_000])
+    graphs = StepGraphs(device, engine.program, engine.rows, 128, lambda own_ms: max(own_ms, next(spent_ms)))
+    graphs.capture(sizes)
+    assert graphs.decode_sizes == [2, 4]
+
+    def full(work: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    device.capture = full  # type: ignore[method-assign]
+    together = StepGraphs(device, engine.program, engine.rows, 128, lambda own_ms: own_ms)
+    with pytest.raises(ValueError, match=r"no memory for graphs of .*: expected a lower engine argument 'gpu_memory_"):
+        together.capture(sizes)
+    alone = StepGraphs(device, engine.program, engine.rows, 128)
+    alone.capture(sizes)
+    assert alone.decode_sizes == []
 
 
 def test_what_does_not_fit_is_left_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
