@@ -1,8 +1,8 @@
 """From how many rows on torch's product of float8 rows takes a weight of some shape on this device.
 
 For: 8-bit weights, which multiply fewer rows by the engine's own kernel. Does not know: models, how rows were rounded.
-Scales by row are what the library supports least: on Hopper it refuses few rows by a long k (torchao issue 4582), on
-compute capability 12.0 all shapes (pytorch issue 192707). Invariant: a shape is tried once in a process, when it is
+Scales by row are what the library supports least: users of torch 2.10 and newer report that it refuses few rows by a
+long k on Hopper, and all shapes on compute capability 12.0. Invariant: a shape is tried once in a process, when it is
 first multiplied by, which is before the engine takes requests and outside of captured graphs.
 """
 
