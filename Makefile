@@ -7,7 +7,7 @@
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
-# make cluster  frontends, hosts and engines are killed and cut off under live streams (ARGS="--kills 50" for less than all)
+# make cluster  frontends, hosts, engines and Ray's processes are killed under live streams (ARGS="--kills 50" for less than all)
 # make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB)
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 import msgspec
 
@@ -52,12 +53,19 @@ def engines_of(folder: Path) -> list[EngineRecord]:
 
 
 def start_machine(
-    folder: Path, secrets: Path, *arguments: str, cluster: str = "auto", works_in: Path | None = None
+    folder: Path,
+    secrets: Path,
+    *arguments: str,
+    cluster: str = "auto",
+    works_in: Path | None = None,
+    log: IO[str] | None = None,
+    metrics_port: int = 0,
 ) -> ServerProcess:
     """Its copies of models are in `copies_of(folder)`."""
     own = ("--cluster", cluster, "--cluster-port", "0", "--cluster-secrets", secrets, "--cluster-run-folder", folder)
     variables = {DIRECTORY: str(folder / "copies")}
-    return start_server(*map(str, own), *arguments, folder=works_in, variables=variables)
+    ours = (*map(str, own), *arguments)
+    return start_server(*ours, folder=works_in, variables=variables, log=log, metrics_port=metrics_port)
 
 
 def copies_of(folder: Path) -> list[Path]:

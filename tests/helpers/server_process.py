@@ -51,17 +51,17 @@ def start_server(
     log: IO[str] | None = None,
     open_files: int | None = None,
     http_port: int = 0,
+    metrics_port: int = 0,
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> ServerProcess:
     """Starts `llmbackend serve` on free loopback ports and waits until it says where it listens.
 
-    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port: 0 = a free one.
-    folder: that it works in; ours by default. variables: of its environment, beside ours.
+    log: where its standard error goes; to ours by default. open_files: its `ulimit -n`. http_port, metrics_port: 0 = a
+    free one. folder: that it works in; ours by default. variables: of its environment, beside ours.
     """
     command = [sys.executable, "-m", "llmbackend.cli", "serve", *arguments]
-    for protocol in ("http", "grpc", "metrics"):
-        port = http_port if protocol == "http" else 0
+    for protocol, port in {"http": http_port, "grpc": 0, "metrics": metrics_port}.items():
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", str(port)]
     if open_files is not None:
         command = ["sh", "-c", f'ulimit -n {open_files}; exec "$@"', "sh", *command]

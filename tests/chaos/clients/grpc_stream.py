@@ -20,6 +20,9 @@ from ..outcome import Piece, StreamFailed
 from ..specs import StreamSpec
 from .tensors import input_values, piece_of
 
+_NO_STATUS = "Internal error from Core"
+"""What gRPC's client says, as INTERNAL, where a call ended without any status of the server's."""
+
 
 class GrpcClient:
     def __init__(self, address: str) -> None:
@@ -55,7 +58,8 @@ async def results(client: aio_client.InferenceServerClient, request: dict[str, A
                 raise StreamFailed(error.message() or "", error.status() or "")
             yield result
     except grpc.aio.AioRpcError as error:
-        raise StreamFailed(error.details() or "", error.code().name) from error
+        details = error.details() or ""
+        raise StreamFailed(details, "connection" if details == _NO_STATUS else error.code().name) from error
     except InferenceServerException as error:
         raise StreamFailed(error.message() or "", error.status() or "") from error
     except asyncio.CancelledError:

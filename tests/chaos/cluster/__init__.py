@@ -1,4 +1,4 @@
-"""`make cluster`: frontends, hosts and engines are killed and cut off from each other under live streams.
+"""`make cluster`: frontends, hosts, engines and Ray's processes are killed or cut off under live streams.
 
 Begin with run.py; machines are in the modules whose names end with `_cluster`.
 """

@@ -21,6 +21,8 @@ class Kind(StrEnum):
     HOST = "SIGKILL host"
     FRONTEND = "SIGKILL frontend"
     NODE = "SIGKILL Ray node"
+    HEAD = "SIGKILL Ray head"
+    ACTOR = "SIGKILL engine's actor"
     CUT = "network cut"
 
 

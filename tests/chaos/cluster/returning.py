@@ -30,12 +30,8 @@ _LONG = 1000
 """Events: a connection ends when its frontend does, not by its client."""
 _KEPT = ("resumed_generate", "resumed_grpc", "resumed_agent", "background")
 _PASSED_ON = (*_KEPT, "responses")
-_LOST_CALLS = (
-    *("Socket closed", "onnection re", "ailed to connect", "GOAWAY", "RST_STREAM", "cancelled by the server's"),
-    "Internal error from Core",
-)
-"""Of gRPC, in place of a status of the server's: 'connection reset', 'connection refused', ...; the last one where a
-call ended without any status."""
+_LOST_CALLS = ("Socket closed", "onnection re", "ailed to connect", "GOAWAY", "RST_STREAM", "cancelled by the server's")
+"""Of gRPC, in place of a status of the server's: 'connection reset', 'connection refused', ..."""
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 
 from llmbackend.engine.process.locating import HEARTBEAT_TIMEOUT_S
 from tests.helpers.server_process import ROOT
@@ -32,6 +33,7 @@ KILLED_LIMIT_S = 1.0
 """Of the pause of 99 % of kills, on the mock model."""
 
 
+RAY_KINDS = (Kind.NODE, Kind.ACTOR, Kind.ENGINE, Kind.HOST, Kind.FRONTEND)
 ALL_KINDS = (Kind.ENGINE, Kind.HOST, Kind.FRONTEND, Kind.CUT)
 
 
@@ -98,9 +100,9 @@ def acts(choice: Choice) -> list[Act]:
         KillRound("one machine: all at once", [Kind.FRONTEND, Kind.ENGINE], 20, choice.seed + 12, one_at_a_time=False),
     ]
     hosts = [
-        KillRound("three hosts: engines", [Kind.ENGINE], 180, choice.seed + 20, limit_s),
-        KillRound("three hosts: cuts", [Kind.CUT], 60, choice.seed + 21, cut_limit_s),
-        KillRound("three hosts: hosts", [Kind.HOST], 60, choice.seed + 22, limit_s),
+        KillRound("three hosts: engines", [Kind.ENGINE], 200, choice.seed + 20, limit_s),
+        KillRound("three hosts: cuts", [Kind.CUT], 40, choice.seed + 21, cut_limit_s),
+        KillRound("three hosts: hosts", [Kind.HOST], 40, choice.seed + 22, limit_s),
         KillRound("three hosts: frontends", [Kind.FRONTEND], 40, choice.seed + 23, limit_s),
         KillRound("three hosts: all at once", ALL_KINDS, 60, choice.seed + 24, one_at_a_time=False),
     ]
@@ -111,7 +113,26 @@ def acts(choice: Choice) -> list[Act]:
             choice.specs,
             hosts,
         ),
+        *_on_ray(choice),
     ]
+
+
+def _on_ray(choice: Choice) -> list[Act]:
+    """No pause is promised: on a computer for two machines, a Ray node that starts takes what streams need."""
+    if find_spec("ray") is None:
+        print("-- Ray is not installed: no rounds on its nodes", flush=True)
+        return []
+    rounds = [
+        KillRound("Ray nodes: all but the head", RAY_KINDS, 20, choice.seed + 30),
+        KillRound("Ray nodes: the head", [Kind.HEAD], 2, choice.seed + 31),
+    ]
+    return [Act(lambda: _ray_cluster(choice.model), choice.specs, rounds)]
+
+
+def _ray_cluster(model: ModelSetup) -> contextlib.AbstractAsyncContextManager[Cluster]:
+    from .ray_cluster import ray_cluster
+
+    return ray_cluster(model)
 
 
 def _quick_act(choice: Choice) -> Act:
