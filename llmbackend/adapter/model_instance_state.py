@@ -28,7 +28,8 @@ from llmbackend.engine.block_changes import BlockChanges
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import AdapterResult, EngineStats, InferRequest, StepOutput
-from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
+from llmbackend.engine.llm_manager import LlmManager
+from llmbackend.engine.manager_callbacks import ManagerCallbacks, Operation, StatusType
 from llmbackend.engine.request_events import RequestEvent
 from llmbackend.engine.step_report import Watch
 
@@ -67,15 +68,13 @@ class ModelInstanceState:
         model_state.start_engine(self._engine, instance.name)
 
     def _make_manager(self, config: EngineConfig, index: int) -> LlmManager:
-        return LlmManager(
-            config,
+        callbacks = ManagerCallbacks(
             get_requests=self._get_requests,
             send_responses=self._send_responses,
             control_signal=self._control_signal,
             stats=self._on_stats,
             status_response=self._on_status,
             engine_lost=self._engine_lost,
-            stall_timeout_s=self._model.arguments.stall_timeout_s,
             vocabulary=self._model.vocabulary,
             adapters=self._model.loras.wanted,
             adapter_loaded=self._adapter_loaded,
@@ -84,8 +83,8 @@ class ModelInstanceState:
             state_changed=self._reports.engine_state,
             progress=self._reports.load_progress,
             blocks_changed=self._blocks_changed,
-            index=index,
         )
+        return LlmManager(config, callbacks, stall_timeout_s=self._model.arguments.stall_timeout_s, index=index)
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE saying why the engine is not ready."""

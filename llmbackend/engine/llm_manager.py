@@ -15,30 +15,25 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
-from .block_changes import BlockChanges
 from .config import EngineConfig
 from .engine_state import EngineHistory, EngineState
 from .errors import EngineDeadError
 from .infer_request import (
     AdapterLoad,
-    AdapterResult,
     EngineInput,
-    EngineStats,
     InferRequest,
     ModelInfo,
     StepOutput,
     StepResult,
     Vocabulary,
 )
-from .load_progress import LoadProgress
+from .manager_callbacks import ManagerCallbacks, StatusType
 from .process.engine_sources import EngineSource, ForkedEngines
 from .process.locating import remote_engines
 from .process.supervisor import Supervisor, Wakeup
-from .request_events import RequestEvent
-from .step_report import EngineReport, Watch
+from .step_report import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -50,18 +45,6 @@ STALL_TIMEOUT_S = 60.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-class Operation(IntEnum):
-    """STOP ends a request. RELEASE_KV gives back its KV too; here every end does, so both are an abort."""
-
-    STOP = 1
-    RELEASE_KV = 2
-
-
-class StatusType(IntEnum):
-    CONTROL_SIGNAL_STATUS = 0
-    REQUEST_ENQUEUE_STATUS = 1
 
 
 def _source(config: EngineConfig, index: int, wakeup: Wakeup) -> EngineSource:
@@ -85,76 +68,30 @@ class LlmManager:
     def __init__(
         self,
         config: EngineConfig,
-        get_requests: Callable[[int], Sequence[InferRequest]],
-        send_responses: Callable[[Sequence[StepOutput]], None],
-        control_signal: Callable[[], Sequence[tuple[str, Operation]]],
-        stats: Callable[[EngineStats], None],
-        status_response: Callable[[str, str, StatusType], None],
-        engine_lost: Callable[[Sequence[str], EngineDeadError], None],
+        callbacks: ManagerCallbacks,
+        *,
         stall_timeout_s: float = STALL_TIMEOUT_S,
-        vocabulary: Callable[[], Vocabulary | None] = lambda: None,
-        adapters: Callable[[], Mapping[str, str]] | None = None,
-        adapter_loaded: Callable[[AdapterResult], None] = lambda result: None,
-        request_events: Callable[[Sequence[RequestEvent]], None] = lambda events: None,
-        reported: Callable[[EngineReport], None] = lambda report: None,
-        state_changed: Callable[[EngineState], None] = lambda state: None,
-        progress: Callable[[LoadProgress], None] = lambda progress: None,
-        blocks_changed: Callable[[BlockChanges], None] = lambda changes: None,
         index: int = 0,
     ) -> None:
-        """index: of the instance, by which a cluster knows its engine.
-
-        The callbacks, on the loop's thread. An exception of a callback is logged, and the loop goes on.
-
-        get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
-        send_responses(outputs)             gets all outputs of a step at once
-        control_signal()                    drains the requests to stop; one that is not live is answered with an error
-        stats(stats)                        after each batch of steps
-        status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
-        engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
-                                            were pulled; get_requests may give them out again, to the next engine
-        vocabulary()                        what tokens stand for, for requests with a grammar; once an engine; None
-                                            = such requests cannot be served
-        adapters()                          the LoRA adapters that the engine should have, name → folder; None = those
-                                            of the config. A changed mapping is another object.
-        adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
-        request_events(events)              of traced requests, before the outputs of the same step
-        reported(report)                    before the outputs of the same step; after `watch` alone
-        state_changed(state)                when the engine is ready, was lost, or has stopped
-        progress(progress)                  while an engine loads
-        blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
-                                            `follow_prefixes` alone
-        """
+        """callbacks: called on the loop's thread. index: of the instance, by which a cluster knows its engine."""
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
-        self._get_requests = get_requests
-        self._send_responses = send_responses
-        self._control_signal = control_signal
-        self._stats = stats
-        self._status_response = status_response
-        self._engine_lost = engine_lost
+        self._on = callbacks
         self._stall_timeout_s = stall_timeout_s
         self._wakeup = Wakeup()
-        self._vocabulary = vocabulary
         self._has_sent_vocabulary = False
         """Whether this engine knows what tokens stand for, from this host or another one."""
         self._prepares_grammars = False
         """Whether the engine is to know it before its first request with a grammar."""
-        self._adapters = adapters
-        self._adapter_loaded = adapter_loaded
-        self._request_events = request_events
         self._configured_adapters: Mapping[str, str] = config.lora_modules
         self._sent_adapters: Mapping[str, str] = config.lora_modules
         """What the engine has, or will have."""
-        self._reported = reported
-        self._state_changed = state_changed
         self._history = EngineHistory()
         self._watch = self._sent_watch = NOT_WATCHED
         """What is to be reported, and what the engine was told."""
-        self._blocks_changed = blocks_changed
         self._follows_prefixes = self._sent_prefixes = False
         """The same of its prefix cache."""
-        self._supervisor = Supervisor(config, _source(config, index, self._wakeup), self._wakeup, progress)
+        self._supervisor = Supervisor(config, _source(config, index, self._wakeup), self._wakeup, callbacks.progress)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._is_ordered = threading.Event()
         """Whether an engine was asked for, and its process is on its way."""
@@ -270,9 +207,9 @@ class LlmManager:
             self._first_load.set_exception(EngineDeadError("the engine was stopped", "exit"))
         outputs = [StepOutput(request_id, finish_reason="abort") for request_id in self._live]
         if outputs:
-            self._call(self._send_responses, outputs)
+            self._call(self._on.send_responses, outputs)
         self._supervisor.close()
-        self._call(self._state_changed, self._history.stopped())
+        self._call(self._on.state_changed, self._history.stopped())
 
     def _turn(self) -> None:
         if not self._first_load.done():
@@ -292,27 +229,27 @@ class LlmManager:
     def _engine_is_up(self, info: ModelInfo) -> None:
         self._is_up = True
         self._has_sent_vocabulary = self._supervisor.knows_vocabulary
-        self._call(self._state_changed, self._history.ready(self._supervisor.pid))
+        self._call(self._on.state_changed, self._history.ready(self._supervisor.pid))
         if not self._first_load.done():
             self._first_load.set_result(info)
 
     def _deliver(self, results: list[StepResult]) -> None:
         for result in results:
             if result.events:
-                self._call(self._request_events, result.events)
+                self._call(self._on.request_events, result.events)
             if result.report is not None:
-                self._call(self._reported, result.report)
+                self._call(self._on.reported, result.report)
             if result.blocks is not None:
-                self._call(self._blocks_changed, result.blocks)
+                self._call(self._on.blocks_changed, result.blocks)
             for output in result.outputs:
                 if output.finish_reason is not None:
                     self._live.pop(output.request_id, None)
             if result.outputs:
-                self._call(self._send_responses, result.outputs)
+                self._call(self._on.send_responses, result.outputs)
             for adapter in result.adapters:
-                self._call(self._adapter_loaded, adapter)
+                self._call(self._on.adapter_loaded, adapter)
         if results:
-            self._call(self._stats, results[-1].stats)
+            self._call(self._on.stats, results[-1].stats)
 
     def _feed(self) -> None:
         """Pulls requests and control signals and sends them to the engine in one message."""
@@ -343,7 +280,7 @@ class LlmManager:
     def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
         """What the engine lacks, and what it has too much. After requests were pulled: those name adapters that are
         already wanted."""
-        wanted, sent = None if self._adapters is None else self._call(self._adapters), self._sent_adapters
+        wanted, sent = None if self._on.adapters is None else self._call(self._on.adapters), self._sent_adapters
         if wanted is None or wanted is sent:
             return (), ()
         self._sent_adapters = wanted
@@ -355,18 +292,18 @@ class LlmManager:
         if self._has_sent_vocabulary or not (self._prepares_grammars or any(request.grammar for request in add)):
             return None
         self._has_sent_vocabulary, self._prepares_grammars = True, False
-        return self._call(self._vocabulary)
+        return self._call(self._on.vocabulary)
 
     def _pull(self) -> list[InferRequest]:
         if not self._live:
             self._supervisor.idle()
         room = self.room
-        pulled = self._call(self._get_requests, room) if room > 0 else None
+        pulled = self._call(self._on.get_requests, room) if room > 0 else None
         accepted = []
         for request in pulled or ():
             known = request.request_id in self._live
             error = f"request_id '{request.request_id}' is already live, expected a unique id" if known else ""
-            self._call(self._status_response, request.request_id, error, StatusType.REQUEST_ENQUEUE_STATUS)
+            self._call(self._on.status_response, request.request_id, error, StatusType.REQUEST_ENQUEUE_STATUS)
             if not known:
                 self._live[request.request_id] = None
                 accepted.append(request)
@@ -374,12 +311,12 @@ class LlmManager:
 
     def _pull_aborts(self) -> list[str]:
         abort = []
-        for request_id, operation in self._call(self._control_signal) or ():
+        for request_id, operation in self._call(self._on.control_signal) or ():
             live = request_id in self._live
             error = "" if live else f"{operation.name}: request_id '{request_id}' is not live, it may have ended"
             if live:
                 abort.append(request_id)
-            self._call(self._status_response, request_id, error, StatusType.CONTROL_SIGNAL_STATUS)
+            self._call(self._on.status_response, request_id, error, StatusType.CONTROL_SIGNAL_STATUS)
         return abort
 
     def _lose_engine(self, error: EngineDeadError) -> None:
@@ -395,9 +332,9 @@ class LlmManager:
             self._stopping = True
             self._first_load.set_exception(error)
             return
-        self._call(self._state_changed, self._history.lost(str(error), self._supervisor.is_given_up))
+        self._call(self._on.state_changed, self._history.lost(str(error), self._supervisor.is_given_up))
         lost, self._live = tuple(self._live), {}
-        self._call(self._engine_lost, lost, error)
+        self._call(self._on.engine_lost, lost, error)
 
     def _call(self, callback: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         """A callback that fails must not end the loop, which all other requests depend on."""

@@ -12,6 +12,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.http.routing import Router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
@@ -48,35 +49,9 @@ def make_frontends(
 
     folder, counts, edge: of a host with frontend processes, which has a socket in `folder` for gRPC, and one for HTTP
     among `claims`."""
-    limit_bytes = settings.http_max_input_size_bytes
     gate = InferenceGate(server, settings.limits.inference, counts)
     streams = ResumableStreams(settings.store.resume_grace_s)
-    key = sealing_key(settings.protocols.reasoning_secret)
-    routers = (
-        create_anthropic_router(
-            server,
-            settings.openai_max_input_size_bytes,
-            gate,
-            settings.protocols.openai_lora_separator,
-            sealing_key=key,
-        ),
-        create_openai_router(
-            server,
-            settings.openai_max_input_size_bytes,
-            gate,
-            settings.protocols.openai_lora_separator,
-            streams,
-            store=store,
-            sealing_key=key,
-            lora_folder=settings.protocols.openai_lora_folder,
-        ),
-    )
-    facts = ServerFacts(
-        allows_load=settings.options.model_control_mode == "explicit",
-        allows_kill=settings.protocols.allow_fault_injection,
-        origins=settings.protocols.cors.origins,
-        flags=settings.flags,
-    )
+    operations = create_operations_router(server, gate, access, _facts(settings), server_log)
     frontends = FrontendServer(
         server,
         http_address=settings.http.address,
@@ -88,8 +63,8 @@ def make_frontends(
         http_reuse_port=settings.http.reuse_port,
         http_app=create_http_app(
             server,
-            max_input_size_bytes=limit_bytes,
-            routers=(*routers, create_operations_router(server, gate, access, facts, server_log)),
+            max_input_size_bytes=settings.http_max_input_size_bytes,
+            routers=(*_model_apis(server, settings, gate, streams, store), operations),
             gate=gate,
             options=settings.protocols,
             log=server_log,
@@ -108,3 +83,29 @@ def make_frontends(
     )
     frontends.bind()
     return frontends
+
+
+def _model_apis(
+    server: InferenceServer,
+    settings: ServerSettings,
+    gate: InferenceGate,
+    streams: ResumableStreams,
+    store: ResponseStore,
+) -> tuple[Router, ...]:
+    """The APIs that others than Triton have made."""
+    protocols = settings.protocols
+    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
+    key, folder = sealing_key(protocols.reasoning_secret), protocols.openai_lora_folder
+    return (
+        create_anthropic_router(*common, sealing_key=key),
+        create_openai_router(*common, streams, store=store, sealing_key=key, lora_folder=folder),
+    )
+
+
+def _facts(settings: ServerSettings) -> ServerFacts:
+    return ServerFacts(
+        allows_load=settings.options.model_control_mode == "explicit",
+        allows_kill=settings.protocols.allow_fault_injection,
+        origins=settings.protocols.cors.origins,
+        flags=settings.flags,
+    )

@@ -37,6 +37,7 @@ from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
 
 if TYPE_CHECKING:
+    from llmbackend.frontends.journals.documents import Storage
     from llmbackend.frontends.journals.response_store import ResponseStore
     from llmbackend.frontends.shared_counts import SharedCounts
 
@@ -80,103 +81,142 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
     try:
         apart = _host_folder(settings)
         access = _access_control(settings.access, apart)
-    except (ValueError, OSError) as error:
+        reloads = [access.reload]
+        reload_on_hangup(stop, lambda: _call_all(reloads))
+        storage, claims = _open_storage(settings), _claim_ports(settings)
+    except _StartRefusedError as error:
         print_error(str(error))
-        return 1
-    reloads = [access.reload]
-    reload_on_hangup(stop, lambda: _call_all(reloads))
-    try:
-        storage = settings.store.open_storage()
-    except StoreError as error:
-        print_error(f"--response-store: {error}.")
-        return 1
-    try:
-        claims = _claim_ports(settings)
-    except OSError as error:
-        print_error(f"cannot listen: {error}. Stop what has the port, or choose another one.")
         return 1
     server = access.host(settings.options)
     loading = await begin_load(server.start)
-    from .terminal import announce, load_bars  # with the frontends half a second, while the engines start
+    from .terminal import load_bars  # with the frontends half a second, while the engines start
 
     with load_bars():
         store = settings.store.around(storage)
         frontends: Frontends
-        if apart is not None:
+        if apart is None:
+            from .frontends import make_frontends
+
+            frontends = make_frontends(server, settings, access, server_log, store, claims)
+        else:
             from .process_frontends import ProcessFrontends
 
             frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
             reloads.append(frontends.reload)
-        else:
-            from .frontends import make_frontends
-
-            frontends = make_frontends(server, settings, access, server_log, store, claims)
         gc.freeze()  # what was imported stays: no collection looks at it again
         gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
-        if member is not None:
-            member.on_stopping()
+        _say_stopping(member)
         return await _stop_while_loading(server, loading, settings.exit_timeout_s)
+    if not await _has_loaded(loading, settings.flag_model):
+        return 1
+    await store.start()
+    if not await _listens(frontends, server, settings.exit_timeout_s):
+        return 1
+    _announce(server, frontends, settings, ready_descriptor)
+    await stop.wait()
+    _say_stopping(member)
+    return await _drain(server, frontends, store, settings.exit_timeout_s)
+
+
+class _StartRefusedError(Exception):
+    """The text is for the user."""
+
+
+def _say_stopping(member: ClusterMember | None) -> None:
+    if member is not None:
+        member.on_stopping()
+
+
+async def _has_loaded(loading: asyncio.Future[None], flag_model: str) -> bool:
+    """Of a load that has ended; says why where it has failed."""
     try:
         await loading
     except TritonError as error:
         print(f"error: creating server: {error.code.value} - {error.message}", file=sys.stderr)  # as Triton's main
         if isinstance(error, StartupError):
-            print_error(f"\n{failure_summary(reasons_with_flags(error.reasons, settings.flag_model))}")
-        return 1
-    await store.start()
+            print_error(f"\n{failure_summary(reasons_with_flags(error.reasons, flag_model))}")
+        return False
+    return True
+
+
+async def _listens(frontends: Frontends, server: InferenceServer, timeout_s: float) -> bool:
+    """Starts the frontends; stops the server where they can not."""
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
         log.error("cannot listen: %s", error)
-        await in_thread(server.stop, settings.exit_timeout_s)
-        return 1
+        await in_thread(server.stop, timeout_s)
+        return False
+    return True
+
+
+def _announce(
+    server: InferenceServer, frontends: Frontends, settings: ServerSettings, ready_descriptor: int | None
+) -> None:
+    """The server is there: in the log, on the terminal, to the parent."""
+    from .terminal import announce
+
     log_endpoints(frontends, settings)
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s())
     tell_ready(ready_descriptor, urls)
     in_thread(give_back_freed)
-    if warning := exposure(
-        settings.access, http_address=settings.http.address_or_none, grpc_address=settings.grpc.address_or_none
-    ):
+    http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
+    if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
         log.warning("%s", warning)
     if settings.protocols.allow_fault_injection:
         log.warning("--allow-fault-injection: operators may kill engines; never set it where others depend on them")
-    await stop.wait()
-    if member is not None:
-        member.on_stopping()
-    return await _drain(server, frontends, store, settings.exit_timeout_s)
+
+
+def _open_storage(settings: ServerSettings) -> Storage:
+    """Raises _StartRefusedError."""
+    try:
+        return settings.store.open_storage()
+    except StoreError as error:
+        raise _StartRefusedError(f"--response-store: {error}.") from error
 
 
 def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
-    """Raises OSError."""
+    """Raises _StartRefusedError."""
     http, grpc, metrics = settings.http, settings.grpc, settings.metrics
     are_many = settings.frontend_processes > 1
     if settings.host_folder is not None:  # who gave it has the ports of clients
         http, grpc = replace(http, enabled=False), replace(grpc, enabled=False)
-    return ClaimedPorts.claim(
-        http=PortWish(http.address, http.port_or_none, http.reuse_port, are_many),
-        metrics=PortWish(metrics.address, metrics.port_or_none),
-        grpc=PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port, are_many),
-    )
+    wishes = {
+        "http": PortWish(http.address, http.port_or_none, http.reuse_port, are_many),
+        "metrics": PortWish(metrics.address, metrics.port_or_none),
+        "grpc": PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port, are_many),
+    }
+    try:
+        return ClaimedPorts.claim(**wishes)
+    except OSError as error:
+        text = f"cannot listen: {error}. Stop what has the port, or choose another one."
+        raise _StartRefusedError(text) from error
 
 
 def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:
-    """None where this process does everything. Raises OSError."""
+    """None where this process does everything. Raises _StartRefusedError."""
     if settings.frontend_processes == 1 and settings.host_folder is None:
         return None
     from .host_folder import open_host_folder
 
-    return open_host_folder(settings)
+    try:
+        return open_host_folder(settings)
+    except (ValueError, OSError) as error:
+        raise _StartRefusedError(str(error)) from error
 
 
 def _access_control(settings: AccessSettings, apart: tuple[HostFolder, SharedCounts] | None) -> AccessControl:
-    """Raises ValueError."""
-    if apart is None:
-        return AccessControl(settings)
-    folder, shared = apart
-    return AccessControl(settings.without_tls(), shared, folder.metrics)
+    """Raises _StartRefusedError."""
+    try:
+        if apart is None:
+            return AccessControl(settings)
+        folder, shared = apart
+        return AccessControl(settings.without_tls(), shared, folder.metrics)
+    except (ValueError, OSError) as error:
+        raise _StartRefusedError(str(error)) from error
 
 
 def _call_all(functions: Iterable[Callable[[], None]]) -> None:

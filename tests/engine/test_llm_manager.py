@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.llm_manager import Operation, StatusType
+from llmbackend.engine.manager_callbacks import Operation, StatusType
 from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.transport import ProcessTransport
 from tests.helpers.manager_owner import Owner

@@ -15,7 +15,8 @@ from llmbackend.engine.block_changes import BlockChanges
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput, Vocabulary
-from llmbackend.engine.llm_manager import LlmManager, Operation, StatusType
+from llmbackend.engine.llm_manager import LlmManager
+from llmbackend.engine.manager_callbacks import ManagerCallbacks, Operation, StatusType
 from tests.helpers.mock_engine import Outcome
 
 
@@ -42,18 +43,17 @@ class Owner:
         return self.start_with(EngineConfig(model="mock", **arguments), stall_timeout_s)
 
     def start_with(self, config: EngineConfig, stall_timeout_s: float = 60.0) -> Owner:
-        self.manager = LlmManager(
-            config,
-            self.get_requests,
-            self.send_responses,
-            self.control_signal,
-            self.stats.append,
-            lambda *status: self.statuses.append(status),
-            self.engine_lost,
-            stall_timeout_s=stall_timeout_s,
+        callbacks = ManagerCallbacks(
+            get_requests=self.get_requests,
+            send_responses=self.send_responses,
+            control_signal=self.control_signal,
+            stats=self.stats.append,
+            status_response=lambda *status: self.statuses.append(status),
+            engine_lost=self.engine_lost,
             vocabulary=self.vocabulary,
             blocks_changed=self.blocks_changed,
         )
+        self.manager = LlmManager(config, callbacks, stall_timeout_s=stall_timeout_s)
         self.manager.start()
         return self
 
