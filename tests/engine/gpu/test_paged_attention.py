@@ -84,17 +84,20 @@ class Memory:
                 store[block, :, offset] = draw(length, shape.kv_heads).to(stored)
                 kept.append(store[block, :, offset].double())
 
-    def layout(self, parts: Sequence[Part], padding: int = 0, max_seq_len: int | None = None) -> StepLayout:
-        counts = [n for _, _, n in parts] + [1] * padding
-        lengths = [first + n for _, first, n in parts] + [0] * padding
-        positions = [torch.arange(first, first + n) for _, first, n in parts] + [torch.zeros(1)] * padding
+    def layout(
+        self, parts: Sequence[Part], padding: int = 0, max_seq_len: int | None = None, empty: int = 0
+    ) -> StepLayout:
+        """empty: as many padding sequences have no token, and five tokens for each have no sequence."""
+        counts = [n for _, _, n in parts] + [1] * padding + [0] * empty
+        lengths = [first + n for _, first, n in parts] + [0] * (padding + empty)
+        positions = [torch.arange(first, first + n) for _, first, n in parts] + [torch.zeros(padding + 5 * empty)]
 
         def ints(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32)
 
-        unused = torch.full((sum(counts),), PADDING_SLOT, dtype=torch.int32)
+        unused = torch.full((sum(counts) + 5 * empty,), PADDING_SLOT, dtype=torch.int32)
         return StepLayout(
-            rows=ints([i for i, _, _ in parts] + [0] * padding),
+            rows=ints([i for i, _, _ in parts] + [0] * (padding + empty)),
             query_start=ints([0, *torch.tensor(counts).cumsum(0).tolist()]),
             seq_lens=ints(lengths),
             token_ids=unused,
@@ -112,31 +115,35 @@ class Memory:
         max_seq_len: int | None = None,
         workspace_bytes: int = 1 << 20,
         exact_chunks: bool = False,
+        num_multiprocessors: int | None = None,
+        empty: int = 0,
     ) -> list[torch.Tensor]:
-        """[tokens, heads, dim] of each part; padding's zeros come last."""
+        """[tokens, heads, dim] of each part; padding's zeros come last, then tokens of no sequence."""
         shape = self.shape
         attention = PagedAttention(
             DEVICE,
             num_heads=shape.heads,
             head_dim=shape.dim,
-            max_num_seqs=len(parts) + padding,
+            max_num_seqs=len(parts) + padding + empty,
             max_seq_len=256,
             workspace_bytes=workspace_bytes,
             exact_chunks=exact_chunks,
+            num_multiprocessors=num_multiprocessors,
         )
         attention.poison()
-        layout = self.layout(parts, padding, max_seq_len)
+        layout = self.layout(parts, padding, max_seq_len, empty)
         tokens, width = len(layout.positions), shape.heads * shape.dim
         kv_width = 2 * shape.kv_heads * shape.dim
         qkv = torch.full((tokens, width + kv_width), float("nan"), dtype=shape.dtype)
-        qkv[: tokens - padding, :width] = torch.cat([self.q[i][a : a + n] for i, a, n in parts]).flatten(1)
+        qkv[: tokens - padding - 5 * empty, :width] = torch.cat([self.q[i][a : a + n] for i, a, n in parts]).flatten(1)
         out = torch.full((tokens, width), float("nan"), dtype=shape.dtype)
         cache = LayerCache(self.cache.keys.to(DEVICE), self.cache.values.to(DEVICE))
         out = out.to(DEVICE)
         attention.attend(
             qkv.to(DEVICE), _on_device(layout), self.table.to(DEVICE), _on_device(shape.spec()), cache, out
         )
-        return list(torch.split(out.cpu().view(-1, shape.heads, shape.dim), [n for _, _, n in parts] + [padding]))
+        sizes = [n for _, _, n in parts] + [padding, 5 * empty]
+        return list(torch.split(out.cpu().view(-1, shape.heads, shape.dim), sizes))
 
     def expected(self, part: Part) -> torch.Tensor:
         """In float64, one query at a time."""
@@ -184,7 +191,7 @@ def test_equals_plain_attention(name: str) -> None:
     tolerance = ROUNDING[memory.shape.dtype]
     for part, output in zip(parts, outputs, strict=False):
         torch.testing.assert_close(output.double(), memory.expected(part), rtol=tolerance, atol=tolerance)
-    assert not outputs[-1].any()
+    assert not outputs[-2].any()
 
 
 @pytest.mark.parametrize("name", ["plain", "sinks, softcap and window"])
@@ -195,7 +202,7 @@ def test_neither_the_batch_nor_its_bounds_nor_the_workspace_change_a_bit(name: s
     alone = [memory.attend([part])[0] for part in decode]
     variants = [
         memory.attend([*decode, (0, 3, 9)], padding=1),
-        memory.attend(decode[::-1], max_seq_len=256)[::-1][1:],
+        memory.attend(decode[::-1], max_seq_len=256)[::-1][2:],
         memory.attend(decode, workspace_bytes=0),
     ]
     for outputs in variants:
@@ -214,6 +221,25 @@ def test_chunks_do_not_change_a_bit(name: str, exact_chunks: bool) -> None:
         output = memory.attend([(0, start, count)], exact_chunks=exact_chunks)[0]
         assert torch.equal(output, whole[start : start + count])
         start += count
+
+
+def test_the_number_of_programs_does_not_change_a_bit() -> None:
+    """One multiprocessor's programs compute several items each; of 40 some have none."""
+    memory = Memory(SHAPES["two groups"], [150, 33, 70, 20])
+    parts = [(0, 149, 1), (1, 3, 30), (2, 69, 1), (3, 0, 20)]
+    few, many = (memory.attend(parts, padding=2, num_multiprocessors=n) for n in (1, 40))
+    for one, other in zip(few, many, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_pads_a_mixed_step_changes_nothing() -> None:
+    """In a graph padding sequences have no tokens, and tokens behind all others no sequence."""
+    memory = Memory(SHAPES["plain"], [40, 33])
+    parts = [(0, 39, 1), (1, 3, 30)]
+    plain, padded = memory.attend(parts), memory.attend(parts, empty=3)
+    for one, other in zip(plain[: len(parts)], padded, strict=False):
+        assert torch.equal(one, other)
+    assert padded[-1].isnan().all()
 
 
 def test_some_sequences_find_a_place_in_the_workspace_and_others_do_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers as tf
 
@@ -11,6 +12,7 @@ from tests.helpers.gpu.specialisations import compiled_after_start
 from tests.helpers.gpu.tiny_models import SIZES, save
 
 
+@pytest.mark.timeout(600)  # another process imports torch and transformers
 def test_no_request_makes_the_engine_compile(tmp_path: Path) -> None:
     """Sections of the step's message are 22 numbers long before they are padded: no multiple of 16 bytes."""
     sizes = SIZES | {"max_position_embeddings": 1024, "num_hidden_layers": 1}

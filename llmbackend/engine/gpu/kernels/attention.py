@@ -2,9 +2,10 @@
 
 For: paged_attention.py, which launches them. Does not know: models, steps, graphs. The idea: the positions of a
 sequence are cut into splits of SPLIT keys, always the same ones. A split is computed tile by tile with an online
-softmax from nothing; the splits' results are merged in ascending order. Sequences with one query (decode) are computed
-one program per split, so that a single long sequence keeps the whole device busy; others (prefill) one program per tile
-of queries, which computes and merges the splits by itself. Both use the same helpers (_attend_tile, _merge, _finish).
+softmax from nothing; the splits' results are merged in ascending order. Of sequences with one query (decode) each split
+is an item of work, so that a single long sequence keeps the whole device busy; of others (prefill) each tile of
+queries, with all its splits. A launch has as many programs as the device runs, which share the items (work_lists.py):
+which program computes an item changes nothing. Both use the same helpers (_attend_tile, _merge, _finish).
 
 Invariants. What a query gets depends on its own position, keys and values alone: not on the other sequences, nor on the
 bounds in the layout, the number of programs, the size of the workspace. Tiles that a query does not see leave its sums
@@ -23,6 +24,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from .work_lists import decode_ends, decode_splits, first_split, own_share, owner_of, prefill_ends, stored_before
 
 # ---------------------------------------------------------------------------------------------- shared by both kernels
 
@@ -123,32 +126,6 @@ def _finish(total, top, weight, sinks, heads, real_heads, HAS_SINKS: tl.constexp
 
 
 @triton.jit
-def _first_split(length, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr):
-    """The first split that the last query of a sequence of this length sees."""
-    if HAS_WINDOW:
-        return tl.maximum(length - window, 0) // SPLIT
-    return length * 0
-
-
-@triton.jit
-def _stored_before(
-    sequence, query_start, seq_lens, window, HAS_WINDOW: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr
-):
-    """How many places in the workspace the splits of the sequences before this one take."""
-    count = 0
-    for start in range(0, sequence, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        before = other < sequence
-        queries = tl.load(query_start + other + 1, mask=before, other=0) - tl.load(
-            query_start + other, mask=before, other=0
-        )
-        length = tl.load(seq_lens + other, mask=before, other=0)
-        splits = tl.cdiv(length, SPLIT) - _first_split(length, window, HAS_WINDOW, SPLIT)
-        count += tl.sum(tl.where((queries == 1) & (splits > 1), splits, 0))
-    return count
-
-
-@triton.jit
 def _attend_split(
     query, split, length, keys, values, table, block_stride, key_scale, softcap, window,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
@@ -175,39 +152,56 @@ _LAYOUT = ["rows", "query_start", "seq_lens", "table"]
 
 
 @triton.jit(
-    do_not_specialize=["capacity", "places", "window", "table_stride", "key_scale", "softcap"],
+    do_not_specialize=["num_sequences", "capacity", "places", "window", "table_stride", "key_scale", "softcap"],
     do_not_specialize_on_alignment=_LAYOUT,
 )
 def decode_kernel(
     q, keys, values, table, rows, query_start, seq_lens, sinks, workspace, out, q_stride, block_stride,
-    head_stride, out_stride, table_stride, capacity, places, key_scale, softcap, window,
+    head_stride, out_stride, table_stride, num_sequences, capacity, places, key_scale, softcap, window,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SEQUENCES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, up to 16 query heads of one group, share of the splits), for sequences with one query.
+    """Any number of programs, for sequences with one query. Their list is in the order of sequences, tiles of up to 16
+    query heads of one group, splits.
 
     workspace: totals [places, HEADS, HEAD_DIM], then top and weight [places, HEADS, 2], float32. The first `capacity`
     places take the sums of splits, for combine_kernel. A sequence with one split, or whose splits find no place, is
-    done by its first program alone, which keeps the merged sums in the sequence's own place after those (not in
-    registers: they are needed once a split).
+    one item, whose program keeps the merged sums in the sequence's own place after those (not in registers: they are
+    needed once a split).
     """
-    sequence, tile_of_heads, share = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    HEAD_TILES: tl.constexpr = (GROUP + 15) // 16
+    splits = decode_splits(query_start, seq_lens, num_sequences, window, HAS_WINDOW, SPLIT, SEQUENCES)
+    ends = decode_ends(splits, capacity) * (HEADS // GROUP * HEAD_TILES)
+    begin, end = own_share(tl.max(ends, 0))
+    for item in range(begin, end):
+        sequence, before = owner_of(ends, item)
+        _decode_item(
+            sequence, item - before, stored_before(splits, sequence), q, keys, values, table, rows, query_start,
+            seq_lens, sinks, workspace, out, q_stride, block_stride, head_stride, out_stride, table_stride, capacity,
+            places, key_scale, softcap, window, HEADS, GROUP, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, SPLIT, HAS_WINDOW,
+            HAS_SOFTCAP, HAS_SINKS, DOT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _decode_item(
+    sequence, index, stored, q, keys, values, table, rows, query_start, seq_lens, sinks, workspace, out,
+    q_stride, block_stride, head_stride, out_stride, table_stride, capacity, places, key_scale, softcap, window,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """index: of the sequence's items; stored: where its places begin."""
     token = tl.load(query_start + sequence)
     length = tl.load(seq_lens + sequence)
-    if tl.load(query_start + sequence + 1) - token != 1:
-        return
-    first = _first_split(length, window, HAS_WINDOW, SPLIT)
+    first = first_split(length, window, HAS_WINDOW, SPLIT)
     end = tl.cdiv(length, SPLIT)
-    if (share > 0) & (first + share >= end):
-        return
-    stored = 0
-    if end - first > 1:
-        stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
     alone = (end - first <= 1) | (stored + end - first > capacity)
-    if alone & (share > 0):
-        return
+    num_items = tl.where(alone, 1, end - first)
+    tile_of_heads = index // num_items
+    own = first + index % num_items
 
     HEAD_TILES: tl.constexpr = (GROUP + 15) // 16
     kv_head = tile_of_heads // HEAD_TILES
@@ -224,7 +218,7 @@ def decode_kernel(
     total = tl.zeros([16, PADDED], tl.float32)
     top = tl.full([16], float("-inf"), tl.float32)
     weight = tl.zeros([16], tl.float32)
-    for split in range(first + share, end, tl.where(alone, 1, tl.num_programs(2))):
+    for split in range(own, tl.where(alone, end, own + 1)):
         total, top, weight = _attend_split(
             query, split, length, keys, values, table, block_stride, key_scale, softcap, window,
             HEAD_DIM, PADDED, BLOCK_SIZE, TILE, SPLIT, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
@@ -253,7 +247,7 @@ def decode_kernel(
 def combine_kernel(
     workspace, query_start, seq_lens, sinks, out, out_stride, capacity, places, window,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
-    AT_ONCE: tl.constexpr, UNROLL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SEQUENCES: tl.constexpr, UNROLL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, query head): merges the splits that decode_kernel stored, in ascending order."""
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -261,10 +255,11 @@ def combine_kernel(
     length = tl.load(seq_lens + sequence)
     if tl.load(query_start + sequence + 1) - token != 1:
         return
-    count = tl.cdiv(length, SPLIT) - _first_split(length, window, HAS_WINDOW, SPLIT)
+    count = tl.cdiv(length, SPLIT) - first_split(length, window, HAS_WINDOW, SPLIT)
     if count <= 1:
         return
-    stored = _stored_before(sequence, query_start, seq_lens, window, HAS_WINDOW, SPLIT, AT_ONCE)
+    splits = decode_splits(query_start, seq_lens, tl.num_programs(0), window, HAS_WINDOW, SPLIT, SEQUENCES)
+    stored = stored_before(splits, sequence)
     if stored + count > capacity:
         return
 
@@ -290,19 +285,6 @@ def combine_kernel(
 # ------------------------------------------------------------------------------------------------------------- prefill
 
 
-@triton.jit
-def _sequence_of(tile, num_sequences, query_start, QUERIES: tl.constexpr, AT_ONCE: tl.constexpr):
-    """The sequence a tile belongs to: sequence i starts at tile query_start[i] // QUERIES + i, which leaves it as many
-    as it needs."""
-    count = 0
-    for start in range(0, num_sequences, AT_ONCE):
-        other = start + tl.arange(0, AT_ONCE)
-        there = other < num_sequences
-        begins = tl.load(query_start + other, mask=there, other=0) // QUERIES + other
-        count += tl.sum((there & (begins <= tile)).to(tl.int32))
-    return count - 1
-
-
 @triton.jit(
     do_not_specialize=["num_sequences", "window", "table_stride", "key_scale", "softcap"],
     do_not_specialize_on_alignment=_LAYOUT,
@@ -311,27 +293,45 @@ def prefill_kernel(
     q, keys, values, table, rows, query_start, seq_lens, sinks, out, q_stride, block_stride, head_stride,
     out_stride, table_stride, num_sequences, key_scale, softcap, window,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
+    KV_HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr, SEQUENCES: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile of queries, query heads of one group), for sequences with more than one query. A tile's row is a
-    query and a head: HEADS_HERE heads of each of QUERIES queries."""
+    """Any number of programs, for sequences with more than one query. An item is a tile of queries and of query heads
+    of one group; a tile's row is a query and a head: HEADS_HERE heads of each of QUERIES queries."""
     HEADS_HERE: tl.constexpr = GROUP if GROUP < ROWS else ROWS
     QUERIES: tl.constexpr = ROWS // HEADS_HERE
+    HEAD_PROGRAMS: tl.constexpr = KV_HEADS * ((GROUP + HEADS_HERE - 1) // HEADS_HERE)
+    ends = prefill_ends(query_start, num_sequences, QUERIES, SEQUENCES)
+    num_tiles = tl.max(ends, 0)
+    for item in range(tl.program_id(0), num_tiles * HEAD_PROGRAMS, tl.num_programs(0)):
+        # The last tiles of a prompt see most keys: they come first.
+        tile = num_tiles - 1 - item % num_tiles
+        sequence, before = owner_of(ends, tile)
+        _prefill_item(
+            sequence, (tile - before) * QUERIES, item // num_tiles, q, keys, values, table, rows, query_start,
+            seq_lens, sinks, out, q_stride, block_stride, head_stride, out_stride, table_stride, key_scale, softcap,
+            window, GROUP, HEAD_DIM, PADDED, BLOCK_SIZE, HEADS_HERE, QUERIES, ROWS, TILE, SPLIT, HAS_WINDOW,
+            HAS_SOFTCAP, HAS_SINKS, DOT, PRECISION,
+        )  # fmt: skip
+
+
+@triton.jit
+def _prefill_item(
+    sequence, first_query, tile_of_heads, q, keys, values, table, rows, query_start, seq_lens, sinks, out,
+    q_stride, block_stride, head_stride, out_stride, table_stride, key_scale, softcap, window,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS_HERE: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + HEADS_HERE - 1) // HEADS_HERE
     SUMS: tl.constexpr = 32 if ROWS == 16 else 16
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)  # the last tiles of a prompt see most keys: they start first
-    sequence = _sequence_of(tile, num_sequences, query_start, QUERIES, AT_ONCE)
     begin = tl.load(query_start + sequence)
     num_queries = tl.load(query_start + sequence + 1) - begin
-    first_query = (tile - begin // QUERIES - sequence) * QUERIES
-    if (num_queries <= 1) | (first_query >= num_queries):
-        return
-
-    kv_head = tl.program_id(1) // HEAD_TILES
+    kv_head = tile_of_heads // HEAD_TILES
     row = tl.arange(0, ROWS)
-    in_group = (tl.program_id(1) % HEAD_TILES) * HEADS_HERE + row % HEADS_HERE
+    in_group = (tile_of_heads % HEAD_TILES) * HEADS_HERE + row % HEADS_HERE
     offset = first_query + row // HEADS_HERE
     used = (row < QUERIES * HEADS_HERE) & (offset < num_queries) & (in_group < GROUP)
     heads = kv_head * GROUP + in_group

@@ -20,11 +20,12 @@ SPLIT = 256
 """Keys of a split. Not tunable, because results' rounding depends on it: 256 keys of 128 dimensions are 128 KiB of
 memory traffic, enough to hide a program's start, and 8192 keys of one head are 32 programs."""
 
-_MAX_PROGRAMS = 8192
-"""Of a decode launch. Beyond it programs compute several splits each, so that a max_seq_len far above the actual
-lengths costs little."""
-_SEQUENCES_AT_ONCE = 256
-"""Sequences read together when a program counts the splits before its own sequence's."""
+_DECODE_PROGRAMS = 3
+"""Programs of decode for each multiprocessor: as many run at a time, by their shared memory."""
+_PREFILL_PROGRAMS = 4
+"""As _DECODE_PROGRAMS; one runs at a time, and the device gives the next one to whichever multiprocessor is free."""
+_CPU_MULTIPROCESSORS = 2
+"""Where kernels are interpreted."""
 _UNROLL = 8
 """Splits that combine_kernel loads at a time."""
 _LOG2E = 1.4426950408889634
@@ -76,14 +77,17 @@ class PagedAttention:
         max_seq_len: int,
         workspace_bytes: int = 256 << 20,
         exact_chunks: bool = False,
+        num_multiprocessors: int | None = None,
     ) -> None:
         """num_heads, head_dim: the largest of any layer. max_num_seqs: sequences of a step, padding included.
         workspace_bytes: at most so much for splits; sequences whose splits do not fit are computed by fewer programs,
-        with the same result. exact_chunks: see attention.py."""
+        with the same result. exact_chunks: see attention.py. num_multiprocessors: the device's, unless given."""
         place = num_heads * (head_dim + 2)
         splits = min(max_num_seqs * triton.cdiv(max_seq_len, SPLIT), workspace_bytes // (place * 4))
         self._workspace = torch.empty((splits + max_num_seqs) * place, dtype=torch.float32, device=device)
         self._max_num_seqs = max_num_seqs
+        self._sequences = int(triton.next_power_of_2(max_num_seqs))
+        self._num_multiprocessors = num_multiprocessors or _multiprocessors(device)
         self._exact_chunks = exact_chunks
 
     def poison(self) -> None:
@@ -124,14 +128,17 @@ class PagedAttention:
         num_sequences = layout.query_start.shape[0] - 1
         group = spec.num_heads // spec.num_kv_heads
         heads_here = min(group, tiles.rows)
-        num_tiles = qkv.shape[0] // (tiles.rows // heads_here) + num_sequences
-        attention.prefill_kernel[(num_tiles, spec.num_kv_heads * triton.cdiv(group, heads_here))](
+        most_tiles = qkv.shape[0] // (tiles.rows // heads_here) + min(num_sequences, qkv.shape[0])
+        most_items = most_tiles * spec.num_kv_heads * triton.cdiv(group, heads_here)
+        attention.prefill_kernel[(min(most_items, _PREFILL_PROGRAMS * self._num_multiprocessors),)](
             *self._tensors(qkv, layout, block_table, spec, cache),
             out,
             *_strides(qkv, cache, out, block_table),
             num_sequences,
             *_factors(spec),
+            KV_HEADS=spec.num_kv_heads,
             ROWS=tiles.rows,
+            SEQUENCES=self._sequences,
             **_constants(spec, cache, qkv.dtype, tiles),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -153,16 +160,18 @@ class PagedAttention:
         capacity = places - self._max_num_seqs
         head_tiles = spec.num_kv_heads * triton.cdiv(spec.num_heads // spec.num_kv_heads, 16)
         max_splits = _max_splits(layout.max_seq_len, spec.window)
-        shares = min(max_splits, max(1, _MAX_PROGRAMS // (num_sequences * head_tiles)))
-        attention.decode_kernel[(num_sequences, head_tiles, shares)](
+        most_items = num_sequences * head_tiles * max_splits
+        attention.decode_kernel[(min(most_items, _DECODE_PROGRAMS * self._num_multiprocessors),)](
             *self._tensors(qkv, layout, block_table, spec, cache),
             self._workspace,
             out,
             *_strides(qkv, cache, out, block_table),
+            num_sequences,
             capacity,
             places,
             *_factors(spec),
             HEADS=spec.num_heads,
+            SEQUENCES=self._sequences,
             **_constants(spec, cache, qkv.dtype, tiles),
             num_warps=tiles.decode_warps,
             num_stages=tiles.decode_stages,
@@ -193,7 +202,7 @@ class PagedAttention:
             HEAD_DIM=spec.head_dim,
             PADDED=_padded(spec.head_dim),
             SPLIT=SPLIT,
-            AT_ONCE=_SEQUENCES_AT_ONCE,
+            SEQUENCES=self._sequences,
             UNROLL=_UNROLL,
             HAS_WINDOW=spec.window > 0,
             HAS_SINKS=spec.sinks is not None,
@@ -236,6 +245,12 @@ def _check(qkv: torch.Tensor, spec: AttendSpec, cache: LayerCache, out: torch.Te
         raise ValueError(f"cache of (num_kv_heads, head_dim) {(cache.keys.shape[1], head_dim)}: expected {expected}")
 
 
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _CPU_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def _max_splits(max_seq_len: int, window: int) -> int:
     """How many splits the last query of any sequence sees at most."""
     splits = max(1, -(-max_seq_len // SPLIT))
@@ -261,7 +276,6 @@ def _constants(spec: AttendSpec, cache: LayerCache, dtype: torch.dtype, tiles: T
         "BLOCK_SIZE": cache.keys.shape[2],
         "TILE": tiles.keys,
         "SPLIT": SPLIT,
-        "AT_ONCE": _SEQUENCES_AT_ONCE,
         "HAS_WINDOW": spec.window > 0,
         "HAS_SOFTCAP": spec.softcap > 0,
         "HAS_SINKS": spec.sinks is not None,
