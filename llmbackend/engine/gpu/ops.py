@@ -9,11 +9,13 @@ result depends on that row alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
 
+from ..errors import ProgramUnsupportedError
 from .weights import EightBitRows, Rows
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -103,6 +105,78 @@ class AttendSpec:
     """float32 [num_heads]: an extra score per head without a value; None: none."""
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """One layer's experts, of which each token chooses some by its router logits."""
+
+    gate_up: torch.Tensor
+    """[experts, 2 * n, width], gates in the first half, contiguous, in the model's dtype"""
+    down: torch.Tensor
+    """[experts, width, n]"""
+    top_k: int
+    """Experts of a token: those of the largest logits, each with its share of the softmax over all experts."""
+    renormalises: bool
+    """Whether a token's shares are divided by their sum."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.gate_up.shape[0]
+
+
+MIN_EXPERT_ROWS = 16
+"""The lowest tile of (token, expert) pairs that ExpertRoom has room for."""
+_MAX_EXPERT_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRoom:
+    """Memory for the experts of the largest step; what is in it means nothing between calls. P: pairs of a token and
+    one of its experts."""
+
+    chosen: torch.Tensor
+    """int32 [P]"""
+    factors: torch.Tensor
+    """float32 [P]"""
+    counts: torch.Tensor
+    """int32 [experts]"""
+    pairs: torch.Tensor
+    """int32 [P + experts * the highest tile]"""
+    tile_experts: torch.Tensor
+    """int32 [P / MIN_EXPERT_ROWS + experts]"""
+    num_tiles: torch.Tensor
+    """int32 [1]"""
+    gate_up: torch.Tensor
+    """[P, 2 * n], in the model's dtype"""
+    gated: torch.Tensor
+    """[P, n]"""
+    mixed: torch.Tensor
+    """[P, width]"""
+
+    @classmethod
+    def of(cls, num_tokens: int, specs: Sequence[ExpertSpec]) -> ExpertRoom:
+        """For steps of so many tokens, and layers of these experts, all of the same sizes."""
+        spec = specs[0]
+        if any((s.gate_up.shape, s.top_k) != (spec.gate_up.shape, spec.top_k) for s in specs):
+            raise ProgramUnsupportedError("its layers have experts of several sizes")
+        pairs, (_, width, n) = num_tokens * spec.top_k, spec.down.shape
+        device, dtype = spec.down.device, spec.down.dtype
+
+        def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            chosen=room(pairs),
+            factors=room(pairs, dtype=torch.float32),
+            counts=room(spec.num_experts),
+            pairs=room(pairs + spec.num_experts * _MAX_EXPERT_ROWS),
+            tile_experts=room(pairs // MIN_EXPERT_ROWS + spec.num_experts),
+            num_tiles=room(1),
+            gate_up=room(pairs, 2 * n, dtype=dtype),
+            gated=room(pairs, n, dtype=dtype),
+            mixed=room(pairs, width, dtype=dtype),
+        )
+
+
 class Ops(Protocol):
     """T: tokens of the step, padding included. Activations are in the model's dtype, those that an 8-bit weight
     multiplies in 8 bits, rounded from float32 in either case; the residual stream is in float32."""
@@ -145,6 +219,18 @@ class Ops(Protocol):
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
         """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        spec: ExpertSpec,
+        activation: Activation,
+        room: ExpertRoom,
+        out: torch.Tensor,
+    ) -> None:
+        """out [T, width] = the sum over the experts that logits [T, experts] choose of share * down(gate(gate_up(x))).
+        x and out are contiguous."""
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         """out = x [T, k], each row by its own scale."""

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
-from ..model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection, joined
-from .ops import Activation, AttendSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
+from ..model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection, joined
+from .ops import Activation, AttendSpec, ExpertRoom, ExpertSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
 from .weights import DenseWeight, DeviceWeight, EightBitRows, Matmul, Rows
 
 
@@ -42,6 +42,22 @@ class _Linear:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Mlp:
+    first: _Linear
+    """Gate and up."""
+    activation: Activation
+    down: _Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Experts:
+    first: _Linear
+    """The router."""
+    activation: Activation
+    spec: ExpertSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """One layer as the arguments of its operations; decoder_description.Layer describes the parts."""
 
@@ -52,9 +68,7 @@ class _Layer:
     attention_out: _Linear
     attention_out_norm: NormSpec | None
     mlp_norm: NormSpec | None
-    gate_up: _Linear
-    activation: Activation
-    down: _Linear
+    mlp: _Mlp | _Experts
     mlp_out_norm: NormSpec | None
     residual_factor: float
 
@@ -193,8 +207,8 @@ class GpuProgram:
             x = self._input(residual, pending, layer.attention_norm, layer.qkv)
             block = self._attention(layer, x, layout, block_table, cache)
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
-            x = self._input(residual, pending, layer.mlp_norm, layer.gate_up)
-            pending = _Pending(self._mlp(layer, x), layer.mlp_out_norm, layer.residual_factor)
+            x = self._input(residual, pending, layer.mlp_norm, layer.mlp.first)
+            pending = _Pending(self._feed_forward(layer.mlp, x), layer.mlp_out_norm, layer.residual_factor)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
         if not self._stages.is_last:
             self._stages.send(residual)
@@ -232,11 +246,16 @@ class GpuProgram:
         self._ops.quantize(attended, rows)
         return rows
 
-    def _mlp(self, layer: _Layer, x: Rows) -> torch.Tensor:
-        gate_up = self._product(layer.gate_up, x, self._gate_up)
-        gated = self._gated.rows(len(x), layer.down.weight)
-        self._ops.gate(gate_up, layer.activation, gated)
-        return self._product(layer.down, gated, self._block)
+    def _feed_forward(self, mlp: _Mlp | _Experts, x: Rows) -> torch.Tensor:
+        first = self._product(mlp.first, x, self._gate_up)
+        if isinstance(mlp, _Mlp):
+            gated = self._gated.rows(len(x), mlp.down.weight)
+            self._ops.gate(first, mlp.activation, gated)
+            return self._product(mlp.down, gated, self._block)
+        assert isinstance(x, torch.Tensor) and self._expert_room is not None
+        out = self._block.matrix(*x.shape)
+        self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_room, out)
+        return out
 
     @torch.inference_mode()
     def logits_behind(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -267,12 +286,15 @@ class GpuProgram:
 
         layers, width = self._layers, self._width
         self._residual = buffer(tokens, width, torch.float32)
-        self._normed = self._inputs(tokens, [linear for layer in layers for linear in (layer.qkv, layer.gate_up)])
+        self._normed = self._inputs(tokens, [linear for layer in layers for linear in (layer.qkv, layer.mlp.first)])
         self._block = buffer(tokens, width)
         self._qkv = buffer(tokens, max(layer.qkv.n for layer in layers))
         self._attended = buffer(tokens, max(layer.attention_out.weight.k for layer in layers))
-        self._gate_up = buffer(tokens, max(layer.gate_up.n for layer in layers))
-        self._gated = self._inputs(tokens, [linear for layer in layers for linear in (layer.down, layer.attention_out)])
+        self._gate_up = buffer(tokens, max(layer.mlp.first.n for layer in layers))
+        downs = [layer.mlp.down for layer in layers if isinstance(layer.mlp, _Mlp)]
+        self._gated = self._inputs(tokens, [*downs, *(layer.attention_out for layer in layers)])
+        specs = [layer.mlp.spec for layer in layers if isinstance(layer.mlp, _Experts)]
+        self._expert_room = ExpertRoom.of(tokens, specs) if specs else None
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
         is_plain = self._logit_factor == 1.0 and not self._logit_softcap
@@ -295,12 +317,19 @@ class GpuProgram:
             attention_out=self._linear(attention.out),
             attention_out_norm=_norm_spec(layer.attention_out_norm),
             mlp_norm=_norm_spec(layer.mlp_norm),
-            gate_up=self._linear(_gate_up(layer.mlp)),
-            activation=cast(Activation, layer.mlp.activation),
-            down=self._linear(layer.mlp.down),
+            mlp=self._mlp(layer.mlp),
             mlp_out_norm=_norm_spec(layer.mlp_out_norm),
             residual_factor=layer.residual_factor,
         )
+
+    def _mlp(self, mlp: Mlp | Experts) -> _Mlp | _Experts:
+        activation = cast(Activation, mlp.activation)
+        if isinstance(mlp, Mlp):
+            return _Mlp(self._linear(_gate_up(mlp)), activation, self._linear(mlp.down))
+        spec = ExpertSpec(mlp.gate_up, mlp.down, mlp.top_k, mlp.renormalises)
+        if not (spec.gate_up.is_contiguous() and spec.down.is_contiguous() and spec.down.dtype == self._dtype):
+            raise ProgramUnsupportedError("its experts' weights are not of the model's type, or in another order")
+        return _Experts(self._linear(mlp.router), activation, spec)
 
     def _linear(self, projection: Projection) -> _Linear:
         weight = projection.weight

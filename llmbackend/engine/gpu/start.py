@@ -192,7 +192,7 @@ def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> 
         max_seq_len=loaded.max_model_len,
         exact_chunks=config.batch_invariant,
     )
-    return TritonOps(attention)
+    return TritonOps(attention, exact_products=config.batch_invariant)
 
 
 def _matmul(config: EngineConfig) -> Matmul:

@@ -11,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .ops import (
+    PADDING_SLOT,
+    Activation,
+    AttendSpec,
+    ExpertRoom,
+    ExpertSpec,
+    LayerCache,
+    NormSpec,
+    RotarySpec,
+    StepLayout,
+)
 from .weights import EightBitRows, Rows, eight_bit_rows
 
 _KEYS_AT_ONCE = 256
@@ -76,6 +86,27 @@ class TorchOps:
         gate, up = gate_up.float().chunk(2, dim=-1)
         active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
         _put(active * up, out)
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        spec: ExpertSpec,
+        activation: Activation,
+        room: ExpertRoom,
+        out: torch.Tensor,
+    ) -> None:
+        """Every expert computes every token, so that shapes stay fixed."""
+        shares, chosen = logits.float().softmax(-1).topk(spec.top_k, dim=-1)
+        if spec.renormalises:
+            shares = shares / shares.sum(-1, keepdim=True)
+        factors = torch.zeros(len(x), spec.num_experts, device=x.device).scatter_(1, chosen, shares)
+        total = torch.zeros(out.shape, device=x.device)
+        for expert in range(spec.num_experts):
+            gated = room.gated[: len(x)]
+            self.gate(x @ spec.gate_up[expert].t(), activation, gated)
+            total += factors[:, expert, None] * (gated @ spec.down[expert].t()).float()
+        out.copy_(total)
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         _put(x, out)

@@ -9,9 +9,19 @@ from __future__ import annotations
 import torch
 import triton
 
-from .kernels import fused
+from .kernels import experts, fused
 from .kernels.paged_attention import PagedAttention
-from .ops import PADDING_SLOT, Activation, AttendSpec, LayerCache, NormSpec, RotarySpec, StepLayout
+from .ops import (
+    PADDING_SLOT,
+    Activation,
+    AttendSpec,
+    ExpertRoom,
+    ExpertSpec,
+    LayerCache,
+    NormSpec,
+    RotarySpec,
+    StepLayout,
+)
 from .weights import LARGEST, EightBitRows, Rows
 
 _MAX_EMBED_TILE = 4096
@@ -20,14 +30,17 @@ _MAX_ROTARY_TILE = 8192
 _HEADS_PER_PROGRAM = 8
 _ROWS_PER_PROGRAM = 128
 _TOKENS_PER_PROGRAM = 32
+_ALWAYS_LARGE = 1 << 20
 
 
 class TritonOps:
     """Implements `Ops`. The last dimension of every tensor is contiguous."""
 
-    def __init__(self, attention: PagedAttention | None = None) -> None:
-        """attention: for `attend`, with room for the model's largest step; None where only the others are called."""
+    def __init__(self, attention: PagedAttention | None = None, exact_products: bool = False) -> None:
+        """attention: for `attend`, with room for the model's largest step; None where only the others are called.
+        exact_products: those of experts are by the same instruction in every step."""
         self._attention = attention
+        self._exact = exact_products
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
         num_tokens, width = residual.shape
@@ -109,6 +122,21 @@ class TritonOps:
         fused.gate_kernel[(num_tokens, triton.cdiv(width, tile))](
             gate_up, out, width, gate_up.stride(0), out.stride(0), GELU=activation == "gelu_tanh", TILE=tile
         )
+
+    def mix_experts(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        spec: ExpertSpec,
+        activation: Activation,
+        room: ExpertRoom,
+        out: torch.Tensor,
+    ) -> None:
+        """With exact products tiles are those of large steps in every step."""
+        if not len(x):
+            return
+        tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype)
+        experts.mix_experts(x, logits, spec, activation, room, out, tile)
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         num_rows, width = x.shape

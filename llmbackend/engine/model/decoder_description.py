@@ -93,6 +93,23 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The sum over a token's experts of share * down(activation(gate) * up)"""
+
+    router: Projection
+    """[experts, width]: the top_k experts of a token are those of its largest outputs."""
+    top_k: int
+    renormalises: bool
+    """Shares are of a softmax over all experts; whether a token's are divided by their sum."""
+    gate_up: torch.Tensor
+    """[experts, 2 * n, width], gates in the first half"""
+    down: torch.Tensor
+    """[experts, width, n]"""
+    activation: str
+    """silu or gelu_tanh"""
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """h += residual_factor * out_norm(block(in_norm(h))), for attention and then for the MLP. A norm that is None is
     left out."""
@@ -103,7 +120,7 @@ class Layer:
     attention: Attention
     attention_out_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp
+    mlp: Mlp | Experts
     mlp_out_norm: Norm | None
     residual_factor: float
 
@@ -124,13 +141,18 @@ class Decoder:
 
 
 @torch.no_grad()
-def describe(model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int) -> Decoder:
-    """options: what each attention module asked for, in the order of the layers. Raises ProgramUnsupportedError."""
+def describe(
+    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
+) -> Decoder:
+    """options: what each attention module asked for, in the order of the layers. with_experts: whether layers may have
+    some. Raises ProgramUnsupportedError."""
     config = model.config.get_text_config(decoder=True)
     base = model.base_model
     _expect_children(model, {"model", "lm_head"})
     _expect_children(base, {"embed_tokens", "layers", "norm", "rotary_emb"})
     tables = _RotaryTables(base.rotary_emb, max_model_len, base.embed_tokens.weight.device)
+    if not with_experts and any(hasattr(getattr(layer, "mlp", None), "experts") for layer in base.layers):
+        raise ProgramUnsupportedError("its layers have experts")
     layers = tuple(_layer(layer, options, config, tables) for layer in base.layers)
     head = model.get_output_embeddings()
     return Decoder(
@@ -167,7 +189,7 @@ def _layer(layer: Any, options: Mapping[nn.Module, AttentionOptions], config: An
         attention=_attention(layer.self_attn, options[layer.self_attn], tables),
         attention_out_norm=norms[1],
         mlp_norm=norms[2],
-        mlp=_mlp(layer.mlp),
+        mlp=_experts(layer.mlp) if hasattr(layer.mlp, "experts") else _mlp(layer.mlp),
         mlp_out_norm=norms[3],
         residual_factor=float(getattr(config, "residual_multiplier", None) or 1.0),
     )
@@ -219,6 +241,37 @@ def _mlp(module: Any) -> Mlp:
         raise ProgramUnsupportedError(f"{type(module).__name__} is no gated MLP")
     gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     return Mlp(gate, up, down, activation)
+
+
+def _experts(module: Any) -> Experts:
+    _expect_children(module, {"gate", "experts"})
+    router, experts = module.gate, module.experts
+    names = {name for name, _ in (*router.named_parameters(), *experts.named_parameters())}
+    if names != {"weight", "gate_up_proj", "down_proj"}:
+        raise ProgramUnsupportedError(f"{type(experts).__name__} has the weights {', '.join(sorted(names))}")
+    num_experts, both, width = experts.gate_up_proj.shape
+    if router.weight.shape != (num_experts, width) or experts.down_proj.shape != (num_experts, width, both // 2):
+        raise ProgramUnsupportedError(f"{type(experts).__name__} keeps its weights in another order")
+    return Experts(
+        router=Projection(DenseWeight(router.weight.detach()), None),
+        top_k=int(router.top_k),
+        renormalises=_renormalises(router),
+        gate_up=experts.gate_up_proj.detach(),
+        down=experts.down_proj.detach(),
+        activation=_activation(experts),
+    )
+
+
+def _renormalises(router: Any) -> bool:
+    """Whether a token's shares of the softmax over all experts are divided by their sum: tried out."""
+    weight = router.weight
+    x = torch.linspace(-2, 3, 4 * weight.shape[1], device=weight.device).view(4, -1).to(weight.dtype)
+    _, given, chosen = router(x)
+    shares = nn.functional.linear(x, weight).float().softmax(-1).gather(1, chosen)
+    for renormalises, expected in ((False, shares), (True, shares / shares.sum(-1, keepdim=True))):
+        if chosen.shape[1] == router.top_k and torch.allclose(given.float(), expected, rtol=1e-2, atol=1e-5):
+            return renormalises
+    raise ProgramUnsupportedError(f"{type(router).__name__} is no softmax over all experts")
 
 
 def _activation(module: Any) -> str:

@@ -135,7 +135,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         adapters = _load_adapters(config, model, wrapped, batch, dtype, kernels, dense)
         decoder, why_modules = None, "LoRA adapters are enabled"
     elif dense or (kernels is not None and not config.enforce_eager):
-        decoder, why_modules = describe_or_why(model, checked.options, max_len)
+        decoder, why_modules = describe_or_why(model, checked.options, max_len, with_experts=dense)
     else:
         decoder, why_modules = None, "enforce_eager is set" if kernels else why_not_native(config, dtype)
     return LoadedModel(
@@ -283,11 +283,11 @@ def _join_linears(config: EngineConfig, model: Any) -> str:
 
 
 def describe_or_why(
-    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int
+    model: Any, options: Mapping[nn.Module, AttentionOptions], max_model_len: int, with_experts: bool = False
 ) -> tuple[Decoder | None, str]:
     """The model's description, or why there is none."""
     try:
-        return describe(model, options, max_model_len), ""
+        return describe(model, options, max_model_len, with_experts), ""
     except ProgramUnsupportedError as error:
         return None, str(error)
     except Exception as error:  # an unknown module may break any assumption; it runs as it is

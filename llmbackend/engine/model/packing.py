@@ -38,7 +38,7 @@ from ..kernels.weights import PackedWeight, WeightStore
 from ..start_parts import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Layer, Mlp, Norm, Projection
+from .decoder_description import Attention, Experts, Layer, Mlp, Norm, Projection
 from .loader import LoadedModel, library_choice
 
 _NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}
@@ -200,7 +200,8 @@ def _attention(attention: Attention, shape: LayerShape, packer: _Packer) -> Pack
     )
 
 
-def _mlp(mlp: Mlp, packer: _Packer) -> PackedMlp:
+def _mlp(mlp: Mlp | Experts, packer: _Packer) -> PackedMlp:
+    assert isinstance(mlp, Mlp), "native kernels are given no description with experts"
     gate, up, down = (_projection(each, packer) for each in (mlp.gate, mlp.up, mlp.down))
     return PackedMlp(gate, up, down, "silu" if mlp.activation == "silu" else "gelu_tanh")
 

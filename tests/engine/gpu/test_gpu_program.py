@@ -11,7 +11,7 @@ import transformers as tf
 from llmbackend.engine.errors import ProgramUnsupportedError
 from llmbackend.engine.gpu.ops import StepLayout
 from llmbackend.engine.gpu.weights import DenseWeight
-from tests.helpers.gpu.tiny_models import FAMILIES, save
+from tests.helpers.gpu.tiny_models import FAMILIES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import (
     BLOCK_SIZE,
     LENGTHS,
@@ -34,9 +34,9 @@ def row_by_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
         out.add_(bias)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WITH_EXPERTS])
 def test_a_program_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
-    model = save(FAMILIES[family], tmp_path)
+    model = save((FAMILIES | WITH_EXPERTS)[family], tmp_path)
     loaded = load(tmp_path)
     built = program(loaded)
     built.verify(loaded.checked, BLOCK_SIZE)

@@ -14,6 +14,7 @@ import torch
 
 from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.parallel.collectives import Collectives
+from llmbackend.engine.model.decoder_description import Mlp
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.gpu.tiny_programs import (
     all_logits,
@@ -64,6 +65,7 @@ def test_each_rank_holds_its_part_and_nothing_of_the_others(tmp_path: Path) -> N
         assert [shape.num_kv_heads for shape in shapes.values()] == [1, 1, 1]
         for part, whole in zip(decoder.layers, loaded.decoder.layers, strict=True):
             assert part.attention.qkv.weight.n * 2 == whole.attention.qkv.weight.n
+            assert isinstance(part.mlp, Mlp) and isinstance(whole.mlp, Mlp)
             assert part.mlp.down.weight.k * 2 == whole.mlp.down.weight.k
         head: Any = decoder.head.weight
         assert head.local.tensor.untyped_storage().data_ptr() == decoder.embedding.untyped_storage().data_ptr()

@@ -136,7 +136,8 @@ def test_a_rank_holds_its_stage_and_its_share_alone(tmp_path: Path) -> None:
     head: Any = last.head.weight
     assert first.head.weight.n == 0 and head.n == 96 and head.local.n == 48
     stored = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.down_proj.weight"]
-    down: list[Any] = [decoder.layers[0].mlp.down.weight for decoder in (first, first_too)]
+    mlps: list[Any] = [decoder.layers[0].mlp for decoder in (first, first_too)]
+    down = [mlp.down.weight for mlp in mlps]
     assert torch.equal(torch.cat([weight.rows.local.tensor for weight in down]), stored)
 
 

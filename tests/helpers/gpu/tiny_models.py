@@ -33,6 +33,17 @@ FAMILIES: dict[str, Any] = {
     "granite": tf.GraniteConfig(**SIZES, logits_scaling=3.0, attention_multiplier=0.2, residual_multiplier=0.7),
     "smollm3": tf.SmolLM3Config(**SIZES),
 }
+CHOICES = {"num_experts_per_tok": 2, "num_key_value_heads": 2}
+WITH_EXPERTS: dict[str, Any] = {
+    "qwen3_moe": tf.Qwen3MoeConfig(
+        **SIZES | CHOICES, head_dim=32, num_experts=6, moe_intermediate_size=48, norm_topk_prob=False,
+        mlp_only_layers=[1],
+    ),
+    "qwen3_moe renormalised": tf.Qwen3MoeConfig(
+        **SIZES | CHOICES, head_dim=32, num_experts=5, moe_intermediate_size=48, norm_topk_prob=True
+    ),
+    "mixtral": tf.MixtralConfig(**SIZES | CHOICES, num_local_experts=4),
+}  # fmt: skip
 
 
 def save(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
-from ...model.decoder_description import Attention, Decoder, Layer, Mlp, Norm, Projection
+from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection
 from ..weights import DenseWeight, DeviceWeight, SplittableWeight
 from .collectives import Collectives
 from .place import RankPlace
@@ -112,8 +112,10 @@ class Sharding:
             ),
         )
 
-    def _mlp(self, mlp: Mlp) -> Mlp:
+    def _mlp(self, mlp: Mlp | Experts) -> Mlp:
         """gate and up side by side, as programs need them."""
+        if isinstance(mlp, Experts):
+            raise UnshardableError(self._refusal("its layers have experts"))
         part = self._part(mlp.gate.weight.n, "columns of its MLP")
         rows = torch.arange(part.start, part.stop)
         both = _splittable(mlp.gate).rows(rows).above(_splittable(mlp.up).rows(rows)).to(self._device)

@@ -1,0 +1,210 @@
+"""Experts of a layer, each for the tokens that chose it: choosing, sorting by expert, products of groups, the sum.
+
+For: triton_ops.py. Does not know: models, steps, graphs. A pair is a token and one of its experts, pair t * TOP_K + i
+the i-th choice of token t. Each expert's pairs fill tiles of ROWS places of its own; a place without a pair holds -1.
+Invariants: a token's result depends on that token alone: an element of a product is one sum over k in ascending steps,
+in one program, and a token's experts are added in the order of its choices, in float32; sorting uses no atomic
+operation; what is launched follows from the number of tokens alone. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ..ops import Activation, ExpertRoom, ExpertSpec
+from . import fused
+from .matmul import Tile, dot_dtype
+
+_AT_ONCE = 1024
+"""Pairs that a program reads together when it looks for an expert's."""
+_GATE_TILE = 1024
+
+
+@triton.jit
+def choose_experts_kernel(
+    logits, chosen, factors, num_experts, logits_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):  # fmt: skip
+    """Program token: the TOP_K likeliest experts, equally likely ones in order, and their share. A token with
+    logits that are not finite has factors that are no numbers."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    there = expert < num_experts
+    x = tl.load(logits + token * logits_stride + expert, mask=there, other=float("-inf")).to(tl.float32)
+    finite = there & (tl.abs(x) < float("inf"))
+    broken = tl.sum((there & (finite == 0)).to(tl.int32), axis=0) > 0
+    x = tl.where(finite, x, -3.0e38)
+    weights = tl.where(finite, tl.exp(x - tl.max(x, axis=0)), 0.0)
+    shares = tl.where(there, weights / tl.maximum(tl.sum(weights, axis=0), 1e-30), -1.0)
+    left, kept = shares, 0.0
+    for i in tl.static_range(TOP_K):
+        best = tl.argmax(left, axis=0)
+        share = tl.max(left, axis=0)
+        kept += share
+        left = tl.where(expert == best, -1.0, left)
+        tl.store(chosen + token * TOP_K + i, best.to(tl.int32))
+        tl.store(factors + token * TOP_K + i, tl.where(broken, float("nan"), share))
+    if RENORMALISE:
+        tl.debug_barrier()
+        for i in tl.static_range(TOP_K):
+            share = tl.load(factors + token * TOP_K + i)
+            tl.store(factors + token * TOP_K + i, share / kept)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def count_pairs_kernel(chosen, counts, num_pairs, AT_ONCE: tl.constexpr):
+    """Program expert: how many pairs are its."""
+    expert = tl.program_id(0)
+    found = tl.zeros([AT_ONCE], tl.int32)
+    for start in range(0, num_pairs, AT_ONCE):
+        pair = start + tl.arange(0, AT_ONCE)
+        found += (tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def place_pairs_kernel(
+    chosen, counts, pairs, tile_experts, num_tiles, num_pairs, num_experts,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Program expert: its pairs in rising order, behind the tiles of the experts before it."""
+    expert = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    tiles = tl.cdiv(tl.load(counts + experts, mask=experts < num_experts, other=0), ROWS)
+    first = tl.sum(tl.where(experts < expert, tiles, 0), axis=0)
+    if expert == 0:
+        tl.store(num_tiles, tl.sum(tiles, axis=0))
+    count = tl.load(counts + expert)
+    begin = first * ROWS
+    for start in range(0, num_pairs, AT_ONCE):
+        pair = start + tl.arange(0, AT_ONCE)
+        own = (tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert).to(tl.int32)
+        tl.store(pairs + begin + tl.cumsum(own, axis=0) - 1, pair, mask=own > 0)
+        begin += tl.sum(own, axis=0)
+    for tile in range(tl.cdiv(count, ROWS)):
+        place = tile * ROWS + tl.arange(0, ROWS)
+        tl.store(tile_experts + first + tile, expert)
+        tl.store(pairs + first * ROWS + place, place * 0 - 1, mask=place >= count)
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def grouped_matmul_kernel(
+    x, weight, pairs, tile_experts, num_tiles, out, n, k, max_tiles,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = x[pair // SHARED] · weight[expert]ᵀ, one tile per program. Programs that run at the same time share
+    weights: GROUP tiles of pairs come before the next tile of columns."""
+    tiles_across = tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_across)
+    height = tl.minimum(max_tiles - group * GROUP, GROUP)
+    within = program - group * GROUP * tiles_across
+    tile = group * GROUP + within % height
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    there = pair >= 0
+    row = tl.where(there, pair, 0).to(tl.int64)
+    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    step = tl.arange(0, DEPTH)
+    x += (row // SHARED)[:, None] * k + step[None, :]
+    weight += expert * n * k + column.to(tl.int64)[:, None] * k + step[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(0, k, DEPTH):
+        left = (step < k - start)[None, :]
+        a = tl.load(x + start, mask=there[:, None] & left, other=0.0)
+        b = tl.load(weight + start, mask=(column < n)[:, None] & left, other=0.0)
+        total = tl.dot(a.to(DOT), tl.trans(b.to(DOT)), total, input_precision="ieee")
+    place = out + row[:, None] * n + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & (column < n)[None, :])
+
+
+@triton.jit
+def add_experts_kernel(x, factors, out, width, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """Program (token, tile): out[t] = the sum over i of factors[t, i] * x[t * TOP_K + i]."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = columns < width
+    total = tl.zeros([TILE], tl.float32)
+    for i in tl.static_range(TOP_K):
+        pair = token * TOP_K + i
+        total += tl.load(factors + pair) * tl.load(x + pair * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """Pairs sorted by expert, as tiles."""
+
+    pairs: torch.Tensor
+    tile_experts: torch.Tensor
+    num_tiles: torch.Tensor
+    max_tiles: int
+
+
+def choose_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
+    """By the tokens of a step, as for plain products (warm_up.py runs one of each). Few tokens leave an expert with one
+    or two of them: narrow tiles, limited by reading weights."""
+    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+        return Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
+    if num_tokens <= 256:
+        return Tile(rows=16, columns=64, depth=128, warps=4, stages=5)
+    return Tile(rows=64, columns=128, depth=64, warps=4, stages=4)
+
+
+def mix_experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    spec: ExpertSpec,
+    activation: Activation,
+    room: ExpertRoom,
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
+    """As Ops.mix_experts, for at least one token."""
+    num_tokens, width = x.shape
+    num_pairs = num_tokens * spec.top_k
+    choose_experts_kernel[(num_tokens,)](
+        logits, room.chosen, room.factors, spec.num_experts, logits.stride(0),
+        EXPERTS=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k, RENORMALISE=spec.renormalises, num_warps=1,
+    )  # fmt: skip
+    groups = _sort(num_pairs, spec, room, tile)
+    gate_up = room.gate_up[:num_pairs]
+    _multiply(x, spec.gate_up, groups, gate_up, spec.top_k, tile)
+    gated = room.gated[:num_pairs]
+    inner = gated.shape[1]
+    fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
+        gate_up, gated, inner, gate_up.stride(0), gated.stride(0), GELU=activation == "gelu_tanh", TILE=_GATE_TILE
+    )
+    mixed = room.mixed[:num_pairs]
+    _multiply(gated, spec.down, groups, mixed, 1, tile)
+    add_experts_kernel[(num_tokens, triton.cdiv(width, _GATE_TILE))](
+        mixed, room.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
+    )
+
+
+def _sort(num_pairs: int, spec: ExpertSpec, room: ExpertRoom, tile: Tile) -> _Groups:
+    count_pairs_kernel[(spec.num_experts,)](room.chosen, room.counts, num_pairs, AT_ONCE=_AT_ONCE)
+    place_pairs_kernel[(spec.num_experts,)](
+        room.chosen, room.counts, room.pairs, room.tile_experts, room.num_tiles, num_pairs, spec.num_experts,
+        EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
+    )  # fmt: skip
+    max_tiles = num_pairs // tile.rows + min(spec.num_experts, num_pairs)
+    return _Groups(room.pairs, room.tile_experts, room.num_tiles, max_tiles)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, groups: _Groups, out: torch.Tensor, shared: int, tile: Tile
+) -> None:
+    n, k = weight.shape[1:]
+    grouped_matmul_kernel[(groups.max_tiles * triton.cdiv(n, tile.columns),)](
+        x, weight, groups.pairs, groups.tile_experts, groups.num_tiles, out, n, k, groups.max_tiles,
+        SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=8, DOT=dot_dtype(x.dtype),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip

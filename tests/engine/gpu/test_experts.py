@@ -1,0 +1,137 @@
+"""Experts on the accelerator path: what they compute together, and who may not have them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.errors import UnshardableError
+from llmbackend.engine.gpu.kernels import experts as kernels
+from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec, Ops
+from llmbackend.engine.gpu.torch_ops import TorchOps
+from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from tests.helpers.gpu.compile_kernels import compile_in_process
+from tests.helpers.gpu.expert_launches import launch_experts
+from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
+from tests.helpers.gpu.kernel_device import DEVICE
+from tests.helpers.gpu.tiny_models import WITH_EXPERTS, save
+from tests.helpers.gpu.tiny_programs import load, on_ranks, part_of
+
+EXPERTS, TOP_K, WIDTH, INNER = 6, 2, 40, 24
+
+
+def draw(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def spec(dtype: torch.dtype, renormalises: bool = True) -> ExpertSpec:
+    gate_up, down = draw(1, EXPERTS, 2 * INNER, WIDTH) / 6, draw(2, EXPERTS, WIDTH, INNER) / 5
+    return ExpertSpec(gate_up.to(dtype), down.to(dtype), TOP_K, renormalises)
+
+
+def tokens(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, and logits by which expert 4 has no token and expert 1 most of them."""
+    logits = draw(4, count, EXPERTS)
+    logits[:, 4], logits[:, 1] = -9, logits[:, 1] + 2
+    return draw(3, count, WIDTH).to(dtype), logits
+
+
+def mixed(ops: Ops, x: torch.Tensor, logits: torch.Tensor, experts: ExpertSpec, activation: Any = "silu") -> Any:
+    room = ExpertRoom.of(len(x) + 3, [experts])
+    for name in ExpertRoom.__slots__:
+        getattr(room, name).fill_(77)
+    out = torch.full((len(x) + 1, WIDTH), float("nan"), device=DEVICE).to(x.dtype)
+    ops.mix_experts(x, logits, experts, activation, room, out[:-1])
+    assert out[-1].isnan().all()
+    return out[:-1]
+
+
+def expected(x: torch.Tensor, logits: torch.Tensor, experts: ExpertSpec, activation: str) -> torch.Tensor:
+    """In float64, a token and an expert at a time."""
+    out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
+    shares = logits.double().softmax(-1)
+    functional = torch.nn.functional
+    for token in range(len(x)):
+        chosen = shares[token].argsort(descending=True)[: experts.top_k]
+        total = shares[token, chosen].sum() if experts.renormalises else 1.0
+        for expert in chosen:
+            gate, up = (experts.gate_up[expert].double() @ x[token].double()).chunk(2)
+            active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
+            out[token] += shares[token, expert] / total * (experts.down[expert].double() @ (active * up))
+    return out
+
+
+@pytest.mark.parametrize("ops", [TritonOps(), TritonOps(exact_products=True), TorchOps()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("count", "renormalises", "activation"), [(1, True, "silu"), (7, False, "gelu_tanh"), (20, True, "silu")]
+)
+def test_a_token_gets_the_sum_of_its_experts(
+    count: int, renormalises: bool, activation: str, dtype: torch.dtype, ops: Ops
+) -> None:
+    experts, (x, logits) = spec(dtype, renormalises), tokens(count, dtype)
+    found = mixed(ops, x, logits, experts, activation).double()
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found, expected(x, logits, experts, activation), rtol=tolerance, atol=tolerance)
+
+
+def test_many_tokens_are_sorted_in_several_passes_into_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_AT_ONCE", 32)
+    experts, (x, logits) = spec(torch.bfloat16), tokens(110, torch.bfloat16)
+    found = mixed(TritonOps(exact_products=True), x, logits, experts)
+    torch.testing.assert_close(found, mixed(TorchOps(), x, logits, experts), rtol=3e-2, atol=3e-2)
+
+
+def test_a_token_is_its_own_bit_by_bit() -> None:
+    experts, (x, logits) = spec(torch.bfloat16), tokens(20, torch.bfloat16)
+    ops = TritonOps(exact_products=True)
+    together = mixed(ops, x, logits, experts)
+    for part in (slice(0, 1), slice(11, 12), slice(5, 19)):
+        assert torch.equal(mixed(ops, x[part].contiguous(), logits[part].contiguous(), experts), together[part])
+    x[3], logits[3] = float("nan"), float("nan")
+    spoilt = mixed(ops, x, logits, experts)
+    assert spoilt[3].isnan().all()
+    others = [token for token in range(20) if token != 3]
+    assert torch.equal(spoilt[others], together[others])
+
+
+def test_an_engine_with_kernels_gives_the_tokens_of_one_without(tmp_path: Path) -> None:
+    save(WITH_EXPERTS["qwen3_moe"], tmp_path)
+    small: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32, "num_kv_blocks": 3}
+    config = config_for(tmp_path, block_size=16, enforce_eager=True, **small)
+    sampling, found = SamplingParams(max_tokens=3, temperature=0.0), []
+    request = InferRequest(request_id="r", prompt_token_ids=tuple(range(5, 20)), sampling=sampling)
+    for triton in (False, True):
+        core = EngineCore(config, gpu_runner(config, triton=triton))
+        core.add(request)
+        outputs: list[Any] = []
+        while core.has_work:
+            outputs += core.step().outputs
+        core.close()
+        assert not any(output.error for output in outputs)
+        found.append([token for output in outputs for token in output.token_ids])
+    assert found[0] == found[1] and len(found[0]) == 3
+
+
+def test_they_are_not_split_over_ranks(tmp_path: Path) -> None:
+    save(WITH_EXPERTS["mixtral"], tmp_path)
+    loaded = load(tmp_path)
+    with pytest.raises(UnshardableError, match="its layers have experts"):
+        on_ranks(2, lambda ranks: part_of(loaded, ranks))
+
+
+def test_they_compile() -> None:
+    names = {
+        "choose_experts_kernel", "count_pairs_kernel", "place_pairs_kernel", "grouped_matmul_kernel",
+        "add_experts_kernel", "gate_kernel",
+    }  # fmt: skip
+    for capability, compiled in compile_in_process(launch_experts, 80, 90).items():
+        assert {kernel.name for kernel in compiled} == names
+        for kernel in compiled:
+            assert kernel.stack_bytes == 0, kernel
+            assert kernel.shared_bytes <= (227 if capability == 90 else 163) * 1024, kernel
