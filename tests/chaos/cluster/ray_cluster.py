@@ -90,7 +90,7 @@ class RayCluster:
 def _pids(machine: RayMachine, kind: Kind, is_keeper: bool) -> list[int]:
     match kind:
         case Kind.NODE:
-            return [] if machine.of_ray(HEAD) else machine.of_ray(NODE)  # the head ends with its node
+            return [] if machine.is_head else machine.of_ray(NODE)  # the head ends with its node
         case Kind.HEAD:
             return machine.of_ray(HEAD)
         case Kind.ACTOR:

@@ -29,8 +29,9 @@ _FRONTEND = "llmbackend.server.frontend_process"
 class RayMachine:
     """Its methods block."""
 
-    def __init__(self, name: str, folder: Path, server: ServerProcess) -> None:
+    def __init__(self, name: str, folder: Path, server: ServerProcess, *, is_head: bool) -> None:
         self.name = name
+        self.is_head = is_head
         self.address = Address(server.http, server.grpc)
         self._folder = folder
         self._server = server
@@ -43,7 +44,7 @@ class RayMachine:
         own = ("--cluster-bind", bind, "--cluster-cpus", "2", *arguments)
         with log.open("a") as lines:
             server = start_machine(folder, secrets, *own, cluster=cluster, log=lines, metrics_port=_free_port())
-        return cls(bind, folder, server)
+        return cls(bind, folder, server, is_head=cluster == "auto")
 
     @property
     def head(self) -> str:
@@ -71,7 +72,7 @@ class RayMachine:
     def what_is_missing(self) -> str:
         """Of what the machine consists of; "" for nothing."""
         missing = [mark for mark in (AGENT, HOST) if not self.children(mark)]
-        missing += [mark for mark in (NODE,) if not self.of_ray(mark)]
+        missing += [mark for mark in ((NODE, HEAD) if self.is_head else (NODE,)) if not self.of_ray(mark)]
         if not self.listening():
             missing.append("a frontend")
         if not missing and not self._has_copies():
