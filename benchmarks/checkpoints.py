@@ -79,13 +79,15 @@ def write_checkpoint(name: str, directory: Path) -> None:
     write_tokenizer(directory, config.vocab_size)
 
 
-def write_tokenizer(directory: Path, vocab_size: int) -> None:
-    """A byte-level BPE learnt from Python's standard library, which is on every machine."""
+def write_tokenizer(directory: Path, vocab_size: int, learns: bool = True) -> None:
+    """A byte-level BPE learnt from Python's standard library, which is on every machine; one that does not learn has a
+    token for each byte."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     library = Path(sysconfig.get_paths()["stdlib"])
-    files = [path for path in sorted(library.rglob("*.py")) if not {"site-packages", "test"} & set(path.parts)]
+    sources = sorted(library.rglob("*.py")) if learns else []
+    files = [path for path in sources if not {"site-packages", "test"} & set(path.parts)]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

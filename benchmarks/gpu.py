@@ -1,154 +1,112 @@
-"""All checks and measurements that need a GPU, in one run of less than ten minutes: `python benchmarks/gpu.py`.
+"""All checks and measurements that need a GPU, in four parts of less than ten minutes: `python benchmarks/gpu.py`.
 
-    python benchmarks/gpu.py --out results           on a machine with one NVIDIA GPU, torch, triton and transformers
-    python benchmarks/gpu.py --device DEVICE --shapes tiny    tries the script itself without a GPU
+    python benchmarks/gpu.py --download .gpu-packages          where there is a network: what the machine lacks
+    python benchmarks/gpu.py --part 1 --packages .gpu-packages --out results        on a machine with one GPU
+    python benchmarks/gpu.py --part 4 --before results --packages .gpu-packages --out after
+    python benchmarks/gpu.py --part 1 --device cpu --out trial      tries the benchmark itself, with tiny shapes
 
-For: docs/gpu.md and changes of the accelerator path. Does not know: what the parts measure; they are programs in
-benchmarks/accelerator/. Invariants: parts run one after the other, each in a process of its own with a time limit, so
-that one which fails or hangs does not affect the others; results are on disk line by line, and the report
-(benchmarks_gpu.md in --out) is written after every part, so that a run that is ended early keeps its results; the exit
-code is 1 if any part failed.
+For: docs/gpu.md and changes of the accelerator path. Does not know: what is measured; the sections are programs in
+benchmarks/accelerator/. Invariants: each part is useful alone; a section has a time limit, and one that is cut, fails
+or hangs does not affect the others; results are on disk line by line, the page and the packed logs after every section,
+so that a run that is ended early keeps its results; a part leaves three files; the exit code is 1 if anything failed.
 
-Parts, the most important first: the device's ceilings; kernel parity (tests, on the device instead of in the
-interpreter); each shape's engine runs; ablations; transformers' continuous batching; the server.
-The machine needs no network: packages that its Python lacks (msgspec and pyzmq; for the server also starlette, uvicorn
-and others) can be unpacked into a folder beforehand, which --site names.
+Parts: 1 is everything right? 2 where does the time of an 8B model go? 3 do graphs, overlap and faults change a token,
+and what does each optimisation and the server cost? 4 the same again after a change, compared with --before.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPES = ("qwen2.5-0.5b", "qwen3-1.7b", "llama-3.1-8b")
-ABLATED_SHAPE = "qwen2.5-0.5b"
-ABLATIONS: dict[str, dict[str, Any]] = {
-    "graphs off": {"enforce_eager": True},
-    "overlap off": {"async_scheduling": False},
-    "fused kernels off": {"kernels": "torch"},
-    "batch invariant": {"batch_invariant": True},
-}
-PART_LIMIT_S = 150.0
-KERNEL_TESTS = [
-    f"tests/engine/gpu/test_{name}.py"
-    for name in ("fused_kernels", "paged_attention", "invariant_matmul", "device_sampler")
-]
-"""Those that run on a GPU as well (tests/helpers/gpu/kernel_device.py)."""
+sys.path.insert(0, str(ROOT))
 
+from benchmarks.accelerator import packages, parts, report  # noqa: E402
+from benchmarks.accelerator.comparison import comparison  # noqa: E402
+from benchmarks.accelerator.running import Results, Runner, forks_work, read_lines  # noqa: E402
 
-@dataclass(frozen=True)
-class Job:
-    part: str
-    shape: str = ""
-    label: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Run:
-    out: Path
-    device: str
-    site: str
-    end_s: float
-    """By time.monotonic()."""
-
-    @property
-    def results(self) -> Path:
-        return self.out / "gpu.jsonl"
-
-    def do(self, job: Job) -> None:
-        limit_s = min(PART_LIMIT_S, self.end_s - time.monotonic())
-        if limit_s < 5:
-            self._failed(job, "no time was left for it")
-            return
-        log = self.out / f"{job.part}-{job.shape}-{job.label.replace(' ', '-')}.log"
-        print(f"{job.part} {job.shape} {job.label} …", flush=True)
-        try:
-            with log.open("w") as file:
-                subprocess.run(
-                    self._command(job), cwd=ROOT, env=self._environment(), stdout=file, stderr=subprocess.STDOUT,
-                    timeout=limit_s, check=True,
-                )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            self._failed(job, f"ended after {limit_s:.0f} s")
-        except subprocess.CalledProcessError as error:
-            self._failed(job, f"exit code {error.returncode}: {_last_line(log)}")
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.results.read_text().splitlines()] if self.results.exists() else []
-
-    def write_page(self) -> str:
-        sys.path.insert(0, str(ROOT))
-        from benchmarks.accelerator.report import page
-
-        text = page(self.lines())
-        (self.out / "benchmarks_gpu.md").write_text(text)
-        return text
-
-    def _command(self, job: Job) -> list[str]:
-        if job.part == "parity":
-            return [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *KERNEL_TESTS]
-        arguments = ["--device", self.device, "--shape", job.shape, "--label", job.label, "--json", str(self.results)]
-        arguments += ["--scratch", str(self.out / "scratch"), "--options", json.dumps(job.options)]
-        return [sys.executable, "-m", f"benchmarks.accelerator.{job.part}", *arguments]
-
-    def _environment(self) -> dict[str, str]:
-        paths = [str(ROOT), self.site, os.environ.get("PYTHONPATH", "")]
-        on_gpu = {"LLMBACKEND_TEST_DEVICE": self.device} if self.device.startswith("cuda") else {}
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path), **on_gpu}
-
-    def _failed(self, job: Job, error: str) -> None:
-        print(f"  failed: {error}", flush=True)
-        line = {"part": job.part, "shape": job.shape, "label": job.label, "error": error}
-        with self.results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def jobs(shapes: list[str]) -> Iterator[Job]:
-    yield Job("ceilings")
-    yield Job("parity")
-    for shape in shapes:
-        yield Job("engine_runs", shape)
-    ablated = ABLATED_SHAPE if ABLATED_SHAPE in shapes else shapes[0]
-    for label, options in ABLATIONS.items():
-        yield Job("engine_runs", ablated, label, options)
-    for shape in shapes:
-        yield Job("transformers_runs", shape)
-    for shape in (ablated, *(shape for shape in shapes[-1:] if shape != ablated)):
-        yield Job("server_streams", shape)
-
-
-def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1][:300] if lines else "it printed nothing"
+IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "llmbackend.engine.model_runner")
+"""By every section that runs an engine, so that a forked one need not wait for them."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for results, logs and the page")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--parts", default="", help="only these parts, by the names of their programs")
-    parser.add_argument("--site", default="", help="a folder with Python packages that are not installed")
-    parser.add_argument("--budget-s", type=float, default=570.0)
-    given = parser.parse_args()
+    given = _arguments()
+    if given.download is not None:
+        packages.download(given.download, ROOT)
+        return
+    start_s = time.monotonic()
     given.out.mkdir(parents=True, exist_ok=True)
-    run = Run(given.out.resolve(), given.device, given.site, time.monotonic() + given.budget_s)
-    for job in jobs(given.shapes.split(",")):
-        if not given.parts or job.part in given.parts.split(","):
-            run.do(job)
-            text = run.write_page()
-    print(text)
-    sys.exit(any("error" in line for line in run.lines()))
+    results = Results(given.out.resolve(), given.part)
+    results.lines_file.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="llmbackend-gpu-") as scratch:
+        _use_packages(given.packages, Path(scratch) / "packages", given.device)
+        forks = not given.fresh_processes and _preloaded() and forks_work(given.device)
+        on_gpu = given.device.startswith("cuda")
+        budget_s = given.budget_s or (parts.PART_LIMIT_S if on_gpu else parts.TRIAL_LIMIT_S)
+        runner = Runner(given.device, Path(scratch), results, start_s + budget_s, forks)
+        for planned in parts.sections(given.part, on_gpu):
+            if not given.sections or planned.program in given.sections.split(","):
+                runner.run(planned)
+                _write(runner, given.before)
+    print(report.page(results.lines()))
+    sys.exit(any(line.get("failure") for line in results.lines()))
+
+
+def _write(runner: Runner, before: Path | None) -> None:
+    lines = runner.results.lines()
+    text = report.page(lines)
+    if before is not None:
+        text += "\n" + comparison(
+            [one for file in sorted(before.glob("part*.jsonl")) for one in read_lines(file)], lines
+        )
+    runner.results.write_page(text)
+    if runner.logs.exists():
+        runner.results.pack(runner.logs)
+
+
+def _use_packages(folder: Path | None, unpacked: Path, device: str) -> None:
+    """For this process and all that it starts."""
+    packages.describe_project(ROOT, unpacked)
+    paths = [ROOT, unpacked]
+    if folder is not None:
+        packages.unpack(folder, unpacked)
+        paths.append(folder.resolve())  # one that holds packages, not wheels
+    sys.path[:0] = map(str, paths)
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, paths), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # asking torch for a GPU must not spoil it for forked processes
+    if not device.startswith("cuda"):
+        os.environ |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+
+
+def _preloaded() -> bool:
+    """Whether all could be imported; what is missing is told by the section that needs it."""
+    try:
+        for name in IMPORTED:
+            import_module(name)
+    except ImportError as error:
+        print(f"not imported beforehand: {error}", flush=True)
+        return False
+    return True
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", type=int, choices=sorted(parts.PARTS), default=1)
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for lines, page and logs")
+    parser.add_argument("--before", type=Path, help="folder with the results of an earlier run, to compare with")
+    parser.add_argument("--packages", type=Path, help="folder that --download has filled")
+    parser.add_argument("--download", type=Path, metavar="FOLDER", help="fill a folder for --packages, and end")
+    parser.add_argument("--device", default="cuda", help="cpu: tiny shapes, for trying the benchmark itself")
+    parser.add_argument("--sections", default="", help="only these, by the names of their programs")
+    parser.add_argument("--budget-s", type=float, help="of all sections together; on a GPU 570")
+    parser.add_argument("--fresh-processes", action="store_true", help="import everything anew for each section")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ def start_bare(kind: str, *arguments: str) -> Server:
 
 def _start(command: list[str], tree: Path, wanted: set[str]) -> Server:
     """Reads the announced addresses: lines of a protocol's name and its `host:port` or URL."""
-    environ = os.environ | {"NO_COLOR": "1", "PYTHONPATH": str(tree.resolve())}
+    paths = os.pathsep.join(filter(None, [str(tree.resolve()), os.environ.get("PYTHONPATH", "")]))
+    environ = os.environ | {"NO_COLOR": "1", "PYTHONPATH": paths}
     process = subprocess.Popen(command, cwd=tree, env=environ, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     found: dict[str, str] = {}

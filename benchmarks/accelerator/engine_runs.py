@@ -12,44 +12,37 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.recording import Recorder, seconds_since_process_start
 from benchmarks.workloads import Request
 
-from .part import Part
+from .engines import SCALE, engine_config, infer_requests, requests_of, steps
+from .section import Section, run_alone
 from .shapes import SHAPES, Shape
 
-MAX_MODEL_LEN = 4096
-ENGINE = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32, "max_model_len": MAX_MODEL_LEN}
 DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS = 256, 96
 PREFILL = {"prefill 1 x 2048": (1, 2048), "prefill 16 x 1024": (16, 1024)}
-SCALE = {"tiny": 16}
-"""Divisor of the workloads of the tiny shape."""
 
 
-def measure(part: Part) -> None:
-    from llmbackend.engine.config import EngineConfig
+def measure(section: Section) -> None:
     from llmbackend.engine.offline import OfflineEngine
 
-    shape, scale = SHAPES[part.shape], SCALE.get(part.shape, 1)
-    folder = shape.write(part.scratch / part.shape)
-    arguments = {**ENGINE, "max_model_len": min(MAX_MODEL_LEN, shape.max_position_embeddings), **part.options}
-    config = EngineConfig(
-        model=str(folder), load_format="dummy", device=part.device, enable_prefix_caching=False, **arguments
-    )
+    shape, scale = SHAPES[section.shape], SCALE.get(section.shape, 1)
+    config = engine_config(section, enable_prefix_caching=False)
     with OfflineEngine(config) as engine:
         ready_s = seconds_since_process_start()
-        part.add(measure="start", ready_s=ready_s, load_s=engine.info.load_s, description=engine.info.description)
-        _run(engine, _requests(shape, [(48, 8)] * 8))
+        section.add(measure="start", ready_s=ready_s, load_s=engine.info.load_s, description=engine.info.description)
+        _run(engine, requests_of(shape, [(48, 8)] * 8))
         for batch in (1, 8, 64, 256):
-            if batch <= config.max_num_seqs // scale:
-                _decode(part, shape, engine, batch, scale)
+            if batch <= config.max_num_seqs // scale and section.wants("decode"):
+                _decode(section, shape, engine, batch, scale)
         for name, (count, tokens) in PREFILL.items():
-            _prefill(part, shape, engine, name, count, tokens // scale)
+            if section.wants("prefill"):
+                _prefill(section, shape, engine, name, count, tokens // scale)
         for name, requests in workloads(shape, scale).items():
-            part.add(measure="workload", workload=name, **_run(engine, requests))
+            if section.wants("workload"):
+                section.add(measure="workload", workload=name, **_run(engine, requests))
 
 
 def workloads(shape: Shape, scale: int) -> dict[str, list[Request]]:
@@ -58,27 +51,22 @@ def workloads(shape: Shape, scale: int) -> dict[str, list[Request]]:
     mixed = [(draw.randint(16, 512), draw.randint(16, 128)) for _ in range(1024 // scale)]
     mixed = [(max(prompt // scale, 1), max(output // scale, 1)) for prompt, output in mixed]
     return {
-        f"{256 // scale} requests, 32 in, 128 out": _requests(shape, [(32, 128 // scale)] * (256 // scale)),
-        f"{1024 // scale} requests, 16 to 512 in, 16 to 128 out": _requests(shape, mixed),
+        f"{256 // scale} requests, 32 in, 128 out": requests_of(shape, [(32, 128 // scale)] * (256 // scale)),
+        f"{1024 // scale} requests, 16 to 512 in, 16 to 128 out": requests_of(shape, mixed),
     }
 
 
-def _requests(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[Request]:
-    draw = random.Random(len(lengths))
-    return [Request([draw.randrange(3, shape.vocab_size) for _ in range(n)], output) for n, output in lengths]
-
-
-def _decode(part: Part, shape: Shape, engine: Any, batch: int, scale: int) -> None:
+def _decode(section: Section, shape: Shape, engine: Any, batch: int, scale: int) -> None:
     """The median time from one full decode step's result to the next one's."""
     prompt, output = DECODE_PROMPT_TOKENS // scale, DECODE_OUTPUT_TOKENS // min(scale, 4)
     steps_s, hosts_s, before_s = [], [], 0.0
-    for result in engine.generate(_infer_requests(_requests(shape, [(prompt, output)] * batch))):
+    for result in engine.generate(infer_requests(requests_of(shape, [(prompt, output)] * batch))):
         now_s = time.perf_counter()
         if before_s and len(result.outputs) == batch and not any(given.finish_reason for given in result.outputs):
             steps_s.append(now_s - before_s)
             hosts_s.append(result.stats.last_host_s)
         before_s = now_s if len(result.outputs) == batch else 0.0
-    part.add(
+    section.add(
         measure="decode",
         batch=batch,
         step_s=statistics.median(steps_s),
@@ -88,9 +76,9 @@ def _decode(part: Part, shape: Shape, engine: Any, batch: int, scale: int) -> No
     )
 
 
-def _prefill(part: Part, shape: Shape, engine: Any, name: str, count: int, tokens: int) -> None:
-    figures = _run(engine, _requests(shape, [(tokens, 1)] * count))
-    part.add(
+def _prefill(section: Section, shape: Shape, engine: Any, name: str, count: int, tokens: int) -> None:
+    figures = _run(engine, requests_of(shape, [(tokens, 1)] * count))
+    section.add(
         measure="prefill",
         workload=name,
         prompt_tokens_per_s=figures["prompt_tokens"] / figures["wall_s"],
@@ -101,26 +89,11 @@ def _prefill(part: Part, shape: Shape, engine: Any, name: str, count: int, token
 def _run(engine: Any, requests: list[Request]) -> dict[str, Any]:
     recorder = Recorder(requests)
     recorder.start()
-    for result in engine.generate(_infer_requests(requests)):
+    for result in steps(engine, infer_requests(requests)):
         for output in result.outputs:
-            if output.error:
-                raise RuntimeError(f"request {output.request_id}: {output.error}")
             recorder.tokens(int(output.request_id), len(output.token_ids))
     return recorder.stop()
 
 
-def _infer_requests(requests: list[Request]) -> list[Any]:
-    from llmbackend.engine.infer_request import InferRequest, SamplingParams
-
-    return [
-        InferRequest(
-            request_id=str(index),
-            prompt_token_ids=tuple(request.prompt),
-            sampling=SamplingParams(max_tokens=request.output_tokens, temperature=0.0, ignore_eos=True),
-        )
-        for index, request in enumerate(requests)
-    ]
-
-
 if __name__ == "__main__":
-    Part.run("engine_runs", measure)
+    run_alone("engine_runs", measure)

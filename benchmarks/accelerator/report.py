@@ -11,20 +11,21 @@ from typing import Any
 
 Line = dict[str, Any]
 _ENGINES = {"engine_runs": "llmbackend", "transformers_runs": "transformers"}
+_CHECKED = ("tokens", "attention", "product", "tests", "sanitized", "sanitizer", "equality", "fault")
 
 
 def page(lines: list[Line]) -> str:
-    ceilings = next((line for line in lines if line["part"] == "ceilings"), None)
-    sections = [_head(ceilings), _failures(lines)]
+    ceilings = next((line for line in lines if line["section"] == "ceilings" and "copy_bytes_per_s" in line), None)
+    sections = [_head(ceilings), _failures(lines), _checks(lines)]
     if ceilings:
-        sections += [_decode(lines, ceilings), _prefill(lines, ceilings)]
-    sections += [_workloads(lines), _server(lines), _starts(lines)]
+        sections += [_decode(lines, ceilings), _prefill(lines, ceilings), _sweep(lines, ceilings)]
+    sections += [_kernels(lines), _first_requests(lines), _workloads(lines), _server(lines), _starts(lines)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _head(ceilings: Line | None) -> str:
     if ceilings is None:
-        return "# On a GPU\n\nThe device's own ceilings were not measured, so no shares are given."
+        return "# On a GPU\n\nThe device's own ceilings were not measured in this part, so no shares are given."
     return (
         f"# On a GPU\n\n`python benchmarks/gpu.py` on one {ceilings['device_name']}, torch {ceilings['torch']}, CUDA "
         f"{ceilings['cuda']}; random weights, bfloat16. Measured here: copies at "
@@ -34,8 +35,56 @@ def _head(ceilings: Line | None) -> str:
 
 
 def _failures(lines: list[Line]) -> str:
-    failed = [f"- {line['part']} {line['shape']} {line['label']}: {line['error']}" for line in lines if "error" in line]
-    return "\n".join(["## What failed", "", *failed]) if failed else ""
+    failed = [line for line in lines if line.get("failure")]
+    rows = [f"- {line['section']} {line['shape']} {line['label']}: {line['failure']}" for line in failed]
+    return "\n".join(["## What failed or was cut", "", *rows]) if rows else ""
+
+
+def _checks(lines: list[Line]) -> str:
+    rows = []
+    for section in dict.fromkeys(line["section"] for line in lines):
+        for measure in _CHECKED:
+            of = [line for line in _of(lines, measure) if line["section"] == section]
+            wrong = [line for line in of if line.get("wrong") or line.get("different") or line.get("failed")]
+            wrong += [line for line in of if line.get("lost") or line.get("changed")]
+            worst = max((line["error"] for line in of if isinstance(line.get("error"), float)), default=0.0)
+            if of:
+                rows.append((section, measure, len(of), len(wrong), f"{worst:.1e}" if worst else ""))
+    return _section("Checks", ("section", "check", "cases", "wrong", "largest relative error"), rows)
+
+
+def _sweep(lines: list[Line], ceilings: Line) -> str:
+    rows = []
+    for line in _of(lines, "sweep"):
+        if "refused" in line:
+            rows.append((line["case"], line["configuration"], "", "", line["refused"].splitlines()[0][:60]))
+            continue
+        bandwidth = line["kv_bytes"] / line["call_s"] / ceilings["copy_bytes_per_s"]
+        flops = line["flops"] / line["call_s"] / ceilings["matmul_flops"]
+        figures = (f"{line['call_s'] * 1e6:.1f}", f"{bandwidth:.0%}", f"{flops:.0%}")
+        rows.append((line["case"], line["configuration"], *figures))
+    columns = ("step", "parameters", "µs", "of the bandwidth", "of the matmul peak")
+    return _section("Attention with other parameters", columns, rows)
+
+
+def _kernels(lines: list[Line]) -> str:
+    rows: list[tuple[Any, ...]] = []
+    for profile in _of(lines, "profile"):
+        head = f"**all, busy {profile['busy']:.0%} of the time**"
+        rows.append((profile["case"], head, "", f"{profile['step_s'] * 1e6:,.0f}", ""))
+        for line in _of(lines, "kernel"):
+            if line["case"] == profile["case"]:
+                figures = (f"{line['calls_per_step']:.1f}", f"{line['us_per_step']:,.1f}", f"{line['share']:.1%}")
+                rows.append((line["case"], f"`{line['kernel']}`", *figures))
+    return _section("Kernels of a step", ("step", "kernel", "calls", "µs", "share"), rows)
+
+
+def _first_requests(lines: list[Line]) -> str:
+    rows = [
+        (line["case"], f"{line['first_s'] * 1e3:.0f}", f"{line['second_s'] * 1e3:.0f}", ", ".join(line["compiled"]))
+        for line in _of(lines, "first request")
+    ]
+    return _section("First requests", ("kind", "first ms", "second ms", "compiled meanwhile"), rows)
 
 
 def _decode(lines: list[Line], ceilings: Line) -> str:
@@ -61,7 +110,7 @@ def _prefill(lines: list[Line], ceilings: Line) -> str:
 def _workloads(lines: list[Line]) -> str:
     rows = []
     for line in _of(lines, "workload"):
-        engine = _ENGINES[line["part"]]
+        engine = _ENGINES[line["section"]]
         times = (f"{line['ttft_p50_ms']:,.0f}", f"{line['ttft_p99_ms']:,.0f}", f"{line['itl_p50_ms']:.1f}")
         rows.append(
             (line["shape"], line["workload"], engine, line["label"], f"{line['output_tokens_per_s']:,.0f}", *times)
@@ -74,7 +123,7 @@ def _server(lines: list[Line]) -> str:
     offline = {
         (line["shape"], line["requests"]): line["output_tokens_per_s"]
         for line in _of(lines, "workload")
-        if line["part"] == "engine_runs" and not line["label"] and " 32 in, " in line["workload"]
+        if line["section"] == "engine_runs" and not line["label"] and " 32 in, " in line["workload"]
     }
     rows = []
     for line in _of(lines, "server"):
@@ -88,9 +137,10 @@ def _server(lines: list[Line]) -> str:
 
 def _starts(lines: list[Line]) -> str:
     rows = [
-        (line["shape"], _ENGINES[line["part"]], line["label"], f"{line['ready_s']:.1f}") for line in _of(lines, "start")
+        (line["shape"], _ENGINES.get(line["section"], line["section"]), line["label"], f"{line['ready_s']:.1f}")
+        for line in _of(lines, "start")
     ]
-    return _section("Start", ("shape", "engine", "configuration", "seconds from process start to ready"), rows)
+    return _section("Start", ("shape", "engine", "configuration", "seconds to ready"), rows)
 
 
 def _of(lines: list[Line], measure: str) -> Iterator[Line]:

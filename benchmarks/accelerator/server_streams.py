@@ -4,68 +4,39 @@
 
 For: the share of the engine's speed that reaches clients. Does not know: the engine's figures alone; engine_runs
 measures the same requests. Invariants: all clients send one request each, at the same time, over server-sent events;
-a stream with fewer events than tokens fails the run; the CPU time is that of the server's first process, without the
-engine's.
+a stream without a token fails the run; the CPU time is that of the server's first process, without the engine's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
-from benchmarks.checkpoints import write_tokenizer
 from benchmarks.stream_clients import at_once, http_request, http_stream
-from benchmarks.stream_servers import Server, start_tree
 
-from .engine_runs import ENGINE, MAX_MODEL_LEN, SCALE
-from .part import Part
-from .shapes import SHAPES
+from .engines import SCALE
+from .section import Section, run_alone
+from .served_shape import NAME, serving
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 CLIENTS = (64, 256)
-NAME = "bench"
-PROMPT, OUTPUT_TOKENS = "a few words that stand for a prompt of some thirty tokens, more or less, as people write", 128
+PROMPT, OUTPUT_TOKENS = "a prompt of some 32 byte tokens.", 128
 
 
-def measure(part: Part) -> None:
-    scale = SCALE.get(part.shape, 1)
-    with _server(part) as server:
+def measure(section: Section) -> None:
+    scale = SCALE.get(section.shape, 1)
+    with serving(section) as server:
         asyncio.run(_load(server.http, 8, 8))
         for clients in (count // scale for count in CLIENTS):
             before, start_s = server.cpu(), time.perf_counter()
             tokens = asyncio.run(_load(server.http, clients, OUTPUT_TOKENS // scale))
             wall_s, cpu_s = time.perf_counter() - start_s, (server.cpu() - before).total_s
-            part.add(
+            section.add(
                 measure="server",
                 clients=clients,
                 output_tokens_per_s=tokens / wall_s,
                 host_cpu_us_per_token=cpu_s / tokens * 1e6,
                 host_cores=cpu_s / wall_s,
             )
-
-
-@contextlib.contextmanager
-def _server(part: Part) -> Iterator[Server]:
-    server = start_tree(ROOT, _repository(part))
-    try:
-        yield server
-    finally:
-        server.stop()
-
-
-def _repository(part: Part) -> Path:
-    repository, shape = part.scratch / f"repository-{part.shape}", SHAPES[part.shape]
-    version = shape.write(repository / NAME / "1")
-    write_tokenizer(version, shape.vocab_size)
-    arguments = {**ENGINE, "max_model_len": min(MAX_MODEL_LEN, shape.max_position_embeddings), **part.options}
-    model = {"model": str(version), "load_format": "dummy", "device": part.device, **arguments}
-    (version / "model.json").write_text(json.dumps(model))
-    (repository / NAME / "config.pbtxt").write_text('backend: "llm"\n')
-    return repository
 
 
 async def _load(address: str, clients: int, output_tokens: int) -> int:
@@ -81,4 +52,4 @@ async def _load(address: str, clients: int, output_tokens: int) -> int:
 
 
 if __name__ == "__main__":
-    Part.run("server_streams", measure)
+    run_alone("server_streams", measure)

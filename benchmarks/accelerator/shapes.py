@@ -95,6 +95,6 @@ SHAPES = {
     "qwen2.5-0.5b": Shape("qwen2", 151936, 896, 4864, 24, 14, 2, 64, 32768, True, _rope(1e6)),
     "qwen3-1.7b": Shape("qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 40960, True, _rope(1e6)),
     "llama-3.1-8b": Shape("llama", 128256, 4096, 14336, 32, 32, 8, 128, 131072, False, _rope(5e5)),
-    "tiny": Shape("llama", 512, 64, 128, 2, 4, 2, 16, 512, True, _rope(1e4)),
+    "tiny": Shape("llama", 512, 64, 128, 2, 4, 2, 32, 512, True, _rope(1e4)),
 }
 """`tiny` is for trying the benchmark itself where there is no GPU."""

@@ -16,31 +16,33 @@ from typing import Any
 from benchmarks.recording import Recorder, seconds_since_process_start
 from benchmarks.workloads import Request
 
-from .engine_runs import SCALE, workloads
-from .part import Part
+from .engine_runs import workloads
+from .engines import SCALE
+from .section import Section, run_alone
 from .shapes import SHAPES
 
 RESULT_TIMEOUT_S = 60
 
 
-def measure(part: Part) -> None:
+def measure(section: Section) -> None:
     import torch
     import transformers
 
     transformers.logging.set_verbosity_error()
-    shape = SHAPES[part.shape]
-    config = transformers.AutoConfig.from_pretrained(shape.write(part.scratch / part.shape))
+    shape = SHAPES[section.shape]
+    config = transformers.AutoConfig.from_pretrained(shape.write(section.scratch / section.shape))
     attention = "flash_attention_2" if importlib.util.find_spec("flash_attn") else "sdpa"
     torch.manual_seed(0)
-    with torch.device("cuda" if part.device.startswith("cuda") else "cpu"):
+    with torch.device("cuda" if section.device.startswith("cuda") else "cpu"):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation=attention
         ).eval()
     described = f"transformers {transformers.__version__}, {attention}"
-    part.add(measure="start", ready_s=seconds_since_process_start(), description=described)
-    for name, requests in workloads(shape, SCALE.get(part.shape, 1)).items():
+    section.add(measure="start", ready_s=seconds_since_process_start(), description=described)
+    every = list(workloads(shape, SCALE.get(section.shape, 1)).items())
+    for name, requests in every if section.on_gpu else [("few", every[0][1][:2])]:
         _run(model, requests[:8])
-        part.add(measure="workload", workload=name, **_run(model, requests))
+        section.add(measure="workload", workload=name, **_run(model, requests))
 
 
 def _run(model: Any, requests: list[Request]) -> dict[str, Any]:
@@ -77,4 +79,4 @@ def _collect(manager: Any, recorder: Recorder) -> None:
 
 
 if __name__ == "__main__":
-    Part.run("transformers_runs", measure)
+    run_alone("transformers_runs", measure)

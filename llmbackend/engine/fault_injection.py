@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -110,6 +111,8 @@ class FaultyRunner:
             raise MemoryError("injected fault: out of memory")
         if self._faults.take("device-lost"):
             raise DeviceLostError("injected fault: the device is lost")
+        if self._faults.take("device-error"):
+            _break_device()
 
     def _with_fault(self, plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
         rows = plan.rows[plan.sample_rows].tolist()
@@ -158,6 +161,12 @@ class FaultyOverlappingRunner(FaultyRunner):
         if self._faults.take("lost"):
             raise RuntimeError("injected fault: a step was lost on the device")
         return step_id, self._with_fault(self._plans.popleft(), sampled)
+
+
+def _break_device() -> None:
+    """An index out of bounds in a kernel: CUDA fails the calls of this process that come when it has run."""
+    torch: Any = sys.modules["torch"]  # an engine on a GPU has it; one on a CPU may do without
+    torch.zeros(1, device="cuda")[torch.full((1,), 1 << 30, device="cuda")]
 
 
 def with_faults(runner: Runner, faults: Faults) -> Runner:

@@ -1,0 +1,132 @@
+"""How fast attention is with other tiles, warps, pipeline stages and programs than the engine's, and at longer bounds.
+
+    python -m benchmarks.accelerator.attention_sweep --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
+
+For: choosing the launch parameters in paged_attention.py. Does not know: whether results are right. Invariants: a
+decode's time is beside the bytes of its keys and values, a prefill's beside its operations; the engine's own
+parameters are measured first and last, so that a drift of the device can be seen; a configuration that does not
+compile is a line that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+from .attention_cases import Case, Step
+from .section import Section, in_parallel, median_seconds, run_alone
+from .shapes import SHAPES
+
+_TILES: tuple[dict[str, int], ...] = (
+    {"decode_warps": 2}, {"decode_warps": 8}, {"decode_stages": 3}, {"decode_stages": 4}, {"decode_stages": 7},
+    {"decode_warps": 8, "decode_stages": 3}, {"keys": 32}, {"keys": 128, "decode_stages": 3},
+)  # fmt: skip
+_PREFILL_TILES: tuple[dict[str, int], ...] = (
+    {"warps": 4}, {"stages": 2}, {"stages": 4}, {"rows": 64, "warps": 4}, {"rows": 64}, {"keys": 128}, {"keys": 32},
+)  # fmt: skip
+_PROGRAMS = (132, 264, 396, 528, 1056, 2112)
+"""Of a decode launch: one to sixteen for each multiprocessor of an H100."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """changed: fields of Tiles; programs: 0 = the engine's own number."""
+
+    case: Case
+    changed: Mapping[str, int] = field(default_factory=dict)
+    programs: int = 0
+
+    @property
+    def configuration(self) -> str:
+        changes = {**self.changed, **({"programs": self.programs} if self.programs else {})}
+        return ", ".join(f"{name} {value}" for name, value in changes.items()) or "own"
+
+
+def trials(section: Section) -> Iterator[Trial]:
+    shape = SHAPES[section.shape]
+    heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
+
+    def decode(batch: int, length: int, bound: int) -> Case:
+        return Case(*heads, ((length, 1),) * batch, max_seq_len=bound, name=f"decode {batch} x {length} of {bound}")
+
+    if not section.on_gpu:
+        yield Trial(decode(2, 40, 64))
+        yield Trial(decode(2, 40, 64), {"decode_stages": 3})
+        return
+    main = decode(64, 2048, 4096)
+    others = [decode(1, 2048, 4096), decode(256, 512, 4096), decode(1, 2048, 131072), decode(64, 2048, 131072)]
+    one_long = Case(*heads, ((32768, 1), *((300, 1),) * 63), name="decode 1 x 32768 beside 63 x 300")
+    prefill = Case(*heads, ((2048, 2048),), max_seq_len=4096, name="prefill 1 x 2048")
+    for case in (main, *others, one_long, prefill):
+        yield Trial(case)
+    for changed in _TILES:
+        yield Trial(main, changed)
+    for changed in _PREFILL_TILES:
+        yield Trial(prefill, changed)
+    for case in (main, others[0], one_long):
+        yield from (Trial(case, programs=programs) for programs in _PROGRAMS)
+    yield Trial(main)
+
+
+def measure(section: Section) -> None:
+    import torch
+
+    every = list(trials(section))
+    if section.on_gpu:  # into Triton's cache, so that the trials behind wait for no compiler
+        for _ in in_parallel(_Once(section.device), every, True):
+            pass
+    for trial in every:
+        section.add(measure="sweep", **_line(trial, torch.device(section.device)))
+
+
+def _line(trial: Trial, device: Any) -> dict[str, Any]:
+    named = {"case": trial.case.name, "configuration": trial.configuration}
+    try:
+        with _with_parameters(trial):
+            step = Step(trial.case, device)
+            call_s = median_seconds(step.launch, device)
+    except Exception as failure:  # too much shared memory, say
+        return {**named, "refused": f"{type(failure).__name__}: {failure}"[:200]}
+    return {**named, "call_s": call_s, "kv_bytes": step.num_kv_bytes(), "flops": _flops(trial.case)}
+
+
+class _Once:
+    def __init__(self, device: str) -> None:
+        self._device = device
+
+    def __call__(self, trial: Trial) -> None:
+        import torch
+
+        with contextlib.suppress(Exception), _with_parameters(trial):
+            Step(trial.case, torch.device(self._device)).launch()
+            torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def _with_parameters(trial: Trial) -> Iterator[None]:
+    from llmbackend.engine.gpu.kernels import paged_attention
+
+    choose = paged_attention.choose_tiles
+
+    def changed(*arguments: Any) -> Any:
+        return replace(choose(*arguments), **trial.changed)
+
+    programs = trial.programs or paged_attention._MAX_PROGRAMS
+    with (
+        mock.patch.object(paged_attention, "choose_tiles", changed),
+        mock.patch.object(paged_attention, "_MAX_PROGRAMS", programs),
+    ):
+        yield
+
+
+def _flops(case: Case) -> float:
+    """A multiply-add counts as two; of a query's keys those that it sees."""
+    seen = sum(count * (length - count) + count * (count + 1) / 2 for length, count in case.parts)
+    return 4.0 * seen * case.num_heads * case.head_dim
+
+
+if __name__ == "__main__":
+    run_alone("attention_sweep", measure)

@@ -1,0 +1,79 @@
+"""Engines and requests that sections of the accelerator benchmark have in common.
+
+For: the sections that run our engine in their own process. Does not know: what they measure. Invariants: random
+weights; a prompt's tokens are drawn from a fixed seed; end of sequence is ignored, so that a request gets all of its
+tokens or the run fails.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.workloads import Request
+
+from .section import Section
+from .shapes import SHAPES, Shape
+
+if TYPE_CHECKING:
+    from llmbackend.engine.config import EngineConfig
+    from llmbackend.engine.infer_request import InferRequest, StepResult
+    from llmbackend.engine.offline import OfflineEngine
+
+MAX_MODEL_LEN = 4096
+ENGINE = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32, "max_model_len": MAX_MODEL_LEN}
+SCALE = {"tiny": 16}
+"""Divisor of the workloads of the tiny shape."""
+
+
+def engine_config(section: Section, **arguments: Any) -> EngineConfig:
+    """The section's options win over `arguments`."""
+    from llmbackend.engine.config import EngineConfig
+
+    shape = SHAPES[section.shape]
+    values = {**ENGINE, **arguments, **section.options}
+    values["max_model_len"] = min(values["max_model_len"], shape.max_position_embeddings)
+    folder = shape.write(section.scratch / section.shape)
+    return EngineConfig(model=str(folder), load_format="dummy", device=section.device, **values)
+
+
+def requests_of(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[Request]:
+    """lengths: tokens of the prompt and of the output, of each."""
+    draw = random.Random(len(lengths))
+    return [Request([draw.randrange(3, shape.vocab_size) for _ in range(n)], output) for n, output in lengths]
+
+
+def infer_request(name: str, prompt: Sequence[int], output_tokens: int, **sampling: Any) -> InferRequest:
+    """Greedy unless `sampling` says otherwise."""
+    from llmbackend.engine.infer_request import InferRequest, SamplingParams
+
+    parameters = {"temperature": 0.0, **sampling}
+    wanted = SamplingParams(max_tokens=output_tokens, ignore_eos=True, **parameters)
+    return InferRequest(request_id=name, prompt_token_ids=tuple(prompt), sampling=wanted)
+
+
+def infer_requests(requests: Sequence[Request]) -> list[InferRequest]:
+    """Named by their places."""
+    return [infer_request(str(i), request.prompt, request.output_tokens) for i, request in enumerate(requests)]
+
+
+def steps(engine: OfflineEngine, requests: Sequence[InferRequest]) -> Iterator[StepResult]:
+    """Raises RuntimeError when a request ends with an error."""
+    for result in engine.generate(requests):
+        for output in result.outputs:
+            if output.error:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+        yield result
+
+
+def generated(engine: OfflineEngine, requests: Sequence[InferRequest]) -> dict[str, list[int]]:
+    """Each request's tokens. Raises RuntimeError when any are missing."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    for result in steps(engine, requests):
+        for output in result.outputs:
+            tokens[output.request_id] += output.token_ids
+    short = [r.request_id for r in requests if len(tokens[r.request_id]) != r.sampling.max_tokens]
+    if short:
+        raise RuntimeError(f"{len(short)} of {len(requests)} requests did not get all of their tokens")
+    return tokens

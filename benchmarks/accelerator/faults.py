@@ -1,0 +1,129 @@
+"""Engines that die under streams: killed, and by an error of the GPU that lasts. No token may be lost or changed.
+
+    python -m benchmarks.accelerator.faults --shape qwen2.5-0.5b --device cuda --json FILE --scratch FOLDER
+
+For: recovery where the engine is a process with a GPU. Does not know: how it recovers. Invariants: each fault strikes
+when every stream has had tokens and none has all; a stream's token ids are compared with those of the same request
+without a fault; `batch_invariant`, so that tokens computed again are the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.stream_servers import Server
+
+from .section import Section, run_alone
+from .served_shape import NAME, serving
+
+STREAMS, OUTPUT_TOKENS = 64, 192
+FEW_STREAMS = 6
+"""Where there is no GPU."""
+DEVICE_ERROR, DEVICE_LOST = "device-error", "device-lost"
+"""Faults that the engine commits itself (llmbackend/engine/fault_injection.py)."""
+
+
+@dataclass
+class _Streams:
+    """Token ids of all streams so far."""
+
+    tokens: list[list[int]]
+
+    @property
+    def all_began(self) -> bool:
+        return all(self.tokens)
+
+
+def measure(section: Section) -> None:
+    directory = section.scratch / "faults"
+    directory.mkdir(exist_ok=True)
+    count = STREAMS if section.on_gpu else FEW_STREAMS
+    arguments = {"fault_directory": str(directory), **({"batch_invariant": True} if section.on_gpu else {})}
+    wrong = []
+    with serving(section, **arguments) as server:
+        asyncio.run(_streamed(server, count, None))
+        start_s = time.perf_counter()
+        expected = asyncio.run(_streamed(server, count, None))
+        calm_s = time.perf_counter() - start_s
+        itself = DEVICE_ERROR if section.on_gpu else DEVICE_LOST
+        faults: dict[str, Callable[[], None]] = {
+            "kill -9": lambda: _kill(server, directory),
+            itself: lambda: (directory / itself).touch(),
+        }
+        for name, strike in faults.items():
+            start_s = time.perf_counter()
+            found = asyncio.run(_streamed(server, count, strike))
+            line = _compared(found, expected)
+            section.add(
+                measure="fault", case=name, streams=count, **line, extra_s=time.perf_counter() - start_s - calm_s
+            )
+            if line["lost"] or line["changed"]:
+                wrong.append(f"{name}: {line['lost']} tokens lost, {line['changed']} streams changed")
+        if list(directory.iterdir()):
+            wrong.append("a fault was not taken by any engine")
+    section.fail(wrong)
+
+
+def _compared(found: list[list[int]], expected: list[list[int]]) -> dict[str, int]:
+    pairs = list(zip(found, expected, strict=True))
+    return {
+        "lost": sum(max(len(theirs) - len(ours), 0) for ours, theirs in pairs),
+        "changed": sum(ours != theirs[: len(ours)] for ours, theirs in pairs),
+    }
+
+
+async def _streamed(server: Server, count: int, strike: Callable[[], None] | None) -> list[list[int]]:
+    streams = _Streams([[] for _ in range(count)])
+    async with asyncio.TaskGroup() as group:
+        for index in range(count):
+            group.create_task(_stream(server.http, index, streams))
+        if strike is not None:
+            while not streams.all_began:
+                await asyncio.sleep(0.005)
+            strike()
+    return streams.tokens
+
+
+async def _stream(address: str, index: int, streams: _Streams) -> None:
+    host, port = address.rsplit(":", 1)
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+    writer.write(_request(index))
+    while (line := await reader.readline()) and line != b"0\r\n":
+        if line.startswith(b"data: {"):
+            event = json.loads(line[len(b"data: ") :])
+            ids: Any = event.get("output_ids", [])
+            streams.tokens[index] += ids if isinstance(ids, list) else [ids]
+    writer.close()
+
+
+def _request(index: int) -> bytes:
+    body = {
+        "text_input": f"stream {index} of many", "stream": True, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
+        "temperature": 0.8 * (index % 2), "seed": index, "return_output_ids": True,
+    }  # fmt: skip
+    content = json.dumps(body).encode()
+    head = f"POST /v2/models/{NAME}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
+
+
+def _kill(server: Server, directory: Path) -> None:
+    """The engine's process: the newest whose command line holds the engine's arguments."""
+    mark, found = str(directory), []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        if mark in " ".join(child.cmdline()):
+            found.append(child)
+    os.kill(max(found, key=lambda child: (child.create_time(), child.pid)).pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    run_alone("faults", measure)

@@ -1,0 +1,53 @@
+"""One step of attention under compute-sanitizer, which finds reads outside of memory and races.
+
+    python -m benchmarks.accelerator.sanitizer --device cuda --json FILE --scratch FOLDER
+
+For: errors that give the right numbers. Does not know: the case (attention_parity.py). Invariant: where there is no
+compute-sanitizer the results say so; nothing fails for it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+from .attention_parity import SANITIZED
+from .section import Section, run_alone
+
+TOOLS = ("memcheck", "racecheck")
+TOOL_LIMIT_S = 60.0
+FOUND = 86
+"""Exit code when the tool has found something."""
+
+
+def measure(section: Section) -> None:
+    program = shutil.which("compute-sanitizer")
+    if program is None or not section.on_gpu:
+        section.add(measure="sanitizer", case="none", found="compute-sanitizer is not here")
+        return
+    # torch's allocator keeps memory that kernels may not read, and hides that from the tool.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    wrong = []
+    for tool in TOOLS:
+        command = [program, "--tool", tool, "--error-exitcode", str(FOUND), sys.executable, "-m"]
+        command += ["benchmarks.accelerator.attention_parity", "--device", section.device, "--label", SANITIZED]
+        command += ["--json", str(section.json), "--scratch", str(section.scratch)]
+        found = _run(command, environment)
+        section.add(measure="sanitizer", case=tool, found=found)
+        wrong += [f"{tool}: {found}"] if found else []
+    section.fail(wrong)
+
+
+def _run(command: list[str], environment: dict[str, str]) -> str:
+    """What is wrong, or nothing. The tool's words are in the log."""
+    try:
+        code = subprocess.run(command, env=environment, timeout=TOOL_LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        return f"not done after {TOOL_LIMIT_S:g} s"
+    return "" if code == 0 else "errors, see the log" if code == FOUND else f"exit code {code}"
+
+
+if __name__ == "__main__":
+    run_alone("sanitizer", measure)

@@ -1,0 +1,133 @@
+"""benchmarks/gpu.py runs on a machine that has little more than torch, and keeps what it measured whatever happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.accelerator import parts
+from benchmarks.accelerator.comparison import comparison
+from benchmarks.accelerator.packages import MISSING, unpack
+from benchmarks.accelerator.parts import PART_LIMIT_S, PARTS
+from tests.helpers.gpu.bare_machine import BareMachine, make_bare_machine
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> BareMachine:
+    return make_bare_machine(tmp_path_factory.mktemp("machine"))
+
+
+def run_part(machine: BareMachine, part: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
+    command = [str(machine.python), "benchmarks/gpu.py", "--part", str(part), "--device", "cpu", "--out", str(out)]
+    command += ["--packages", str(machine.packages), *arguments]
+    result = subprocess.run(command, cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {file.name for file in out.iterdir()} == {f"part{part}{end}" for end in (".jsonl", ".md", "-logs.tar.gz")}
+    return [json.loads(line) for line in (out / f"part{part}.jsonl").read_text().splitlines()]
+
+
+def test_the_machine_is_bare(machine: BareMachine) -> None:
+    names = ["torch", "transformers", "msgspec", "zmq", "grpc_health", "tritonclient", "orjson", "llmbackend"]
+    code = f"import importlib.util as u; print([n for n in {names} if u.find_spec(n)])"
+    found = subprocess.run([machine.python, "-c", code], cwd="/", check=True, capture_output=True, text=True).stdout
+    assert found.strip() == "['torch', 'transformers']"
+
+
+@pytest.mark.parametrize("part", [1, 2, 3])
+def test_every_section_of_a_part_runs_there(machine: BareMachine, part: int, tmp_path: Path) -> None:
+    lines = run_part(machine, part, tmp_path)
+    done = [line["section"] for line in lines if line["measure"] == "section"]
+    assert done == [planned.program for planned in parts.sections(part, on_gpu=False)]
+    figures = {line["section"] for line in lines if line["measure"] != "section"}
+    assert figures == set(done), "each leaves figures"
+
+
+def test_the_last_part_is_compared_with_what_was_before(machine: BareMachine, tmp_path: Path) -> None:
+    before = tmp_path / "before"
+    before.mkdir()
+    line = {"section": "ceilings", "shape": "", "label": "", "measure": "ceilings", "copy_bytes_per_s": 1.0}
+    (before / "part1.jsonl").write_text(json.dumps(line) + "\n" + '{"cut')
+    run_part(machine, 4, tmp_path / "after", "--before", str(before), "--sections", "ceilings")
+    page = (tmp_path / "after" / "part4.md").read_text()
+    assert "| ceilings ceilings | copy_bytes_per_s | 1 | " in page
+
+
+def test_limits_leave_each_section_its_time() -> None:
+    for part, planned in PARTS.items():
+        assert sum(section.limit_s for section in planned) <= PART_LIMIT_S, part
+
+
+SECTIONS = """
+import json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from benchmarks.accelerator import running
+from benchmarks.accelerator.parts import Planned
+
+def hangs(section):
+    section.add(measure="figure", value=1.0)
+    os.fork()
+    time.sleep(86400)
+
+def breaks(section):
+    raise RuntimeError("no such kernel")
+
+def wrong(section):
+    section.fail(["two is three"])
+
+def sound(section):
+    section.add(measure="figure", value=2.0)
+
+running.import_module = lambda name: SimpleNamespace(measure=globals()[name.rpartition(".")[2]])
+out = Path(sys.argv[1])
+runner = running.Runner("cpu", out / "scratch", running.Results(out, 1), time.monotonic() + 1e6, True)
+runner.scratch.mkdir()
+for program, limit_s in (("hangs", 10), ("breaks", 600), ("wrong", 600), ("sound", 600)):
+    runner.run(Planned(program, limit_s))
+"""
+
+
+def test_a_section_that_hangs_or_fails_is_said_and_the_others_go_on(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", SECTIONS, tmp_path], cwd=ROOT, check=True, capture_output=True)
+    lines = [json.loads(line) for line in (tmp_path / "part1.jsonl").read_text().splitlines()]
+    failures = {line["section"]: line["failure"] for line in lines if line["measure"] == "section"}
+    assert failures == {
+        "hangs": "cut after 10 s; what it had measured is kept",
+        "breaks": "RuntimeError: no such kernel",
+        "wrong": "1 wrong, the first: two is three",
+        "sound": "",
+    }
+    assert [line["section"] for line in lines if line["measure"] == "figure"] == ["hangs", "sound"]
+
+
+def test_wheels_are_unpacked_as_pip_would(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "some-1-py3-none-any.whl", "w") as wheel:
+        for name in ("some/code.py", "some-1.data/platlib/other/code.py", "some-1.data/scripts/run"):
+            wheel.writestr(name, name)
+    unpack(tmp_path, tmp_path / "unpacked")
+    files = [file for file in (tmp_path / "unpacked").rglob("*") if file.is_file()]
+    assert sorted(str(file.relative_to(tmp_path / "unpacked")) for file in files) == ["other/code.py", "some/code.py"]
+
+
+def test_a_comparison_has_what_changed_and_what_is_alone() -> None:
+    before = [{"section": "x", "case": "a", "us": 10.0, "same": 1.0}, {"section": "x", "case": "b", "us": 1.0}]
+    after = [{"section": "x", "case": "a", "us": 5.0, "same": 1.01}, {"section": "y", "us": 1.0}]
+    text = comparison(before, after)
+    assert "1 figures changed by no more than 3%" in text
+    assert "| x a | us | 10 | 5 | 0.50 |" in text
+    assert "- only before: x b" in text and "- only after: y" in text
+
+
+def test_what_is_carried_has_a_version_that_is_pinned() -> None:
+    pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
+    assert {name.lower() for name in MISSING} <= {name.replace("_", "-") for name in pinned} | pinned
