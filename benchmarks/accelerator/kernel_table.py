@@ -49,14 +49,14 @@ def _all_decode(batch: int) -> Callable[[Any], bool]:
 
 
 class _Mixed:
-    """Whether a step computed tokens of prompts beside others."""
+    """Whether a step let new requests in, whose prompts it began to compute, beside others."""
 
     def __init__(self) -> None:
-        self._prompt_tokens = 0
+        self._num_waiting = 0
 
     def __call__(self, result: Any) -> bool:
-        before, self._prompt_tokens = self._prompt_tokens, result.stats.prompt_tokens
-        return result.stats.prompt_tokens > before and bool(result.outputs)
+        before, self._num_waiting = self._num_waiting, result.stats.num_requests_waiting
+        return self._num_waiting < before and bool(result.outputs)
 
 
 def _table(section: Section, engine: Any, case: str, requests: Sequence[Any], is_wanted: Callable[[Any], bool]) -> None:

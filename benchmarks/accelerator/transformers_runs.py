@@ -41,17 +41,22 @@ def measure(section: Section) -> None:
     section.add(measure="start", ready_s=seconds_since_process_start(), description=described)
     every = list(workloads(shape, SCALE.get(section.shape, 1)).items())
     for name, requests in every if section.on_gpu else [("few", every[0][1][:2])]:
-        _run(model, requests[:8])
-        section.add(measure="workload", workload=name, **_run(model, requests))
+        _run(section, model, requests[:8])
+        section.add(measure="workload", workload=name, **_run(section, model, requests))
 
 
-def _run(model: Any, requests: list[Request]) -> dict[str, Any]:
+def _run(section: Section, model: Any, requests: list[Request]) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     recorder = Recorder(requests)
     longest = max(request.output_tokens for request in requests)
     generation = GenerationConfig(max_new_tokens=longest, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    with model.continuous_batching_context_manager(generation_config=generation, block=True, timeout=5) as manager:
+    options: dict[str, Any] = {"generation_config": generation, "block": True, "timeout": 5}
+    if not section.on_gpu:  # by default it takes most of the machine's memory for keys and values
+        from transformers import ContinuousBatchingConfig
+
+        options["continuous_batching_config"] = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    with model.continuous_batching_context_manager(**options) as manager:
         while not manager.is_running():
             time.sleep(0.01)
         recorder.start()
