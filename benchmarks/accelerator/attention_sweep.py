@@ -27,13 +27,13 @@ _TILES: tuple[dict[str, int], ...] = (
 _PREFILL_TILES: tuple[dict[str, int], ...] = (
     {"warps": 4}, {"stages": 2}, {"stages": 4}, {"rows": 64, "warps": 4}, {"rows": 64}, {"keys": 128}, {"keys": 32},
 )  # fmt: skip
-_PROGRAMS = (132, 264, 396, 528, 1056, 2112)
-"""Of a decode launch: one to sixteen for each multiprocessor of an H100."""
+_PROGRAMS = (1, 2, 4, 6, 8)
+"""For each multiprocessor."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """changed: fields of Tiles; programs: 0 = the engine's own number."""
+    """changed: fields of Tiles; programs: for each multiprocessor, 0 = as the engine has it."""
 
     case: Case
     changed: Mapping[str, int] = field(default_factory=dict)
@@ -54,7 +54,7 @@ def trials(section: Section) -> Iterator[Trial]:
 
     if not section.on_gpu:
         yield Trial(decode(2, 40, 64))
-        yield Trial(decode(2, 40, 64), {"decode_stages": 3})
+        yield Trial(decode(2, 40, 64), {"decode_stages": 3}, programs=1)
         return
     main = decode(64, 2048, 4096)
     others = [decode(1, 2048, 4096), decode(256, 512, 4096), decode(1, 2048, 131072), decode(64, 2048, 131072)]
@@ -66,7 +66,7 @@ def trials(section: Section) -> Iterator[Trial]:
         yield Trial(main, changed)
     for changed in _PREFILL_TILES:
         yield Trial(prefill, changed)
-    for case in (main, others[0], one_long):
+    for case in (main, others[0], one_long, prefill):
         yield from (Trial(case, programs=programs) for programs in _PROGRAMS)
     yield Trial(main)
 
@@ -114,11 +114,8 @@ def _with_parameters(trial: Trial) -> Iterator[None]:
     def changed(*arguments: Any) -> Any:
         return replace(choose(*arguments), **trial.changed)
 
-    programs = trial.programs or paged_attention._MAX_PROGRAMS
-    with (
-        mock.patch.object(paged_attention, "choose_tiles", changed),
-        mock.patch.object(paged_attention, "_MAX_PROGRAMS", programs),
-    ):
+    programs = {"_DECODE_PROGRAMS": trial.programs, "_PREFILL_PROGRAMS": trial.programs} if trial.programs else {}
+    with mock.patch.dict(vars(paged_attention), {"choose_tiles": changed, **programs}):
         yield
 
 
