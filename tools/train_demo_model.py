@@ -14,7 +14,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -184,11 +184,13 @@ class Run:
         matrices = [each for each in self.model.model.layers.parameters() if each.ndim == 2]
         known = {id(each) for each in matrices}
         others = [each for each in self.parameters if id(each) not in known]
+        halves = matrices[0::2], matrices[1::2]
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
+            *(torch.optim.Muon(half, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw") for half in halves),
             torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
         ]
         self.update = 0
+        self.coming: Future[Batch] | None = None
         self.checkpoint = Path(args.scratch) / "checkpoint.pt"
         if self.checkpoint.exists() and not args.restart:
             self.resume()
@@ -229,7 +231,7 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = args.lr * rate(self.update, args)
-        batch = make_batch(self.backend, Source(f"{args.seed}:{self.update}"), args.rows)
+        batch = self.coming.result() if self.coming else self.batch_of(self.update)
         passes = [batch.row_range(at, at + args.rows_per_pass) for at in range(0, args.rows, args.rows_per_pass)]
         total = 0.0
         for loss, gradients in self.pool.map(self.gradients, passes):
@@ -238,12 +240,17 @@ class Run:
                 share = gradient.div_(batch.num_learned)
                 parameter.grad = share if parameter.grad is None else parameter.grad.add_(share)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.coming = self.pool.submit(self.batch_of, self.update + 1)
+        steps = [self.pool.submit(optimizer.step) for optimizer in self.optimizers]
+        for optimizer, step in zip(self.optimizers, steps, strict=True):
+            step.result()
             optimizer.zero_grad(set_to_none=True)
         self.average.update_parameters(self.model)
         self.update += 1
         return total
+
+    def batch_of(self, update: int) -> Batch:
+        return make_batch(self.backend, Source(f"{self.args.seed}:{update}"), self.args.rows)
 
     def gradients(self, batch: Batch) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Loss and gradients of one pass, on a pool thread; the caller adds the passes in their order."""
@@ -289,11 +296,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=4000)
+    parser.add_argument("--updates", type=int, default=3400)
     parser.add_argument(
         "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
     )
-    parser.add_argument("--decay-updates", type=int, default=1000, help="last updates, with falling learning rate")
+    parser.add_argument("--decay-updates", type=int, default=850, help="last updates, with falling learning rate")
     parser.add_argument("--warmup-updates", type=int, default=60)
     parser.add_argument("--average-decay", type=float, default=0.99, help="of the weights' moving average")
     parser.add_argument("--rows", type=int, default=16, help=f"of {ROW_TOKENS} tokens, in an update")

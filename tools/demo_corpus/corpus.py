@@ -13,7 +13,7 @@ from typing import Any
 
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from . import memory, schemas, talk, tasks, tool_use
+from . import memory, order, schemas, talk, tasks, tool_use
 from .dialogue import Dialogue, Drill, Sample
 from .documents import document, drill
 from .source import Source, side_of
@@ -22,31 +22,34 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="u
 
 SKILLS: dict[str, tuple[Callable[[Source], Sample], float]] = {
     "small_talk": (talk.small_talk, 4),
-    "facts": (talk.facts, 14),
-    "everyday": (talk.everyday, 5),
-    "unknown": (talk.unknown, 5),
-    "mixed": (talk.mixed, 3),
-    "stories": (talk.stories, 0.7),
-    "persona": (talk.persona, 4),
-    "ordered": (talk.ordered, 3),
-    "echo": (tasks.echo, 14),
-    "count": (tasks.counting, 7),
+    "facts": (talk.facts, 13),
+    "everyday": (talk.everyday, 6),
+    "unknown": (talk.unknown, 14),
+    "mixed": (talk.mixed, 2.5),
+    "stories": (talk.stories, 0.5),
+    "persona": (talk.persona, 3.5),
+    "ordered": (talk.ordered, 2.5),
+    "echo": (tasks.echo, 15),
+    "count": (tasks.counting, 9),
     "lists": (tasks.lists, 5),
-    "sort": (tasks.sorting, 4),
-    "json": (tasks.json_objects, 6),
-    "schemas": (schemas.schema_chat, 8),
-    "arithmetic": (tasks.arithmetic, 8),
-    "sums": (tasks.sums, 8),
-    "neighbours": (tasks.neighbours, 4),
-    "words": (tasks.words, 5),
+    "sort": (tasks.sorting, 14),
+    "order": (order.order, 9),
+    "orders": (order.orders, 3),
+    "json": (tasks.json_objects, 9),
+    "schemas": (schemas.schema_chat, 7),
+    "arithmetic": (tasks.arithmetic, 9),
+    "sums": (tasks.sums, 5),
+    "neighbours": (tasks.neighbours, 6),
+    "words": (tasks.words, 9),
     "mixed_tasks": (tasks.mixed_tasks, 2),
-    "memory": (memory.memory, 9),
+    "memory": (memory.memory, 7),
     "forgotten": (memory.forgotten, 1.5),
     "context": (memory.context, 3),
-    "tools": (tool_use.tool_calls, 7.5),
-    "parallel_tools": (tool_use.parallel_calls, 1),
-    "documents": (document, 3),
-    "drill": (drill, 5),
+    "tools": (tool_use.tool_calls, 6),
+    "short_tools": (tool_use.short_calls, 5),
+    "parallel_tools": (tool_use.parallel_calls, 3),
+    "documents": (document, 2),
+    "drill": (drill, 9),
 }
 
 _MAKERS = [maker for maker, _ in SKILLS.values()]

@@ -3,6 +3,7 @@
 Does not know: which skills exist. Invariant: assistant text is never changed by noise; only user text is.
 """
 
+# ruff: noqa: SIM905  (parts in a row read better than a list of quoted ones)
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -28,6 +29,12 @@ _LEADS = (
 _TAILS = (" please", " thanks", ", please", " thank you")
 _CONSONANTS = "bcdfghjklmnprstvwz"
 _VOWELS = "aeiou"
+_ONSETS = "bl br ch cl cr dr fl fr gl gr ph pl pr qu sc sh sk sl sm sn sp st str sw th tr wh wr".split()
+_RHYMES = (
+    "ack age aid ain air all amp and ant ark arm art ash ast ate aw ay each ead eam ear eat eed eel een eep elt end "
+    "ent ess est ew ib ick ide ife ight ile ill ime ind ine ing ink ip irt ish ist ite oad oat ock oil old ond one ong "
+    "ood ook ool oon oop oor oot ope orm ort ose oss oud ound our out ow own ub uck udge ump ung unk urn ush ust ute y"
+).split()
 
 
 @dataclass(frozen=True)
@@ -78,6 +85,8 @@ def pseudo_word(rng: Source, syllables: int | None = None) -> str:
     count = syllables or rng.choice((1, 2, 2, 3))
 
     def draw() -> str:
+        if rng.random() < 0.35:
+            return "".join(rng.choice((*_CONSONANTS, *_ONSETS)) + rng.choice(_RHYMES) for _ in range(min(count, 2)))
         body = "".join(rng.choice(_CONSONANTS) + rng.choice(_VOWELS) for _ in range(count))
         return body + rng.choice(("", "", "n", "r", "s", "l", "x", "k", "m", "t"))
 

@@ -5,14 +5,16 @@ Does not know: tokens or weights. Invariant: a document agrees with the answers 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 from .dialogue import Document, Drill, pseudo_word
 from .facts import ANSWERS, PROJECT
+from .order import sorted_line
 from .source import Source
 from .talk import story
 from .tasks import any_word, code, joined_parts, sum_pair
-from .words import ANIMALS, CAPITALS, DAYS, FOODS, MONTHS, NAMES, NOUNS
+from .words import ANIMALS, CAPITALS, DAYS, MONTHS, NAMES, WORDS
 
 
 def document(rng: Source) -> Document:
@@ -35,15 +37,18 @@ def document(rng: Source) -> Document:
 
 
 def drill(rng: Source) -> Drill:
-    """Unforeseeable words, then the same again, or in capital letters: nothing but copying helps, so copying is what is
-    learned."""
-    if rng.random() < 0.25:
-        words = [any_word(rng) for _ in range(rng.randint(2, 10))]
-        return Drill(" ".join(words) + "\n", " ".join(words).upper() + "\n")
+    """Unforeseeable words, then the same again, in another writing or in order: nothing but copying helps, so copying
+    is what is learned."""
+    roll = rng.random()
+    if roll < 0.3:
+        return _rewritten(rng)
+    if roll < 0.5:
+        given, learned = zip(*(sorted_line(rng) for _ in range(rng.randint(1, 3))), strict=True)
+        return Drill("\n".join(given) + "\nsorted:\n", "\n".join(learned) + "\n")
     makers: tuple[Callable[[], str], ...] = (
         lambda: pseudo_word(rng),
         lambda: pseudo_word(rng).capitalize(),
-        lambda: rng.value((*NOUNS, *FOODS, *NAMES)),
+        lambda: rng.value((*WORDS, *NAMES)),
         lambda: str(rng.number(0, 999)),
         lambda: code(rng),
         lambda: joined_parts(rng),
@@ -51,3 +56,21 @@ def drill(rng: Source) -> Drill:
     chosen = rng.sample(makers, rng.randint(1, 4))
     text = " ".join(rng.choice(chosen)() for _ in range(rng.randint(4, 24))) + "\n"
     return Drill(text, text * rng.randint(1, 2))
+
+
+def _rewritten(rng: Source) -> Drill:
+    """The same words in capital letters, as JSON, joined or one by one: the same letters in other tokens."""
+    words = [any_word(rng) for _ in range(rng.randint(2, 10))]
+    capitalised = [word.capitalize() for word in words]
+    texts = {
+        "plain": " ".join(words),
+        "upper": " ".join(words).upper(),
+        "title": " ".join(capitalised),
+        "json": json.dumps(words),
+        "json title": json.dumps(capitalised),
+        "joined": "_".join(words),
+        "lines": "\n".join(words),
+        "commas": ", ".join(words),
+    }
+    given, learned = rng.sample(list(texts), 2)
+    return Drill(f"{texts[given]}\n{learned}: ", texts[learned] + "\n")

@@ -89,16 +89,16 @@ PROJECT: tuple[Topic, ...] = (
 )  # fmt: skip
 
 ANSWERS: tuple[Topic, ...] = (
-    (("How do I start the server?", "How can I run this?", "What command starts the server?", "How do I serve the demo model?", "start the server"), "Run make serve. It serves the demo model on HTTP port 8000, gRPC port 8001 and metrics port 8002."),
-    (("How do I serve my own model?", "How do I use a real model?", "How can I load another model?", "How do I point the server to a real model?", "serve a Hugging Face model"), "Run llmbackend serve --model with a checkpoint folder or hub id, or put the checkpoint into a version directory of the model repository."),
+    (("How do I start the server?", "How can I run this?", "What command starts the server?", "How do I serve the demo model?", "start the server", "How is the server started?", "How can I start the server?", "Which command runs the server?", "how to run the server"), "Run make serve. It serves the demo model on HTTP port 8000, gRPC port 8001 and metrics port 8002."),
+    (("How do I serve my own model?", "How do I use a real model?", "How can I load another model?", "How do I point the server to a real model?", "How do I serve a bigger model?", "How can I serve my checkpoint?", "How do I load a model from the hub?", "serve a Hugging Face model"), "Run llmbackend serve --model with a checkpoint folder or hub id, or put the checkpoint into a version directory of the model repository."),
     (("How do I run the tests?", "How can I test the project?", "run the tests"), "Run make test. It also checks style and types."),
     (("What does make smoke do?", "How do I run the smoke test?", "What is the smoke test?"), "make smoke starts a server on free ports and tries every protocol with real clients."),
-    (("Which ports are used?", "What ports does the server use?", "On which port does it listen?", "which port is HTTP"), "HTTP and the OpenAI API use port 8000, gRPC uses 8001 and metrics use 8002."),
+    (("Which ports are used?", "What ports does the server use?", "On which port does it listen?", "which port is HTTP", "What port is gRPC on?", "Which port do I connect to?", "What are the ports?", "the port of gRPC?", "port of the metrics"), "HTTP and the OpenAI API use port 8000, gRPC uses 8001 and metrics use 8002."),
     (("Which protocols do you support?", "Which protocols are there?", "How can clients talk to the server?", "what protocols does the server speak"), "There are three: KServe v2 over HTTP, KServe v2 over gRPC, and the OpenAI API with server-sent events."),
-    (("How do I stream tokens?", "How can I get a streamed answer?", "How does streaming work here?"), "Use generate_stream over HTTP, ModelStreamInfer over gRPC, or stream true in the OpenAI API."),
-    (("What happens when the cache is full?", "What if memory runs out?", "What happens if there are no free blocks?"), "Then the scheduler preempts the youngest request, frees its blocks and computes its tokens again later."),
-    (("What happens when a client disconnects?", "What if the client goes away?", "What happens on disconnect?"), "Its request is cancelled and its cache blocks are freed within one step."),
-    (("What happens if the engine crashes?", "What if the engine dies?", "Can the server survive an engine crash?"), "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."),
+    (("How do I stream tokens?", "How can I get a streamed answer?", "How can I stream the answer?", "Can I stream tokens?", "How does streaming work here?"), "Use generate_stream over HTTP, ModelStreamInfer over gRPC, or stream true in the OpenAI API."),
+    (("What happens when the cache is full?", "What if memory runs out?", "What happens if there are no free blocks?", "What is done when the cache has no room?", "What if all blocks are taken?"), "Then the scheduler preempts the youngest request, frees its blocks and computes its tokens again later."),
+    (("What happens when a client disconnects?", "What if the client goes away?", "What happens on disconnect?", "What if a client closes its stream?", "What happens when a user hangs up?", "what is done when the client is gone"), "Its request is cancelled and its cache blocks are freed within one step."),
+    (("What happens if the engine crashes?", "What if the engine dies?", "Can the server survive an engine crash?", "What happens after an engine crash?", "What if the engine is killed?", "Does a crash of the engine lose requests?"), "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."),
     (("What are the five callbacks of LlmManager?", "Which callbacks does LlmManager have?", "name the LlmManager callbacks"), "They are get_requests, send_responses, control_signal, stats and status_response."),
     (("Which backends are included?", "What backends are there?", "list the backends"), "Two backends are included: llm for language models and python for Triton model.py files."),
     (("Why is batching useful?", "Why do we batch requests?", "What is the use of batching?"), "Batching reads the weights once for many requests, so the machine does more work in the same time."),
@@ -110,7 +110,7 @@ ANSWERS: tuple[Topic, ...] = (
     (("Which sampling parameters are supported?", "What sampling options are there?", "list the sampling parameters"), "Supported are temperature, top_p, top_k, min_p, the penalties, logit_bias, seed, stop, min_tokens and max_tokens."),
     (("Where are the metrics?", "How do I see the metrics?", "How do I get metrics?"), "Open port 8002 and the path /metrics."),
     (("What is in a version directory?", "Which files does a model need?", "What files belong to a model?"), "It holds a Hugging Face checkpoint: config.json, safetensors weights and the tokenizer; or a model.json that points to one."),
-    (("How big are you?", "How many parameters do you have?", "What is your size?", "How large is this model?"), "I am tiny: a few million parameters in less than 12 megabytes."),
+    (("How big are you?", "How many parameters do you have?", "What is your size?", "Are you a big model?", "How many weights do you have?", "How large is this model?"), "I am tiny: a few million parameters in less than 12 megabytes."),
     (("How were you trained?", "Who trained you?", "Who made you?", "Who created you?", "What were you trained on?", "where do you come from"), "The llmbackend project trained me on text made by its own script, so that the server can be tried with no download."),
     (("Which architecture are you?", "What kind of model are you?", "What is your architecture?"), "I am a small Llama-style transformer with a byte-level BPE tokenizer."),
     (("Is the server ready?", "How do I check health?", "How do I know the server is ready?"), "Ask the path /v2/health/ready: status 200 means ready."),
@@ -120,10 +120,10 @@ ANSWERS: tuple[Topic, ...] = (
 )  # fmt: skip
 
 EVERYDAY: tuple[Topic, ...] = (
-    (("What colour is the sky?", "What color is the sky?", "colour of the sky"), "The sky is blue."),
+    (("What colour is the sky?", "What color is the sky?", "colour of the sky", "Which colour has the sky?", "the colour of the sky?", "Tell me the colour of the sky."), "The sky is blue."),
     (("What colour is grass?", "What color is grass?"), "Grass is green."),
     (("What colour is snow?", "What color is snow?"), "Snow is white."),
-    (("How many days are in a week?", "How many days does a week have?", "days in a week"), "A week has seven days."),
+    (("How many days are in a week?", "How many days does a week have?", "days in a week", "How many days has a week?", "Tell me how many days a week has."), "A week has seven days."),
     (("How many months are in a year?", "How many months does a year have?"), "A year has twelve months."),
     (("How many hours are in a day?", "How many hours does a day have?"), "A day has 24 hours."),
     (("How many minutes are in an hour?", "How many minutes does an hour have?"), "An hour has 60 minutes."),
@@ -149,4 +149,11 @@ QUESTION_FRAMES = (
     "I would like to know what {t} is.", "How would you describe {t}?", "How does {t} work?", "What is {t} for?",
     "Why do we need {t}?", "Give me a short explanation of {t}.", "I don't understand {t}.", "do you know what {t} is?",
     "Explain {t} in simple words.", "Explain {t} in one sentence.", "what exactly is {t}", "{t}",
+    "What can you tell me about {t}?", "Tell me more about {t}.", "Tell me what {t} is.", "Say something about {t}.", "What are the basics of {t}?",
+    "Could you explain {t}?", "Can you tell me about {t}?", "Can you describe {t}?", "Please explain {t}.", "Please tell me about {t}.",
+    "I have a question about {t}.", "I want to learn about {t}.", "I heard of {t}, what is it?", "Give me the definition of {t}.", "definition of {t}",
+    "explain {t} briefly", "{t}, what is that?", "{t} explained", "so what is {t}", "What do people mean by {t}?", "What does {t} do?", "What is the idea of {t}?",
+    "What is the point of {t}?", "What is {t} good for?", "Help me understand {t}.", "How would you explain {t} to a child?", "Teach me about {t}.", "Show me what {t} means.",
+    "What is {t} in this project?", "what is {t} here", "What is {t} in llmbackend?", "Why is {t} useful?", "Briefly, what is {t}?", "Is there something called {t}?",
+    "Explain shortly: {t}", "info on {t}", "Remind me what {t} is.", "What was {t} again?", "I forgot what {t} is.", "What is called {t}?",
 )  # fmt: skip

@@ -1,4 +1,4 @@
-# ruff: noqa: E501, SIM905  (phrases and words in a row read better than wrapped or quoted ones)
+# ruff: noqa: E501  (phrases in a row read better than wrapped ones)
 """JSON by schema: an object that follows a JSON schema, with the values that the user gives.
 
 Does not know: tokens or weights. Invariant: every answer is valid by its schema and holds the user's values.
@@ -11,18 +11,15 @@ from typing import Any
 
 from .dialogue import Dialogue, pseudo_word, system, turns
 from .source import Source
-from .tasks import any_word, code, full_name
-from .words import CITIES, COLOURS, JOBS, NAMES
+from .tasks import any_word, code, full_name, key_name
+from .words import CITIES, COLOURS, JOBS, KEYS, NAMES
 
 Schema = dict[str, Any]
-_KEYS = (
-    "name title city street colour size weight price amount status owner author year month level score email code kind "
-    "tag label note room seat date topic language country speed height rating stock unit brand model part order"
-).split()
 _REQUESTS = (
     "Answer with JSON that follows this schema: {s}", "Reply in JSON by this schema: {s}", "Output JSON for the schema {s}",
     "Use this JSON schema: {s}", "The answer must match this schema: {s}", "Return an object of this schema: {s}",
-    "Follow the schema {s}", "Your answer has the form {s}", "Write JSON. Schema: {s}",
+    "Follow the schema {s}", "Your answer has the form {s}", "Write JSON. Schema: {s}", "JSON schema: {s}", "Respond with an object like this: {s}",
+    "Only answer with JSON of this schema: {s}", "Fill in this schema: {s}", "Stick to this schema: {s}", "Format of the answer: {s}", "The schema is {s}",
 )  # fmt: skip
 
 
@@ -42,7 +39,7 @@ def schema_chat(rng: Source) -> Dialogue:
 def _properties(rng: Source) -> tuple[dict[str, Schema], dict[str, Any]]:
     names: list[str] = []
     for _ in range(rng.randint(1, 4)):
-        name = rng.value(_KEYS) if rng.random() < 0.6 else pseudo_word(rng, 2)
+        name = rng.choice((rng.value(KEYS), rng.value(KEYS), pseudo_word(rng, 2), key_name(rng)))
         if name not in names:
             names.append(name)
     drawn = {name: _property(rng) for name in names}

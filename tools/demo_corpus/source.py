@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from random import Random
 from typing import Literal, TypeVar
 
@@ -24,6 +25,11 @@ def side_of(text: str) -> Side:
     return "exam" if zlib.crc32(plain.encode()) % _EXAM_SHARE == 0 else "training"
 
 
+@lru_cache(maxsize=1024)
+def _of_side(pool: tuple[str, ...], side: Side) -> tuple[str, ...]:
+    return tuple(text for text in pool if side_of(text) == side)
+
+
 class Source(Random):
     """`Random` with a side."""
 
@@ -33,8 +39,7 @@ class Source(Random):
 
     def value(self, pool: Sequence[str]) -> str:
         """One of the pool, which is text that answers repeat."""
-        own = [text for text in pool if side_of(text) == self.side]
-        return self.choice(own or pool)
+        return self.choice(_of_side(tuple(pool), self.side) or pool)
 
     def wording(self, frames: Sequence[str]) -> str:
         """One of the ways to ask."""

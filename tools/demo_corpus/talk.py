@@ -9,57 +9,26 @@ from __future__ import annotations
 from .dialogue import Dialogue, assistant, pseudo_word, system, turns, user, vary
 from .facts import ANSWERS, EVERYDAY, PROJECT, QUESTION_FRAMES
 from .source import Source
-from .words import ADJECTIVES, ANIMALS, CAPITALS, CITIES, NAMES, NOUNS, OPPOSITES
+from .unknown import UNKNOWN, unknown_question
+from .words import ANIMALS, CAPITALS, NAMES, OPPOSITES
 
-UNKNOWN = "I am a small demo model; I don't know that."
 WHO = "I am a small demo model of the llmbackend project."
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hi", "Hello", "Hey", "Hi there!", "Hello there", "Good morning", "Good evening!", "Good afternoon", "hey there", "Greetings", "hello, how can you help", "yo"), "Hello! How can I help you?"),
-    (("How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?", "how are you today", "Hello, how are you?", "Hi! How are you?", "what's up"), "I am fine, thank you. How can I help you?"),
-    (("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.", "Hi, who are you?", "are you a bot", "Are you an AI?", "Are you human?", "Are you ChatGPT?", "Which model are you?", "What model is this?", "your name?"), WHO),
-    (("What can you do?", "How can you help me?", "Help", "What are you good at?", "What are your skills?", "Can you help me?", "What should I ask you?", "list your skills"), "I can answer questions about llmbackend, count, repeat, sort, make lists and JSON, remember what you tell me, and call tools."),
-    (("Thanks!", "Thank you", "Thank you very much.", "thanks a lot", "Great, thanks", "Many thanks", "thx", "Perfect, thank you!", "That helps, thanks."), "You are welcome!"),
-    (("Goodbye", "Bye", "See you later", "Bye bye!", "Good night", "See you", "I have to go.", "Farewell", "ciao"), "Goodbye! Have a nice day."),
+    (("Hello!", "Hi", "Hello", "Hey", "Hi there!", "Hello there", "Good morning", "Good evening!", "Good afternoon", "hey there", "Greetings", "hello, how can you help", "yo", "Hello!!!", "Hi hi", "Good day", "hello you", "Hello model", "Hey you", "Good morning to you!"), "Hello! How can I help you?"),
+    (("How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?", "how are you today", "How are things?", "Are you ok?", "How do you feel?", "hey, how are you doing", "Hello, how are you?", "Hi! How are you?", "what's up"), "I am fine, thank you. How can I help you?"),
+    (("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.", "Hi, who are you?", "are you a bot", "Are you an AI?", "Are you human?", "Are you ChatGPT?", "Which model are you?", "What model is this?", "your name?", "Hello, who are you?", "Tell me who you are.", "What is this model?", "Who is speaking?", "Who am I talking to?", "who is this", "What should I call you?"), WHO),
+    (("What can you do?", "How can you help me?", "Help", "What are you good at?", "What are your skills?", "Can you help me?", "What should I ask you?", "list your skills", "What do you do?", "What are you capable of?", "Tell me what you can do.", "Which tasks can you do?", "What can I ask?", "Show me what you can do.", "What are your abilities?"), "I can answer questions about llmbackend, count, repeat, sort, make lists and JSON, remember what you tell me, and call tools."),
+    (("Thanks!", "Thank you", "Thank you very much.", "thanks a lot", "Great, thanks", "Many thanks", "thx", "Perfect, thank you!", "That helps, thanks.", "Thank you so much!", "Thanks for the help.", "I thank you.", "ok thanks", "Thanks, that was useful.", "Cheers", "Much appreciated."), "You are welcome!"),
+    (("Goodbye", "Bye", "See you later", "Bye bye!", "Good night", "See you", "I have to go.", "Farewell", "ciao", "Bye for now!", "I am leaving now.", "ok, goodbye", "Until tomorrow!", "That is all, bye."), "Goodbye! Have a nice day."),
     (("You are great.", "Well done!", "Good job", "Nice work", "I like you.", "You are smart.", "Cool!", "Awesome", "great"), "Thank you, that is kind."),
     (("You are wrong.", "That is not right.", "You are stupid.", "That was bad.", "I don't like that."), "I am sorry. I am only a small demo model."),
     (("Do you like music?", "Do you have feelings?", "Do you dream?", "Are you happy?", "Do you sleep?", "Are you alive?"), "I am a program, so I have no feelings, but I am happy to help."),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny.", "another joke", "a joke please"), "Why did the token stand in line? It was waiting for its batch."),
+    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny.", "another joke", "a joke please", "One more joke!", "Please tell me a joke.", "Can you tell a joke?", "I want to hear a joke.", "joke"), "Why did the token stand in line? It was waiting for its batch."),
     (("Yes", "No", "ok", "Okay", "sure", "fine", "I see", "hmm"), "All right. What would you like to do next?"),
     (("Test", "test 123", "Is this working?", "Are you there?", "ping", "Can you hear me?", "This is a test."), "Yes, I am here. The server works."),
     (("Say something.", "Talk to me.", "Say anything", "Write something."), "Hello! I am a small model, served with continuous batching."),
 )  # fmt: skip
-
-_UNKNOWN_FRAMES = (
-    "Who won the {a} {n} cup in {y}?", "What is the price of a {n}?", "How tall is {N}?", "When was {N} born?", "Who is {N} {W}?",
-    "What is the population of {c}?", "Write a poem about a {n}.", "Translate {n} into French.", "Translate '{a} {n}' to German.",
-    "What is a {w}?", "What is {w}?", "Explain {w}.", "Who invented the {n}?", "Who wrote the book about the {a} {n}?",
-    "What is the best {n} in {c}?", "How do I repair a {n}?", "Write code for a {n} in Python.", "What happened in {y}?",
-    "Who was the president in {y}?", "How far is {c} from {d}?", "What is the capital of {W}?", "Write an essay about {n}s.",
-    "Recommend me a {n}.", "What is the meaning of life?", "Give me a recipe for a {a} {n}.", "How old is {N}?",
-    "Which {n} should I buy?", "Tell me about {W}.", "What do you think about {W}?", "Solve the equation of the {n}.",
-    "What is the stock price of {W}?", "Who painted the {a} {n}?", "How does a {n} work?", "Define {w}.", "Why is the {n} {a}?",
-    "What will the weather be in {c} tomorrow?", "What is the weather in {c}?", "What time is it?", "What is the date today?",
-    "How many {n}s are in {c}?", "Where can I find a {n}?", "What is the speed of a {a} {n}?", "Is {N} a good person?",
-    "What is your favourite {n}?", "What is your opinion of {W}?", "Write a song about the {a} {n}.", "Do you like the {n}?",
-    "Who is the boss of {W}?", "How many people work at {W}?", "How do {n}s work?", "Explain {w} to me.", "Who discovered {W}?",
-    "What is the weight of a {n}?", "Which team won in {c}?", "When did {W} begin?", "Why do {n}s {w}?", "What is {W} known for?",
-    "Explain quantum {n}s.", "What does {W} mean?", "Who is {N}?", "how do i get to {c}", "what is the news today",
-)  # fmt: skip
-
-
-def unknown_question(rng: Source) -> str:
-    word = pseudo_word(rng)
-    return rng.wording(_UNKNOWN_FRAMES).format(
-        a=rng.value(ADJECTIVES),
-        n=rng.value(NOUNS) if rng.random() < 0.7 else word,
-        y=rng.randint(1500, 2030),
-        N=rng.value(NAMES) if rng.random() < 0.7 else pseudo_word(rng).capitalize(),
-        W=pseudo_word(rng).capitalize(),
-        w=word,
-        c=rng.value(CITIES),
-        d=rng.value(CITIES),
-    )
 
 
 def small_talk_pair(rng: Source) -> tuple[str, str]:
@@ -87,7 +56,19 @@ def everyday_pair(rng: Source) -> tuple[str, str]:
             "Name the capital of {}.",
             "capital of {}?",
         )
-        frames += ("Which city is the capital of {}?", "Tell me the capital of {}.", "what is the capital city of {}?")
+        frames += (
+            "Which city is the capital of {}?",
+            "Tell me the capital of {}.",
+            "what is the capital city of {}?",
+            "{}: which capital?",
+        )
+        frames += (
+            "Which capital has {}?",
+            "Do you remember the capital of {}?",
+            "the capital of {}, please",
+            "The capital city of {}?",
+        )
+        frames += ("Can you tell me the capital of {}?", "I need the capital of {}.", "What city is the capital of {}?")
         return vary(rng, rng.wording(frames).format(country)), f"The capital of {country} is {capital}."
     if roll < 0.6:
         word, other = rng.choice(list(OPPOSITES.items()))
@@ -98,6 +79,11 @@ def everyday_pair(rng: Source) -> tuple[str, str]:
             "opposite of {}",
             "Tell me the opposite of {}.",
             "What's the opposite of {}?",
+            "What is the contrary of {}?",
+            "The opposite of {}?",
+            "Which word is the opposite of {}?",
+            "Name the opposite of {}.",
+            "Give me the opposite of {}.",
         )
         return vary(rng, rng.wording(frames).format(word)), f"The opposite of {word} is {other}."
     questions, answer = rng.choice(EVERYDAY)
