@@ -4,7 +4,7 @@
 The exam (`demo_corpus/exam.py`) holds nothing of the training text. The cases by hand have values that are mostly new to
 the model; some phrasings and facts are those of the training text. Does not know: how the model was trained, the server.
 Invariant: questions and cases are fixed, so two models are comparable.
-Run: `python tools/eval_demo_model.py [--model DIRECTORY] [--misses] [--samples]`.
+Run: `python tools/eval_demo_model.py [--model DIRECTORY] [--misses] [--samples] [--server]`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from demo_corpus import served
 from demo_corpus.exam import Question, questions
 
+from llmbackend import Server
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
@@ -280,6 +282,19 @@ class Result:
     is_right: bool
 
 
+def score_served(model: Path, show_misses: bool) -> None:
+    """The questions about tools and schemas again, through the OpenAI API of a server."""
+    with Server(model, arguments=("--served-model-name=demo",)) as server:
+        results = [
+            Result(each.kind, str(each.messages[-1]["content"]), _shown(each), *served.ask(server.http_url, each))
+            for each in questions()
+            if each.kind in served.KINDS
+        ]
+    _print_table("server", results)
+    if show_misses:
+        _print_misses(results)
+
+
 def _shown(question: Question) -> str:
     return json.dumps(question.expected.get("tool_calls") or question.expected["content"])
 
@@ -314,10 +329,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", type=Path, default=Path("model_repository/demo/1"))
     parser.add_argument("--misses", action="store_true", help="also print what was wrong")
+    parser.add_argument("--server", action="store_true", help="also ask about tools and schemas through a server")
     parser.add_argument("--samples", action="store_true", help="also print sample chats")
     args = parser.parse_args()
     chat = Chat(args.model)
     score(chat, args.misses)
+    if args.server:
+        score_served(args.model, args.misses)
     if args.samples:
         show_samples(chat)
 

@@ -18,6 +18,8 @@ from tests.helpers.server_process import ROOT, ServerProcess, post, start_server
 
 PROMPT = "Once upon a time"
 MAX_TOKENS = 24
+UNENDED = {"end_id": -1}
+"""Answers of MAX_TOKENS, whatever the weights."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def server() -> Iterator[ServerProcess]:
 
 def generate(server: ServerProcess, model: str, **body: Any) -> dict[str, Any]:
     status, text = post(
-        server, f"/v2/models/{model}/generate", {"text_input": PROMPT, "max_tokens": MAX_TOKENS, **body}
+        server, f"/v2/models/{model}/generate", {"text_input": PROMPT, "max_tokens": MAX_TOKENS, **UNENDED, **body}
     )
     assert status == 200, text
     answer = json.loads(text)
@@ -39,7 +41,7 @@ def generate(server: ServerProcess, model: str, **body: Any) -> dict[str, Any]:
 
 def stream(server: ServerProcess, model: str, **body: Any) -> list[dict[str, Any]]:
     connection = http.client.HTTPConnection(server.http, timeout=60)
-    payload = {"text_input": PROMPT, "max_tokens": MAX_TOKENS, "stream": True, **body}
+    payload = {"text_input": PROMPT, "max_tokens": MAX_TOKENS, "stream": True, **UNENDED, **body}
     connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(payload))
     answer = connection.getresponse()
     lines = answer.read().decode().splitlines()
@@ -86,6 +88,7 @@ def client_stream(server: ServerProcess, model: str, outputs: tuple[str, ...], *
     arrays = {
         "text_input": np.array([[PROMPT]], np.object_),
         "max_tokens": np.array([[MAX_TOKENS]], np.int32),
+        "end_id": np.array([[-1]], np.int32),
         "stream": np.array([[True]]),
         "beam_width": np.array([[1]], np.int32),
         "temperature": np.array([[1.0]], np.float32),

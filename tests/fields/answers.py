@@ -71,7 +71,7 @@ def _n(api: Endpoint) -> None:
     three = api.ask(**hot, n=3)
     alone = [api.ask(**hot | {"seed": 7 + index}).text for index in range(3)]
     assert three.texts == alone == api.streamed(**hot, n=3)
-    assert len(set(alone)) == 3 and [one["index"] for one in three.choices] == [0, 1, 2]
+    assert len(set(alone)) > 1 and [one["index"] for one in three.choices] == [0, 1, 2]
     assert three.usage["completion_tokens"] == 24 and three.usage["prompt_tokens"] == api.ask().usage["prompt_tokens"]
 
 
