@@ -16,9 +16,12 @@ from typing import Any
 from . import memory, schemas, talk, tasks, tool_use
 from .corpus import draw_skill
 from .dialogue import Dialogue, Message
+from .facts import ANSWERS
 from .source import Source
 
 QUESTIONS_OF_A_KIND = 24
+_FIXED_ANSWERS = {answer for _, answer in ANSWERS}
+"""Their questions are no frames, and the training text may hold them before the last question of a chat."""
 
 KINDS: dict[str, tuple[Callable[[Source], Dialogue], ...]] = {
     "copying": (tasks.echo,),
@@ -72,7 +75,7 @@ def _of_kind(kind: str, makers: Sequence[Callable[[Source], Dialogue]]) -> list[
 
 
 def _question(kind: str, sample: object) -> Question | None:
-    """None: the drawn chat does not end with what this kind asks for."""
+    """None: the drawn chat does not end with what this kind asks for, or asks in a wording that has no side."""
     assert isinstance(sample, Dialogue)
     answers = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
     if kind == "tool calls":
@@ -82,6 +85,8 @@ def _question(kind: str, sample: object) -> Question | None:
     if not answers:
         return None
     at = answers[-1]
+    if sample.messages[at]["content"] in _FIXED_ANSWERS:
+        return None
     return Question(kind, sample.messages[:at], sample.tools, sample.messages[at])
 
 
