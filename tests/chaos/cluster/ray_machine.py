@@ -11,19 +11,30 @@ import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from llmbackend.cluster.engine_keeper import EngineRecord
+import psutil
+
 from llmbackend.server.stream_peers import STREAMS_COPIED
 from tests.helpers.cluster import engines_of, head_of, processes_of, start_machine
 from tests.helpers.server_process import ServerProcess, stop_server
 
 from .machine import what_is_held
-from .processes import children_of, is_listening, is_there
+from .processes import children_of, is_listening
 from .returning import Address
 
 NODE, HEAD, ACTOR = "raylet/raylet", "gcs/gcs_server", "ray::EngineActor"
 AGENT, HOST = "llmbackend.cluster.agent", "llmbackend.cluster.host_process"
 _FRONTEND = "llmbackend.server.frontend_process"
+_FORK_SERVER = "llmbackend_fork_server"
+"""An engine is its fork."""
+
+
+class RunningEngine(NamedTuple):
+    """Process ids."""
+
+    keeper: int
+    engine: int
 
 
 class RayMachine:
@@ -51,11 +62,13 @@ class RayMachine:
         """The address at which others join."""
         return head_of(self._folder)
 
-    def engines(self) -> list[EngineRecord]:
-        """Those that run."""
-        with contextlib.suppress(FileNotFoundError):
-            return [one for one in engines_of(self._folder) if is_there(one.pid) and is_there(one.news.pid)]
-        return []
+    def engines(self) -> list[RunningEngine]:
+        """Their records tell the keepers, but not each later process of an engine whose actor has died."""
+        found: list[RunningEngine] = []
+        with contextlib.suppress(FileNotFoundError):  # one that ends just now
+            for record in engines_of(self._folder):
+                found += _engines_of_keeper(record.pid)
+        return found
 
     def of_ray(self, mark: str) -> list[int]:
         """Ids of processes that belong to this machine's Ray node."""
@@ -96,6 +109,13 @@ class RayMachine:
         with urllib.request.urlopen(f"http://{self._server.metrics}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         return text
+
+
+def _engines_of_keeper(pid: int) -> list[RunningEngine]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        forks = children_of(pid, _FORK_SERVER)[1:]  # behind the fork server itself
+        return [RunningEngine(pid, fork.pid) for fork in forks]
+    return []
 
 
 def _free_port() -> int:
