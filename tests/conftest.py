@@ -12,6 +12,7 @@ import atexit
 import gc
 import os
 import re
+import signal
 import sys
 import tempfile
 import threading
@@ -45,6 +46,10 @@ if "LLMBACKEND_WEIGHT_CACHE_DIR" not in os.environ:  # workers share that of the
     atexit.register(_weights.cleanup)
     os.environ["LLMBACKEND_WEIGHT_CACHE_DIR"] = _weights.name
     os.environ["LLMBACKEND_WEIGHT_CACHE_SIZE"] = "2"
+
+# A shell starts its background jobs with Ctrl+C ignored, and the programs that tests start would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONSERVATION = Conservation()
 SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
