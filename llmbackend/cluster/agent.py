@@ -90,9 +90,6 @@ class Agent:
         asyncio.get_running_loop().call_later(HOST_RESTARTS_S, self._release_left, writer)
         if self._peers is not None:
             self._tell(Peers(self._peers))
-        for watch in self._engines.values():
-            if watch.state is not None:
-                self._tell(watch.state)
         with contextlib.suppress(ConnectionError):
             async for line in reader:
                 self._take(_decode(line))
@@ -118,9 +115,13 @@ class Agent:
     def _set_wants(self, wants: Wants) -> None:
         wanted = {engine.key: engine for engine in wants.engines}
         self._release(self._wanted - wanted.keys())
+        asked = wanted.keys() - self._wanted
         self._wanted = set(wanted)
-        for key in wanted.keys() - self._engines.keys():
-            self._engines[key] = EngineWatch(wanted[key], self._order.host.id, self._tell)
+        for key in asked:
+            if (watch := self._engines.get(key)) is None:
+                self._engines[key] = EngineWatch(wanted[key], self._order.host.id, self._tell)
+            elif watch.state is not None:  # of the host before this one, which was told it
+                self._tell(watch.state)
 
     def _release_left(self, writer: asyncio.StreamWriter) -> None:
         """The host of `writer` has had its time to ask again for the engines of the one before it."""
