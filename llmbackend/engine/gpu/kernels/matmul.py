@@ -42,6 +42,20 @@ def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
     return Tile(rows=128, columns=128, depth=64, warps=8, stages=4)
 
 
+@triton.jit
+def own_tile(num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """[ROWS] and [COLUMNS]: the product's rows and columns that this program computes. Programs that run at the same
+    time share weights: GROUP tiles of rows come before the next tile of columns."""
+    tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_across)
+    height = tl.minimum(tiles_down - group * GROUP, GROUP)
+    within = program - group * GROUP * tiles_across
+    row = (group * GROUP + within % height) * ROWS + tl.arange(0, ROWS)
+    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    return row, column
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def invariant_matmul_kernel(
     x,
@@ -58,15 +72,8 @@ def invariant_matmul_kernel(
     HAS_BIAS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One tile per program. Programs that run at the same time share weights: GROUP tiles of rows come before the next
-    tile of columns."""
-    tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_across)
-    height = tl.minimum(tiles_down - group * GROUP, GROUP)
-    within = program - group * GROUP * tiles_across
-    row = (group * GROUP + within % height) * ROWS + tl.arange(0, ROWS)
-    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    """One tile per program."""
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
     step = tl.arange(0, DEPTH)
     x += row.to(tl.int64)[:, None] * k + step[None, :]
     weight += column.to(tl.int64)[:, None] * k + step[None, :]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .matmul import Tile
+from .matmul import Tile, own_tile
 
 
 def choose_tile(num_rows: int) -> Tile:
@@ -30,14 +30,8 @@ def scaled_matmul_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program, in the order of invariant_matmul_kernel."""
-    tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_across)
-    height = tl.minimum(tiles_down - group * GROUP, GROUP)
-    within = program - group * GROUP * tiles_across
-    row = (group * GROUP + within % height) * ROWS + tl.arange(0, ROWS)
-    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+    """One tile per program."""
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
     step = tl.arange(0, DEPTH)
     x += row.to(tl.int64)[:, None] * k + step[None, :]
     weight += column.to(tl.int64)[:, None] * k + step[None, :]

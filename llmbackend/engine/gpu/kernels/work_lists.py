@@ -1,5 +1,5 @@
-"""Which part of a step's attention a program computes, found on the device: a launch has as many programs as the device
-runs at a time, whatever the bounds of the layout are, and they share what there is.
+"""Which part of a step's attention each program computes. A launch has as many programs as the device runs at a time;
+they read the step's lengths on the device and share the work evenly.
 
 For: attention.py. Does not know: what is computed. Invariants: decode's list holds each split of each sequence with one
 query and for each tile of heads once, prefill's each tile of queries of each other sequence; padding sequences with a
