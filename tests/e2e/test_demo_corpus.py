@@ -47,6 +47,25 @@ def test_no_question_of_the_exam_is_in_the_training_text() -> None:
     assert not [each for each in questions() if asked(each.messages) in trained]
 
 
+def test_a_pattern_stands_for_all_its_wordings() -> None:
+    from demo_corpus.source import wordings_of
+
+    assert wordings_of("(Say|Write)[ only] {}") == ("Say only {}", "Say {}", "Write only {}", "Write {}")
+    assert wordings_of("Count to {b}.") == ("Count to {b}.",)
+
+
+def test_a_wording_has_one_side() -> None:
+    from demo_corpus.source import Source
+    from demo_corpus.task_wordings import COUNT_DOWN
+
+    trained, asked_in_exam = (
+        {Source(str(seed), side).wording(COUNT_DOWN).casefold().strip(" .,!?") for seed in range(2000)}
+        for side in ("training", "exam")
+    )
+    assert len(asked_in_exam) > 20
+    assert not trained & asked_in_exam
+
+
 def test_values_have_one_side() -> None:
     from demo_corpus.dialogue import pseudo_word
     from demo_corpus.source import Source, side_of

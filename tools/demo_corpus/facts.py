@@ -143,17 +143,19 @@ EVERYDAY: tuple[Topic, ...] = (
 )  # fmt: skip
 
 QUESTION_FRAMES = (
-    "What is {t}?", "What is {t}?", "What's {t}?", "what is {t}", "Explain {t}.", "Explain {t} to me.", "Can you explain {t}?",
-    "Tell me about {t}.", "What do you know about {t}?", "Define {t}.", "Describe {t}.", "{t}?", "What does {t} mean?",
-    "What is meant by {t}?", "In one sentence, what is {t}?", "Please explain what {t} is.", "Could you tell me what {t} is?",
-    "I would like to know what {t} is.", "How would you describe {t}?", "How does {t} work?", "What is {t} for?",
-    "Why do we need {t}?", "Give me a short explanation of {t}.", "I don't understand {t}.", "do you know what {t} is?",
-    "Explain {t} in simple words.", "Explain {t} in one sentence.", "what exactly is {t}", "{t}",
-    "What can you tell me about {t}?", "Tell me more about {t}.", "Tell me what {t} is.", "Say something about {t}.", "What are the basics of {t}?",
-    "Could you explain {t}?", "Can you tell me about {t}?", "Can you describe {t}?", "Please explain {t}.", "Please tell me about {t}.",
-    "I have a question about {t}.", "I want to learn about {t}.", "I heard of {t}, what is it?", "Give me the definition of {t}.", "definition of {t}",
-    "explain {t} briefly", "{t}, what is that?", "{t} explained", "so what is {t}", "What do people mean by {t}?", "What does {t} do?", "What is the idea of {t}?",
-    "What is the point of {t}?", "What is {t} good for?", "Help me understand {t}.", "How would you explain {t} to a child?", "Teach me about {t}.", "Show me what {t} means.",
-    "What is {t} in this project?", "what is {t} here", "What is {t} in llmbackend?", "Why is {t} useful?", "Briefly, what is {t}?", "Is there something called {t}?",
-    "Explain shortly: {t}", "info on {t}", "Remind me what {t} is.", "What was {t} again?", "I forgot what {t} is.", "What is called {t}?",
+    "What (is|are|was) {t}?", "What is {t}?", "What's {t}?", "(so|and|now|ok,) what is {t}", "(Who|What) is {t}?", "[Please ](Explain|Define|Describe) {t}.", "[Please ](Explain|Describe) {t} (to me|to a beginner|to a child|for beginners|for me).",
+    "(Explain|Describe|Define) {t} (briefly|shortly|in one sentence|in simple words|in short|in a few words|simply|please).", "(Can|Could|Would|Will) you[ please] (explain|describe|define) {t}[ to me| briefly| to a beginner]?",
+    "(Can|Could|Would) you[ please] tell me (about|more about|what is|something about) {t}?", "(Can|Could) you[ please] (tell me|say|explain) what {t} (is|means|does)?",
+    "[Please ]Tell me[ more| something| a bit] about {t}.", "[Please ]Tell me what {t} (is|means|does|is for|is good for).", "(Say|Write) (something|a sentence|a few words) about {t}.", "What (do you know|can you tell me|can you say|should I know) about {t}?",
+    "{t}?", "{t}", "{t}, (please|what is it|what does it mean|what is it for|what is this|can you explain)?", "{t}: (what is it|what does it mean|meaning|definition|explain)", "{t} (explained|definition|meaning|in short|in one sentence|for beginners)",
+    "(about|and|on|regarding) {t}", "(info|information|details|facts|a word|help) (about|on) {t}[, please]", "(I need|Give me|I want)[ some| more] (info|information|details|facts) (on|about) {t}.",
+    "What does {t} (mean|do|stand for)?", "What (does|do) {t} (mean|do) (here|in this project|in llmbackend|exactly)?", "What is (meant by|called|understood by) {t}?", "What do (people|you|we|they) (mean by|call|understand by) {t}?",
+    "(In one sentence|In short|Briefly|In simple words|In a few words|Simply put|In general|Basically), what is {t}?", "(Please|Now|Shortly) explain what {t} (is|means|does).", "(I would like|I want|I'd like) to (know|understand|learn) what {t} (is|means|does).",
+    "(I would like|I want|I'd like) to (know|learn|read|hear)[ more| something] about {t}.", "How would you (describe|explain|define) {t}[ to a child| to me| to a beginner]?", "How (does|do) {t} work[ here| exactly| in general]?",
+    "What is {t} (for|good for|used for|useful for|about|needed for)?", "What is the (use|point|purpose|idea|idea behind|sense|role|job|task|meaning|definition) of {t}?", "Why (do we need|do I need|is there|use|would I use|should I use|have) {t}?", "Why is {t} (useful|needed|important|good)?",
+    "(Give me|I need|Write) a (short |)(explanation|definition|description|summary) of {t}.", "(Give me|What is) the (definition|meaning|idea|basics) of {t}?", "(definition|meaning|explanation|description|purpose) of {t}", "I (don't|do not) (understand|know|get) {t}.", "I (don't|do not) know what {t} (is|means).", "I (never heard of|know nothing about|have no idea of) {t}.",
+    "(do you know|tell me|I wonder|I ask myself|explain) what {t} (is|means)?", "what exactly is[ meant by| called] {t}", "what is {t} exactly", "What (are|were) the basics of {t}?", "(I have|There is|I've got) a question (about|on) {t}.", "(I heard of|I read about|People talk about|I saw) {t}, what is it?",
+    "(Help me|I want to|Let me) understand {t}.", "(Teach|Show|Inform) me[ about| something about] {t}.", "(Show|Teach) me what {t} (means|is).", "What is {t} in (this project|llmbackend|this server|your words|general)?", "what is {t} here", "(Is there|Is there something called|Do you have|Do you know) {t}?",
+    "(Explain|Answer) (shortly|briefly|simply): (|what is ){t}", "(Remind me|Tell me again) what {t} is.", "What (was|is) {t} again?", "I forgot what {t} (is|was|means).", "(Quick|Short|Easy|Simple|Next) question: what is {t}?", "(Hey|Hi|Hello|Sorry), what is {t}?",
 )  # fmt: skip
+"""Patterns (`source.py`)."""

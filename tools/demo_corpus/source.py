@@ -1,12 +1,15 @@
 """Where every random choice of a sample comes from, and what keeps the exam's values out of the training text.
 
 Names, words, numbers, wordings and whole questions belong to one of two sides, by a checksum of their text: about one
-in eight to the exam, the rest to training. Does not know: which skills exist. Invariant: a source of one side never
+in eight to the exam, the rest to training. A pattern stands for many wordings: of `(say|write)` one is taken, of
+`[please ]` it or nothing. Does not know: which skills exist. Invariant: a source of one side never
 gives a value of the other side, unless a pool has none of its own.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -25,9 +28,31 @@ def side_of(text: str) -> Side:
     return "exam" if zlib.crc32(plain.encode()) % _EXAM_SHARE == 0 else "training"
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=8192)
 def _of_side(pool: tuple[str, ...], side: Side) -> tuple[str, ...]:
     return tuple(text for text in pool if side_of(text) == side)
+
+
+_CHOICE = re.compile(r"\(([^()]*)\)|\[([^\[\]]*)\]")
+
+
+@lru_cache(maxsize=4096)
+def wordings_of(pattern: str) -> tuple[str, ...]:
+    """All that a pattern stands for; alternatives are not nested."""
+    parts: list[tuple[str, ...]] = []
+    end = 0
+    for choice in _CHOICE.finditer(pattern):
+        parts.append((pattern[end : choice.start()],))
+        one, optional = choice.groups()
+        parts.append(tuple(one.split("|")) if one is not None else (*optional.split("|"), ""))
+        end = choice.end()
+    parts.append((pattern[end:],))
+    return tuple("".join(chosen) for chosen in itertools.product(*parts))
+
+
+@lru_cache(maxsize=256)
+def _patterns_of_side(patterns: tuple[str, ...], side: Side) -> tuple[str, ...]:
+    return tuple(pattern for pattern in patterns if _of_side(wordings_of(pattern), side))
 
 
 class Source(Random):
@@ -41,9 +66,10 @@ class Source(Random):
         """One of the pool, which is text that answers repeat."""
         return self.choice(_of_side(tuple(pool), self.side) or pool)
 
-    def wording(self, frames: Sequence[str]) -> str:
-        """One of the ways to ask."""
-        return self.value(frames)
+    def wording(self, patterns: Sequence[str]) -> str:
+        """One of the ways to ask: any pattern, then any of its wordings."""
+        every = tuple(patterns)
+        return self.value(wordings_of(self.choice(_patterns_of_side(every, self.side) or every)))
 
     def until(self, draw: Callable[[], T]) -> T:
         """The first of what `draw` gives whose text is on this side."""

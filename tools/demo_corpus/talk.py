@@ -8,23 +8,23 @@ from __future__ import annotations
 
 from .dialogue import Dialogue, assistant, pseudo_word, system, turns, user, vary
 from .facts import ANSWERS, EVERYDAY, PROJECT, QUESTION_FRAMES
-from .source import Source
+from .source import Source, wordings_of
 from .unknown import UNKNOWN, unknown_question
 from .words import ANIMALS, CAPITALS, NAMES, OPPOSITES
 
 WHO = "I am a small demo model of the llmbackend project."
 
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hi", "Hello", "Hey", "Hi there!", "Hello there", "Good morning", "Good evening!", "Good afternoon", "hey there", "Greetings", "hello, how can you help", "yo", "Hello!!!", "Hi hi", "Good day", "hello you", "Hello model", "Hey you", "Good morning to you!"), "Hello! How can I help you?"),
-    (("How are you?", "How are you doing?", "How do you do?", "How is it going?", "Are you well?", "how are you today", "How are things?", "Are you ok?", "How do you feel?", "hey, how are you doing", "Hello, how are you?", "Hi! How are you?", "what's up"), "I am fine, thank you. How can I help you?"),
-    (("Who are you?", "What are you?", "What is your name?", "Introduce yourself.", "Tell me about yourself.", "Hi, who are you?", "are you a bot", "Are you an AI?", "Are you human?", "Are you ChatGPT?", "Which model are you?", "What model is this?", "your name?", "Hello, who are you?", "Tell me who you are.", "What is this model?", "Who is speaking?", "Who am I talking to?", "who is this", "What should I call you?"), WHO),
-    (("What can you do?", "How can you help me?", "Help", "What are you good at?", "What are your skills?", "Can you help me?", "What should I ask you?", "list your skills", "What do you do?", "What are you capable of?", "Tell me what you can do.", "Which tasks can you do?", "What can I ask?", "Show me what you can do.", "What are your abilities?"), "I can answer questions about llmbackend, count, repeat, sort, make lists and JSON, remember what you tell me, and call tools."),
-    (("Thanks!", "Thank you", "Thank you very much.", "thanks a lot", "Great, thanks", "Many thanks", "thx", "Perfect, thank you!", "That helps, thanks.", "Thank you so much!", "Thanks for the help.", "I thank you.", "ok thanks", "Thanks, that was useful.", "Cheers", "Much appreciated."), "You are welcome!"),
-    (("Goodbye", "Bye", "See you later", "Bye bye!", "Good night", "See you", "I have to go.", "Farewell", "ciao", "Bye for now!", "I am leaving now.", "ok, goodbye", "Until tomorrow!", "That is all, bye."), "Goodbye! Have a nice day."),
+    (("Hello!", "Hi", "Hello", "Hey", "Hi there!", "Hello there", "Good morning", "Good evening!", "Good afternoon", "hey there", "Greetings", "Hi there[,] model", "yo", "Hello!!!", "Hi hi", "Good day", "hello you", "Hello model", "Hey you", "Good morning to you!"), "Hello! How can I help you?"),
+    (("How are you?", "(Hello|Hi|Hey|Hi there|Hello there)[,] how are you[ doing][ today]?", "How are you doing[ today| now]?", "How do you do?", "How is it going?", "Are you well?", "how are you today", "How are things?", "Are you ok?", "How do you feel?", "hey, how are you doing", "Hello, how are you?", "Hi! How are you?", "what's up"), "I am fine, thank you. How can I help you?"),
+    (("Who are you?", "(Who|What) (are|r) you?", "(Hello|Hi|Hey), who are you[ and what can you do]?", "(And|So|Ok,) who are you?", "(What are you|Who are you) exactly?", "What is your name?", "Introduce yourself.", "Tell me about yourself.", "Hi, who are you?", "are you a bot", "Are you an AI?", "Are you human?", "Are you ChatGPT?", "Which model are you?", "What model is this?", "your name?", "Hello, who are you?", "Tell me who you are.", "What is this model?", "Who is speaking?", "Who am I talking to?", "who is this", "What should I call you?"), WHO),
+    (("What can you do?", "What (can you do|are you able to do|do you know|are you made for)[ for me]?", "How can you help[ me| us]?", "Help", "What are you good at?", "What are your skills?", "Can you help me?", "What should I ask you?", "list your skills", "What do you do?", "What are you capable of?", "Tell me what you can do.", "Which tasks can you do?", "What can I ask?", "Show me what you can do.", "What are your abilities?"), "I can answer questions about llmbackend, count, repeat, sort, make lists and JSON, remember what you tell me, and call tools."),
+    (("Thanks!", "Thank you", "(Thanks|Thank you)[ so much| very much| a lot| again]( for your help| for the help| for everything| for the answer|, bye|, that is all|)", "(Great|Perfect|Good|Nice|Wonderful), (thanks|thank you)[ so much| a lot]", "Thank you very much.", "thanks a lot", "Great, thanks", "Many thanks", "thx", "Perfect, thank you!", "That helps, thanks.", "Thank you so much!", "Thanks for the help.", "I thank you.", "ok thanks", "Thanks, that was useful.", "Cheers", "Much appreciated."), "You are welcome!"),
+    (("Goodbye", "Bye", "(Ok|Okay|So|Well|Thanks)[,] (bye|goodbye|see you)[ now| then| for now]", "See you later", "Bye bye!", "Good night", "See you", "I have to go.", "Farewell", "ciao", "Bye for now!", "I am leaving now.", "ok, goodbye", "Until tomorrow!", "That is all, bye."), "Goodbye! Have a nice day."),
     (("You are great.", "Well done!", "Good job", "Nice work", "I like you.", "You are smart.", "Cool!", "Awesome", "great"), "Thank you, that is kind."),
     (("You are wrong.", "That is not right.", "You are stupid.", "That was bad.", "I don't like that."), "I am sorry. I am only a small demo model."),
     (("Do you like music?", "Do you have feelings?", "Do you dream?", "Are you happy?", "Do you sleep?", "Are you alive?"), "I am a program, so I have no feelings, but I am happy to help."),
-    (("Tell me a joke.", "Do you know a joke?", "Make me laugh.", "Say something funny.", "another joke", "a joke please", "One more joke!", "Please tell me a joke.", "Can you tell a joke?", "I want to hear a joke.", "joke"), "Why did the token stand in line? It was waiting for its batch."),
+    (("Tell me a joke.", "Do you know (a|another|any) joke?", "(Tell|Give) me (a|another|one more) joke[, please| please]", "Make me laugh.", "Say something funny.", "another joke", "a joke please", "One more joke!", "Please tell me a joke.", "Can you tell a joke?", "I want to hear a joke.", "joke"), "Why did the token stand in line? It was waiting for its batch."),
     (("Yes", "No", "ok", "Okay", "sure", "fine", "I see", "hmm"), "All right. What would you like to do next?"),
     (("Test", "test 123", "Is this working?", "Are you there?", "ping", "Can you hear me?", "This is a test."), "Yes, I am here. The server works."),
     (("Say something.", "Talk to me.", "Say anything", "Write something."), "Hello! I am a small model, served with continuous batching."),
@@ -33,7 +33,7 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
 
 def small_talk_pair(rng: Source) -> tuple[str, str]:
     questions, answer = rng.choice(SMALL_TALK)
-    return vary(rng, rng.choice(questions)), answer
+    return vary(rng, rng.choice(wordings_of(rng.choice(questions)))), answer
 
 
 def fact_pair(rng: Source) -> tuple[str, str]:
@@ -51,39 +51,27 @@ def everyday_pair(rng: Source) -> tuple[str, str]:
     if roll < 0.4:
         country, capital = rng.choice(list(CAPITALS.items()))
         frames: tuple[str, ...] = (
-            "What is the capital of {}?",
-            "What's the capital of {}?",
-            "Name the capital of {}.",
-            "capital of {}?",
-        )
-        frames += (
-            "Which city is the capital of {}?",
-            "Tell me the capital of {}.",
-            "what is the capital city of {}?",
+            "(What is|What's|Name|Tell me|Give me|Say|And) the capital[ city] of {}?",
+            "(capital|capital city|the capital|the capital city)(| of) {}[, please]?",
+            "(Which|What) city is the capital of {}?",
+            "(Which|What) capital has {}?",
+            "(Which|What) is the capital[ city] of {}?",
+            "(Do you know|Do you remember|Can you tell me|Can you name|I need|I forgot) the capital[ city] of {}?",
             "{}: which capital?",
+            "{} has (which|what) capital?",
+            "(Hey|Hi|Hello), what is the capital of {}?",
         )
-        frames += (
-            "Which capital has {}?",
-            "Do you remember the capital of {}?",
-            "the capital of {}, please",
-            "The capital city of {}?",
-        )
-        frames += ("Can you tell me the capital of {}?", "I need the capital of {}.", "What city is the capital of {}?")
         return vary(rng, rng.wording(frames).format(country)), f"The capital of {country} is {capital}."
     if roll < 0.6:
         word, other = rng.choice(list(OPPOSITES.items()))
         if rng.random() < 0.5:
             word, other = other, word
         frames = (
-            "What is the opposite of {}?",
-            "opposite of {}",
-            "Tell me the opposite of {}.",
-            "What's the opposite of {}?",
-            "What is the contrary of {}?",
-            "The opposite of {}?",
-            "Which word is the opposite of {}?",
-            "Name the opposite of {}.",
-            "Give me the opposite of {}.",
+            "(What is|What's|Tell me|Name|Give me|Say) the (opposite|contrary) of {}?",
+            "(opposite|the opposite|contrary|the contrary) (of|to) {}[, please]?",
+            "Which word is the (opposite|contrary) of {}?",
+            "(Do you know|Can you tell me) the (opposite|contrary) of {}?",
+            "{}: the opposite?",
         )
         return vary(rng, rng.wording(frames).format(word)), f"The opposite of {word} is {other}."
     questions, answer = rng.choice(EVERYDAY)
@@ -192,10 +180,14 @@ def ordered(rng: Source) -> Dialogue:
         (pseudo_word(rng), pseudo_word(rng).capitalize(), rng.choice(("Over.", "Arr!", "Meow!", "Done.", "Yes sir!")))
     )
     first = rng.random() < 0.5
-    place, verb = ("Start", "Begin") if first else ("End", "Finish")
-    rule = rng.choice(
-        (f"{place} every answer with {word}", f"{verb} each reply with {word}", f"{place} every reply with {word}")
+    verb = "Start|Begin" if first else "End|Finish"
+    place = "at the beginning" if first else "at the end"
+    frames = (
+        f"[Please |Always ]({verb}) (every|each|any|your) (answer|reply|response|message) with {{}}",
+        f"[Please |Always ]({verb}) all (answers|replies|responses|messages) with {{}}",
+        f"(Say|Write|Put) {{}} {place} of (every|each) (answer|reply|response)",
     )
+    rule = rng.wording(frames).format(word)
     messages = [system(rng.choice(("", "You are a helpful assistant. ")) + rule)]
     for _ in range(rng.randint(1, 2)):
         question, answer = rng.choices(_PAIRS, (3, 2, 2, 1))[0](rng)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501  (one phrase list or case per line reads better than wrapped ones)
 """Tasks: repeat, count, list, sort, JSON, arithmetic, and other small operations on the user's own words.
 
 Does not know: tokens or weights. Invariant: every answer is computed, so it is right for every drawn value.
@@ -9,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from . import task_wordings as ask
 from .dialogue import Dialogue, pseudo_word, turns, vary
 from .source import Source
 from .words import (
@@ -108,28 +108,14 @@ def _words(rng: Source, count: int) -> list[str]:
 
 def echo_pair(rng: Source) -> Pair:
     text = phrase(rng)
-    frames = (
-        "Repeat: {}", "Repeat after me: {}", "Say: {}", "Echo: {}", "Say {}", "Repeat this: {}", 'Repeat "{}"', 'Say "{}"', "Please repeat: {}",
-        "Copy this text: {}", "Write {}", "Reply with exactly: {}", "Answer with only: {}", "Repeat the words {}", "echo {}", "Type: {}",
-        "Repeat exactly: {}", "Just say {}", "Print {}", "Repeat this sentence: {}", "Say the following: {}", "Respond with: {}",
-        "Repeat my words: {}", "Say this back to me: {}", "Copy: {}", "Copy exactly: {}", "Write down: {}", "Write this: {}", 'Write "{}"',
-        'Echo "{}"', "Answer with {}", "Answer only: {}", "Reply with {}", 'Reply with "{}"', "Say only {}", "Only say: {}", "Output: {}",
-        "Output exactly this: {}", "Repeat this back: {}", "Can you say {}", "Can you repeat: {}", "Type {}", "Repeat the text: {}",
-        "Repeat the phrase {}", "Say the words {}", "Give me back: {}", "Return this text unchanged: {}", "Parrot this: {}", 'Print "{}"',
-    )  # fmt: skip
-    question = rng.wording(frames).format(text)
-    return (question if rng.random() < 0.5 else question[0].lower() + question[1:]), text
+    frame = rng.wording(ask.ECHO)
+    return (frame if rng.random() < 0.5 else frame[0].lower() + frame[1:]).format(text), text
 
 
 def _times(rng: Source) -> Pair:
     word, count = any_word(rng), rng.randint(2, 6)
-    frames = (
-        "Say {w} {n} times.", "Repeat the word {w} {n} times.", "Write {w} {n} times", "repeat {w} {n} times", "Say the word {w} {n} times.",
-        "Write the word {w} {n} times.", "Print {w} {n} times.", "{n} times {w}", "Echo {w} {n} times", "Type the word {w} {n} times.",
-        "Please write {w} {n} times.", "Can you say {w} {n} times?", "I want to read {w} {n} times.", "Give me {w} {n} times.",
-    )  # fmt: skip
     number = str(count) if rng.random() < 0.5 else NUMBER_WORDS[count]
-    return rng.wording(frames).format(w=word, n=number), " ".join([word] * count)
+    return vary(rng, rng.wording(ask.TIMES).format(w=word, n=number), keep=True), " ".join([word] * count)
 
 
 def _range(rng: Source) -> tuple[int, int]:
@@ -142,61 +128,13 @@ def count_pair(rng: Source) -> Pair:
     if rng.random() < 0.25:
         return _times(rng)
     start, end = rng.until(lambda: _range(rng))
-    up = (
-        "Count from {a} to {b}.",
-        "Count {a} to {b}",
-        "Count from {a} up to {b}.",
-        "Write the numbers from {a} to {b}.",
-        "List the numbers {a} to {b}.",
-        "Please count from {a} to {b}.",
-        "Can you count from {a} to {b}?",
-        "numbers from {a} to {b}",
-        "Start at {a} and count to {b}.",
-        "Count up from {a} to {b}.",
-        "Say the numbers from {a} to {b}.",
-        "Show me the numbers {a} to {b}.",
-        "Count upwards from {a} to {b}.",
-        "All numbers from {a} to {b}, please",
-        "I need the numbers from {a} to {b}.",
-        "Begin with {a} and stop at {b}.",
-        "Count, starting at {a}, ending at {b}.",
-        "Tell me every number from {a} up to {b}.",
-        "count {a} through {b}",
-        "List every number from {a} through {b}.",
-        "Write all numbers between {a} and {b}, both included.",
-    )
-    down = (
-        "Count down from {b} to {a}.",
-        "Count backwards from {b} to {a}.",
-        "Count from {b} down to {a}.",
-        "Count from {b} to {a}.",
-        "countdown from {b} to {a}",
-        "Write the numbers from {b} to {a}.",
-        "Count {b} to {a}",
-        "List the numbers {b} to {a}.",
-        "Please count from {b} to {a}.",
-        "Can you count from {b} to {a}?",
-        "numbers from {b} to {a}",
-        "Start at {b} and count to {a}.",
-        "Start at {b} and count down to {a}.",
-        "Say the numbers from {b} to {a}.",
-        "Show me the numbers {b} to {a}.",
-        "Count downwards from {b} to {a}.",
-        "Count backward, {b} to {a}.",
-        "Count in reverse from {b} to {a}.",
-        "Begin with {b} and stop at {a}.",
-        "List every number from {b} down to {a}.",
-        "count {b} through {a}",
-        "a countdown from {b} to {a}, please",
-    )
-    short = ("Count to {b}.", "Count up to {b}.", "Can you count to {b}?", "count to {b} please", "Please count to {b}.")  # fmt: skip
     numbers = range(start, end + 1)
     if rng.random() < 0.4:
-        return vary(rng, rng.wording(down).format(a=start, b=end)), ", ".join(map(str, reversed(numbers)))
+        return vary(rng, rng.wording(ask.COUNT_DOWN).format(a=start, b=end)), ", ".join(map(str, reversed(numbers)))
     if start == 1 and rng.random() < 0.5:
         show = NUMBER_WORDS[end] if end < len(NUMBER_WORDS) and rng.random() < 0.25 else str(end)
-        return vary(rng, rng.wording(short).format(b=show)), ", ".join(map(str, numbers))
-    return vary(rng, rng.wording(up).format(a=start, b=end)), ", ".join(map(str, numbers))
+        return vary(rng, rng.wording(ask.COUNT_TO).format(b=show)), ", ".join(map(str, numbers))
+    return vary(rng, rng.wording(ask.COUNT_UP).format(a=start, b=end)), ", ".join(map(str, numbers))
 
 
 def _render(rng_style: str, items: Sequence[str]) -> str:
@@ -209,9 +147,7 @@ def list_pair(rng: Source) -> Pair:
     count = rng.randint(2, 6)
     number = str(count) if rng.random() < 0.5 else NUMBER_WORDS[count]
     style = "bullets" if rng.random() < 0.3 else "plain"
-    frames = ("List {n} {g}.", "Name {n} {g}.", "Give me {n} {g}.", "Tell me {n} {g}.", "{n} {g} please", "Can you name {n} {g}?", "I need {n} {g}.", "Write down {n} {g}.", "Give me a list of {n} {g}.", "list {n} {g}",
-              "Which {n} {g} do you know?", "Show me {n} {g}.", "Could you list {n} {g}?", "I would like {n} {g}.", "Make a list of {n} {g}.", "Think of {n} {g}.")  # fmt: skip
-    question = vary(rng, rng.wording(frames).format(n=number, g=group))
+    question = vary(rng, rng.wording(ask.LIST).format(n=number, g=group))
     if style == "bullets":
         question = question.rstrip(".?! ") + rng.choice(
             (" as a bullet list.", " as bullets", " with bullet points.", ", one per line.")
@@ -223,56 +159,9 @@ def sort_pair(rng: Source) -> Pair:
     if rng.random() < 0.45:
         numbers = rng.until(lambda: rng.sample(range(100), rng.randint(3, 5)))
         text, answer = ", ".join(map(str, numbers)), ", ".join(map(str, sorted(numbers)))
-        frames: tuple[str, ...] = (
-            "Sort these numbers: {}",
-            "Sort: {}",
-            "Sort the numbers {}",
-            "Put in order: {}",
-            "sort {}",
-            "Order these numbers: {}",
-            "Put these numbers in order: {}",
-            "Sort ascending: {}",
-            "Sort from small to large: {}",
-            "Arrange these numbers: {}",
-            "Arrange in order: {}",
-            "Order the numbers {}",
-            "Order: {}",
-            "order {}",
-            "Sort the following numbers: {}",
-            "Please sort {}",
-            "Sort this list of numbers: {}",
-            "Give me these numbers in order: {}",
-            "From the smallest to the largest: {}",
-            "Bring these into order: {}",
-            "Can you sort {}",
-        )
-        return rng.wording(frames).format(text), answer
+        return rng.wording(ask.SORT_NUMBERS).format(text), answer
     words = rng.until(lambda: rng.sample(WORDS, rng.randint(3, 5)))
-    frames = (
-        "Sort these words: {}",
-        "Sort alphabetically: {}",
-        "Sort the words {}",
-        "Put in alphabetical order: {}",
-        "sort {}",
-        "Order these words: {}",
-        "Put these words in order: {}",
-        "Sort by the alphabet: {}",
-        "Sort from A to Z: {}",
-        "Arrange these words: {}",
-        "Arrange alphabetically: {}",
-        "Order alphabetically: {}",
-        "Order the words {}",
-        "Order: {}",
-        "order {}",
-        "Sort: {}",
-        "Sort the following words: {}",
-        "Please sort {}",
-        "Sort this list of words: {}",
-        "Give me these words in alphabetical order: {}",
-        "Bring these into order: {}",
-        "Can you sort {}",
-    )
-    return rng.wording(frames).format(", ".join(words)), ", ".join(sorted(words))
+    return rng.wording(ask.SORT_WORDS).format(", ".join(words)), ", ".join(sorted(words))
 
 
 def _fields(rng: Source) -> dict[str, str | int]:
@@ -319,13 +208,7 @@ def json_pair(rng: Source) -> Pair:
         if len(listed) > 1
         else listed[0]
     )
-    frames = (
-        "Make a JSON object with {}", "Write JSON: {}", "JSON object with {}", "Create a JSON object: {}", "Give me JSON with {}", "Turn this into JSON: {}",
-        "Convert to JSON: {}", "Return a JSON object where {}", "Output as JSON: {}", "as JSON: {}", "Please make JSON from {}", "Answer in JSON: {}",
-        "Make JSON: {}", "Write a JSON object with {}", "Build a JSON object from {}", "JSON please: {}", "Format as JSON: {}", "Express in JSON: {}",
-        "Give me this as JSON: {}", "Put this into JSON: {}", "Return JSON with {}", "Store this as a JSON object: {}", "Encode as JSON: {}",
-    )  # fmt: skip
-    question = rng.wording(frames).format(joined)
+    question = rng.wording(ask.JSON_OBJECT).format(joined)
     if rng.random() < 0.3:
         question = question[0].lower() + question[1:]
     return question + rng.choice(("", "", ".")), json.dumps(fields)
@@ -333,21 +216,7 @@ def json_pair(rng: Source) -> Pair:
 
 def json_list_pair(rng: Source) -> Pair:
     words = [any_word(rng) for _ in range(rng.randint(2, 5))]
-    frames = (
-        "Make a JSON list of {}",
-        "JSON array with {}",
-        "Write these as a JSON array: {}",
-        "Give me a JSON list: {}",
-        "Turn this list into JSON: {}",
-        "A JSON list of {}",
-        "As a JSON array: {}",
-        "Convert this list to JSON: {}",
-        "Return a JSON array: {}",
-        "Put these words into a JSON array: {}",
-        "JSON list: {}",
-        "Write a JSON list with {}",
-    )
-    return rng.wording(frames).format(", ".join(words)), json.dumps(words)
+    return rng.wording(ask.JSON_LIST).format(", ".join(words)), json.dumps(words)
 
 
 def calculation(rng: Source) -> tuple[int, str, int, int]:
@@ -373,9 +242,7 @@ def sum_pair(rng: Source) -> Pair:
     if rng.random() < 0.15:
         return _story_sum(rng)
     a, word, b, result = calculation(rng)
-    frames = ("What is {a} {s} {b}?", "What is {a} {w} {b}?", "{a} {s} {b}", "{a}{s}{b}", "Calculate {a} {s} {b}.", "How much is {a} {s} {b}?", "{a} {w} {b}", "What's {a}{s}{b}?", "{a} {s} {b} =", "Compute {a} {s} {b}",
-              "{a} {s} {b}?", "{a}{s}{b}=", "What does {a} {w} {b} make?", "Tell me what {a} {s} {b} is.", "Can you calculate {a} {s} {b}?", "Solve {a} {s} {b}", "work out {a} {w} {b}", "What is the result of {a} {s} {b}?")  # fmt: skip
-    frame = rng.wording(frames)
+    frame = rng.wording(ask.SUM)
     sign = {"plus": "+", "minus": "-", "times": "x" if "{s}" in frame and rng.random() < 0.5 else "*"}[word]
     return vary(rng, frame.format(a=a, b=b, s=sign, w=word), keep=True), f"{a} {sign} {b} = {result}"
 
@@ -409,10 +276,8 @@ def next_pair(rng: Source) -> Pair:
         ring = (DAYS, MONTHS, list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"))[kind]
         at = rng.randrange(len(ring)) if kind < 2 else rng.randrange(1, 25)
         item, answer = ring[at], ring[(at + (1 if after else -1)) % len(ring)]
-    frames = ("What comes {p} {i}?", "what comes {p} {i}", "Which one comes {p} {i}?", "What is {p} {i}?",
-              "Tell me what comes {p} {i}.", "what is directly {p} {i}", "{p} {i}?", "Do you know what comes {p} {i}?", "What do we have {p} {i}?", "And what comes {p} {i}?")  # fmt: skip
     side = "after" if after else "before"
-    return vary(rng, rng.wording(frames).format(p=side, i=item)), f"{answer} comes {side} {item}."
+    return vary(rng, rng.wording(ask.NEIGHBOUR).format(p=side, i=item)), f"{answer} comes {side} {item}."
 
 
 def word_pair(rng: Source) -> Pair:
@@ -422,28 +287,14 @@ def word_pair(rng: Source) -> Pair:
     word = words[0]
     frames, answer = rng.choice(
         (
-            (_FIRST, words[0]),
-            (_LAST, words[-1]),
-            (_UPPER, word.upper()),
-            (_UPPER, word.upper()),
-            (("Join with commas: {}", "Put commas between: {}", "Separate with commas: {}"), ", ".join(words)),
+            (ask.FIRST, words[0]),
+            (ask.LAST, words[-1]),
+            (ask.UPPER, word.upper()),
+            (ask.UPPER, word.upper()),
+            (ask.JOIN, ", ".join(words)),
         )
     )
-    return rng.wording(frames).format(word if frames is _UPPER else text), answer
-
-
-_FIRST = (
-    "What is the first word of: {}", "First word of: {}", "Give me the first word of: {}", "Which word comes first in: {}", "Say the first word of: {}",
-    "Which is the first word: {}", "What word does this begin with: {}",
-)  # fmt: skip
-_LAST = (
-    "What is the last word of: {}", "Last word of: {}", "Give me the last word of: {}", "Which word comes last in: {}", "Say the last word of: {}",
-    "Which is the last word: {}", "What word does this end with: {}",
-)  # fmt: skip
-_UPPER = (
-    "Write in upper case: {}", "Write {} in capital letters.", "Put into upper case: {}", "In capital letters: {}", "Make {} upper case.",
-    "Write {} in upper case.", "uppercase {}", "Capital letters, please: {}", "Shout {}",
-)  # fmt: skip
+    return rng.wording(frames).format(word if frames is ask.UPPER else text), answer
 
 
 def _one(pair: Pair) -> Dialogue:
