@@ -1,8 +1,7 @@
 # ruff: noqa: E501  (one pattern per line reads better than wrapped ones)
 """How users ask for the tasks: patterns (`source.py`), with the places of the values in braces.
 
-Plain data. Does not know: the answers. Invariant: two tasks with different answers never share a wording, but for those
-whose values tell which is meant (counting up or down, sorting numbers or words).
+Plain data. Does not know: the answers. Invariant: a wording and its values leave one right answer.
 """
 
 from __future__ import annotations
@@ -179,11 +178,10 @@ JSON_LIST = (
 )
 
 SUM = (
-    "What is {a} {s} {b}?", "What is {a} {w} {b}?", "{a} {s} {b}", "{a}{s}{b}", "[Please ](Calculate|Compute|Solve|Work out) {a} (s|w) {b}.", "How much is {a} (s|w) {b}?", "{a} {w} {b}", "What's {a}{s}{b}?", "{a} {s} {b} =", "{a}{s}{b}=",
-    "(What|How much) (does|do|will) {a} {w} {b} (make|give|equal)?", "Tell me (what|how much) {a} (s|w) {b} is.", "(Can|Could) you[ please] (calculate|compute|solve|tell me) {a} {s} {b}?", "work out {a} {w} {b}", "What is the result of {a} (s|w) {b}?",
-    "What do you get (for|from) {a} (s|w) {b}?", "{a} {s} {b} is (what|how much)?", "{a} (s|w) {b}, please", "The result of {a} (s|w) {b}[, please]", "{a} {s} {b} = ?", "(I need|Give me) (the result of |){a} (s|w) {b}.", "{a} {w} {b} (is|makes|equals)",
+    "What is {a} {s} {b}?", "What is {a} {w} {b}?", "{a} {s} {b}", "{a}{s}{b}", "[Please ](Calculate|Compute|Solve|Work out) {a} ({s}|{w}) {b}.", "How much is {a} ({s}|{w}) {b}?", "{a} {w} {b}", "What's {a}{s}{b}?", "{a} {s} {b} =", "{a}{s}{b}=",
+    "(What|How much) (does|do|will) {a} {w} {b} (make|give|equal)?", "Tell me (what|how much) {a} ({s}|{w}) {b} is.", "(Can|Could) you[ please] (calculate|compute|solve|tell me) {a} {s} {b}?", "work out {a} {w} {b}", "What is the result of {a} ({s}|{w}) {b}?",
+    "What do you get (for|from) {a} ({s}|{w}) {b}?", "{a} {s} {b} is (what|how much)?", "{a} ({s}|{w}) {b}, please", "The result of {a} ({s}|{w}) {b}[, please]", "{a} {s} {b} = ?", "(I need|Give me) (the result of |){a} ({s}|{w}) {b}.", "{a} {w} {b} (is|makes|equals)",
 )  # fmt: skip
-SUM = tuple(pattern.replace("(s|w)", "({s}|{w})") for pattern in SUM)
 
 NEIGHBOUR = (
     "(What|Which|Which one|What one) (comes|is|stands|follows directly) {p} {i}?",
