@@ -22,6 +22,8 @@ from typing import cast
 import torch
 from demo_corpus.corpus import TEMPLATE, draw, segments
 from demo_corpus.source import Source
+from packed_attention import NAME as PACKED_ATTENTION
+from packed_attention import packed_mask
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -129,8 +131,7 @@ def encode(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> tuple[list[i
 
 def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
     """Summed cross-entropy of the learned tokens. A token sees the tokens before it in its own sample."""
-    same = batch.samples[:, :, None] == batch.samples[:, None, :]
-    mask = (same & torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril())[:, None]
+    mask = packed_mask(batch.samples)
     hidden = model.model(
         input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
     ).last_hidden_state
@@ -174,6 +175,7 @@ class Run:
         self.backend: Tokenizer = self.tokenizer.backend_tokenizer
         self.eos = [self.tokenizer.convert_tokens_to_ids(text) for text in (TURN_END, END_OF_TEXT)]
         self.model = new_model(len(self.tokenizer), self.eos, args)
+        self.model.set_attn_implementation(PACKED_ATTENTION)
         self.average = torch.optim.swa_utils.AveragedModel(
             self.model,
             multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(args.average_decay),  # type: ignore[no-untyped-call]
