@@ -24,7 +24,7 @@ from .inference_gate import InferenceGate
 from .journals.idempotency import IdempotentRequests
 from .journals.resumable_streams import ResumableStreams
 from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
-from .kserve.description_http import DescriptionEndpoints, HealthEndpoints
+from .kserve.description_http import DescriptionEndpoints, HealthEndpoints, MetadataEndpoints
 from .kserve.generate import GenerateEndpoints
 from .kserve.infer_http import InferEndpoint
 from .kserve.model_paths import DirectRoutes, serve
@@ -71,9 +71,13 @@ def create_http_app(
 def create_inference_app(
     gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[Router], options: ProtocolOptions
 ) -> Starlette:
-    """Inference alone, for a host in another process, which has everything else; arguments as of `create_http_app`."""
+    """Inference, and what is ready, for a host in another process, which has everything else; arguments as of
+    `create_http_app`."""
     gate.bodies.make_room_for(max_input_size_bytes)
     kserve = create_inference_router(max_input_size_bytes, gate, options, ResumableStreams())
+    HealthEndpoints(gate.server).add_to(kserve)
+    MetadataEndpoints(gate.server).add_to(kserve)
+    ProbeEndpoints(gate, None).add_to(kserve)
     return _application((kserve, *routers), gate)
 
 
@@ -129,6 +133,7 @@ def create_kserve_router(
     SettingsEndpoints(server, log or ServerLog()).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
+    MetadataEndpoints(server).add_to(router)
     RepositoryEndpoints(server, gate, max_input_size_bytes).add_to(router)
     StopEndpoint(server).add_to(router)
     ProbeEndpoints(gate, server.metrics_registry if options.http_metrics else None).add_to(router)

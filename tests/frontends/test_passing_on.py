@@ -1,4 +1,5 @@
-"""What a frontend process passes on to its host: the end of a host within a response is the end of the connection."""
+"""What a frontend process passes on to its host: the end of a host within a response is the end of the connection, and
+one that is away is a 503, or answered for."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from starlette.responses import PlainTextResponse
 
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import GuardedProtocol
@@ -16,17 +18,19 @@ from llmbackend.frontends.limits import HttpLimits
 from llmbackend.frontends.passing_on.host_http import HOST_IS_GONE, HostApplication
 
 Host = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-GET = b"GET /v2/models/stats HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+REST = b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+GET = b"GET /v2/models/stats"
 
 
-async def answer_of(path: Path, host: Host | None) -> bytes:
-    """What a client reads until its connection ends."""
+async def answer_of(path: Path, host: Host | None, request: bytes = GET) -> bytes:
+    """What a client reads until its connection ends. The frontend's own application says "here"."""
     serving = await asyncio.start_unix_server(host, path) if host is not None else None
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        endpoint = HttpEndpoint(HostApplication(path), bound, lambda: None)
+        served = HostApplication(path).behind(PlainTextResponse("here"))
+        endpoint = HttpEndpoint(served, bound, lambda: None)
         await endpoint.start(HttpLimits(), GuardedProtocol, 1 << 20)
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
-        writer.write(GET)
+        writer.write(request + REST)
         data = await asyncio.wait_for(reader.read(-1), 60)
         writer.close()
         await endpoint.stop(30)
@@ -56,3 +60,31 @@ def test_a_host_that_ends_within_a_response_ends_the_connection_without_an_error
 def test_a_host_that_is_not_there_is_a_503(tmp_path: Path) -> None:
     data = asyncio.run(answer_of(tmp_path / "host", None))
     assert data.startswith(b"HTTP/1.1 503") and HOST_IS_GONE.encode() in data
+
+
+async def ends_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+
+
+@pytest.mark.parametrize("host", [None, ends_at_once])
+@pytest.mark.parametrize(
+    ("request_line", "is_answered"),
+    [
+        (b"GET /v2", True),
+        (b"GET /v2/health/live", True),
+        (b"GET /v2/models/m", True),
+        (b"GET /v2/models/m/versions/2/ready", True),
+        (b"GET /v1/models/a/b", True),
+        (b"GET /v2/models/stats", False),
+        (b"GET /v2/models/m/stats", False),
+        (b"GET /v2/models/m/versions/2/config", False),
+        (b"POST /v2", False),
+        (b"GET /v1/responses/r", False),
+    ],
+)
+def test_what_any_host_could_say_is_answered_in_the_place_of_one_that_is_away(
+    tmp_path: Path, host: Host | None, request_line: bytes, is_answered: bool
+) -> None:
+    data = asyncio.run(answer_of(tmp_path / "host", host, request_line))
+    assert data.startswith(b"HTTP/1.1 200") and data.endswith(b"here") if is_answered else b"HTTP/1.1 503" in data

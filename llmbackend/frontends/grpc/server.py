@@ -26,7 +26,7 @@ from ..journals.resumable_streams import ResumableStreams
 from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
 from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-from .inference_rpcs import InferenceRpcs
+from .description_rpcs import DescriptionRpcs
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .poller import yield_to_event_loop
 from .rpc import Context
@@ -59,7 +59,7 @@ async def create_grpc_server(
     streams: ResumableStreams | None = None,
 ) -> tuple[grpc.aio.Server, int]:
     """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to. For
-    a host in another process it has the RPCs of inference alone.
+    a host in another process it has the RPCs of inference, and those that say what is ready.
 
     `options` are gRPC channel arguments, after those of `limits`; `gate` and `streams` are those of all frontends of
     `server`; `interceptors` see an RPC first; with `credentials` the port has TLS; `log` is the process's log, which
@@ -75,11 +75,11 @@ async def create_grpc_server(
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     yield_to_event_loop()
     gate, streams = gate or InferenceGate(server), streams or ResumableStreams()
-    servicer: InferenceRpcs
+    servicer: DescriptionRpcs
     if isinstance(server, InferenceServer):
         servicer = InferenceServicer(server, gate, limits.write_timeout_s, protocol, log, streams)
     else:
-        servicer = InferenceRpcs(server, gate, limits.write_timeout_s, protocol, None)
+        servicer = DescriptionRpcs(server, gate, limits.write_timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)

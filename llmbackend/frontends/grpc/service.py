@@ -14,15 +14,13 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
 
-from llmbackend.core.errors import invalid_argument, unavailable, unsupported
+from llmbackend.core.errors import invalid_argument, unsupported
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import TensorMetadata
 from llmbackend.core.server_log import ServerLog
 from llmbackend.core.shared_memory import MemoryKind
 
 from ..inference_gate import InferenceGate
 from ..journals.resumable_streams import ResumableStreams
-from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
     log_changes_from_proto,
     shown_log_settings,
@@ -32,11 +30,11 @@ from ..operations.settings import (
 )
 from ..protocol_options import ProtocolOptions
 from .codec import model_version
-from .inference_rpcs import InferenceRpcs
+from .description_rpcs import DescriptionRpcs
 from .rpc import Context, rpc
 
 
-class InferenceServicer(InferenceRpcs):
+class InferenceServicer(DescriptionRpcs):
     """Every RPC of inference.GRPCInferenceService that this server has."""
 
     def __init__(
@@ -50,43 +48,7 @@ class InferenceServicer(InferenceRpcs):
     ) -> None:
         super().__init__(server, gate, write_timeout_s, protocol, streams)
         self._server: InferenceServer = server
-        self._probes = ReadinessProbes(server)
         self._log = log or ServerLog()
-
-    @rpc
-    async def ServerLive(self, request: Any, context: Context) -> Any:
-        self._refuse_when_exiting()
-        return pb.ServerLiveResponse(live=self._server.is_live())
-
-    @rpc
-    async def ServerReady(self, request: Any, context: Context) -> Any:
-        self._refuse_when_exiting()
-        return pb.ServerReadyResponse(ready=await self._probes.server_is_ready())
-
-    def _refuse_when_exiting(self) -> None:
-        if self._server.is_exiting:
-            raise unavailable("Server exiting")
-
-    @rpc
-    async def ModelReady(self, request: Any, context: Context) -> Any:
-        version = model_version(request.version)
-        return pb.ModelReadyResponse(ready=await self._probes.model_is_ready(request.name, version))
-
-    @rpc
-    async def ServerMetadata(self, request: Any, context: Context) -> Any:
-        metadata = self._server.server_metadata()
-        return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
-
-    @rpc
-    async def ModelMetadata(self, request: Any, context: Context) -> Any:
-        metadata = self._server.model_metadata(request.name, model_version(request.version))
-        return pb.ModelMetadataResponse(
-            name=metadata.name,
-            versions=metadata.versions,
-            platform=metadata.platform,
-            inputs=map(_tensor_metadata, metadata.inputs),
-            outputs=map(_tensor_metadata, metadata.outputs),
-        )
 
     @rpc
     async def ModelConfig(self, request: Any, context: Context) -> Any:
@@ -175,10 +137,6 @@ class InferenceServicer(InferenceRpcs):
     async def CudaSharedMemoryUnregister(self, request: Any, context: Context) -> Any:
         self._server.shared_memory.unregister(MemoryKind.CUDA, request.name)
         return pb.CudaSharedMemoryUnregisterResponse()
-
-
-def _tensor_metadata(tensor: TensorMetadata) -> Any:
-    return pb.ModelMetadataResponse.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
 
 
 def _refuse_named_repository(request: Any) -> None:

@@ -16,6 +16,7 @@ from tritonclient.grpc.service_pb2 import ModelStatistics
 
 from llmbackend.core.config.model_config import config_to_json
 from llmbackend.core.errors import unavailable
+from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import TensorMetadata
 
@@ -42,7 +43,7 @@ _RESPONSE: Final = ("compute_infer", "compute_output", "success", "fail", "empty
 class HealthEndpoints:
     """Liveness and readiness: 200 or 400, without a body."""
 
-    def __init__(self, server: InferenceServer) -> None:
+    def __init__(self, server: Host) -> None:
         self._server = server
         self._probes = ReadinessProbes(server)
 
@@ -69,19 +70,16 @@ class HealthEndpoints:
         return plain(error_body("Model version not ready"), 400)
 
 
-class DescriptionEndpoints:
-    """Metadata, configuration and statistics of the server and its models."""
+class MetadataEndpoints:
+    """What the server and its models are."""
 
-    def __init__(self, server: InferenceServer) -> None:
+    def __init__(self, server: Host) -> None:
         self._server = server
 
     def add_to(self, router: Router) -> None:
         router.add_handler("/v2", self.server_metadata, methods=["GET"])
-        router.add_handler("/v2/models/stats", self.statistics, methods=["GET"])  # before {name}: Triton's order
         for path in MODEL_PATHS:
             router.add_handler(path, self.model_metadata, methods=["GET"])
-            router.add_handler(f"{path}/config", self.model_config, methods=["GET"])
-            router.add_handler(f"{path}/stats", self.model_statistics, methods=["GET"])
 
     async def server_metadata(self, request: Request) -> Response:
         metadata = self._server.server_metadata()
@@ -99,6 +97,19 @@ class DescriptionEndpoints:
                 "outputs": [_tensor_json(tensor) for tensor in metadata.outputs],
             }
         )
+
+
+class DescriptionEndpoints:
+    """Configuration and statistics. To be added before MetadataEndpoints: Triton's order."""
+
+    def __init__(self, server: InferenceServer) -> None:
+        self._server = server
+
+    def add_to(self, router: Router) -> None:
+        router.add_handler("/v2/models/stats", self.statistics, methods=["GET"])
+        for path in MODEL_PATHS:
+            router.add_handler(f"{path}/config", self.model_config, methods=["GET"])
+            router.add_handler(f"{path}/stats", self.model_statistics, methods=["GET"])
 
     async def model_config(self, request: Request) -> Response:
         return json_response(config_to_json(self._server.model_config(*model_of(request))))

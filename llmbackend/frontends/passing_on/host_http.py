@@ -2,8 +2,9 @@
 
 For: the frontend process. Does not know: paths, keys; the host decides about every request that it answers. Invariants:
 bodies go both ways as they come, and of each no more than a piece is held; a client that leaves ends its request at the
-host; a host that is gone is a 503, and within a response the end of the client's connection. Each request has a
-connection of its own: on a unix socket one costs less than a tenth of a millisecond, and none is ever found closed.
+host; a host that is gone is a 503, unless this process knows the answer, too, and within a response the end of the
+client's connection. Each request has a connection of its own: on a unix socket one costs less than a tenth of a
+millisecond, and none is ever found closed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from ..http.errors import refusing
 from ..http.forwarded_response import HOP_BY_HOP, ForwardedResponse
 from ..http.request_scope import PRESENCE, ClientPresence, headers_as_sent
 from .client_address import CLIENT_ADDRESS, address_header
-from .own_requests import is_own_request
+from .own_requests import is_known_request, is_own_request
 
 log = logging.getLogger(__name__)
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 HOST_IS_GONE: Final = "the server process behind this frontend can not be reached"
+_REFUSING: Final = refusing(503, HOST_IS_GONE)
 _PIECE_BYTES: Final = 64 << 10
 _NOT_PASSED_ON: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}
 
@@ -42,15 +44,22 @@ class HostApplication:
         self._websocket_path = websocket_path.encode()
 
     def behind(self, app: ASGIApp) -> ASGIApp:
-        """`app` for its own requests, the host's application for all others."""
+        """`app` for its own requests, the host's application for all others; `app` in the place of a host that is
+        away, for what it knows."""
 
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
-            answering = app if scope["type"] != "http" or is_own_request(scope) else self
-            await answering(scope, receive, send)
+            if scope["type"] != "http" or is_own_request(scope):
+                await app(scope, receive, send)
+            else:
+                await self._pass_on(scope, receive, send, app if is_known_request(scope) else _REFUSING)
 
         return dispatched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._pass_on(scope, receive, send, _REFUSING)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, in_its_place: ASGIApp) -> None:
+        """in_its_place: answers where the host is away"""
         response = ForwardedResponse(send, has_body=scope["method"] != "HEAD")
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
@@ -59,11 +68,12 @@ class HostApplication:
             presence: ClientPresence = scope[PRESENCE]
             if presence.is_lost:
                 return
-            log.warning("%s: %s", HOST_IS_GONE, error)
+            if in_its_place is _REFUSING or response.has_begun:
+                log.warning("%s: %s", HOST_IS_GONE, error)
             if response.has_begun:
                 await presence.disconnect()
                 return
-            await refusing(503, HOST_IS_GONE)(scope, receive, send)
+            await in_its_place(scope, receive, send)
 
     async def _exchange(
         self, scope: Scope, receive: Receive, response: ForwardedResponse, reader: StreamReader, writer: StreamWriter

@@ -2,7 +2,8 @@
 
 For: the frontend process, as its outermost interceptor. Does not know: what an RPC does or holds; the host decides
 about every one that it answers. Invariants: messages are not parsed; metadata, deadline, cancellation, status with its
-details and trailers are those of the one RPC on both sides; a host that is gone is UNAVAILABLE.
+details and trailers are those of the one RPC on both sides; a host that is gone is UNAVAILABLE, with the time to try
+again, unless this process knows the answer, too.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
+from ..errors import RETRY_AFTER_S
 from ..grpc.messages import UNPARSABLE
 from ..grpc.resumable import RESUMABLE, RESUME_FROM
-from .own_requests import MODEL_STREAM_INFER, is_own_rpc
+from .host_http import HOST_IS_GONE
+from .own_requests import MODEL_STREAM_INFER, is_known_rpc, is_own_rpc
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),
@@ -37,6 +40,9 @@ _KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
 _IN_THEIR_NAMES: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]
+InItsPlace = Callable[[], Awaitable[Any]]
+"""Finds this process's own handler."""
+_AGAIN: Final = (("retry-after", RETRY_AFTER_S),)
 
 
 class HostRpcs(grpc.aio.ServerInterceptor):
@@ -51,18 +57,22 @@ class HostRpcs(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if is_own_rpc(method):
             return await continuation(handler_call_details)
+        in_its_place = partial(continuation, handler_call_details) if is_known_rpc(method) else None
         # A stream in both directions is on the wire what every kind of RPC is.
-        return grpc.stream_stream_rpc_method_handler(partial(self._pass_on_one, method))
+        return grpc.stream_stream_rpc_method_handler(partial(self._pass_on_one, method, in_its_place))
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _pass_on_one(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
+    async def _pass_on_one(
+        self, method: str, in_its_place: InItsPlace | None, requests: AsyncIterator[bytes], context: Context
+    ) -> None:
         """An RPC with one request, which goes out in one piece: a host that refuses it before it has read it does not
         make the sending fail."""
         async for request in requests:
             start: Any = self._channel.unary_stream(method)
-            return await self._answer(partial(start, request), context)
+            here = None if in_its_place is None else partial(_answer_here, in_its_place, request, context)
+            return await self._answer(partial(start, request), context, here)
         await context.abort(grpc.StatusCode.INTERNAL, UNPARSABLE)
 
     async def pass_on(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
@@ -70,22 +80,47 @@ class HostRpcs(grpc.aio.ServerInterceptor):
         start: Any = self._channel.stream_stream(method)
         await self._answer(partial(start, requests), context)
 
-    async def _answer(self, start: Callable[..., Any], context: Context) -> None:
+    async def _answer(
+        self, start: Callable[..., Any], context: Context, here: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """here: answers in the place of a host that is gone"""
         metadata = [
             pair
             for pair in context.invocation_metadata() or ()
             if pair[0] not in _OF_THE_CHANNEL and not pair[0].startswith(("grpc-", ":"))
         ]
         call = start(timeout=context.time_remaining(), metadata=metadata)
+        has_begun = False
         try:
             await context.send_initial_metadata(await call.initial_metadata() or ())
             async for message in call:
+                has_begun = True
                 await context.write(message)
             context.set_trailing_metadata(await call.trailing_metadata() or ())
         except grpc.aio.AioRpcError as error:
-            await context.abort(error.code(), error.details() or "", error.trailing_metadata() or ())
+            if not self._is_gone(error):
+                await context.abort(error.code(), error.details() or "", error.trailing_metadata() or ())
+            elif here is None or has_begun:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, HOST_IS_GONE, _AGAIN)
+            else:
+                await here()
         finally:
             call.cancel()
+
+    def _is_gone(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether the host ended, rather than saying so itself."""
+        is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return error.code() is grpc.StatusCode.UNAVAILABLE and not is_connected
+
+
+async def _answer_here(find: InItsPlace, request: bytes, context: Context) -> None:
+    """An RPC with one request and one response, by this process's own handler, or the refusal of access control."""
+    handler = await find()
+    if handler.unary_unary is None:
+        await handler.stream_stream(None, context)
+        return
+    response = await handler.unary_unary(handler.request_deserializer(request), context)
+    await context.write(handler.response_serializer(response))
 
 
 class _KeptStreams(grpc.aio.ServerInterceptor):

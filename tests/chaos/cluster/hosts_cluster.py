@@ -42,31 +42,31 @@ BUSY_TIMEOUT_S = 30.0
 
 class HostsCluster:
     def __init__(self, machines: Sequence[Machine], engines: Engines, num_engines: int) -> None:
-        self._machines = machines
+        self.machines = machines
         self._engines = engines
         self._num_engines = num_engines
         self._healing: set[asyncio.Task[None]] = set()
 
     @property
     def addresses(self) -> list[Address]:
-        return [machine.address for machine in self._machines]
+        return [machine.address for machine in self.machines]
 
     async def until_whole(self) -> None:
-        for machine in self._machines:
+        for machine in self.machines:
             await until(lambda: machine.has_host, f"{machine.host.name} serves")  # noqa: B023
             await until(lambda: bool(machine.listening()), f"a frontend of {machine.name} listens")  # noqa: B023
         await until(lambda: len(self._engines.all) == self._num_engines, "all engines are wanted")
         for engine in self._engines.all.values():
             await until(lambda: engine.news.port > 0 and is_there(engine.news.pid), f"{engine.name} runs")  # noqa: B023
-        for machine in self._machines:
+        for machine in self.machines:
             await until_in_thread(machine.has_copies, f"the streams of {machine.host.name} are copied")
 
     async def strike(self, kind: Kind, rng: random.Random) -> Kill:
         if kind is Kind.CUT:
             return await self._cut(rng)
         if kind is Kind.HOST:
-            await until(lambda: sum(machine.has_host for machine in self._machines) > 1, "another host serves")
-            machine = rng.choice([machine for machine in self._machines if machine.has_host])
+            await until(lambda: sum(machine.has_host for machine in self.machines) > 1, "another host serves")
+            machine = rng.choice([machine for machine in self.machines if machine.has_host])
             machine.host.kill()
             return _now(kind, machine.host.name, Ends.PASSED_ON)
         if kind is Kind.FRONTEND:
@@ -79,7 +79,7 @@ class HostsCluster:
         return _killed(kind, engine.news.pid, engine.name)
 
     def _listening(self) -> list[int]:
-        return [pid for machine in self._machines for pid in machine.listening()]
+        return [pid for machine in self.machines for pid in machine.listening()]
 
     async def _cut(self, rng: random.Random) -> Kill:
         link, seconds = rng.choice(self._engines.link_names()), rng.uniform(*CUT_S)
@@ -97,7 +97,7 @@ class HostsCluster:
     async def still_busy(self) -> str:
         deadline_s = time.monotonic() + BUSY_TIMEOUT_S
         while True:
-            held = [f"{one.name}: {found}" for one in self._machines if (found := await asyncio.to_thread(one.held))]
+            held = [f"{one.name}: {found}" for one in self.machines if (found := await asyncio.to_thread(one.held))]
             if not held or time.monotonic() > deadline_s:
                 return "; ".join(held)
             await asyncio.sleep(0.2)
@@ -105,7 +105,7 @@ class HostsCluster:
     async def close(self) -> None:
         """Raises RuntimeError for a process that does not end in order."""
         await asyncio.gather(*self._healing)
-        codes = await asyncio.gather(*(machine.stop() for machine in self._machines))
+        codes = await asyncio.gather(*(machine.stop() for machine in self.machines))
         codes += await self._engines.close()
         await self._engines.links.close()
         if any(codes):
