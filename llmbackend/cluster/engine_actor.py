@@ -21,10 +21,11 @@ import msgspec
 import ray
 import ray.util
 
+from llmbackend.engine.process.engine_record import read_record
 from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
 from llmbackend.engine.rank_order import RankMeeting
 
-from .engine_keeper import EngineKeeper, Launch, read_record
+from .engine_keeper import EngineKeeper, Launch
 from .messages import EngineSpec, EngineState
 from .model_cache import Fetch
 from .model_files import LocalFiles, ModelFilesError, local_files

@@ -21,6 +21,7 @@ from typing import Final
 
 import msgspec
 
+from llmbackend.engine.process.engine_record import read_record
 from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
 from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
@@ -38,17 +39,6 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """Ray ends a worker's children with it: the engine is nobody's child."""
 _LASTED_S: Final = 60.0
 _END_TIMEOUT_S: Final = 15.0
-
-
-class EngineRecord(msgspec.Struct, frozen=True):
-    """pid    of the command that keeps the engine
-    start  of that process, as the system counts it: process ids are used again
-    news   the last that it said
-    """
-
-    pid: int
-    start: int
-    news: ServedEngineNews
 
 
 class Launch(msgspec.Struct, frozen=True):
@@ -118,7 +108,8 @@ class EngineKeeper:
         with launcher.stdin as commands, launcher.stdout as news:
             self._pid = int(news.readline())
             launcher.wait()
-            commands.write(msgspec.json.encode(launch.order) + b"\n")
+            order = msgspec.structs.replace(launch.order, record_file=str(self._record_file))
+            commands.write(msgspec.json.encode(order) + b"\n")
             commands.flush()
             self._wait_for_end(self._pid, news.fileno())
 
@@ -126,13 +117,13 @@ class EngineKeeper:
         error = ""
         with contextlib.suppress(ProcessLookupError):
             descriptor = os.pidfd_open(pid)
-            error = self._hear_until_end(pid, descriptor, news)
+            error = self._hear_until_end(descriptor, news)
             os.close(descriptor)
         self._record_file.unlink(missing_ok=True)
         self._pid = 0
         self._heard(ServedEngineNews(error=error or "the engine's process has ended"))
 
-    def _hear_until_end(self, pid: int, descriptor: int, news: int | None) -> str:
+    def _hear_until_end(self, descriptor: int, news: int | None) -> str:
         """Why it says that it ends, "" for nothing."""
         error, lines = "", b""
         poll = select.poll()
@@ -147,25 +138,15 @@ class EngineKeeper:
                     poll.unregister(news)
                 *complete, lines = (lines + data).split(b"\n")
                 for line in complete:
-                    error = self._hear(pid, line) or error
+                    error = self._hear(line) or error
             elif descriptor in ready:
                 return error
 
-    def _hear(self, pid: int, line: bytes) -> str:
+    def _hear(self, line: bytes) -> str:
         said = msgspec.json.decode(line, type=ServedEngineNews)
         if not said.error:
-            _write_record(self._record_file, EngineRecord(pid, _start_of(pid), said))
             self._heard(said)
         return said.error
-
-
-def read_record(file: Path) -> EngineRecord | None:
-    """Of an engine that still runs."""
-    try:
-        record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return record if _start_of(record.pid) == record.start else None
 
 
 def end_engines(folder: Path) -> None:
@@ -182,21 +163,6 @@ def end_engines(folder: Path) -> None:
             os.close(descriptor)
     for file in files:
         file.unlink(missing_ok=True)
-
-
-def _write_record(file: Path, record: EngineRecord) -> None:
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    written = file.with_suffix(".new")
-    written.write_bytes(msgspec.json.encode(record))
-    written.replace(file)
-
-
-def _start_of(pid: int) -> int:
-    """When a process was started, in the system's ticks; 0 = there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
 
 
 def _signal(pid: int, number: int) -> None:

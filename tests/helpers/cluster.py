@@ -15,9 +15,9 @@ from typing import IO
 
 import msgspec
 
-from llmbackend.cluster.engine_keeper import EngineRecord
 from llmbackend.cluster.model_cache import DIRECTORY
 from llmbackend.cluster.ray_node import NodeRecord
+from llmbackend.engine.process.engine_record import EngineRecord
 from tests.helpers.server_process import ServerProcess, start_server
 from tests.helpers.waiting import eventually
 

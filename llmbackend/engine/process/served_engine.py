@@ -20,6 +20,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -32,6 +34,7 @@ from llmbackend.fork_server.client import ForkedProcess
 from ..errors import EngineDeadError
 from ..infer_request import EngineStarted, EngineStats, StepResult
 from ..load_progress import LoadProgress
+from .engine_record import write_record
 from .served_order import (
     KeptState,
     ServedEngineCommand,
@@ -230,7 +233,13 @@ def listen(order: ServedEngineOrder) -> socket.socket:
     return listener
 
 
-def _tell(news: ServedEngineNews) -> None:
+def _tell(news: ServedEngineNews, record_file: str = "") -> None:
+    """Of a process that was started, the record comes first: who hears of it finds it there."""
+    if record_file:
+        try:
+            write_record(Path(record_file), news)
+        except OSError as error:
+            logger.error("the engine's record cannot be written: %s", error)
     with contextlib.suppress(OSError):  # nobody reads it any more
         os.write(1, _encode_json(news) + b"\n")
 
@@ -254,11 +263,13 @@ def main() -> int:
         _tell(ServedEngineNews(error=str(error)))
         return 2
     with listener:
-        keeper = Keeper(order, listener, _tell)
+        keeper = Keeper(order, listener, partial(_tell, record_file=order.record_file))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: keeper.stop())
         threading.Thread(target=_read_commands, args=(keeper,), name="parent", daemon=True).start()
         keeper.run()
+    if order.record_file:
+        Path(order.record_file).unlink(missing_ok=True)
     return 0
 
 

@@ -32,6 +32,7 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     orphan_timeout_s     then: how long without any host until it ends
     meeting              where the other ranks of a split model come, which others start; None = they are forked
     runners              name of a module like engine/runners.py
+    record_file          where the command keeps its EngineRecord as long as it runs; "" = nowhere
     """
 
     config: EngineConfig
@@ -46,6 +47,7 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     meeting: RankMeeting | None = None
     paths: dict[str, str] = {}
     runners: str = "llmbackend.engine.runners"
+    record_file: str = ""
 
     def __post_init__(self) -> None:
         for name in ("heartbeat_timeout_s", "orphan_timeout_s"):

@@ -100,7 +100,7 @@ def _pids(machine: RayMachine, kind: Kind, is_keeper: bool) -> list[int]:
         case Kind.FRONTEND:
             return machine.listening()
         case _:
-            return [one.keeper if is_keeper else one.engine for one in machine.engines()]
+            return [engine.pid if is_keeper else engine.news.pid for engine in machine.engines()]
 
 
 @contextlib.asynccontextmanager

@@ -11,30 +11,19 @@ import socket
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
-import psutil
-
+from llmbackend.engine.process.engine_record import EngineRecord
 from llmbackend.server.stream_peers import STREAMS_COPIED
 from tests.helpers.cluster import engines_of, head_of, processes_of, start_machine
 from tests.helpers.server_process import ServerProcess, stop_server
 
 from .machine import what_is_held
-from .processes import children_of, is_listening
+from .processes import children_of, is_listening, is_there
 from .returning import Address
 
 NODE, HEAD, ACTOR = "raylet/raylet", "gcs/gcs_server", "ray::EngineActor"
 AGENT, HOST = "llmbackend.cluster.agent", "llmbackend.cluster.host_process"
 _FRONTEND = "llmbackend.server.frontend_process"
-_FORK_SERVER = "llmbackend_fork_server"
-"""An engine is its fork."""
-
-
-class RunningEngine(NamedTuple):
-    """Process ids."""
-
-    keeper: int
-    engine: int
 
 
 class RayMachine:
@@ -62,13 +51,11 @@ class RayMachine:
         """The address at which others join."""
         return head_of(self._folder)
 
-    def engines(self) -> list[RunningEngine]:
-        """Their records tell the keepers, but not each later process of an engine whose actor has died."""
-        found: list[RunningEngine] = []
+    def engines(self) -> list[EngineRecord]:
+        """Those that run."""
         with contextlib.suppress(FileNotFoundError):  # one that ends just now
-            for record in engines_of(self._folder):
-                found += _engines_of_keeper(record.pid)
-        return found
+            return [one for one in engines_of(self._folder) if is_there(one.pid) and is_there(one.news.pid)]
+        return []
 
     def of_ray(self, mark: str) -> list[int]:
         """Ids of processes that belong to this machine's Ray node."""
@@ -109,13 +96,6 @@ class RayMachine:
         with urllib.request.urlopen(f"http://{self._server.metrics}/metrics", timeout=30) as answer:
             text: str = answer.read().decode()
         return text
-
-
-def _engines_of_keeper(pid: int) -> list[RunningEngine]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        forks = children_of(pid, _FORK_SERVER)[1:]  # behind the fork server itself
-        return [RunningEngine(pid, fork.pid) for fork in forks]
-    return []
 
 
 def _free_port() -> int:
