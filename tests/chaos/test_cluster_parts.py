@@ -202,6 +202,14 @@ def test_the_pause_of_a_kill(times_s: list[float], expected_s: float | None) -> 
     assert found is None if expected_s is None else found is not None and found.seconds == pytest.approx(expected_s)
 
 
+def test_a_pause_says_when_connections_were_lost_within_it() -> None:
+    at_s = kill().begin_s
+    streams = [("a", [at_s - 1, at_s - 0.1, at_s + 0.9]), ("b", [at_s - 1, at_s + 0.1])]
+    found = longest_pause(kill(), streams, {"a": [at_s + 0.3, at_s + 0.1, at_s - 0.5, at_s + 5], "b": [at_s]})
+    assert found is not None and found.lost_s == pytest.approx((0.1, 0.3))
+    assert str(found).endswith(": no connection at 0.10, 0.30 s, and 0.60 s to the next piece")
+
+
 def test_pauses_beyond_the_limit_are_a_problem() -> None:
     slow = ReturnedRun(SPEC, Outcome("abc"), times_s=[9.0, 9.9, 11.1, 12.0])
     assert any("the pause of 99 %" in problem for problem in row_of(slow, (), kill()).problems)

@@ -56,6 +56,11 @@ def is_steady(spec: StreamSpec) -> bool:
     return spec.streams and spec.protocol in STEADY
 
 
+def _name(spec: StreamSpec) -> str:
+    """For people."""
+    return f"{spec.protocol} stream {spec.index}"
+
+
 @dataclass
 class ClusterStage:
     cluster: Cluster
@@ -77,8 +82,11 @@ class ClusterStage:
             assert isinstance(run, ReturnedRun)
             self._judge_one(row, run)
             if is_steady(run.spec):
-                streamed.append((f"{run.spec.protocol} stream {run.spec.index}", run.times_s))
-        pauses = [longest_pause(kill, streamed) for kill in row.kills]
+                streamed.append((_name(run.spec), run.times_s))
+        lost: dict[str, list[float]] = {}
+        for one in self.clients.breaks:
+            lost.setdefault(_name(one.spec), []).append(one.ended_s)
+        pauses = [longest_pause(kill, streamed, lost) for kill in row.kills]
         row.pauses = sorted(pause for pause in pauses if pause is not None)
         self._judge_breaks(row)
         if row.limit_s is not None and row.pauses:
