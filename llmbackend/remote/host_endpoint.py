@@ -7,41 +7,28 @@ cancelled; work in proportion to a request's size does not hold up the requests 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
-import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Final, cast
+from typing import Final
 
 import msgspec
-import zmq
 
 from llmbackend import __version__
-from llmbackend.cluster_secrets import ClientCheck
 from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.core.wakeups import responses_together
 
 from .attached_frontend import MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest
+from .endpoints import new_host_socket
 from .host_states import ANNOUNCED_WITHIN_S, HostStates
 from .requests import unpacked_request
-from .sockets import (
-    HEARTBEAT_TIMEOUT_S,
-    CurveKeys,
-    Monitor,
-    check_endpoint,
-    descriptor,
-    is_readable,
-    new_socket,
-    receive,
-)
+from .sockets import CurveKeys, Sender
 from .tensors import Frame
 from .wire import (
     PROTOCOL,
@@ -74,7 +61,6 @@ _BEAT_S: Final = 1.0
 _PROBES_S: Final = 0.1
 """How often frontends are looked for while one of them is missing."""
 _PROBED_FOR_S: Final = 2.0
-_MESSAGES_AT_ONCE: Final = 64
 _BEAT: Final = encode(Beat())
 
 
@@ -88,21 +74,20 @@ class HostEndpoint:
         *,
         host_id: str = "host",
         keys: CurveKeys | None = None,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s: float | None = None,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
         release: str = __version__,
     ) -> None:
-        """max_unread_bytes: of one frontend. Raises ValueError for an endpoint that cannot be used."""
-        check_endpoint(endpoint, keys)
-        self.endpoint = endpoint
+        """heartbeat_timeout_s: after which a silent frontend is gone; None = that of the endpoint's kind
+        max_unread_bytes: of one frontend
+
+        Raises ValueError for an endpoint that cannot be used.
+        """
+        self._socket = new_host_socket(endpoint, keys, heartbeat_timeout_s)
         self._server = server
-        self._keys = keys
-        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._max_unread_bytes = max_unread_bytes
         self._release = release
-        self._lock = threading.Lock()
-        """Of the socket."""
-        self._frontends: dict[bytes, AttachedFrontend] = {}
+        self._frontends: dict[Sender, AttachedFrontend] = {}
         self._on_call: CallHandler | None = None
         self._on_peers: Callable[[Sequence[Peer] | None], None] = lambda peers: None
         self._peers: Sequence[Peer] | None = None
@@ -113,22 +98,14 @@ class HostEndpoint:
         self._large = ThreadPoolExecutor(2, thread_name_prefix="remote-large")
         self._thread = threading.Thread(target=self._run, name="remote-host", daemon=True)
 
+    @property
+    def endpoint(self) -> str:
+        """Where it serves; from `start` on with its port."""
+        return self._socket.endpoint
+
     def start(self) -> None:
         """Raises OSError when the endpoint cannot be bound."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._check = None if self._keys is None else ClientCheck(self._context, self._keys.public)
-        self._socket = new_socket(self._context, zmq.ROUTER, self._keys, self._heartbeat_timeout_s)
-        self._monitor = Monitor(self._socket)
-        try:
-            self._socket.bind(self.endpoint)
-        except zmq.ZMQError as error:
-            self._close_socket()
-            raise OSError(error.errno, f"cannot listen on {self.endpoint}: {error.strerror}") from None
-        self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
-        for fd in (descriptor(self._socket), self._monitor.fd, self._wake_fd):
-            self._poll.register(fd, select.POLLIN)
+        self._socket.bind()
         self._thread.start()
         self._states.start()
 
@@ -158,19 +135,11 @@ class HostEndpoint:
     def close(self) -> None:
         """Ends all links, and so the requests that are open. Any thread but those of callbacks."""
         self._is_closing = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._socket.wake()
         self._thread.join()
         self._states.close()
         self._large.shutdown()
-        self._close_socket()
-        os.close(self._wake_fd)
-
-    def _close_socket(self) -> None:
-        self._monitor.close()
         self._socket.close()
-        if self._check is not None:
-            self._check.close()
-        self._context.term()
 
     # --- the thread that reads --------------------------------------------------------------------------------------
 
@@ -179,10 +148,8 @@ class HostEndpoint:
         while not self._is_closing:
             if not self._read_messages():
                 is_probing = time.monotonic() < self._probe_until_s
-                self._poll.poll((_PROBES_S if is_probing else _BEAT_S) * 1e3)
-            with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(self._wake_fd)
-            if zmq.Event.DISCONNECTED in self._monitor.read():
+                self._socket.wait(_PROBES_S if is_probing else _BEAT_S)
+            if self._socket.has_lost():
                 self._probe_until_s = time.monotonic() + _PROBED_FOR_S  # the socket may still know the one that is gone
             now_s = time.monotonic()
             if now_s >= beat_at_s or now_s < self._probe_until_s:
@@ -195,22 +162,19 @@ class HostEndpoint:
 
     def _read_messages(self) -> bool:
         """Whether there may be more."""
-        messages: list[list[memoryview]] = []
-        with self._lock:
-            while len(messages) < _MESSAGES_AT_ONCE and (message := receive(self._socket)) is not None:
-                messages.append(message)
+        messages = self._socket.receive()
         with responses_together():
-            for sender, header, *frames in messages:
+            for sender, (header, *frames) in messages:
                 try:
-                    self._handle(bytes(sender), header, frames)
+                    self._handle(sender, header, frames)
                 except msgspec.DecodeError as error:
                     log.error("a frontend sent a message that cannot be read: %s", error)
-                    self._refuse(bytes(sender), f"a message cannot be read: {error}")
+                    self._refuse(sender, f"a message cannot be read: {error}")
                 except Exception:
                     log.exception("a message of a frontend cannot be handled")
-        return len(messages) == _MESSAGES_AT_ONCE
+        return bool(messages)
 
-    def _handle(self, sender: bytes, header: memoryview, frames: list[memoryview]) -> None:
+    def _handle(self, sender: Sender, header: memoryview, frames: list[memoryview]) -> None:
         message = decode_to_host(header)
         if isinstance(message, Hello):
             self._attach(sender, message)
@@ -239,7 +203,7 @@ class HostEndpoint:
             frontend.read_state = message.number
             self._states.read()
 
-    def _attach(self, sender: bytes, hello: Hello) -> None:
+    def _attach(self, sender: Sender, hello: Hello) -> None:
         if (hello.protocol, hello.release) != (PROTOCOL, self._release):
             self._refuse(
                 sender,
@@ -247,39 +211,27 @@ class HostEndpoint:
                 f"release {self._release} (protocol {PROTOCOL}): both must be equal",
             )
             return
-        send = partial(self._send, sender)
+        send = partial(self._socket.send, sender)
         self._frontends[sender] = AttachedFrontend(hello.name, hello.families, send, self._max_unread_bytes)
         self._states.ask()
 
-    def _called(self, sender: bytes, call: Call) -> None:
+    def _called(self, sender: Sender, call: Call) -> None:
         if self._on_call is None or call.release != self._release:
             why = f"this host has release {self._release}" if self._on_call is not None else "it takes no calls"
             refusal = unavailable(f"host '{call.host_id}' with release {call.release} is refused: {why}")
-            self._send(sender, [encode(CallResult(call.number, error=WireError.of(refusal)))])
+            self._socket.send(sender, [encode(CallResult(call.number, error=WireError.of(refusal)))])
             return
-        self._on_call(call, lambda result: self._send(sender, [encode(result)]))
+        self._on_call(call, lambda result: self._socket.send(sender, [encode(result)]))
 
-    def _left(self, sender: bytes) -> None:
+    def _left(self, sender: Sender) -> None:
         if (frontend := self._frontends.pop(sender, None)) is not None:
             log.info("frontend '%s' has left, with %d open requests", frontend.name, len(frontend.requests))
             frontend.lost()
             self._states.read()
 
-    def _refuse(self, sender: bytes, reason: str) -> None:
+    def _refuse(self, sender: Sender, reason: str) -> None:
         log.error("a frontend is refused: %s", reason)
-        self._send(sender, [encode(Refused(reason, self._release))])
-
-    def _send(self, to: bytes, message: list[Frame]) -> bool:
-        """Any thread; False when there is nobody any more."""
-        with self._lock:
-            try:
-                self._socket.send_multipart([to, *message], zmq.NOBLOCK, copy=len(message) == 1)
-            except zmq.ZMQError:  # EHOSTUNREACH
-                os.eventfd_write(self._wake_fd, 1)
-                return False
-            if is_readable(self._socket):  # sending may take the sign that there is something to read
-                os.eventfd_write(self._wake_fd, 1)
-        return True
+        self._socket.send(sender, [encode(Refused(reason, self._release))])
 
     def _leave_lost(self) -> None:
         if not any(frontend.is_lost for frontend in self._frontends.values()):

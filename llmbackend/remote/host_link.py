@@ -1,34 +1,23 @@
 """HostLink: a frontend's connection to one host.
 
-For: RemoteServer. Does not know: requests, other hosts. Invariants: it is used on one event loop; every connection is a
-socket of its own, so that nothing of an earlier one is sent or heard after it has ended; while it is not connected it
-tries again, for ever; the loop is not held for long by one host that says much.
+For: RemoteServer. Does not know: requests, other hosts, kinds of sockets. Invariants: it is used on one event loop;
+nothing of an earlier connection is sent or heard after it has ended; while it is not connected it tries again, for
+ever; the loop is not held for long by one host that says much.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
-import os
 from typing import Final, Protocol
 
 import msgspec
-import zmq
 
 from llmbackend.core.outputs import OutputLayout, layout_of
 
+from .endpoints import check_endpoint, new_connection
 from .known_host import KnownHost
-from .sockets import (
-    HEARTBEAT_TIMEOUT_S,
-    CurveKeys,
-    Monitor,
-    check_endpoint,
-    descriptor,
-    is_readable,
-    new_socket,
-    receive,
-)
+from .sockets import Connection, ConnectionOwner, CurveKeys
 from .tensors import Frame
 from .wire import (
     Hello,
@@ -50,11 +39,6 @@ _AGAIN_S: Final = 0.05
 GOODBYE_S: Final = 0.2
 _LEAVE: Final = encode(Leave())
 _AGAIN_AFTER_REFUSAL_S: Final = 2.0
-_FAILURES: Final = {
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "the host does not take this frontend's key",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the host does not speak the links' encryption, or has another key",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before it was encrypted: another key, or none",
-}
 
 
 class LinkOwner(Protocol):
@@ -78,9 +62,10 @@ class HostLink:
         owner: LinkOwner,
         hello: Hello,
         keys: CurveKeys | None = None,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s: float | None = None,
     ) -> None:
-        """Raises ValueError for an endpoint that cannot be used."""
+        """heartbeat_timeout_s: None = that of the endpoint's kind. Raises ValueError for an endpoint that cannot be
+        used."""
         check_endpoint(endpoint, keys)
         self.endpoint = endpoint
         self.host: KnownHost | None = None
@@ -92,9 +77,7 @@ class HostLink:
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._monitor: Monitor | None = None
+        self._connection: Connection | None = None
         self._again: asyncio.TimerHandle | None = None
         self._num_read_bytes = 0
         self._num_reported_bytes = 0
@@ -102,39 +85,31 @@ class HostLink:
     def open(self) -> None:
         """Begins to connect."""
         self._again = None
-        socket = new_socket(self._context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
-        socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
-        self._socket, self._monitor = socket, Monitor(socket)
         self._num_read_bytes = self._num_reported_bytes = 0
         self.layouts = []
-        self._loop.add_reader(descriptor(socket), self._read)
-        self._loop.add_reader(self._monitor.fd, self._look)
-        socket.connect(self.endpoint)
-        socket.send(self._hello)
-        self._loop.call_soon(self._read)  # a descriptor is silent until its socket was asked
-        self._loop.call_soon(self._look)
+        owner = ConnectionOwner(self._read, self._failed, self._ended)
+        self._connection = new_connection(self.endpoint, self._keys, self._heartbeat_timeout_s, owner)
+        self._connection.open()
+        self._connection.send([self._hello])
 
     def close(self) -> None:
         """Waits for GOODBYE_S at most, for a host that reads no more."""
         if self._again is not None:
             self._again.cancel()
-        if self._socket is not None and self.host is not None:
-            self._socket.linger = math.ceil(GOODBYE_S * 1e3)
-            self._socket.send(_LEAVE, zmq.NOBLOCK)
-        self._disconnect()
-        self._context.term()
+        if self.host is None:
+            self._disconnect()
+        else:
+            self.send([_LEAVE])
+            self._disconnect(GOODBYE_S)
 
     def send(self, message: list[Frame]) -> None:
         """To the host, if it is attached; else the caller hears of `link_lost`, or has."""
-        if self._socket is None:
-            return
-        self._socket.send_multipart(message, zmq.NOBLOCK, copy=len(message) == 1)
-        if is_readable(self._socket):  # sending may take the sign that there is something to read
-            self._loop.call_soon(self._read)
+        if self._connection is not None:
+            self._connection.send(message)
 
     def _read(self) -> None:
         for _ in range(_MESSAGES_AT_ONCE):
-            if self._socket is None or (message := receive(self._socket)) is None:
+            if self._connection is None or (message := self._connection.receive()) is None:
                 return
             header, *frames = message
             try:
@@ -165,15 +140,11 @@ class HostLink:
             self._num_reported_bytes = self._num_read_bytes
             self.send([encode(Received(self._num_read_bytes))])
 
-    def _look(self) -> None:
-        if self._monitor is None:
-            return
-        for event in self._monitor.read():
-            if event in _FAILURES:
-                self.fault = f"{self.endpoint}: {_FAILURES[event]}"
-            elif event == zmq.Event.DISCONNECTED:
-                self._lose("" if self.host is not None else self.fault)
-                return
+    def _failed(self, fault: str) -> None:
+        self.fault = fault
+
+    def _ended(self) -> None:
+        self._lose("" if self.host is not None else self.fault)
 
     def _lose(self, fault: str, again_s: float = _AGAIN_S) -> None:
         """Ends the connection, and begins the next one after a while."""
@@ -185,12 +156,8 @@ class HostLink:
             log.warning("%s", self.fault)
             self._owner.link_lost(self)
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, linger_s: float = 0.0) -> None:
         self.host = None
-        socket, monitor, self._socket, self._monitor = self._socket, self._monitor, None, None
-        if socket is None or monitor is None:
-            return
-        self._loop.remove_reader(descriptor(socket))
-        self._loop.remove_reader(monitor.fd)
-        monitor.close()
-        socket.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close(linger_s)

@@ -23,8 +23,9 @@ from llmbackend import __version__
 from llmbackend.core.errors import TritonError, internal, unavailable
 
 from .host_endpoint import HostEndpoint
-from .sockets import HEARTBEAT_TIMEOUT_S, CurveKeys, new_socket
+from .sockets import CurveKeys
 from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
+from .zmq_sockets import HEARTBEAT_TIMEOUT_S, new_socket
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -43,7 +44,7 @@ class PeerCalls:
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         release: str = __version__,
     ) -> None:
-        """endpoint: of this host, started; its peers are called. To be made on the event loop."""
+        """endpoint: of this host, over a network, started; its peers are called. To be made on the event loop."""
         self._host_id = host_id
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s

@@ -38,7 +38,7 @@ from .known_host import KnownHost
 from .open_request import OpenRequest
 from .remote_tracing import RemoteTracing, begun
 from .requests import packed_request
-from .sockets import HEARTBEAT_TIMEOUT_S, CurveKeys
+from .sockets import CurveKeys
 from .tensors import Frame
 from .wire import PROTOCOL, Cancel, Decision, Hello, Responses, Traced, encode
 
@@ -66,12 +66,13 @@ class RemoteServer:
         keys: CurveKeys | None = None,
         metric_families: Iterable[str] = (),
         wait_for_host_s: float = WAIT_FOR_HOST_S,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s: float | None = None,
         release: str = __version__,
     ) -> None:
         """endpoints: of HostEndpoints, in order of preference; hosts tell of others
         name: of this frontend, for people
         metric_families: those that `metric_samples` will be asked for
+        heartbeat_timeout_s: after which a silent host is gone; None = that of its endpoint's kind
 
         Raises ValueError for an endpoint that cannot be used.
         """

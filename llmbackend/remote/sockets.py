@@ -1,27 +1,21 @@
-"""ZeroMQ sockets of links: their settings, their encryption, and what their monitors tell.
+"""The two ends of a link as their users see them, whichever kind of socket they are.
 
-For: both ends of a link. Does not know: messages. Invariants: a socket never blocks and never keeps a process from
-ending; over TCP nothing is sent unless both ends have the cluster's key.
+For: HostEndpoint and HostLink; endpoints.py chooses the kind. Does not know: what messages say. Invariants: neither end
+blocks, but to say goodbye, or keeps a process from ending; messages arrive whole and in order; an end whose peer has
+gone, or is silent for long, finds out.
 """
 
 from __future__ import annotations
 
-import math
-from typing import Final, NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
+from .tensors import Frame
 
-HEARTBEAT_TIMEOUT_S: Final = 5.0
-"""Silence after which an end counts as gone."""
-_POLLIN: Final = int(zmq.POLLIN)
-_EVENTS: Final = (
-    zmq.Event.HANDSHAKE_SUCCEEDED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.DISCONNECTED
-)
+Sender = bytes
+"""A frontend's connection, as its host knows it."""
+Parts = list[memoryview]
+"""A message as it arrives: its header and its frames, in memory that nothing else uses."""
 
 
 class CurveKeys(NamedTuple):
@@ -31,73 +25,69 @@ class CurveKeys(NamedTuple):
     secret: bytes
 
 
-def new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: CurveKeys | None, heartbeat_timeout_s: float
-) -> zmq.Socket[bytes]:
-    """A ROUTER (the host's end) or a DEALER (a frontend's), neither bound nor connected."""
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.set_hwm(0)  # what waits is counted in bytes, by the ends of the link
-    timeout_ms = math.ceil(heartbeat_timeout_s * 1e3)
-    socket.heartbeat_ivl = max(timeout_ms // 3, 1)
-    socket.heartbeat_timeout = timeout_ms
-    socket.heartbeat_ttl = timeout_ms
-    if kind == zmq.ROUTER:
-        socket.router_mandatory = True
-    if keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = keys
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = keys.public
-    return socket
+class HostSocket(Protocol):
+    """A host's end: any number of frontends. `wake` and `send` may be called by any thread, the others by one.
 
+    endpoint: where it listens, once it is bound
+    """
 
-def check_endpoint(endpoint: str, keys: CurveKeys | None) -> None:
-    """Raises ValueError for an endpoint that cannot be used, or not safely."""
-    if endpoint.startswith("tcp://"):
-        if keys is None:
-            raise ValueError(f"endpoint '{endpoint}' needs the cluster's key: a network link is never in plain text")
-    elif not endpoint.startswith("ipc://"):
-        raise ValueError(
-            f"endpoint '{endpoint}' is of no kind that a link can use, expected ipc://PATH or tcp://HOST:PORT"
-        )
+    endpoint: str
 
+    def bind(self) -> None:
+        """Raises OSError when the endpoint can not be had; then there is nothing to close."""
+        ...
 
-def descriptor(socket: zmq.Socket[bytes]) -> int:
-    """Readable when it is time to ask `is_readable` again; it may stay silent until that is asked."""
-    return cast(int, socket.getsockopt(zmq.FD))
+    def wait(self, timeout_s: float) -> None:
+        """Until there may be something to receive, something was lost, or `wake`. Only after `receive` gave nothing."""
+        ...
 
+    def wake(self) -> None: ...
 
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+    def receive(self) -> list[tuple[Sender, Parts]]:
+        """Some of what has come; nothing when there is nothing."""
+        ...
 
+    def send(self, to: Sender, message: list[Frame]) -> bool:
+        """False when there is nobody any more."""
+        ...
 
-class Monitor:
-    """What happens to a socket's connections."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._watched = socket
-        self._events = socket.get_monitor_socket(_EVENTS)
-
-    @property
-    def fd(self) -> int:
-        return descriptor(self._events)
-
-    def read(self) -> list[zmq.Event]:
-        found = []
-        while is_readable(self._events):
-            found.append(zmq.Event(recv_monitor_message(self._events)["event"]))
-        return found
+    def has_lost(self) -> bool:
+        """Whether connections have ended since this was asked last. `send` knows which, within two seconds."""
+        ...
 
     def close(self) -> None:
-        """Before the socket is closed."""
-        self._watched.disable_monitor()
-        self._events.close()
+        """Ends all connections."""
+        ...
 
 
-def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
-    """The parts of the next message; None when there is none."""
-    if not is_readable(socket):
-        return None
-    return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+class ConnectionOwner(NamedTuple):
+    """What a connection calls, on its event loop.
+
+    on_readable: there may be something to receive
+    on_fault: it does not come about, and why; it goes on trying
+    on_end: it has ended, or has not come about; only `close` remains
+    """
+
+    on_readable: Callable[[], None]
+    on_fault: Callable[[str], None]
+    on_end: Callable[[], None]
+
+
+class Connection(Protocol):
+    """A frontend's end of one connection, used on one event loop."""
+
+    def open(self) -> None:
+        """Begins to connect. What is sent meanwhile is sent then, or lost with the connection."""
+        ...
+
+    def receive(self) -> Parts | None:
+        """The next message; None when there is none."""
+        ...
+
+    def send(self, message: list[Frame]) -> None:
+        """After the connection's end: does nothing."""
+        ...
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Blocks for `linger_s` at most, while something waits to be sent. Idempotent."""
+        ...

@@ -1,4 +1,7 @@
-"""A frontend in a process of its own, with one open request: `python -m tests.remote.frontend_process ENDPOINT ID`."""
+"""A frontend in a process of its own, with one open request.
+
+`python -m tests.remote.frontend_process ENDPOINT ID [PUBLIC_KEY SECRET_KEY]`
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,15 @@ import sys
 from llmbackend.core.messages import InferenceRequest
 from llmbackend.core.tensors import Tensor
 from llmbackend.remote.remote_server import RemoteServer
+from llmbackend.remote.sockets import CurveKeys
 
 
 async def main() -> None:
-    server = RemoteServer([sys.argv[1]])
+    endpoint, id, *keys = sys.argv[1:]
+    server = RemoteServer([endpoint], keys=CurveKeys(*(key.encode() for key in keys)) if keys else None)
     await server.start(30)
     text = Tensor.text("text_input", "n=9 sleep=60000")
-    server.infer_async(InferenceRequest("llm", id=sys.argv[2], inputs=(text,)), lambda response, flags: None)
+    server.infer_async(InferenceRequest("llm", id=id, inputs=(text,)), lambda response, flags: None)
     loaded = [name for name in sys.modules if name.split(".")[0] == "torch"]
     loaded += [name for name in sys.modules if name.startswith(("llmbackend.adapter", "llmbackend.engine"))]
     print("open", loaded, flush=True)

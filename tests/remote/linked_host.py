@@ -20,8 +20,9 @@ WAIT_S = 30.0
 
 @contextlib.asynccontextmanager
 async def served(host: InferenceServer, folder: Path, **options: Any) -> AsyncIterator[HostEndpoint]:
-    """An endpoint of `host` on a socket in `folder`."""
-    endpoint = HostEndpoint(host, f"ipc://{folder}/host", **options)
+    """An endpoint of `host` on a socket in `folder`; with `keys` on the loopback, as over a network."""
+    where = f"ipc://{folder}/host" if options.get("keys") is None else "tcp://127.0.0.1:0"
+    endpoint = HostEndpoint(host, where, **options)
     endpoint.start()
     try:
         yield endpoint

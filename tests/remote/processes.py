@@ -1,4 +1,4 @@
-"""Hosts in processes of their own, and a relay that can stop forwarding between a frontend and a host."""
+"""Hosts in processes of their own, and relays that can stop forwarding between a frontend and a host."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def hosts(repository: Path, *endpoints: str) -> Iterator[list[HostProcess]]:
 
 
 class Relay:
-    """Forwards between unix sockets; after `cut` it forwards nothing, and closes nothing."""
+    """Forwards between sockets; after `cut` it forwards nothing, and closes nothing."""
 
     def __init__(self) -> None:
+        self.endpoint = ""
         self.is_cut = False
 
     def cut(self) -> None:
@@ -70,19 +71,24 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def relayed(to: Path, at: Path) -> AsyncIterator[Relay]:
-    """A relay that listens on the socket `at` for those who want to speak to the socket `to`."""
+async def relayed(to: str, folder: Path) -> AsyncIterator[Relay]:
+    """A relay at an endpoint of its own, for those who want to speak to the endpoint `to`; of the same kind."""
     relay = Relay()
     tasks: set[asyncio.Task[None]] = set()
     writers: list[asyncio.StreamWriter] = []
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        far_reader, far_writer = await asyncio.open_unix_connection(to)
+        far_reader, far_writer = await _connect(to)
         writers.extend((writer, far_writer))
         for one, other in ((reader, far_writer), (far_reader, writer)):
             tasks.add(asyncio.create_task(relay.forward(one, other)))
 
-    server = await asyncio.start_unix_server(accept, at)
+    if to.startswith("ipc://"):
+        relay.endpoint = f"ipc://{folder}/relay"
+        server = await asyncio.start_unix_server(accept, folder / "relay")
+    else:
+        server = await asyncio.start_server(accept, "127.0.0.1", 0)
+        relay.endpoint = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:
         yield relay
     finally:
@@ -92,3 +98,11 @@ async def relayed(to: Path, at: Path) -> AsyncIterator[Relay]:
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in writers:
             writer.close()
+
+
+async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    kind, address = endpoint.split("://")
+    if kind == "ipc":
+        return await asyncio.open_unix_connection(address)
+    name, port = address.split(":")
+    return await asyncio.open_connection(name, int(port))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,9 +27,16 @@ from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async
 from tests.remote.linked_host import answers, attached, served, shown
+from tests.remote.processes import relayed
 
 KEYS, OTHER_KEYS = CurveKeys(*zmq.curve_keypair()), CurveKeys(*zmq.curve_keypair())
 INPUT = Tensor.of("INPUT0", np.arange(8, dtype=np.float32).reshape(2, 4))
+
+
+@pytest.fixture(params=["one machine", "network"])
+def keys(request: pytest.FixtureRequest) -> CurveKeys | None:
+    """Those of a link over a network; None for one within a machine."""
+    return None if request.param == "one machine" else KEYS
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +46,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
     assert host.stop(10)
 
 
-def test_a_frontend_of_another_release_is_refused_with_both(host: InferenceServer, tmp_path: Path) -> None:
+def test_a_frontend_of_another_release_is_refused_with_both(
+    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None
+) -> None:
     async def run() -> None:
-        async with served(host, tmp_path, release="1.2.3") as endpoint:
-            server = RemoteServer([endpoint.endpoint], release="1.2.4", name="web 1")
+        async with served(host, tmp_path, keys=keys, release="1.2.3") as endpoint:
+            server = RemoteServer([endpoint.endpoint], keys=keys, release="1.2.4", name="web 1")
             with pytest.raises(TritonError) as caught:
                 await server.start(2)
             server.close()
@@ -63,24 +73,50 @@ def test_without_a_host_the_start_says_where_none_is(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_requests_of_a_frontend_that_is_killed_are_cancelled(host: InferenceServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
+    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, how: signal.Signals
+) -> None:
+    id = f"{how.name} {keys is None}"
+    timeout_s = 2.0 if how is signal.SIGSTOP else 1000.0
+
     async def run() -> None:
-        async with served(host, tmp_path) as endpoint:
-            command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, "orphan"]
+        async with served(host, tmp_path, keys=keys, heartbeat_timeout_s=timeout_s) as endpoint:
+            command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, id]
+            command += [key.decode() for key in keys or ()]
             with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as frontend:
                 assert frontend.stdout is not None
                 said = await asyncio.to_thread(frontend.stdout.readline)
                 assert said == b"open []\n", "a frontend needs neither torch nor adapter nor engine"
-                await eventually_async(RECORD.began["orphan"].is_set)
+                await eventually_async(RECORD.began[id].is_set)
+                frontend.send_signal(how)
+                await eventually_async(RECORD.cancelled[id].is_set)
                 frontend.kill()
-                await eventually_async(RECORD.cancelled["orphan"].is_set)
 
     asyncio.run(run())
 
 
-def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(host: InferenceServer, tmp_path: Path) -> None:
+def test_a_host_that_says_nothing_more_is_left(host: InferenceServer, tmp_path: Path, keys: CurveKeys | None) -> None:
+    async def run() -> None:
+        async with (
+            served(host, tmp_path, keys=keys) as endpoint,
+            relayed(endpoint.endpoint, tmp_path) as relay,
+            attached(relay.endpoint, keys=keys, heartbeat_timeout_s=2.0) as server,
+        ):
+            relay.cut()
+            await eventually_async(lambda: not server.is_ready())
+
+    asyncio.run(run())
+
+
+def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
+    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None
+) -> None:
     got: dict[str, list[InferenceResponse]] = {"flood": [], "one": []}
     is_over: set[str] = set()
+
+    def id_of(name: str) -> str:
+        return f"{name} {keys is None}"
 
     def submit(server: RemoteServer, name: str, text: str) -> None:
         def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
@@ -88,18 +124,18 @@ def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(host: Inferenc
             if flags:
                 is_over.add(name)
 
-        request = InferenceRequest("llm", id=name, inputs=(Tensor.text("text_input", text),))
+        request = InferenceRequest("llm", id=id_of(name), inputs=(Tensor.text("text_input", text),))
         server.infer_async(request, callback)
 
     async def run() -> None:
         async with (
-            served(host, tmp_path, max_unread_bytes=1 << 20) as endpoint,
-            attached(endpoint.endpoint) as server,
+            served(host, tmp_path, keys=keys, max_unread_bytes=1 << 20) as endpoint,
+            attached(endpoint.endpoint, keys=keys) as server,
         ):
             submit(server, "flood", "n=4000 kib=64")
             submit(server, "one", "n=1 kib=4096")
-            RECORD.began["flood"].wait(20)
-            RECORD.cancelled["flood"].wait(20)  # the loop of the frontend does not run
+            RECORD.began[id_of("flood")].wait(20)
+            RECORD.cancelled[id_of("flood")].wait(20)  # the loop of the frontend does not run
             await eventually_async(lambda: is_over == {"flood", "one"})
         last = got["flood"][-1].error
         assert last is not None and last.code is ErrorCode.CANCELLED and "1048576 bytes" in last.message
@@ -145,13 +181,13 @@ def test_a_client_that_knows_the_public_key_alone_is_refused(host: InferenceServ
 
 
 def test_a_frontend_that_ends_in_order_is_not_missed(
-    host: InferenceServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "llmbackend.remote.host_endpoint")
 
     async def run() -> None:
-        async with served(host, tmp_path) as endpoint:
-            async with attached(endpoint.endpoint, name="web 1"):
+        async with served(host, tmp_path, keys=keys) as endpoint:
+            async with attached(endpoint.endpoint, keys=keys, name="web 1"):
                 pass
             await eventually_async(lambda: "frontend 'web 1' has left, with 0 open requests" in caplog.messages)
 
@@ -164,13 +200,13 @@ def test_a_link_over_a_network_without_a_key_is_refused(host: InferenceServer) -
         HostEndpoint(host, "tcp://127.0.0.1:0")
 
 
-def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path) -> None:
+def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: CurveKeys | None) -> None:
     async def run() -> None:
         (tmp_path / "second").mkdir()
         async with (
-            served(host, tmp_path) as first,
-            served(host, tmp_path / "second") as second,
-            attached(first.endpoint) as server,
+            served(host, tmp_path, keys=keys) as first,
+            served(host, tmp_path / "second", keys=keys) as second,
+            attached(first.endpoint, keys=keys) as server,
         ):
             first.set_peers([Peer("second", second.endpoint)])
             await eventually_async(lambda: len(server._attached_hosts()) == 2)

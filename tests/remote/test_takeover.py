@@ -119,13 +119,12 @@ def test_a_killed_host_loses_no_stream(repository: Path, tmp_path: Path) -> None
 
 def test_a_partition_loses_no_stream_and_delivers_nothing_twice(repository: Path, tmp_path: Path) -> None:
     async def run(first: HostProcess, second: HostProcess) -> None:
-        async with relayed(tmp_path / "a", tmp_path / "relay") as relay:
+        async with relayed(first.endpoint, tmp_path) as relay:
 
             async def cut() -> None:
                 relay.cut()
 
-            endpoints = (f"ipc://{tmp_path}/relay", second.endpoint)
-            async with attached(*endpoints, heartbeat_timeout_s=1.0) as server:
+            async with attached(relay.endpoint, second.endpoint, heartbeat_timeout_s=1.0) as server:
                 await eventually_async(lambda: len(server._attached_hosts()) == 2)
                 check_whole(await disturbed(server, cut))
 

@@ -1,0 +1,225 @@
+"""Ends of links over a network: ZeroMQ's sockets with CURVE, whose threads answer heartbeats.
+
+For: endpoints.py; calls between hosts. Does not know: what messages say. Invariants: a socket never blocks and never
+keeps a process from ending; each connection of a frontend is a socket of its own, so that nothing of an earlier one is
+sent or heard after it has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import select
+import threading
+from typing import Final, cast
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from llmbackend.cluster_secrets import ClientCheck
+
+from .sockets import ConnectionOwner, CurveKeys, Parts, Sender
+from .tensors import Frame
+
+HEARTBEAT_TIMEOUT_S: Final = 5.0
+"""Silence after which an end counts as gone."""
+_MESSAGES_AT_ONCE: Final = 64
+_POLLIN: Final = int(zmq.POLLIN)
+_EVENTS: Final = (
+    zmq.Event.HANDSHAKE_SUCCEEDED
+    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
+    | zmq.Event.HANDSHAKE_FAILED_AUTH
+    | zmq.Event.DISCONNECTED
+)
+_FAILURES: Final = {
+    zmq.Event.HANDSHAKE_FAILED_AUTH: "the host does not take this frontend's key",
+    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the host does not speak the links' encryption, or has another key",
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before it was encrypted: another key, or none",
+}
+
+
+def new_socket(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: CurveKeys | None, heartbeat_timeout_s: float
+) -> zmq.Socket[bytes]:
+    """A ROUTER (the host's end) or a DEALER (a frontend's), neither bound nor connected."""
+    socket = context.socket(kind)
+    socket.linger = 0
+    socket.set_hwm(0)  # what waits is counted in bytes, by the ends of the link
+    timeout_ms = math.ceil(heartbeat_timeout_s * 1e3)
+    socket.heartbeat_ivl = max(timeout_ms // 3, 1)
+    socket.heartbeat_timeout = timeout_ms
+    socket.heartbeat_ttl = timeout_ms
+    if kind == zmq.ROUTER:
+        socket.router_mandatory = True
+    if keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = keys
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = keys.public
+    return socket
+
+
+def descriptor(socket: zmq.Socket[bytes]) -> int:
+    """Readable when it is time to ask `is_readable` again; it may stay silent until that is asked."""
+    return cast(int, socket.getsockopt(zmq.FD))
+
+
+def is_readable(socket: zmq.Socket[bytes]) -> bool:
+    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+class Monitor:
+    """What happens to a socket's connections."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._watched = socket
+        self._events = socket.get_monitor_socket(_EVENTS)
+
+    @property
+    def fd(self) -> int:
+        return descriptor(self._events)
+
+    def read(self) -> list[zmq.Event]:
+        found = []
+        while is_readable(self._events):
+            found.append(zmq.Event(recv_monitor_message(self._events)["event"]))
+        return found
+
+    def close(self) -> None:
+        """Before the socket is closed."""
+        self._watched.disable_monitor()
+        self._events.close()
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
+    """The parts of the next message; None when there is none."""
+    if not is_readable(socket):
+        return None
+    return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+
+
+class ZmqHostSocket:
+    """A HostSocket."""
+
+    def __init__(self, endpoint: str, keys: CurveKeys | None, heartbeat_timeout_s: float) -> None:
+        self.endpoint = endpoint
+        self._keys = keys
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._lock = threading.Lock()
+        """Of the socket."""
+
+    def bind(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._check = None if self._keys is None else ClientCheck(self._context, self._keys.public)
+        self._socket = new_socket(self._context, zmq.ROUTER, self._keys, self._heartbeat_timeout_s)
+        self._monitor = Monitor(self._socket)
+        try:
+            self._socket.bind(self.endpoint)
+        except zmq.ZMQError as error:
+            self._close_socket()
+            raise OSError(error.errno, f"cannot listen on {self.endpoint}: {error.strerror}") from None
+        self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (descriptor(self._socket), self._monitor.fd, self._wake_fd):
+            self._poll.register(fd, select.POLLIN)
+
+    def close(self) -> None:
+        self._close_socket()
+        os.close(self._wake_fd)
+
+    def _close_socket(self) -> None:
+        self._monitor.close()
+        self._socket.close()
+        if self._check is not None:
+            self._check.close()
+        self._context.term()
+
+    def wait(self, timeout_s: float) -> None:
+        self._poll.poll(timeout_s * 1e3)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)
+
+    def wake(self) -> None:
+        os.eventfd_write(self._wake_fd, 1)
+
+    def has_lost(self) -> bool:
+        return zmq.Event.DISCONNECTED in self._monitor.read()
+
+    def receive(self) -> list[tuple[Sender, Parts]]:
+        messages: list[tuple[Sender, Parts]] = []
+        with self._lock:
+            while len(messages) < _MESSAGES_AT_ONCE and (message := receive(self._socket)) is not None:
+                sender, *parts = message
+                messages.append((bytes(sender), parts))
+        return messages
+
+    def send(self, to: Sender, message: list[Frame]) -> bool:
+        with self._lock:
+            try:
+                self._socket.send_multipart([to, *message], zmq.NOBLOCK, copy=len(message) == 1)
+            except zmq.ZMQError:  # EHOSTUNREACH
+                self.wake()
+                return False
+            if is_readable(self._socket):  # sending may take the sign that there is something to read
+                self.wake()
+        return True
+
+
+class ZmqConnection:
+    """A Connection. Until it has begun, ZeroMQ goes on trying."""
+
+    def __init__(
+        self, endpoint: str, keys: CurveKeys | None, heartbeat_timeout_s: float, owner: ConnectionOwner
+    ) -> None:
+        self._endpoint = endpoint
+        self._keys = keys
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def open(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = new_socket(self._context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
+        self._socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
+        self._monitor = Monitor(self._socket)
+        self._loop.add_reader(descriptor(self._socket), self._owner.on_readable)
+        self._loop.add_reader(self._monitor.fd, self._look)
+        self._socket.connect(self._endpoint)
+        self._loop.call_soon(self._owner.on_readable)  # a descriptor is silent until its socket was asked
+        self._loop.call_soon(self._look)
+
+    def receive(self) -> Parts | None:
+        return None if self._socket is None else receive(self._socket)
+
+    def send(self, message: list[Frame]) -> None:
+        if self._socket is None:
+            return
+        self._socket.send_multipart(message, zmq.NOBLOCK, copy=len(message) == 1)
+        if is_readable(self._socket):  # sending may take the sign that there is something to read
+            self._loop.call_soon(self._owner.on_readable)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        socket, self._socket = self._socket, None
+        if socket is None:
+            return
+        self._loop.remove_reader(descriptor(socket))
+        self._loop.remove_reader(self._monitor.fd)
+        self._monitor.close()
+        socket.close(math.ceil(linger_s * 1e3))
+        self._context.term()
+
+    def _look(self) -> None:
+        if self._socket is None:
+            return
+        for event in self._monitor.read():
+            if event in _FAILURES:
+                self._owner.on_fault(f"{self._endpoint}: {_FAILURES[event]}")
+            elif event == zmq.Event.DISCONNECTED:
+                self._owner.on_end()
+                return
