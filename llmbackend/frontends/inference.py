@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
@@ -35,10 +36,11 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Mailbox:
-    """Carries responses from the threads of backends into one event loop."""
+    """Carries responses from the threads of backends into one event loop, on which it is made."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self._thread = threading.get_ident()
         self._arrived: deque[tuple[Inference, InferenceResponse | None, ResponseFlag, int]] = deque()
         self._is_woken = False
         """Whether `_deliver` will be called. A response is put before this is read, and this is reset before responses
@@ -53,6 +55,9 @@ class Mailbox:
             wake_receiver(self._wake)
 
     def _wake(self) -> None:
+        if threading.get_ident() == self._thread:
+            self.loop.call_soon(self._deliver)  # without the system calls that wake a loop which is awake
+            return
         try:
             self.loop.call_soon_threadsafe(self._deliver)
         except RuntimeError:  # the loop is closed: its clients are gone
