@@ -319,8 +319,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         )
 
     @property
+    def may_overlap(self) -> bool:
+        """Whether a step may be launched before the last one's tokens are read. Such steps have no drafts."""
+        return self.async_scheduling is not False and self.speculative_config is None
+
+    @property
     def max_step_samples(self) -> int:
-        """Tokens that a step may sample: one of each row, and drafts, of which guesses have a bound of their own."""
+        """Rows and drafts of a step, and so the tokens that it may sample; guesses have a bound of their own."""
         guesses = self.speculative_config.max_step_tokens if self.speculative_config else 0
         forced = 0 if self.structured_outputs_config.disable_jump_forward else MAX_FORCED_STEP_TOKENS
         return min(self.max_num_batched_tokens, self.max_num_seqs + max(guesses, forced))

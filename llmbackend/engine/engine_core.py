@@ -51,9 +51,7 @@ _COMPILE_POLL_S = 0.002
 
 def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
     """None where each step is read before the next one is scheduled."""
-    if config.async_scheduling is False or config.speculative_config is not None:
-        return None
-    return StepsInFlight(runner, rows) if isinstance(runner, OverlappingRunner) else None
+    return StepsInFlight(runner, rows) if config.may_overlap and isinstance(runner, OverlappingRunner) else None
 
 
 def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner | None:
@@ -98,10 +96,10 @@ class EngineCore:
             config.long_prefill_token_threshold or config.max_num_batched_tokens,
             self._pacer,
         )
-        can_draft = not isinstance(runner, OverlappingRunner)
+        self._in_flight = _steps_in_flight(config, runner, self._rows)
+        can_draft = self._in_flight is None
         self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, can_draft)
         self._tracer = RequestTracer(self._table, now_s)
-        self._in_flight = _steps_in_flight(config, runner, self._rows)
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
         self._live: dict[str, Sequence] = {}

@@ -20,16 +20,17 @@ from torch.nn import functional
 from ..step import Int32Array, RowTable, StepPlan
 from .device import Device, Event
 from .ops import Ops, StepLayout
+from .step_sequences import StepSequences
 from .table_changes import NO_CHANGES, BlockTableMirror
 
 NUM_SECTIONS = 6
 """rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions: each of section_words words."""
 
 
-def section_words(max_num_seqs: int) -> int:
-    """Words (int32) of one section of a message; query_start has one more than there are rows. Sections begin at
+def section_words(max_sequences: int) -> int:
+    """Words (int32) of one section of a message; query_start has one more than there are sequences. Sections begin at
     multiples of 16 bytes: kernels are compiled for addresses that do."""
-    return -(-(max_num_seqs + 1) // 4) * 4
+    return -(-(max_sequences + 1) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class StepShape:
     """What the host knows of a step's batch, padding included."""
 
     num_rows: int
+    """Sequences (step_sequences.py)."""
     num_tokens: int
     num_samples: int
     max_query_len: int
@@ -51,6 +53,7 @@ class Padded:
     padding sequences, too, have a token. Those of a mixed step have none."""
 
     num_rows: int
+    """Sequences."""
     num_tokens: int
     is_decode: bool
 
@@ -61,6 +64,8 @@ class _Changes:
 
     blocks: Int32Array
     """[3, n]: rows, columns and values of the block table."""
+    drafts: Int32Array
+    """[3, n]: rows, positions and ids of tokens. They hold for this step alone: it samples other ones over them."""
     prompts: Int32Array
     """[3, n]: rows, lengths of their prompts, lengths of all their tokens."""
     token_ids: Int32Array
@@ -68,11 +73,12 @@ class _Changes:
 
     @property
     def num_words(self) -> int:
-        return self.blocks.size + self.prompts.size + self.token_ids.size
+        return self.blocks.size + self.drafts.size + self.prompts.size + self.token_ids.size
 
     def write(self, words: Int32Array) -> None:
         if len(words):
-            np.concatenate((self.blocks.reshape(-1), self.prompts.reshape(-1), self.token_ids), out=words)
+            parts = self.blocks.reshape(-1), self.drafts.reshape(-1), self.prompts.reshape(-1), self.token_ids
+            np.concatenate(parts, out=words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +87,10 @@ class StepMessage:
 
     shape: StepShape
     words: torch.Tensor
-    """int32, pinned: the sections, changed blocks (3 * num_blocks), new rows (3 * num_prompts), their tokens
-    (num_prompt_tokens)."""
+    """int32, pinned: the sections, changed blocks (3 * num_blocks), drafts (3 * num_drafts), new rows
+    (3 * num_prompts), their tokens (num_prompt_tokens)."""
     num_blocks: int
+    num_drafts: int
     num_prompts: int
     num_prompt_tokens: int
     changes: _Changes = field(repr=False)
@@ -100,12 +107,19 @@ class _Buffer:
 
 class StepMessages:
     def __init__(
-        self, device: Device, max_num_seqs: int, max_model_len: int, block_size: int, max_steps_in_flight: int
+        self,
+        device: Device,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        max_sequences: int,
+        max_steps_in_flight: int,
     ) -> None:
+        """max_sequences: of a step."""
         self._device = device
-        self._section_words = section_words(max_num_seqs)
+        self._section_words = section_words(max_sequences)
         self._step_words = NUM_SECTIONS * self._section_words
-        self.max_words = self._step_words + 8 * max_num_seqs + max_model_len
+        self.max_words = self._step_words + 8 * max_sequences + max_model_len
         """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
@@ -120,16 +134,17 @@ class StepMessages:
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
         """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
-        changes = _Changes(self._blocks.changes(plan, table), *self._prompts(plan, table))
+        changes = _Changes(self._blocks.changes(plan, table), _drafts(plan, table), *self._prompts(plan, table))
         buffer = self._buffer(self._step_words + changes.num_words)
         words = buffer.words.numpy()
-        shape = self._write_step(plan, table, padded or Padded(len(plan.rows), plan.num_tokens, False), words)
+        shape = self._write_step(StepSequences.of(plan, table), padded, words)
         num_words = self._step_words + changes.num_words
         changes.write(words[self._step_words : num_words])
         return StepMessage(
             shape=shape,
             words=buffer.words[:num_words],
             num_blocks=changes.blocks.shape[1],
+            num_drafts=changes.drafts.shape[1],
             num_prompts=changes.prompts.shape[1],
             num_prompt_tokens=len(changes.token_ids),
             changes=changes,
@@ -163,21 +178,31 @@ class StepMessages:
         tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
         return np.stack((rows, table.num_prompt_tokens[rows], lens)), np.concatenate(tokens)
 
-    def _write_step(self, plan: StepPlan, table: RowTable, padded: Padded, words: Int32Array) -> StepShape:
+    def _write_step(self, step: StepSequences, padded: Padded | None, words: Int32Array) -> StepShape:
+        padded = padded or Padded(len(step.rows), int(step.query_lens.sum()), False)
         sections = words[: self._step_words].reshape(NUM_SECTIONS, self._section_words)
         rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions = sections
-        n, num_rows, counts = len(plan.rows), padded.num_rows, plan.num_scheduled_tokens
-        rows[:n], rows[n:num_rows] = plan.rows, 0
-        seq_lens[:n], seq_lens[n:num_rows] = table.num_computed_tokens[plan.rows] + counts, 0
+        n, num_rows = len(step.rows), padded.num_rows
+        rows[:n], rows[n:num_rows] = step.rows, 0
+        seq_lens[:n], seq_lens[n:num_rows] = step.seq_lens, 0
         query_start[0] = 0
-        np.cumsum(counts, out=query_start[1 : n + 1])
+        np.cumsum(step.query_lens, out=query_start[1 : n + 1])
         padding = np.arange(1, num_rows - n + 1) if padded.is_decode else 0
         query_start[n + 1 : num_rows + 1] = query_start[n] + padding
-        sampled = np.arange(num_rows) if padded.is_decode else np.flatnonzero(plan.sample_rows)
+        sampled = np.arange(num_rows) if padded.is_decode else np.flatnonzero(step.samples)
         count = len(sampled)
         sampled_tokens[:count] = query_start[1:][sampled] - 1
         sampled_rows[:count], sampled_positions[:count] = rows[sampled], seq_lens[sampled]
-        return StepShape(num_rows, padded.num_tokens, count, int(counts.max()), int(seq_lens[:n].max()))
+        return StepShape(num_rows, padded.num_tokens, count, int(step.query_lens.max()), int(step.seq_lens.max()))
+
+
+def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
+    if plan.num_draft_tokens is None:
+        return NO_CHANGES
+    rows, positions = plan.samples(table)
+    is_draft = rows[1:] == rows[:-1]  # what a row samples last is behind its last draft
+    rows, positions = rows[:-1][is_draft], positions[:-1][is_draft]
+    return np.stack((rows, positions, table.token_ids[rows, positions]))
 
 
 class DeviceRows:
@@ -191,10 +216,11 @@ class DeviceRows:
         max_num_seqs: int,
         max_model_len: int,
         block_size: int,
+        max_sequences: int,
         max_words: int,
         max_tokens: int,
     ) -> None:
-        """max_words: of a usual message (StepMessages.max_words). max_tokens: of a step. Raises
+        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. Raises
         torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
@@ -203,11 +229,11 @@ class DeviceRows:
         self.num_prompt_tokens = torch.zeros(max_num_seqs, **numbers)
         self.block_table = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), **numbers)
         self._message = torch.zeros(max_words, **numbers)
-        self._step_words = NUM_SECTIONS * section_words(max_num_seqs)
+        self._step_words = NUM_SECTIONS * section_words(max_sequences)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
         self._inputs = torch.zeros((3, section_words(max_tokens)), **numbers)
         """Token ids, positions and slots of a step."""
-        self._places = torch.arange(section_words(max_num_seqs), **numbers)
+        self._places = torch.arange(section_words(max_sequences), **numbers)
 
     def forget_step(self, size: Padded) -> None:
         """Until the next message there is nothing but the padding of a step of this size."""
@@ -229,8 +255,12 @@ class DeviceRows:
         if message.num_blocks:
             rows, columns, values = changes[: 3 * message.num_blocks].view(3, -1)
             self.block_table[rows, columns] = values
+        changes = changes[3 * message.num_blocks :]
+        if message.num_drafts:
+            rows, positions, token_ids = changes[: 3 * message.num_drafts].view(3, -1)
+            self.token_table[rows, positions] = token_ids
         if message.num_prompts:
-            self._add_rows(changes[3 * message.num_blocks :], message.num_prompts, message.num_prompt_tokens)
+            self._add_rows(changes[3 * message.num_drafts :], message.num_prompts, message.num_prompt_tokens)
 
     def layout(self, shape: StepShape) -> StepLayout:
         """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next

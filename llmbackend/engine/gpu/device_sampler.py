@@ -49,6 +49,7 @@ class _Features:
     """What any row asks for beyond tokens from the whole distribution."""
 
     num_edited: int
+    """Samples that may change their logits."""
     limited: bool
     num_logprobs: int
     """The most of any row; -1: none."""
@@ -71,9 +72,14 @@ class DeviceSampler:
     max_steps_in_flight = 2
 
     def __init__(
-        self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device | str
+        self,
+        max_num_seqs: int,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str,
+        max_samples: int = 0,
     ) -> None:
-        """Raises torch.OutOfMemoryError."""
+        """max_samples: of a step, where that may be more than there are rows. Raises torch.OutOfMemoryError."""
         self._rows = SamplingRows(max_num_seqs, vocab_size, eos_token_ids)
         self._device = torch.device(device)
         self._dirty: set[int] = set(range(max_num_seqs))
@@ -83,7 +89,7 @@ class DeviceSampler:
         self._edits_changed = True
         self._spans: dict[int, tuple[int, int, int, int]] = {}
         """By row: begin and end of its biases, then of its stops, in the shared lists."""
-        self._on_device = _DeviceState(max_num_seqs, vocab_size, self._device)
+        self._on_device = _DeviceState(max_num_seqs, vocab_size, self._device, max_samples)
 
     def add_row(self, row: int, request: InferRequest) -> None:
         """Raises ValueError naming the field, its value and what was expected."""
@@ -113,23 +119,31 @@ class DeviceSampler:
         once; the next step's may be prepared before this one's is used. sampled_rows: of each sample, for `result`."""
         rows = self._rows
         most_logprobs = max((int(rows.num_logprobs[row]) for row in rows.with_logprobs), default=-1)
-        features = _Features(len(rows.edits), bool(rows.limited), most_logprobs)
+        features = _Features(self._num_edited(sampled_rows), bool(rows.limited), most_logprobs)
         return PreparedSampling(self, self._on_device, self._changes(), features, sampled_rows, masks)
 
     def compile(self, logits: torch.Tensor, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
         """Device work: samples once in every way while no row is used yet, so that no request waits for a compiler,
         and memory for as many samples as these was there once. Arguments as of PreparedSampling.sample."""
-        rows = torch.arange(len(logits), dtype=torch.int32, device=self._device)
+        sampled_rows = np.arange(len(logits), dtype=np.int32) % np.int32(self._rows.max_num_seqs)
+        rows, num_rows = torch.from_numpy(sampled_rows).to(self._device), int(sampled_rows.max()) + 1
         ways = SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams(top_p=0.5, presence_penalty=1.0)
         for way in ways:
-            for row in range(len(logits)):
+            for row in range(num_rows):
                 self.add_row(row, InferRequest(request_id="", prompt_token_ids=(), sampling=way))
             words = all_tokens(self._rows.vocab_size)[np.newaxis]
-            prepared = self.prepare(masks=TokenMasks(np.zeros(len(logits), np.int32), words))
+            prepared = self.prepare(sampled_rows, TokenMasks(np.zeros(len(logits), np.int32), words))
             prepared.complete()
             prepared.sample(logits, rows, torch.ones_like(rows), token_table, num_prompt_tokens)
-        for row in range(len(logits)):
+        for row in range(num_rows):
             self.remove_row(row)
+
+    def _num_edited(self, sampled_rows: Int32Array | None) -> int:
+        """How many samples may change their logits: rows, and each of their drafts."""
+        edited = self._rows.edits
+        if sampled_rows is None or not edited:
+            return len(edited)
+        return max(len(edited), sum(row in edited for row in sampled_rows.tolist()))
 
     def _changes(self) -> _Changes:
         for given_up in self._unsent:
@@ -197,8 +211,8 @@ def tokens_on_host(rows: Int32Array, samples: Sequence[torch.Tensor]) -> Sampled
 class _DeviceState:
     """What lies on the device: the records, and memory for copies of logits while any row asks for edits."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
-        self.vocab_size, self.device = vocab_size, device
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, max_samples: int) -> None:
+        self.vocab_size, self.device, self.max_samples = vocab_size, device, max(max_num_seqs, max_samples)
         self.records = torch.zeros((max_num_seqs, NUM_WORDS), dtype=torch.int64, device=device)
         self.edits = torch.zeros((2, 1), dtype=torch.int32, device=device)
         self.no_slots = torch.empty(0, dtype=torch.int32, device=device)
@@ -274,8 +288,8 @@ class PreparedSampling:
         num_prompt_tokens: torch.Tensor,
     ) -> list[torch.Tensor]:
         """Device work: the token at each (row, position) from logits [samples, vocab_size or more], in any float type,
-        left unchanged. rows and positions int32 [samples], a row at most once but for padding, which comes last (row 0,
-        or a negative one: then its token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and
+        left unchanged. rows and positions int32 [samples]; a row with drafts several times, padding last (row 0, or a
+        negative one: then its token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and
         num_prompt_tokens int32 [max_num_seqs]: as of RowTable.
 
         Token ids int32 [samples], NO_TOKEN where logits are not finite and for padding; and if any row wants logprobs,
@@ -334,7 +348,7 @@ class _Launches:
         self._slots = self._new((self._num_samples,), torch.int32)
         sampling.slots_kernel[(1,)](
             self._rows, self._state.records, self._slots, self._num_samples, count,
-            SAMPLES_PADDED=triton.next_power_of_2(max(self._num_samples, len(self._state.records))),
+            SAMPLES_PADDED=triton.next_power_of_2(max(self._num_samples, self._state.max_samples)),
         )  # fmt: skip
         sampling.copy_kernel[self._tiles()](
             self._logits, self._stride, self._slots, self._copies, self._vocab_size, BLOCKS=_BLOCKS_AT_ONCE

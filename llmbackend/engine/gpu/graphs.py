@@ -20,6 +20,7 @@ from ..step import StepPlan
 from .device import Device, Graph
 from .device_rows import DeviceRows, Padded, StepShape
 from .program import GpuProgram
+from .step_sequences import num_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,13 @@ _MAX_MIXED_TOKENS = 2048
 _ADVICE = "expected a lower engine argument 'gpu_memory_utilization', fewer 'cudagraph_capture_sizes', or enforce_eager"
 
 
-def ladder(max_num_seqs: int, wanted: Sequence[int] | None = None) -> list[int]:
-    """Batch sizes in rising order, none above max_num_seqs: the wanted ones, or 1, 2, 4, 8, then steps of 8, steps of
-    16 from 256 on, and max_num_seqs itself (vLLM's sizes)."""
+def ladder(most: int, wanted: Sequence[int] | None = None) -> list[int]:
+    """Batch sizes in rising order, none above `most`: the wanted ones, or 1, 2, 4, 8, then steps of 8, steps of 16 from
+    256 on, and `most` itself (vLLM's sizes)."""
     if wanted is not None:
-        return sorted({size for size in wanted if size <= max_num_seqs})
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16), max_num_seqs]
-    return sorted({size for size in sizes if size <= max_num_seqs})
+        return sorted({size for size in wanted if size <= most})
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16), most]
+    return sorted({size for size in sizes if size <= most})
 
 
 def mixed_ladder(max_tokens: int, wanted: Sequence[int] | None = None) -> list[int]:
@@ -115,9 +116,9 @@ class StepGraphs:
         self._device.trim()
 
     def size_for(self, plan: StepPlan) -> Padded | None:
-        """What this step is padded to: a decode step, if each of its rows decodes one token. None where there is no
-        graph as large."""
-        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        """What this step is padded to: a decode step, if each of its sequences decodes one token. None where there is
+        no graph as large."""
+        num_rows, num_tokens = num_sequences(plan), plan.num_tokens
         is_decode = num_tokens == num_rows and bool(plan.sample_rows.all())
         for size in self._sizes:
             if size.num_rows >= num_rows and size.num_tokens >= num_tokens and is_decode >= size.is_decode:

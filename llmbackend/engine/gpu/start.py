@@ -30,6 +30,7 @@ from .host_blocks import HostBlocks
 from .ops import LayerCache, Ops
 from .program import WHOLE, GpuProgram, Stages, library_matmul
 from .runner import GpuRunner, HostSampling, RunnerParts, Sampling
+from .step_sequences import max_sequences
 from .torch_ops import TorchOps
 from .warm_up import warm_up
 from .weights import Matmul
@@ -57,8 +58,6 @@ def start(
     Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
     torch.OutOfMemoryError when there is no room for it.
     """
-    if config.speculative_config is not None:
-        raise ValueError(f"engine argument 'speculative_config' is set, which device '{config.device}' cannot do yet")
     parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages)
     num_blocks = _num_blocks(config, loaded, parts, stages)
     caches = _caches(config, loaded, device, num_blocks)
@@ -94,7 +93,7 @@ def _make_parts(
     program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages)
     program.verify(loaded.checked, config.block_size)
     program.use_caches(_caches(config, loaded, device, few))
-    limits = config.max_num_seqs, loaded.max_model_len, config.block_size
+    limits = config.max_num_seqs, loaded.max_model_len, config.block_size, max_sequences(config)
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens)
     graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
@@ -119,10 +118,10 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, s
 def _graph_sizes(config: EngineConfig) -> list[Padded]:
     if config.enforce_eager:
         return []
-    max_tokens, wanted = config.max_num_batched_tokens, config.cudagraph_capture_sizes
-    decode = ladder(min(config.max_num_seqs, max_tokens), wanted)
+    max_tokens, wanted, most = config.max_num_batched_tokens, config.cudagraph_capture_sizes, max_sequences(config)
+    decode = ladder(min(most, max_tokens), wanted)
     mixed = mixed_ladder(max_tokens, wanted)
-    return [Padded(n, n, True) for n in decode] + [Padded(config.max_num_seqs, n, False) for n in mixed]
+    return [Padded(n, n, True) for n in decode] + [Padded(most, n, False) for n in mixed]
 
 
 def _graphs_text(graphs: StepGraphs) -> str:
@@ -188,7 +187,7 @@ def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> 
         loaded.device,
         num_heads=max(width // head_dim for width, head_dim in zip(widths, head_dims, strict=True)),
         head_dim=max(head_dims),
-        max_num_seqs=config.max_num_seqs,
+        max_num_seqs=max_sequences(config),
         max_seq_len=loaded.max_model_len,
         exact_chunks=config.batch_invariant,
     )
@@ -209,4 +208,4 @@ def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> Sampli
         return HostSampling(*limits)
     from .device_sampler import DeviceSampler
 
-    return DeviceSampler(*limits, loaded.device)
+    return DeviceSampler(*limits, loaded.device, max_sequences(config))

@@ -7,52 +7,73 @@ needs beside weights, buffers and KV blocks; they write to the first KV block al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from ..config import EngineConfig
 from ..infer_request import ModelInfo
-from ..step import RowTable, Runner, StepPlan
+from ..step import Int32Array, RowTable, Runner, StepPlan
 from .runner import GpuRunner, RunnerParts
+from .step_sequences import max_sequences
 
 _SIZES = 1, 65, 257
-"""Numbers of rows for which products may be compiled anew (kernels/matmul.py)."""
+"""Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py)."""
 
 
 def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
     """The memory it used counts as used from then on (Device.memory). Raises torch.OutOfMemoryError."""
     runner = GpuRunner(parts, info)
-    for counts, length in (_largest(config, info.max_model_len), *_kinds(config, info.max_model_len)):
-        _run(runner, config, counts, length)
+    for step in (_largest(config, info.max_model_len), *_kinds(config, info.max_model_len)):
+        _run(runner, config, step)
 
 
 def run_largest(runner: Runner, config: EngineConfig) -> None:
     """The largest step alone. Raises torch.OutOfMemoryError."""
-    _run(runner, config, *_largest(config, runner.info.max_model_len))
+    _run(runner, config, _largest(config, runner.info.max_model_len))
 
 
-def _largest(config: EngineConfig, max_model_len: int) -> tuple[list[int], int]:
+class _Step(NamedTuple):
+    counts: Int32Array
+    """Tokens of each row."""
+    drafts: Int32Array
+    """How many of them."""
+    length: int
+    """Of all rows, drafts included."""
+
+
+def _largest(config: EngineConfig, max_model_len: int) -> _Step:
     """As many tokens and samples as a step can have."""
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
-    count = max(1, min(config.max_num_batched_tokens // num_rows, max_model_len - 1))
-    return [count] * num_rows, count
+    counts = np.clip(_shares(config.max_num_batched_tokens, num_rows), 1, max(max_model_len - 1, 1))
+    drafts = np.minimum(_shares(max_sequences(config) - num_rows, num_rows), counts - 1)
+    return _Step(counts, drafts, int(counts.max()))
 
 
-def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[tuple[list[int], int]]:
-    """Tokens of each row, and the length of all: decoded tokens and a prompt's end, behind as many keys as can be. (The
-    sampled token has a place of its own.)"""
+def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[_Step]:
+    """Decoded tokens and drafts, and a prompt's end, behind as many keys as can be. (The sampled token has a place of
+    its own.)"""
     length = max_model_len - 1
     for size in _SIZES:
-        for counts in ([1] * size, [size + 1]):
-            fits = len(counts) <= config.max_num_seqs and sum(counts) <= config.max_num_batched_tokens
-            if fits and max(counts) <= length:
-                yield counts, length
+        decoded = _shares(size, min(size, config.max_num_seqs))
+        if size <= min(max_sequences(config), config.max_num_batched_tokens) and int(decoded.max()) <= length:
+            yield _Step(decoded, decoded - 1, length)
+        if size < min(config.max_num_batched_tokens, length):
+            yield _Step(np.array([size + 1], np.int32), np.zeros(1, np.int32), length)
 
 
-def _run(runner: Runner, config: EngineConfig, counts: Sequence[int], length: int) -> None:
-    table = RowTable(len(counts), length, config.block_size)
-    table.num_tokens[:] = length
-    table.num_computed_tokens[:] = length - np.array(counts, np.int32)
-    rows = np.arange(len(counts), dtype=np.int32)
-    runner.execute(StepPlan(rows, np.array(counts, np.int32), np.ones(len(counts), np.bool_)), table)
+def _shares(total: int, count: int) -> Int32Array:
+    """`total` in `count` parts, the larger ones first."""
+    shares: Int32Array = total // count + (np.arange(count, dtype=np.int32) < total % count).astype(np.int32)
+    return shares
+
+
+def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
+    num_rows = len(step.counts)
+    table = RowTable(num_rows, step.length, config.block_size)
+    table.num_tokens[:] = step.length - step.drafts
+    table.num_computed_tokens[:] = step.length - step.counts
+    drafts = step.drafts if step.drafts.any() else None
+    rows = np.arange(num_rows, dtype=np.int32)
+    runner.execute(StepPlan(rows, step.counts, np.ones(num_rows, np.bool_), drafts), table)

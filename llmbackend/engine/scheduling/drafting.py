@@ -94,7 +94,7 @@ class Drafter:
     def _forced(self, plan: StepPlan) -> Int32Array | None:
         """Writes what constraints force into the table, behind the tokens of rows that generate; how many of each."""
         drafts: Int32Array = np.zeros(len(plan.rows), np.int32)
-        room = min(self._max_step_tokens - plan.num_tokens, self._max_step_samples - plan.num_samples)
+        room = min(self._max_step_tokens - plan.num_tokens, self._max_step_samples - len(plan.rows))
         for i in (plan.sample_rows & (plan.num_scheduled_tokens == 1)).nonzero()[0].tolist():
             row = int(plan.rows[i])
             if room > 0 and (constraint := self._known(row)) is not None:

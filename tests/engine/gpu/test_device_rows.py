@@ -9,12 +9,14 @@ import torch
 from llmbackend.engine.gpu.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
+from llmbackend.engine.gpu.step_sequences import num_sequences
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
 MAX_TOKENS = MAX_NUM_SEQS * MAX_MODEL_LEN
+MAX_DRAFTS, MAX_SEQUENCES = 3, 4 * MAX_NUM_SEQS
 
 
 class Host:
@@ -25,7 +27,7 @@ class Host:
         self.table = RowTable(MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE)
         self.table.block_table[:] = self.draw.integers(0, NUM_BLOCKS, self.table.block_table.shape)
         self.device = FakeDevice()
-        limits = MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE
+        limits = MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, MAX_SEQUENCES
         self.messages = StepMessages(self.device, *limits, 2)
         self.rows = DeviceRows(torch.device("cpu"), ops, *limits, self.messages.max_words, MAX_TOKENS)
         self.live: set[int] = set()
@@ -51,7 +53,7 @@ class Host:
     def churn(self) -> None:
         for row in range(MAX_NUM_SEQS):
             what = self.draw.random()
-            if row not in self.live or what < 0.1 or self.table.num_tokens[row] > MAX_MODEL_LEN - 2:
+            if row not in self.live or what < 0.1 or self.table.num_tokens[row] > MAX_MODEL_LEN - 2 - MAX_DRAFTS:
                 self.admit(row)
             elif what < 0.2:
                 self.new_blocks(row)
@@ -66,20 +68,28 @@ class Host:
             table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
         left = table.num_tokens[rows] - table.num_computed_tokens[rows]
         counts = np.minimum(left, self.draw.integers(1, 30, len(rows))).astype(np.int32)
-        return StepPlan(rows, counts, counts == left)
+        samples = counts == left
+        drafts = (samples * self.draw.integers(0, MAX_DRAFTS + 1, len(rows))).astype(np.int32)
+        if self.draw.random() < 0.5 or not drafts.any():
+            return StepPlan(rows, counts, samples)
+        for row, count in zip(rows.tolist(), drafts.tolist(), strict=True):
+            places = slice(table.num_tokens[row], table.num_tokens[row] + count)
+            self.known[row, places] = table.token_ids[row, places] = self.draw.integers(0, 1000, count)
+        return StepPlan(rows, counts + drafts, samples, drafts)
 
     def padded(self, plan: StepPlan, decode: bool) -> Padded | None:
         """To more rows or tokens; now and then to none."""
         if decode:
-            num_rows = int(self.draw.integers(len(plan.rows), MAX_NUM_SEQS + 1))
+            num_rows = int(self.draw.integers(num_sequences(plan), MAX_SEQUENCES + 1))
             return Padded(num_rows, num_rows, True)
         num_tokens = plan.num_tokens + int(self.draw.integers(3)) * 7
-        return Padded(MAX_NUM_SEQS, num_tokens, False) if self.draw.random() < 0.7 else None
+        return Padded(MAX_SEQUENCES, num_tokens, False) if self.draw.random() < 0.7 else None
 
     def sample(self, plan: StepPlan) -> None:
-        """Moves on as if the plan was launched: what it samples is known to the device alone."""
+        """Moves on as if the plan was launched, and no draft held: what it samples is known to the device alone."""
         table = self.table
-        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
+        drafts = 0 if plan.num_draft_tokens is None else plan.num_draft_tokens
+        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens - drafts
         sampled = plan.rows[plan.sample_rows]
         positions = table.num_tokens[sampled]
         token_ids = self.draw.integers(0, 1000, len(sampled)).astype(np.int32)
@@ -127,14 +137,27 @@ def copied(host: Host, message: StepMessage) -> StepLayout:
 def expectation(host: Host, plan: StepPlan) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """What the CPU path makes of the plan, and each row with its prompt's length and its blocks up to the last one."""
     step = flatten(plan, host.table)
-    expected = {name: getattr(step, name).copy() for name in ("query_start", "seq_lens", "positions", "slots")}
+    expected = {name: getattr(step, name).copy() for name in ("positions", "slots")}
+    rows, query_lens, expected["seq_lens"] = sequences(plan, host.table)
+    expected["query_start"] = np.append(np.zeros(1, np.int32), np.cumsum(query_lens, dtype=np.int32))
     token_rows = np.repeat(plan.rows, plan.num_scheduled_tokens)
     expected["token_ids"] = host.known[token_rows, step.positions]
     expected["sampled_tokens"] = np.stack((step.sampled_tokens, *plan.samples(host.table)))
-    blocks = host.table.block_table[plan.rows].copy()
-    blocks[np.arange(blocks.shape[1]) >= -(-step.seq_lens // BLOCK_SIZE)[:, None]] = -1
-    prompts = host.table.num_prompt_tokens[plan.rows]
-    return expected, np.concatenate((plan.rows[:, None], prompts[:, None], blocks), axis=1)
+    blocks = host.table.block_table[rows].copy()
+    blocks[np.arange(blocks.shape[1]) >= -(-expected["seq_lens"] // BLOCK_SIZE)[:, None]] = -1
+    prompts = host.table.num_prompt_tokens[rows]
+    return expected, np.concatenate((rows[:, None], prompts[:, None], blocks), axis=1)
+
+
+def sequences(plan: StepPlan, table: RowTable) -> np.ndarray:
+    """Row, tokens to compute and length of each sequence: a row's known tokens, then its drafts one by one."""
+    found = []
+    drafts = [0] * len(plan.rows) if plan.num_draft_tokens is None else plan.num_draft_tokens.tolist()
+    for row, count, num_drafts in zip(plan.rows.tolist(), plan.num_scheduled_tokens.tolist(), drafts, strict=True):
+        length = int(table.num_computed_tokens[row]) + count - num_drafts
+        found.append((row, count - num_drafts, length))
+        found += [(row, 1, length + place) for place in range(1, num_drafts + 1)]
+    return np.array(found, np.int32).T
 
 
 def check(layout: StepLayout, expected: dict[str, np.ndarray], rows: np.ndarray) -> None:
@@ -168,7 +191,7 @@ def test_only_what_changed_is_told_again() -> None:
     assert host.messages.write(plan, host.table).num_blocks == 0
     host.table.block_table[3, 0] += 1
     second = host.messages.write(plan, host.table)
-    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * section_words(MAX_NUM_SEQS) + 3)
+    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * section_words(MAX_SEQUENCES) + 3)
 
 
 def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:

@@ -209,6 +209,23 @@ def test_a_sample_does_not_depend_on_its_neighbours_and_a_step_can_be_repeated()
         assert alone.logprobs.get(row) == together.logprobs.get(row)
 
 
+def test_a_row_with_drafts_is_sampled_several_times() -> None:
+    """More samples change their logits than there are rows."""
+    rows, sampled_rows = Rows(MIXED, 300), np.array([2, 2, 2, 0, 4, 4, 3, 3, 1], np.int32)
+    positions = NUM_TOKENS + np.array([0, 1, 2, 0, 0, 1, 0, 1, 0], np.int32)
+    logits = make_logits("usual", len(sampled_rows), 300)
+    expected = rows.reference.sample(sampled_rows, positions, logits, rows.table)
+    tensors = [torch.from_numpy(array).to(DEVICE) for array in (sampled_rows, positions)]
+    prepared = rows.sampler.prepare(sampled_rows)
+    samples = prepared.sample(logits.to(DEVICE), *tensors, *rows.tensors([])[2:])
+    found = tokens_on_host(sampled_rows, [tensor.cpu() for tensor in samples])
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    for row, count in ((0, 1), (3, 2)):
+        ours, theirs = found.logprobs[row], expected.logprobs[row]
+        assert len(ours) == len(theirs) == count
+        assert [(one.token_id, one.rank) for one in ours] == [(one.token_id, one.rank) for one in theirs]
+
+
 def test_padding_samples_nothing_and_changes_no_other_row() -> None:
     rows, logits = Rows(MIXED[2:3] + MIXED[:1], 300), make_logits("usual", 4, 300)
     expected = rows.expected(logits[:2])

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu import kv_memory
 from llmbackend.engine.gpu.device import Memory
 from llmbackend.engine.gpu.device_rows import Padded
@@ -156,11 +156,6 @@ def test_what_does_not_fit_is_left_out(model: Path, monkeypatch: pytest.MonkeyPa
     graphs.capture([Padded(1, 1, True), Padded(6, 48, False)])
     assert graphs.decode_sizes == graphs.mixed_sizes == []
     runner.close()
-
-
-def test_speculation_is_refused(model: Path) -> None:
-    with pytest.raises(ValueError, match="'speculative_config' is set"):
-        gpu_runner(config_for(model, speculative_config=SpeculativeConfig()))
 
 
 def test_keys_and_values_of_8_bits_need_a_device_that_has_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

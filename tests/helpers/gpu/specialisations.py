@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -41,6 +42,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"allowed_token_ids": (3, 4, 5)},
     {"min_tokens": 2, "min_p": 0.1},
 )
+DRAFTS = ([3], [66], [1] * 10, [2] * 20, [0, 4, 1])
+"""Of each row of a step."""
 SHAPES = ([1], [7], [300], [1] * 3, [1] * 16, [1] * MAX_NUM_SEQS, [1, 5], [2] * 20, [1, 1, 290, 16])
 """Tokens of each row of a step."""
 
@@ -72,8 +75,10 @@ def recorded_specialisations() -> Iterator[set[str]]:
         yield found
 
 
-def _serve(runner: GpuRunner, way: SamplingParams, counts: list[int], behind: int) -> None:
-    """A step of rows with so many tokens each, behind so many keys."""
+def _serve(
+    runner: GpuRunner, way: SamplingParams, counts: list[int], behind: int, drafts: list[int] | None = None
+) -> None:
+    """A step of rows with so many tokens each, and drafts behind them, behind so many keys."""
     table = RowTable(MAX_NUM_SEQS, runner.info.max_model_len, BLOCK_SIZE)
     for row in range(len(counts)):
         runner.add_row(row, InferRequest(request_id=f"{row}", prompt_token_ids=(1,) * 8, sampling=way))
@@ -83,9 +88,13 @@ def _serve(runner: GpuRunner, way: SamplingParams, counts: list[int], behind: in
     if behind == 0 and counts[0] > 1:
         table.prompt_logprobs[0] = PromptLogprobs(1, 2)
     words = all_tokens(runner.info.vocab_size)[np.newaxis].repeat(2, 0)
-    masks = TokenMasks(np.zeros(len(counts), np.int32), words) if way.allowed_token_ids else None
-    rows = np.arange(len(counts), dtype=np.int32)
-    runner.execute(StepPlan(rows, scheduled, np.ones(len(counts), np.bool_), masks=masks), table)
+    rows, samples, drafted = np.arange(len(counts), dtype=np.int32), np.ones(len(counts), np.bool_), None
+    if drafts is not None:
+        drafted = np.array(drafts, np.int32)
+        scheduled = scheduled + drafted
+    plan = StepPlan(rows, scheduled, samples, drafted)
+    masks = TokenMasks(np.zeros(plan.num_samples, np.int32), words) if way.allowed_token_ids else None
+    runner.execute(replace(plan, masks=masks), table)
     for row in rows.tolist():
         runner.remove_row(row)
 
@@ -102,6 +111,10 @@ def _after_start(model: str, options: dict[str, Any]) -> list[str]:
         for way in WAYS:
             for counts in ([1], [1] * 3, [1] * 16, [1, 5]):
                 _serve(runner, SamplingParams(**way), counts, 0)
+        if not config.may_overlap:
+            for drafts in DRAFTS:
+                for way in WAYS:
+                    _serve(runner, SamplingParams(**way), [1] * len(drafts), 500, drafts)
         runner.close()
     assert at_start, "nothing was launched at start"
     return sorted(found - at_start)

@@ -1,0 +1,115 @@
+"""Drafts on the accelerator path: more tokens in a step, and the same ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import transformers as tf
+
+from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
+from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.step import Runner
+from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
+from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
+from tests.helpers.mock_engine import Outcomes, run_counted
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+EAGER = SpeculativeConfig(num_speculative_tokens=4, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=30)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("qwen2")
+    save(FAMILIES["qwen2"], path)
+    return path
+
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 0.3, "seed": 5},
+    {"temperature": 0.4, "top_p": 0.9, "top_k": 20, "seed": 6},
+    {"temperature": 0.0, "frequency_penalty": 0.05, "repetition_penalty": 1.01},
+    {"temperature": 0.0, "logit_bias": {7: 1.5}, "min_tokens": 9},
+    {"temperature": 0.0, "allowed_token_ids": tuple(range(0, 96, 5))},
+    {"temperature": 0.0, "allowed_token_ids": (11,)},
+)
+
+
+def requests() -> list[InferRequest]:
+    """Of all ways to sample; texts that repeat, with a beginning that some share."""
+    return [
+        InferRequest(
+            request_id=f"{i}",
+            prompt_token_ids=(3, 5, 8, 13) * 4 + (21, i) * (i % 3),
+            sampling=SamplingParams(max_tokens=30 + i, logprobs=(None, 2)[i % 2], **way),
+        )
+        for i, way in enumerate(WAYS)
+    ]
+
+
+def run(config: EngineConfig, runner: Runner) -> tuple[Outcomes, EngineStats]:
+    core = EngineCore(config, runner)
+    outcomes, stats = run_counted(core, requests())
+    core.close()
+    return outcomes, stats
+
+
+def expect_same(found: Outcomes, expected: Outcomes) -> None:
+    for request_id, outcome in expected.of.items():
+        other = found[request_id]
+        assert (other.token_ids, other.finish_reason, other.error) == (outcome.token_ids, outcome.finish_reason, "")
+        for ours, theirs in zip(other.logprobs, outcome.logprobs, strict=True):
+            assert (ours.token_id, ours.rank) == (theirs.token_id, theirs.rank)
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"enforce_eager": True},
+        {"cudagraph_capture_sizes": (2, 9)},
+        {"num_kv_blocks": 22, "max_num_batched_tokens": 9},
+        {"enable_prefix_caching": False, "block_size": 4},
+    ],
+)
+def test_drafts_change_no_token(options: dict[str, Any], model: Path) -> None:
+    expected, plain = run(config_for(model), make_model_runner(config_for(model)))
+    config, device = config_for(model, speculative_config=EAGER, **options), FakeDevice()
+    found, stats = run(config, gpu_runner(config, device))
+    expect_same(found, expected)
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
+    assert stats.num_steps < plain.num_steps or stats.num_preemptions
+    if not options:
+        assert device.num_graph_replays == stats.num_steps
+
+
+@pytest.mark.timeout(600)  # the interpreter
+def test_kernels_give_the_same_bits_with_drafts(tmp_path: Path) -> None:
+    """All of a step in Triton's kernels: rows with several samples, of which some change their logits."""
+    save(tf.Qwen2Config(**SIZES | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}), tmp_path)
+    ways: tuple[dict[str, Any], ...] = (
+        {"temperature": 0.0, "logit_bias": {7: 1e3}, "presence_penalty": 0.5, "logprobs": 1},
+        {"temperature": 0.8, "top_p": 0.9},
+    )
+    asked = [
+        InferRequest(request_id=f"{i}", prompt_token_ids=(7, 7), sampling=SamplingParams(max_tokens=4, **way))
+        for i, way in enumerate(ways)
+    ]
+    options = {"max_num_seqs": 2, "block_size": 16, "max_num_batched_tokens": 4, "batch_invariant": True}
+    config = config_for(tmp_path, cudagraph_capture_sizes=(4,), speculative_config=EAGER, **options)
+    runner = gpu_runner(config, triton=True)
+    one_by_one = msgspec.structs.replace(config, speculative_config=None, async_scheduling=False)
+    expected, _ = run_counted(EngineCore(one_by_one, runner), asked)
+    found, stats = run_counted(EngineCore(config, runner), asked)
+    runner.close()
+    assert found.of == expected.of
+    assert stats.num_accepted_tokens > 0
