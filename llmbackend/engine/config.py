@@ -24,6 +24,11 @@ MAX_FORCED_STEP_TOKENS = 64
 """Drafts of a step that grammars force, of all its rows. Runners keep room for their logits."""
 
 
+GUESS_STEP_TOKENS, GUESS_STEP_TOKENS_ON_GPU = 8, 64
+"""Where a config does not say how many tokens a step with guesses may have. A GPU multiplies some hundred rows in the
+time in which it reads the weights; attention reads the keys once for each guess."""
+
+
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """N-gram speculation (prompt lookup), with vLLM's names. Raises ValueError naming field, value and what was
     expected.
@@ -33,16 +38,16 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max         tokens of the longest ending of a row's text that is searched for in the text; None = as
                               prompt_lookup_min, or 3
     prompt_lookup_min         tokens of the shortest such ending; None = as prompt_lookup_max, or 3
-    max_step_tokens           tokens of the largest step that has drafts, these included; 8. In small steps reading the
-                              weights takes the time and tokens are nearly free; a processor with more arithmetic can
-                              take more
+    max_step_tokens           tokens of the largest step that has drafts, these included; None = 8 on CPU, 64 on a GPU.
+                              In small steps reading the weights takes the time and tokens are nearly free; a processor
+                              with more arithmetic can take more
     """
 
     method: Literal["ngram"] = "ngram"
     num_speculative_tokens: int = 4
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
-    max_step_tokens: int = 8
+    max_step_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "max_step_tokens"):
@@ -324,11 +329,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.async_scheduling is not False and self.speculative_config is None
 
     @property
+    def max_guess_step_tokens(self) -> int:
+        """Tokens of the largest step that has guesses, these included; 0 without speculation."""
+        if self.speculative_config is None:
+            return 0
+        default = GUESS_STEP_TOKENS_ON_GPU if self.device.startswith("cuda") else GUESS_STEP_TOKENS
+        return min(self.speculative_config.max_step_tokens or default, self.max_num_batched_tokens)
+
+    @property
     def max_step_samples(self) -> int:
         """Rows and drafts of a step, and so the tokens that it may sample; guesses have a bound of their own."""
-        guesses = self.speculative_config.max_step_tokens if self.speculative_config else 0
         forced = 0 if self.structured_outputs_config.disable_jump_forward else MAX_FORCED_STEP_TOKENS
-        return min(self.max_num_batched_tokens, self.max_num_seqs + max(guesses, forced))
+        return min(self.max_num_batched_tokens, self.max_num_seqs + max(self.max_guess_step_tokens, forced))
 
     @property
     def offloads_kv(self) -> bool:

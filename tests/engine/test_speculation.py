@@ -44,7 +44,7 @@ class Text:
     def __init__(self, tokens: Iterable[int], **config: Any) -> None:
         config = {"num_speculative_tokens": 4, "prompt_lookup_max": 3, "prompt_lookup_min": 1, **config}
         self.table = RowTable(2, 4096, 16)
-        self.speculator = Speculator(SpeculativeConfig(**config), self.table)
+        self.speculator = Speculator(SpeculativeConfig(**config), self.table, config.get("max_step_tokens", 8))
         self.append(*tokens)
 
     def append(self, *tokens: int) -> None:
@@ -153,7 +153,7 @@ def test_in_company_drafts_must_hold_more_often_to_pay() -> None:
     table.token_ids[:, :8] = [7, 8] * 4
     table.num_tokens[:] = 8
     for num_rows, pays in ((1, True), (3, True), (4, False), (7, False)):
-        speculator = Speculator(SpeculativeConfig(max_step_tokens=8), table)
+        speculator = Speculator(SpeculativeConfig(), table, 8)
         rows, ones = int32(range(num_rows)), int32([1] * num_rows)
         plan = StepPlan(rows, ones, np.ones(num_rows, np.bool_))
         assert speculator.draft(plan, [20] * num_rows, 8) is not None
@@ -180,7 +180,7 @@ def test_rows_share_the_room_of_a_step_and_a_chunk_of_a_prompt_has_none() -> Non
     table = RowTable(4, 64, 16)
     table.token_ids[:, :8] = [7, 8] * 4
     table.num_tokens[:] = 8
-    speculator = Speculator(EAGER, table)
+    speculator = Speculator(EAGER, table, 16)
     plan = StepPlan(int32([2, 0, 1, 3]), int32([1, 3, 1, 1]), np.array([True, True, True, True]))
     for width in (1, 5):
         drafts = speculator.draft(plan, [20] * 4, 7)
@@ -298,6 +298,16 @@ def test_speculation_changes_no_request(specs: list[tuple[Any, SamplingParams]],
         outcomes = run_to_end(make_core(speculative_config=EAGER, max_model_len=36, **options), requests)
         for request in requests:
             expect_oracle(outcomes[request.request_id], request, max_model_len=36)
+
+
+def test_a_gpus_steps_may_have_more_drafts() -> None:
+    def most(device: str, **options: Any) -> int:
+        speculation = SpeculativeConfig(max_step_tokens=options.pop("max_step_tokens", None))
+        return EngineConfig(model="m", device=device, speculative_config=speculation, **options).max_guess_step_tokens
+
+    assert (most("cpu"), most("cuda:1"), most("cuda", max_step_tokens=20)) == (8, 64, 20)
+    assert most("cuda", max_num_batched_tokens=30) == 30
+    assert EngineConfig(model="m", device="cuda").max_guess_step_tokens == 0
 
 
 def chatty_requests(count: int = 4) -> list[InferRequest]:

@@ -92,10 +92,9 @@ class _Forward:
     """The program with a step's table."""
 
     def __init__(self, config: EngineConfig, kernels: NativeKernels, packed: PackedModel, num_blocks: int) -> None:
-        drafts = config.speculative_config.max_step_tokens if config.speculative_config else 0
         self._program = DecoderProgram(
             kernels, packed, num_blocks, config.block_size,
-            max_tokens=max(config.max_num_batched_tokens, drafts),
+            max_tokens=config.max_num_batched_tokens,
             max_samples=max(config.max_step_samples, PIECE_TOKENS),
         )  # fmt: skip
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None

@@ -31,10 +31,8 @@ class Drafter:
         """can_draft: whether the runner's steps may have drafts."""
         speculation = config.speculative_config
         self._rows, self._table, self._kv_cache, self._constraints = rows, rows.table, kv_cache, constraints
-        self._speculator = Speculator(speculation, rows.table) if speculation else None
-        self._max_guess_step_tokens = min(
-            config.max_num_batched_tokens, speculation.max_step_tokens if speculation else 0
-        )
+        self._max_guess_step_tokens = config.max_guess_step_tokens
+        self._speculator = Speculator(speculation, rows.table, self._max_guess_step_tokens) if speculation else None
         self._max_step_tokens = config.max_num_batched_tokens
         self._max_step_samples = config.max_step_samples
         self._forces = can_draft and not config.structured_outputs_config.disable_jump_forward

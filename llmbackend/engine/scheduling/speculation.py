@@ -52,10 +52,11 @@ class _RowState:
 class Speculator:
     """Owner of the drafting rows' states. One thread calls it."""
 
-    def __init__(self, config: SpeculativeConfig, table: RowTable) -> None:
+    def __init__(self, config: SpeculativeConfig, table: RowTable, max_step_tokens: int) -> None:
+        """max_step_tokens: of the largest step with drafts, these included."""
         self._table = table
         self._num_drafts_max = config.num_speculative_tokens
-        self._max_step_tokens = config.max_step_tokens
+        self._max_step_tokens = max_step_tokens
         self._lengths = range(config.lookup_min, config.lookup_max + 1)
         self._states: dict[int, _RowState] = {}
 
