@@ -6,7 +6,7 @@ from __future__ import annotations
 from tests.helpers.gpu.attention_launches import launch_exact, launch_plain, launch_products, launch_wide
 from tests.helpers.gpu.compile_kernels import Compiled, compile_in_process
 
-SHARED_BYTES = {80: 163 << 10, 90: 227 << 10}
+SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}
 
 
@@ -32,6 +32,15 @@ def test_heads_of_256_fit_hopper() -> None:
     for name, kernel in _by_name(compile_in_process(launch_wide, 90)[90]).items():
         assert kernel.stack_bytes <= (64 if name == "prefill_kernel" else 16), kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
+
+
+def test_heads_of_256_fit_ampere() -> None:
+    """Warps share a tile's columns: where they shared its rows, a thread kept half a kilobyte in local memory."""
+    (kernels,) = compile_in_process(launch_wide, 80).values()
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.shared_bytes <= SHARED_BYTES[86], kernel
+    assert _by_name(kernels)["prefill_kernel"].products == ((2, 1, 8),)
 
 
 def test_exact_chunks_are_computed_by_the_instruction_of_decode() -> None:

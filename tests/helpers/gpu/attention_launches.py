@@ -19,9 +19,9 @@ def launch_plain(_capability: int) -> None:
     launch(LLAMA)
 
 
-def launch_wide(_capability: int) -> None:
-    """Heads of 256, a window, a soft cap and a float8 cache."""
-    launch(GEMMA, cache_dtype=FP8)
+def launch_wide(capability: int) -> None:
+    """Heads of 256, a window, a soft cap and, where there is one, a float8 cache."""
+    launch(GEMMA, cache_dtype=FP8 if capability >= 89 else BF16)
 
 
 def launch_exact(_capability: int) -> None:

@@ -53,9 +53,9 @@ def _attend_tile(
     """Adds keys first_key … first_key + TILE - 1, below end_key, to the sums of each query row.
 
     total [rows, PADDED]: weighted values; top [rows]: the largest score, in bits (scores are exponents of two); sums
-    [rows, 16 or 32]: the sum of weights, in every column, since it is a product with ones (of 16 columns for tall
-    tiles; of 32 for 16 rows, so that every product is wider than high and the warps share its columns). key_scale turns
-    q·k into bits; with a soft cap it turns it into the argument of tanh, and softcap the tanh into bits.
+    [rows, 16, 32 or 64]: the sum of weights, in every column, since it is a product with ones (of 16 columns for tall
+    tiles; of twice the rows for 16 and 32, so that every product is wider than high and the warps share its columns).
+    key_scale turns q·k into bits; with a soft cap, into the argument of tanh, and softcap turns the tanh into bits.
     """
     at = first_key + tl.arange(0, TILE)
     dims = tl.arange(0, PADDED)
@@ -326,7 +326,7 @@ def _prefill_item(
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     HEAD_TILES: tl.constexpr = (GROUP + HEADS_HERE - 1) // HEADS_HERE
-    SUMS: tl.constexpr = 32 if ROWS == 16 else 16
+    SUMS: tl.constexpr = 2 * ROWS if ROWS <= 32 else 16
     begin = tl.load(query_start + sequence)
     num_queries = tl.load(query_start + sequence + 1) - begin
     kv_head = tile_of_heads // HEAD_TILES
