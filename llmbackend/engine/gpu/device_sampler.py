@@ -23,7 +23,7 @@ from ..step import Int32Array, RowTable, SampledTokens, StepPlan
 from ..token_masks import PendingMasks, TokenMasks, all_tokens
 from .device import Device
 from .device_rows import DeviceRows
-from .kernels import ranked_sampling, sampling
+from .kernels import narrowing, ranked_sampling, sampling
 from .kernels.ranking import CANDIDATES, LOWEST_KEY
 from .kernels.sampling import BLOCK, NUM_WORDS, RECORD
 
@@ -385,11 +385,34 @@ class _Launches:
         )  # fmt: skip
 
     def draw_limited(self) -> None:
-        ranked_sampling.draw_limited_kernel[(self._num_samples,)](
-            self._logits, self._stride, self._copies, self._slots, self._rows, self._positions, self._state.records,
-            self._peaks, self._masses, *self._scratch(), self.token_ids,
-            self._vocab_size, self._num_blocks, self._num_samples,
-            BLOCKS_PADDED=self._padded, SHIFT=self._shift, EDITED=self._edited, num_warps=16,
+        """Programs of flat rows narrow down where the draw ends; then one program a row draws."""
+        source = self._logits, self._stride, self._copies, self._slots, self._rows
+        records, peaks, masses = self._state.records, self._peaks, self._masses
+        sizes = self._vocab_size, self._num_blocks, self._num_samples
+        samples, pivots = self._num_samples, narrowing.num_pivots(self._vocab_size)
+        splits = triton.cdiv(self._num_blocks, narrowing.SPLIT_BLOCKS)
+        plans = self._new((samples, narrowing.PLAN_WORDS), torch.int64)
+        bounds = self._new((samples, pivots), torch.int64)
+        bins = self._new((samples, 2, narrowing.ROOM), torch.int64)
+        counts = self._new((samples, splits, pivots), torch.int32)
+        sums = self._new((samples, splits, pivots), torch.float64)
+        common = {"SHIFT": self._shift, "EDITED": self._edited}
+        narrowing.choose_pivots_kernel[(samples, narrowing.RANKING_PROGRAMS)](
+            *source, records, peaks, masses, self.token_ids, plans, bounds, *sizes,
+            BLOCKS_PADDED=self._padded, PIVOTS=pivots, OWN=narrowing.keys_to_rank(pivots), **common,
+        )  # fmt: skip
+        narrowing.measure_splits_kernel[(samples, splits)](
+            *source, records, peaks, plans, bounds, counts, sums, *sizes,
+            PIVOTS=pivots, SPLIT_BLOCKS=narrowing.SPLIT_BLOCKS, num_warps=8, **common,
+        )  # fmt: skip
+        narrowing.collect_bins_kernel[(samples, triton.cdiv(splits, narrowing.SPLITS_TO_COLLECT))](
+            *source, self._positions, records, plans, bounds, counts, sums, bins, self._vocab_size, splits,
+            PIVOTS=pivots, SPLITS_PADDED=triton.next_power_of_2(splits), SPLITS=narrowing.SPLITS_TO_COLLECT,
+            SPLIT_BLOCKS=narrowing.SPLIT_BLOCKS, ROOM=narrowing.ROOM, num_warps=8, **common,
+        )  # fmt: skip
+        ranked_sampling.draw_limited_kernel[(samples,)](
+            *source, self._positions, records, peaks, masses, plans, bins, *self._scratch(), self.token_ids, *sizes,
+            BLOCKS_PADDED=self._padded, ROOM=narrowing.ROOM, num_warps=16, **common,
         )  # fmt: skip
 
     def logprobs(self) -> tuple[torch.Tensor, ...]:

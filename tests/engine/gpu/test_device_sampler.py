@@ -178,12 +178,15 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return launched
 
 
+LIMITED = {"choose_pivots_kernel", "measure_splits_kernel", "collect_bins_kernel", "draw_limited_kernel"}
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="counts what the interpreter runs")
 def test_a_plain_step_is_two_launches_and_only_what_is_asked_for_adds_some(monkeypatch: pytest.MonkeyPatch) -> None:
     launched = count_launches(monkeypatch)
     plain: list[dict[str, Any]] = [{"temperature": 0.0}, {"temperature": 1.0, "seed": 2}, {"temperature": 0.0}]
     logits = make_logits("usual", 3, 40)
-    for extra, more in (({}, set()), ({"top_k": 3}, {"draw_limited_kernel"}), ({"logprobs": 1}, {"logprobs_kernel"})):
+    for extra, more in (({}, set()), ({"top_k": 3}, LIMITED), ({"logprobs": 1}, {"logprobs_kernel"})):
         launched.clear()
         rows = Rows([*plain[:2], {"temperature": 1.0, **extra}], 40)
         rows.sample(logits)
@@ -321,6 +324,6 @@ def test_all_that_steps_launch_is_compiled_before(monkeypatch: pytest.MonkeyPatc
     launched = count_launches(monkeypatch)
     assert sampler.is_unused
     sampler.compile(torch.zeros(1, 6), torch.ones(1, 2, dtype=torch.int32), torch.zeros(1, dtype=torch.int32))
-    assert {"choose_kernel", "draw_limited_kernel", "edit_kernel", "mask_kernel", "logprobs_kernel"} <= set(launched)
+    assert {"choose_kernel", *LIMITED, "edit_kernel", "mask_kernel", "logprobs_kernel"} <= set(launched)
     assert sampler.is_plain
     assert not sampler.is_unused

@@ -21,9 +21,12 @@ def test_operations_compile_for_hopper() -> None:
 def test_sampling_compiles_for_hopper() -> None:
     (kernels,) = compile_in_process(launch_sampling, 90).values()
     assert {kernel.name for kernel in kernels} == {
-        "summarise_kernel", "choose_kernel", "draw_limited_kernel", "slots_kernel", "copy_kernel", "edit_kernel",
-        "logprobs_kernel", "mask_kernel",
+        "summarise_kernel", "choose_kernel", "choose_pivots_kernel", "measure_splits_kernel", "collect_bins_kernel",
+        "draw_limited_kernel", "slots_kernel", "copy_kernel", "edit_kernel", "logprobs_kernel", "mask_kernel",
     }  # fmt: skip
     for kernel in kernels:
         assert kernel.stack_bytes <= 128, kernel
         assert kernel.shared_bytes <= 48 * 1024, kernel
+        if kernel.name in ("choose_pivots_kernel", "measure_splits_kernel"):
+            # Three programs of those that share a row's passes run at a time on a multiprocessor of 65,536 registers.
+            assert kernel.registers * 32 * kernel.num_warps <= 65536 // 3, kernel

@@ -5,8 +5,9 @@ order it draws, is as drawing.Limits says; logprobs are of the model's own logit
 likeliest tokens come as their rank keys, unordered.
 
 Usually the kept tokens are among some hundreds above a bound that the blocks' peaks give; those are collected once, and
-the end of the kept ones and the drawn one are searched for among them. In a flat distribution each is searched for in
-the whole row.
+the end of the kept ones and the drawn one are searched for among them. Of flatter rows many programs collect the two
+parts of the order that matter (narrowing.py), and the search is the same. Only if these are too large, or top_k is very
+large, one program searches the whole row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,24 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .narrowing import (
+    ALL_MASS,
+    BY_COUNT,
+    DRAWN_BIN,
+    END_BIN,
+    HIGH,
+    IS_NARROWED,
+    IS_READY,
+    LOW,
+    MASS_BEYOND,
+    NUM_INSIDE,
+    TOTAL,
+    first_guess,
+    least_logit,
+    least_weight_of,
+    planned,
+    planned_number,
+)
 from .ranking import (
     CANDIDATES,
     LOWEST_KEY,
@@ -23,7 +42,7 @@ from .ranking import (
     list_blocks,
     logit_of,
     measure,
-    peak_of_rank,
+    peak_that_reaches,
     search,
     search_tile,
 )
@@ -44,24 +63,15 @@ from .sampling import (
     word,
 )
 
-NO_WEIGHT = tl.constexpr(1e-300)
-"""Below every float32 weight but zero."""
-
-SLACK = tl.constexpr(1e-5)
-"""Far more than sums of the same weights in different orders differ by."""
-
-DEPTH = tl.constexpr(110.0)
-"""At this distance below the peak a float32 weight is zero."""
-
 
 @triton.jit(do_not_specialize=["num_samples"])
 def draw_limited_kernel(
-    logits, stride, copies, slots, rows, positions, records, peaks, masses, listed, found, token_ids,
+    logits, stride, copies, slots, rows, positions, records, peaks, masses, plans, bins, listed, found, token_ids,
     vocab_size, num_blocks, num_samples,
-    BLOCKS_PADDED: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
+    BLOCKS_PADDED: tl.constexpr, ROOM: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Replaces the tokens of samples whose rows draw with limits. listed int32 [samples, BLOCKS_PADDED] and found
-    int64 [samples, CANDIDATES]: scratch."""
+    """Replaces the tokens of samples whose rows draw with limits. plans, bins: as narrowing.py leaves them. listed
+    int32 [samples, BLOCKS_PADDED] and found int64 [samples, CANDIDATES]: scratch."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     if tl.load(token_ids + sample) < 0:
@@ -79,27 +89,34 @@ def draw_limited_kernel(
     top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
     top_p = number(records, row, TOP_P)
     min_p = number(records, row, MIN_P)
+    bounded = (top_k > 0) | (min_p > 0.0)
     chance = uniform(word(records, row, SEED), tl.load(positions + sample))
+    peak = tl.div_rn(raw_peak, temperature)
+    is_narrowed = planned(plans, sample, IS_NARROWED) != 0
+    if is_narrowed:
+        if planned(plans, sample, IS_READY) != 0:
+            key = _draw_from_bins(
+                plans, bins + sample * 2 * ROOM, sample, peak, bounded, top_k, top_p, chance, ROOM, SHIFT
+            )
+            tl.store(token_ids + sample, id_of(key, vocab_size, SHIFT))
+            return
+
     listed += sample * BLOCKS_PADDED
     found += sample * CANDIDATES
-
     scaled_peaks = tl.div_rn(block_peaks, temperature)
-    peak = tl.div_rn(raw_peak, temperature)
-    least_weight = tl.minimum(tl.maximum(min_p, NO_WEIGHT), 1.0)
-    bounded = (top_k > 0) | (min_p > 0.0)
+    is_narrowed = planned(plans, sample, IS_NARROWED) != 0
+    least_weight = least_weight_of(records, row)
     high = least_key(peak, SHIFT) + (1 << SHIFT)
-    least, total = _least_logit(masses + place, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size)
+    least, total = least_logit(masses + place, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size)
 
     cut, count, mass, inside, at_once, num_listed = _first_cut(
         logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, scaled_peaks, num_blocks,
-        top_k, top_p, min_p, bounded, total, least, high, listed, found, SHIFT, EDITED,
+        top_k, top_p, min_p, bounded, total, least, high, is_narrowed, listed, found, SHIFT, EDITED,
     )  # fmt: skip
     # Where the kept tokens end by number, then where they end by mass, then the drawn one.
     for stage in range(3):
         by_count = stage == 0
-        share = top_p * tl.where(bounded, mass, total)
-        drawn = tl.minimum(_next(chance * mass), mass)
-        target = tl.where(by_count, top_k.to(tl.float64), tl.where(stage == 1, share, drawn))
+        target = _target(stage, top_k, top_p, bounded, mass, total, chance)
         wanted = (stage == 2) | (by_count & (top_k > 0) & (count > top_k)) | ((stage == 1) & (top_p < 1.0))
         if wanted:
             cut, count, mass = _cut_at(
@@ -110,18 +127,52 @@ def draw_limited_kernel(
 
 
 @triton.jit
+def _target(stage, top_k, top_p, bounded, mass, total, chance):
+    """What the keys down to the one looked for count, or weigh. mass: of what is kept so far."""
+    share = top_p * tl.where(bounded, mass, total)
+    drawn = tl.minimum(_next(chance * mass), mass)
+    return tl.where(stage == 0, top_k.to(tl.float64), tl.where(stage == 1, share, drawn))
+
+
+@triton.jit
+def _draw_from_bins(plans, bins, sample, peak, bounded, top_k, top_p, chance, ROOM: tl.constexpr, SHIFT: tl.constexpr):
+    """The drawn key, from the bin in which the kept ones end, and the bin in which it is."""
+    total = planned_number(plans, sample, TOTAL)
+    mass = planned_number(plans, sample, ALL_MASS)
+    cut = planned(plans, sample, IS_READY) * 0 + LOWEST_KEY
+    is_one_bin = planned(plans, sample, END_BIN + LOW) == planned(plans, sample, DRAWN_BIN + LOW)
+    places = tl.arange(0, ROOM)
+    for stage in range(3):
+        which = tl.where(stage == 2, DRAWN_BIN, END_BIN)
+        there = places < planned(plans, sample, which + NUM_INSIDE)
+        place = tl.where((stage == 2) & (is_one_bin == 0), ROOM, 0)
+        by_count = stage == 0
+        wanted = (stage == 2) | (by_count & (planned(plans, sample, BY_COUNT) != 0)) | ((stage == 1) & (top_p < 1.0))
+        if wanted:
+            keys, weights = _weighted(bins + place + places, there, peak, SHIFT)
+            before = tl.where(by_count, 0.0, planned_number(plans, sample, which + MASS_BEYOND))
+            cut = search_tile(
+                keys, tl.where(by_count, there.to(tl.float64), weights),
+                _target(stage, top_k, top_p, bounded, mass, total, chance), before,
+                tl.maximum(cut, planned(plans, sample, which + LOW)), planned(plans, sample, which + HIGH), SHIFT,
+            )  # fmt: skip
+            mass = before + tl.sum(tl.where(keys >= cut, weights, 0.0), axis=0)
+    return cut
+
+
+@triton.jit
 def _first_cut(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, scaled_peaks, num_blocks,
-    top_k, top_p, min_p, bounded, total, least, high, listed, found, SHIFT: tl.constexpr, EDITED: tl.constexpr,
+    top_k, top_p, min_p, bounded, total, least, high, is_narrowed, listed, found,
+    SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Collects the keys above a guessed bound in `found`; if those are not all that can be kept, measures all that are
-    above the lowest bound instead.
+    """Collects the keys above a guessed bound in `found`; if those are not all that can be kept, or known to be many,
+    measures all that are above the lowest bound instead.
 
     Returns the bound as a key, the count and mass of keys from it on, how many are in `found`, whether these are all,
     and the number of blocks that hold such keys."""
-    few = tl.maximum(num_blocks // 4, 1)
-    guess = peak_of_rank(scaled_peaks, tl.where((top_k > 0) & (top_k <= num_blocks), top_k, few), least, SHIFT)
-    guess = tl.where((min_p > 0.0) & (top_k == 0), least, guess)
+    guess, _ = first_guess(scaled_peaks, peak, least, total, bounded, num_blocks, top_k, top_p, min_p, SHIFT)
+    guess = tl.where(is_narrowed, float("inf"), guess)
     cut = least_key(guess, SHIFT)
     num_listed = list_blocks(scaled_peaks, guess, listed)
     count = collect(
@@ -132,7 +183,7 @@ def _first_cut(
     _, weights = _found(found, inside, peak, SHIFT)
     mass = tl.sum(weights, axis=0)
     complete = (guess <= least) | ((top_k > 0) & (count >= top_k)) | ((bounded == 0) & (mass >= top_p * total))
-    at_once = complete & (count <= CANDIDATES)
+    at_once = complete & (count <= CANDIDATES) & (is_narrowed == 0)
     if at_once == 0:
         cut = least_key(least, SHIFT)
         num_listed = list_blocks(scaled_peaks, least, listed)
@@ -141,18 +192,6 @@ def _first_cut(
             SHIFT, EDITED,
         )  # fmt: skip
     return cut, count, mass, inside, at_once, num_listed
-
-
-@triton.jit
-def _least_logit(masses, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size):
-    """A logit below which no token is kept, and the mass of the whole row, 0 where top_p is a share of less."""
-    least = _bound(peak, min_p)
-    total = min_p * 0.0
-    if bounded == 0:
-        total = tl.sum(over_peak(tl.load(masses, mask=known, other=0.0), scaled_peaks, peak), axis=0)
-        # All that is lighter than this weighs less than what top_p leaves over, were it the whole vocabulary.
-        least = tl.maximum(least, _bound(peak, (1.0 - top_p - SLACK) * total / vocab_size))
-    return least, total
 
 
 @triton.jit
@@ -186,20 +225,15 @@ def _cut_at(
 def _found(found, count, peak, SHIFT: tl.constexpr):
     """The keys that were collected, and their weights over the peak."""
     places = tl.arange(0, CANDIDATES)
-    there = places < count
-    keys = tl.load(found + places, mask=there, other=LOWEST_KEY)
-    x = tl.where(there, logit_of(keys, SHIFT), peak)
-    return keys, tl.where(there, tl.exp(x - peak).to(tl.float64), 0.0)
+    return _weighted(found + places, places < count, peak, SHIFT)
 
 
 @triton.jit
-def _bound(peak, weight):
-    """A logit below which none has this weight, or any weight at all; a little lower than necessary, and below the
-    peak."""
-    depth = tl.log(tl.maximum(tl.minimum(weight, 1.0).to(tl.float32), 1e-37)) - 1e-3
-    depth = tl.where(weight > 1e-37, depth, -DEPTH)
-    bound = peak + depth - tl.abs(peak) * 1e-6
-    return tl.maximum(bound, -3.4e38)
+def _weighted(places, there, peak, SHIFT: tl.constexpr):
+    """Keys in memory, and their weights over the peak; LOWEST_KEY and 0 where none is there."""
+    keys = tl.load(places, mask=there, other=LOWEST_KEY)
+    x = tl.where(there, logit_of(keys, SHIFT), peak)
+    return keys, tl.where(there, tl.exp(x - peak).to(tl.float64), 0.0)
 
 
 @triton.jit
@@ -263,7 +297,8 @@ def _collect_top(
     logits, stride, sample, vocab_size, peak, block_peaks, count, high, listed, found, top_keys, SHIFT: tl.constexpr
 ):
     """Writes the keys of the `count` likeliest tokens, in no order."""
-    guess = peak_of_rank(block_peaks, count, _LEAST, SHIFT)
+    ones = tl.full((block_peaks.shape[0],), 1.0, tl.float64)
+    guess = peak_that_reaches(block_peaks, ones, count.to(tl.float64), _LEAST, SHIFT)
     low = least_key(guess, SHIFT)
     num_listed = list_blocks(block_peaks, guess, listed)
     num_low, _ = measure(

@@ -85,22 +85,34 @@ def list_blocks(scaled_peaks, least, listed):
 
 
 @triton.jit
+def keys_at(
+    logits, stride, copies, sample, slot, vocab_size, temperature, peak, least, least_weight, ids, mask,
+    SHIFT: tl.constexpr, EDITED: tl.constexpr,
+):  # fmt: skip
+    """Keys and weights (float64, over the peak) of the ids where mask is true; keys of logits below `least` and of
+    weights below least_weight, and of what is not there, are LOWEST_KEY, and their weights 0."""
+    there = mask & (ids < vocab_size)
+    x = tl.div_rn(load_logits(logits, stride, copies, sample, slot, vocab_size, ids, there, EDITED), temperature)
+    weights = tl.exp(tl.minimum(x - peak, 0.0)).to(tl.float64)
+    there = there & (x >= least) & (weights >= least_weight)
+    return tl.where(there, rank_key(x, ids, vocab_size, SHIFT), LOWEST_KEY), tl.where(there, weights, 0.0)
+
+
+@triton.jit
 def gather_keys(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, begin,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and weights (float64, over the peak) of the listed blocks from `begin` on, as flat tiles; keys of weights
-    below least_weight, and of what is not there, are LOWEST_KEY, and their weights 0."""
+    """Keys and weights, as of keys_at, of the listed blocks from `begin` on, as flat tiles."""
     which = begin + tl.arange(0, GATHERED)
     block = tl.load(listed + which, mask=which < num_listed, other=0)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    there = (which < num_listed)[:, None] & (ids < vocab_size)
-    x = tl.div_rn(load_logits(logits, stride, copies, sample, slot, vocab_size, ids, there, EDITED), temperature)
-    weights = tl.exp(tl.minimum(x - peak, 0.0)).to(tl.float64)
-    there = there & (weights >= least_weight)
-    keys = tl.where(there, rank_key(x, ids, vocab_size, SHIFT), LOWEST_KEY)
+    keys, weights = keys_at(
+        logits, stride, copies, sample, slot, vocab_size, temperature, peak, float("-inf"), least_weight, ids,
+        (which < num_listed)[:, None], SHIFT, EDITED,
+    )  # fmt: skip
     size: tl.constexpr = GATHERED * BLOCK
-    return tl.reshape(keys, (size,)), tl.reshape(tl.where(there, weights, 0.0), (size,))
+    return tl.reshape(keys, (size,)), tl.reshape(weights, (size,))
 
 
 @triton.jit
@@ -181,15 +193,15 @@ def search(
 
 
 @triton.jit
-def peak_of_rank(scaled_peaks, rank, least, SHIFT: tl.constexpr):
-    """The logit that `rank` block peaks reach, so that at least as many logits do; `least`, if fewer peaks reach
-    that."""
+def peak_that_reaches(scaled_peaks, sizes, target, least, SHIFT: tl.constexpr):
+    """The logit down to which the blocks' peaks have sizes that reach the target, so that all logits down to it do;
+    `least`, if those that reach that do not."""
     size: tl.constexpr = scaled_peaks.shape[0]
     keys = rank_key(scaled_peaks, tl.arange(0, size), size, SHIFT)
     there = scaled_peaks >= least
     keys = tl.where(there, keys, LOWEST_KEY)
     low = least_key(least, SHIFT)
     high = tl.max(keys, axis=0) + 1
-    key = search_tile(keys, there.to(tl.float64), rank.to(tl.float64), rank.to(tl.float64) * 0.0, low, high, SHIFT)
-    enough = tl.sum(there.to(tl.int32), axis=0) >= rank
+    key = search_tile(keys, tl.where(there, sizes, 0.0), target, target * 0.0, low, high, SHIFT)
+    enough = tl.sum(tl.where(there, sizes, 0.0), axis=0) >= target
     return tl.where(enough, logit_of(key, SHIFT), least)
