@@ -86,7 +86,11 @@ class EngineCore:
         self._offloading_runner = _offloading_runner(config, runner)
         num_host_blocks = self.info.num_host_blocks if self._offloading_runner else 0
         self._kv_cache = KVCacheManager(
-            self.info.num_blocks, self._table, config.enable_prefix_caching, num_host_blocks
+            self.info.num_blocks,
+            self._table,
+            config.enable_prefix_caching,
+            num_host_blocks,
+            self.info.attention_window,
         )
         self._pacer = _pacer(config)
         self._scheduler = Scheduler(

@@ -7,6 +7,7 @@ Names are vLLM's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
@@ -317,6 +318,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes     packed weights that every step reads; 0 = not known
     kv_bytes_per_token  0 = not known
     needs_torch      whether torch computes, so that the next engine's process needs it, too
+    attention_window positions that a query of any layer sees at most, itself included, where blocks behind that are
+                     never read; 0: all
     """
 
     model_type: str
@@ -335,12 +338,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     needs_torch: bool = False
+    attention_window: int = 0
 
     @property
     def summary(self) -> str:
         """For the log: how the model is computed, why so, and what its start consisted of."""
         took = f"loaded in {self.load_s:.2f} s" + (f" ({text_of(self.parts)})" if self.parts else "")
         return "; ".join(text for text in (self.description, *self.paths, took) if text)
+
+
+def widest_window(windows: Sequence[int]) -> int:
+    """ModelInfo.attention_window of layers with these windows: 0, if one of them sees all."""
+    return 0 if 0 in windows else max(windows, default=0)
 
 
 class ModelPrepared(msgspec.Struct, frozen=True):

@@ -47,8 +47,9 @@ class RowTable:
     predecessors it computes (sampling/prompt_logprobs.py).
 
     During `execute` a row's block_table is valid for positions below num_computed_tokens + the tokens scheduled; later
-    entries are stale. Position p of a row has slot block_table[row, p // block_size] * block_size + p % block_size.
-    Rows that hold no request have stale contents.
+    entries are stale. Where ModelInfo.attention_window is set, an entry may be -1, whose positions none of the step's
+    queries sees: it is not read. Position p of a row has slot block_table[row, p // block_size] * block_size + p %
+    block_size. Rows that hold no request have stale contents.
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:

@@ -13,7 +13,7 @@ import time
 from ..adapter_loads import refuse_adapter
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..infer_request import InferRequest, ModelInfo
+from ..infer_request import InferRequest, ModelInfo, widest_window
 from ..kernels.library import NativeKernels, load
 from ..kernels.sampling import NativeSampling
 from ..sampling.host_step import HostSteps
@@ -60,6 +60,7 @@ class NativeRunner:
             ),
             weight_bytes=packed.memories.resident.nbytes,
             kv_bytes_per_token=decoder.kv_bytes_per_token,
+            attention_window=widest_window([layer.attention.sliding_window for layer in decoder.layers]),
         )
 
     @property

@@ -174,6 +174,11 @@ class GpuProgram:
         self._max_tokens, self.max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
 
+    @property
+    def windows(self) -> list[int]:
+        """Of each layer: the positions that a query sees, itself included; 0: all."""
+        return [layer.attend.window for layer in self._layers]
+
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
         """Uses other KV memory of the same kind from now on."""
         self._caches = [caches[module] for module in self._modules]

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..infer_request import ModelInfo
+from ..infer_request import ModelInfo, widest_window
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
@@ -68,6 +68,8 @@ def start(
     how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, num_blocks, how, start_s)
+    if stages is WHOLE:  # a stage does not know the windows of the others' layers
+        info = msgspec.structs.replace(info, attention_window=widest_window(parts.program.windows))
     if host_blocks is not None:
         parts = dataclasses.replace(parts, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)

@@ -78,7 +78,7 @@ class TorchOps:
             part = slice(start, start + tokens_at_once)
             state = _Softmax(queries[part], spec)
             for first in range(0, width, blocks_at_once):
-                blocks = block_table[rows[part], first : first + blocks_at_once]
+                blocks = block_table[rows[part], first : first + blocks_at_once].clamp(min=0)  # freed ones are hidden
                 state.add(blocks, first * block_size, visible[part], cache)
             out[part] = state.result().flatten(1)
 

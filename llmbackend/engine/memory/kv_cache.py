@@ -9,8 +9,9 @@ blocks of computed tokens are registered, and no step writes to them after that.
 A block may be given to another row while a step in flight still writes to it, because steps run in launch order: the
 new row's writes come later, and it reads only what it has written. A late write never lands in a registered block: a
 step writes behind what earlier steps of its row computed, and a block is registered only when the step that filled it
-was committed. Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a
-new block or have filled one.
+was committed. Where every layer has a window, a row gives back the blocks that lie wholly behind it while it goes on;
+they stay cached like others. Allocating, freeing and finding cost O(1) per block; a step costs Python time only for
+rows that need a new block or have filled one.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ _Copy = tuple[bool, int, int]
 
 NEVER = np.iinfo(np.int32).max
 """A number of registered blocks that no row exceeds: its blocks are not shared."""
+FREED_BLOCK: Final = -1
+"""In a row's table, in place of a block behind the window: no step reads it."""
 NOT_SHARED: Final = 0
 """What is before the blocks of a row that does not share them: no block has this identity."""
 
@@ -83,6 +86,12 @@ class HostTier:
         self._copies.append((False, block, host_block))
         self.num_reloaded += 1
 
+    def discard(self, number: int) -> None:
+        """A kept text is not registered any more."""
+        host_block = number - self._first
+        del self._kept[host_block]
+        self._free.append(host_block)
+
     def take_copies(self) -> list[KVCopies]:
         """The copies that the next step needs, in order."""
         copies, self._copies = self._copies, []
@@ -116,13 +125,22 @@ class KVCacheManager:
     """Owns the free stack, the cached blocks and the counts of rows per block; only it writes `table.block_table`."""
 
     def __init__(
-        self, num_blocks: int, table: RowTable, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        table: RowTable,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        window: int = 0,
     ) -> None:
+        """window: positions that a query of any layer sees at most, itself included; 0: all."""
         self.num_blocks = num_blocks
+        self._window = window
         self.block_size = table.block_size
         self._table = table
         self._block_table = table.block_table
+        # Of each row: where its blocks end in its table, and how many at the beginning are freed already.
         self._held: Int32Array = np.zeros(table.max_num_seqs, np.int32)
+        self._num_freed: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         self._holders: Int32Array = np.zeros(num_blocks, np.int32)
         self._free: Int32Array = np.arange(num_blocks - 1, -1, -1, dtype=np.int32)
         self._num_free = num_blocks
@@ -165,15 +183,8 @@ class KVCacheManager:
     def release(self, row: int) -> None:
         """Frees all blocks of a row, the last one first: the end of a text is reused before its beginning, which is
         more likely to be shared."""
-        held = int(self._held[row])
-        blocks = self._block_table[row, :held][::-1]
-        self._holders[blocks] -= 1
-        self._held[row] = 0
-        unused = blocks[self._holders[blocks] == 0]
-        if len(self._prefixes):
-            unused = self._keep_cached(unused)
-        self._free[self._num_free : self._num_free + len(unused)] = unused
-        self._num_free += len(unused)
+        self._give_back(self._blocks_of(row))
+        self._held[row] = self._num_freed[row] = 0
 
     def tell(self, journal: BlockJournal | None) -> None:
         """From now on `journal` hears which blocks can be found by any request; None = nobody does. Where prefix
@@ -212,14 +223,18 @@ class KVCacheManager:
             blocks[~on_device] = self._reload(blocks[~on_device].tolist())
         self._block_table[row, :count] = blocks
         self._held[row] = count
+        self._free_behind_window(row, count * self.block_size)
         return count * self.block_size
 
     def register(self, rows: Int32Array, num_tokens: Int32Array) -> None:
         """The KV of each row's first `num_tokens[i]` tokens is computed without errors: its full blocks can be found
-        from now on."""
+        from now on, and those that no later query sees are free."""
         num_full = num_tokens // self.block_size
         for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
             self._register(int(rows[i]), int(num_full[i]))
+        if self._window:
+            for i in (self._num_unseen(num_tokens) > self._num_freed[rows]).nonzero()[0].tolist():
+                self._free_behind_window(int(rows[i]), int(num_tokens[i]))
 
     def next_keys(self, rows: Int32Array) -> set[Key]:
         """The blocks that these rows compute next: of each row, the key of the first full block of its known tokens
@@ -234,7 +249,10 @@ class KVCacheManager:
     def invalidate(self, row: int) -> None:
         """The row failed, so none of its blocks is found any more: neither those that it computed, which may be bad,
         nor those that it found, which may be the cause. Other rows that use them go on."""
-        for block in self._block_table[row, : self._held[row]].tolist():
+        if self._num_freed[row] and isinstance(last := self._parent[row], int):
+            for block in self._prefixes.forget_through(last):
+                self._discard(block)
+        for block in self._blocks_of(row).tolist():
             self._prefixes.forget(block)
 
     def contents(self) -> tuple[Int32Array, Int32Array, Int32Array]:
@@ -245,12 +263,12 @@ class KVCacheManager:
             states[np.fromiter(self._cached, np.int32, len(self._cached))] = 1
         rows: Int32Array = np.full(self.num_blocks, -1, np.int32)
         for row in self._held.nonzero()[0].tolist():
-            rows[self._block_table[row, : self._held[row]]] = row
+            rows[self._blocks_of(row)] = row
         return states, self._holders, rows
 
     def check(self) -> None:
         """Raises AssertionError unless each block is exactly one of free, cached and used."""
-        tables = [self._block_table[row, :held] for row, held in enumerate(self._held.tolist())]
+        tables = [self._blocks_of(row) for row in range(len(self._held))]
         holders = np.bincount(np.concatenate(tables), minlength=self.num_blocks)
         unused = np.concatenate([self._free[: self._num_free], np.array(list(self._cached), np.int32)])
         known = np.concatenate([unused, holders.nonzero()[0]])
@@ -271,8 +289,8 @@ class KVCacheManager:
 
     def _check_texts(self) -> None:
         """Raises AssertionError unless each registered block that a row holds has the row's tokens."""
-        for row, held in enumerate(self._held.tolist()):
-            for index, block in enumerate(self._block_table[row, :held].tolist()):
+        for row, first in enumerate(self._num_freed.tolist()):
+            for index, block in enumerate(self._blocks_of(row).tolist(), first):
                 if self._prefixes.tokens_of(block) not in (None, self._tokens(row, index, index + 1)):
                     raise AssertionError(f"row {row} holds block {block} of another text")
 
@@ -285,6 +303,45 @@ class KVCacheManager:
         for index, block in enumerate(self._block_table[row, first:num_full].tolist()):
             parent = self._prefixes.register(parent, data[index * size : (index + 1) * size], block)
         self._num_known[row], self._parent[row] = num_full, parent
+
+    def _blocks_of(self, row: int) -> Int32Array:
+        """The blocks that a row holds."""
+        blocks: Int32Array = self._block_table[row, self._num_freed[row] : self._held[row]]
+        return blocks
+
+    def _give_back(self, blocks: Int32Array) -> None:
+        """A row holds these blocks no more, the first of which are reused last."""
+        blocks = blocks[::-1]
+        self._holders[blocks] -= 1
+        unused = blocks[self._holders[blocks] == 0]
+        if len(self._prefixes):
+            unused = self._keep_cached(unused)
+        self._free[self._num_free : self._num_free + len(unused)] = unused
+        self._num_free += len(unused)
+
+    def _num_unseen(self, num_tokens: Int32Array) -> Int32Array:
+        """Of rows whose first `num_tokens[i]` tokens are computed: how many blocks no later query sees."""
+        unseen: Int32Array = np.maximum(num_tokens - self._window + 1, 0) // self.block_size
+        return unseen
+
+    def _free_behind_window(self, row: int, num_tokens: int) -> None:
+        """Frees the blocks that no query sees once so many tokens are computed."""
+        if not self._window:
+            return
+        first, end = int(self._num_freed[row]), int(self._num_unseen(np.array([num_tokens], np.int32))[0])
+        if end > first:
+            self._give_back(self._block_table[row, first:end])
+            self._block_table[row, first:end] = FREED_BLOCK
+            self._num_freed[row] = end
+
+    def _discard(self, block: int) -> None:
+        """A block, of the device or of the host, is not registered any more: it is free, unless a row uses it."""
+        if block >= self.num_blocks:
+            self.host_tier.discard(block)
+        elif block in self._cached:
+            del self._cached[block]
+            self._free[self._num_free] = block
+            self._num_free += 1
 
     def _take(self, row: int, count: int) -> None:
         held = int(self._held[row])

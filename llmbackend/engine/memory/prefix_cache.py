@@ -115,6 +115,21 @@ class PrefixCache:
                 self._journal.removed(self._identity_of[block])
             self._identity_of[block] = NOT_REGISTERED
 
+    def forget_through(self, identity: int) -> list[int]:
+        """Forgets a text: the block of this identity, if it is registered, and those before it. Returns them. Takes
+        time for all blocks."""
+        block_of = {one: block for block, one in enumerate(self._identity_of)}
+        forgotten: list[int] = []
+        parent: Parent = identity
+        while isinstance(parent, int) and parent in self._live_identities:
+            block = block_of[parent]
+            key = self._key_of[block]
+            assert key is not None
+            self.forget(block)
+            forgotten.append(block)
+            parent = key[0]
+        return forgotten
+
     def is_found(self, block: int) -> bool:
         """Whether a block is registered and so is the one before it, without which it is not found."""
         key = self._key_of[block]

@@ -223,6 +223,23 @@ def test_chunks_do_not_change_a_bit(name: str, exact_chunks: bool) -> None:
         start += count
 
 
+def test_blocks_behind_the_window_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a tile begins before them: other sequences may have them by now, or none."""
+    small = paged_attention.choose_tiles
+    monkeypatch.setattr(paged_attention, "choose_tiles", lambda *shape: replace(small(*shape), keys=32))
+    memory = Memory(SHAPES["wide window"], [70, 80])
+    parts = [(0, 69, 1), (1, 70, 10)]
+    before = memory.attend(parts)
+    for i, first in ((0, 69), (1, 70)):
+        unseen = (first - memory.shape.window + 1) // memory.shape.block_size
+        assert unseen == 1
+        for store in (memory.cache.keys, memory.cache.values):
+            store[memory.table[i, :unseen].long()] = float("nan")
+        memory.table[i, :unseen] = -1
+    for one, other in zip(before, memory.attend(parts), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_the_number_of_programs_does_not_change_a_bit() -> None:
     """One multiprocessor's programs compute several items each; of 40 some have none."""
     memory = Memory(SHAPES["two groups"], [150, 33, 70, 20])

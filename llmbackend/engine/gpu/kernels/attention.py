@@ -10,7 +10,7 @@ which program computes an item changes nothing. Both use the same helpers (_atte
 Invariants. What a query gets depends on its own position, keys and values alone: not on the other sequences, nor on the
 bounds in the layout, the number of programs, the size of the workspace. Tiles that a query does not see leave its sums
 as they are, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond a sequence's length are not
-read.
+read, nor those before the window of its first query, whose blocks may be another sequence's by now.
 
 Decode and prefill agree bit by bit as well, as far as the tensor cores do: operands and the order over keys and over
 the head are the same; elementwise steps are written with explicit fma and compiled without further fusion; every sum,
@@ -45,12 +45,13 @@ def _shift_for(top):
 
 @triton.jit
 def _attend_tile(
-    q, positions, first_key, end_key, total, top, sums, keys, values, table, block_stride, key_scale, softcap,
-    window,
+    q, positions, first_key, begin_key, end_key, total, top, sums, keys, values, table, block_stride, key_scale,
+    softcap, window,
     HEAD_DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Adds keys first_key … first_key + TILE - 1, below end_key, to the sums of each query row.
+    """Adds keys first_key … first_key + TILE - 1, below end_key, to the sums of each query row. Those before begin_key,
+    which no row's window reaches, are not read.
 
     total [rows, PADDED]: weighted values; top [rows]: the largest score, in bits (scores are exponents of two); sums
     [rows, 16, 32 or 64]: the sum of weights, in every column, since it is a product with ones (of 16 columns for tall
@@ -60,6 +61,8 @@ def _attend_tile(
     at = first_key + tl.arange(0, TILE)
     dims = tl.arange(0, PADDED)
     held = at < end_key
+    if HAS_WINDOW:
+        held = held & (at >= begin_key)
     block = tl.load(table + at // BLOCK_SIZE, mask=held, other=0).to(tl.int64)
     offsets = (block * block_stride + (at % BLOCK_SIZE) * HEAD_DIM)[:, None] + dims[None, :]
     inside = held[:, None] & (dims[None, :] < HEAD_DIM)
@@ -137,12 +140,14 @@ def _attend_split(
     top = tl.full([16], float("-inf"), tl.float32)
     weights = tl.zeros([16, 32], tl.float32)
     start = split * SPLIT
+    begin_key = length * 0
     if HAS_WINDOW:
-        start = tl.maximum(start, tl.maximum(length - window, 0) // TILE * TILE)
+        begin_key = tl.maximum(length - window, 0)
+        start = tl.maximum(start, begin_key // TILE * TILE)
     for first_key in range(start, tl.minimum(split * SPLIT + SPLIT, length), TILE):
         total, top, weights = _attend_tile(
-            query, positions, first_key, length, total, top, weights, keys, values, table, block_stride, key_scale,
-            softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
+            query, positions, first_key, begin_key, length, total, top, weights, keys, values, table, block_stride,
+            key_scale, softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
         )  # fmt: skip
     return total, top, tl.max(weights, 1)
 
@@ -352,13 +357,13 @@ def _prefill_item(
     all_top = tl.full([ROWS], float("-inf"), tl.float32)
     all_weight = tl.zeros([ROWS], tl.float32)
     total, top, weights = all_total, all_top, tl.zeros([ROWS, SUMS], tl.float32)
-    start = 0
+    begin_key = first_position * 0
     if HAS_WINDOW:
-        start = tl.maximum(first_position - window + 1, 0) // TILE * TILE
-    for first_key in range(start, end_key, TILE):
+        begin_key = tl.maximum(first_position - window + 1, 0)
+    for first_key in range(begin_key // TILE * TILE, end_key, TILE):
         total, top, weights = _attend_tile(
-            query, positions, first_key, end_key, total, top, weights, keys, values, table, block_stride, key_scale,
-            softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
+            query, positions, first_key, begin_key, end_key, total, top, weights, keys, values, table, block_stride,
+            key_scale, softcap, window, HEAD_DIM, PADDED, BLOCK_SIZE, TILE, HAS_WINDOW, HAS_SOFTCAP, DOT, PRECISION,
         )  # fmt: skip
         if (first_key + TILE) % SPLIT == 0:
             all_total, all_top, all_weight = _merge(all_total, all_top, all_weight, total, top, tl.max(weights, 1))
