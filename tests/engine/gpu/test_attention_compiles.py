@@ -30,7 +30,7 @@ def test_attention_fits_ampere_and_hopper() -> None:
 
 def test_heads_of_256_fit_hopper() -> None:
     for name, kernel in _by_name(compile_in_process(launch_wide, 90)[90]).items():
-        assert kernel.stack_bytes <= (64 if name == "prefill_kernel" else 16), kernel
+        assert kernel.stack_bytes <= (16 if name == "prefill_kernel" else 32), kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
 
 
