@@ -7,10 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu.device import Event
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.model_runner import make_model_runner
@@ -90,6 +92,32 @@ def test_drafts_change_no_token(options: dict[str, Any], model: Path) -> None:
     assert stats.num_steps < plain.num_steps or stats.num_preemptions
     if not options:
         assert device.num_graph_replays == stats.num_steps
+
+
+class FailingDevice(FakeDevice):
+    """Runs out of memory behind the work of every seventh step."""
+
+    num_records = num_failures = 0
+
+    def record(self) -> Event:
+        self.num_records += 1
+        if self.num_records % 21 == 0:
+            self.num_failures += 1
+            raise torch.OutOfMemoryError("no memory")
+        return super().record()
+
+
+def test_a_step_that_failed_is_repeated_with_its_drafts(model: Path) -> None:
+    """What it sampled has replaced them on the device."""
+    options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": True}
+    expected, _ = run(config_for(model, **options), make_model_runner(config_for(model, **options)))
+    config, device = config_for(model, speculative_config=EAGER, **options), FailingDevice()
+    runner = gpu_runner(config, device)
+    device.num_records = device.num_failures = 0
+    found, stats = run(config, runner)
+    expect_same(found, expected)
+    assert device.num_failures > 1
+    assert stats.num_accepted_tokens > 0
 
 
 @pytest.mark.timeout(600)  # the interpreter
