@@ -298,11 +298,11 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--updates", type=int, default=2700)
+    parser.add_argument("--updates", type=int, default=3600)
     parser.add_argument(
         "--minutes", type=float, default=0, help="stop after this time and keep a checkpoint; 0 = no limit"
     )
-    parser.add_argument("--decay-updates", type=int, default=675, help="last updates, with falling learning rate")
+    parser.add_argument("--decay-updates", type=int, default=900, help="last updates, with falling learning rate")
     parser.add_argument("--warmup-updates", type=int, default=60)
     parser.add_argument("--average-decay", type=float, default=0.99, help="of the weights' moving average")
     parser.add_argument("--rows", type=int, default=16, help=f"of {ROW_TOKENS} tokens, in an update")
