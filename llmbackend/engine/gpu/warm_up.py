@@ -18,8 +18,9 @@ from ..step import Int32Array, RowTable, Runner, StepPlan
 from .runner import GpuRunner, RunnerParts
 from .step_sequences import max_sequences
 
-_SIZES = 1, 65, 257
-"""Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py)."""
+_SIZES = 1, 17, 65, 257
+"""Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py,
+kernels/int4_matmul.py)."""
 
 
 def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:

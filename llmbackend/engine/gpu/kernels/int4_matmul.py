@@ -1,0 +1,115 @@
+"""Products by a matrix of 4-bit numbers in groups with a scale each, unpacked in the kernel.
+
+For: weights of checkpoints in 4 bits on a GPU. Does not know: models, the formats of checkpoints. The layout is that of
+int4_weights.py: a row's numbers lie in blocks of 2 * SLAB, and byte j of a block holds number j and, in its upper half,
+number SLAB + j, so that a byte's halves are rows of two products and nothing is moved between threads.
+The output is computed as weight · xᵀ: tensor cores take the unpacked weights from registers as their left operand, and
+few tokens make a narrow product instead of an empty one. Invariants: numbers less their zero are exact in 16 bits; each
+slab's sum is multiplied by its group's scale in float32, and slabs are added in ascending order, in one program; with
+`exact` every tile is of one kind of instruction, so that a row's result depends on no other row. Nothing is allocated
+and nothing read back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+
+from .matmul import dot_dtype, own_tile
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """rows x columns of the output, computed in steps of two slabs along k."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def choose_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Tile:
+    """Few rows are limited by reading and unpacking weights: on Hopper 64 columns is the least for its own instruction
+    (wgmma), and 32, by the older one, make twice as many programs."""
+    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+        return Tile(rows=16, columns=32, warps=4, stages=2)
+    if num_rows <= 16:
+        return Tile(rows=16, columns=64, warps=4, stages=6) if exact else Tile(rows=16, columns=32, warps=2, stages=6)
+    if num_rows <= 64:
+        return Tile(rows=64, columns=64, warps=8, stages=4)
+    if num_rows <= 256:
+        return Tile(rows=64, columns=128, warps=8, stages=4)
+    return Tile(rows=128, columns=128, warps=8, stages=4)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "zero", "bias"])
+def int4_matmul_kernel(
+    x, data, scale, zero, bias, out, num_rows, n, k, group_size, groups_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile per program. A number q as the last bits of a large one's fraction (HALF) is that one plus q."""
+    LARGE: tl.constexpr = 128 if HALF == tl.bfloat16 else 1024  # noqa: SIM300
+    BITS: tl.constexpr = 0x4300 if HALF == tl.bfloat16 else 0x6400  # noqa: SIM300
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
+    inside = column < n
+    step = tl.arange(0, SLAB)
+    x += row.to(tl.int64)[None, :] * k + step[:, None]
+    data += column.to(tl.int64)[:, None] * (tl.cdiv(k, 2 * SLAB) * SLAB) + step[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, k, 2 * SLAB):
+        both = tl.load(data + start // 2, mask=inside[:, None], other=0).to(tl.uint16)
+        for upper in tl.static_range(2):
+            first = start + upper * SLAB
+            numbers = (both >> (4 * upper)) & 15
+            place = first // group_size * groups_stride + column
+            there = inside & (first < k)
+            if HAS_ZERO:
+                least = (tl.load(zero + place, mask=there, other=0).to(tl.float32) + LARGE).to(HALF)
+            else:
+                least = tl.full([COLUMNS], LARGE + 8, HALF)
+            weight = ((numbers | BITS).to(HALF, bitcast=True) - least[:, None]).to(DOT)
+            a = tl.load(x + first, mask=(row < num_rows)[None, :] & (step < k - first)[:, None], other=0.0)
+            factor = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
+            total += tl.dot(weight, a.to(DOT), input_precision="ieee") * factor[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place_out = out + row.to(tl.int64)[None, :] * n + column[:, None]
+    tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & inside[:, None])
+
+
+def int4_matmul(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    slab: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    exact: bool = False,
+) -> None:
+    """out [T, n] = x [T, k] · ((number - zero) * scale)ᵀ + bias [n]. x in bfloat16, float16 or float32, contiguous;
+    data uint8 [n, blocks * slab]; scale [groups, n] in any float type and zero uint8 [groups, n], of one stride, with
+    contiguous rows; None: all are 8. A group has group_size columns, a multiple of slab, the last one maybe fewer."""
+    (num_rows, k), n = x.shape, data.shape[0]
+    if num_rows == 0:
+        return
+    tile = choose_tile(num_rows, x.dtype, exact)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    int4_matmul_kernel[grid](
+        x, data, scale, scale if zero is None else zero, scale if bias is None else bias, out,
+        num_rows, n, k, group_size, scale.stride(0),
+        ROWS=tile.rows, COLUMNS=tile.columns, SLAB=slab, GROUP=8, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
+        HALF=_half(x.dtype), DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _half(dtype: torch.dtype) -> tl.dtype:
+    """The type of 16 bits in which numbers are unpacked. The interpreter subtracts bits of bfloat16 as integers."""
+    return tl.bfloat16 if dtype == torch.bfloat16 and not knobs.runtime.interpret else tl.float16
