@@ -1,4 +1,4 @@
-"""Weights in device memory, dense or in 8 bits, and layers that multiply by the latter.
+"""Weights in device memory, dense or in 8 bits, and layers that multiply by quantised ones.
 
 For: the loader on an accelerator, and programs that multiply by what it left there. Does not know: which model a layer
 belongs to. Invariants: each matrix is in memory once, neighbours side by side, and modules and programs read the same
@@ -244,7 +244,8 @@ class QuantizedWeight:
 class QuantizedLinear(nn.Module):
     """y = x·Wᵀ + bias, in the place of an nn.Linear."""
 
-    def __init__(self, quantized: QuantizedWeight, bias: nn.Parameter | None) -> None:
+    def __init__(self, quantized: DeviceWeight, bias: nn.Parameter | None) -> None:
+        """quantized: on the device where it multiplies."""
         super().__init__()
         self.quantized = quantized
         self.bias = bias

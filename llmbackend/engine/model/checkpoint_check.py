@@ -43,12 +43,16 @@ _SCALES = ("_scale_inv", "_scale")
 
 
 def check_tensors(
-    model_class: Any, hf_config: Any, tensors: Mapping[str, TensorHeader], multimodal: bool = False
+    model_class: Any,
+    hf_config: Any,
+    tensors: Mapping[str, TensorHeader],
+    multimodal: bool = False,
+    spare: Collection[str] = (),
 ) -> None:
     """Raises CheckpointError naming what is missing, left over or of another shape.
 
     model_class: a transformers class; hf_config: its config. multimodal: the checkpoint may have, or lack, parts for
-    images and sound. Takes a tenth of a second, and no memory for weights.
+    images and sound. spare: names that may be left over. Takes a tenth of a second, and no memory for weights.
     """
     _check_scales(hf_config, tensors)
     state = {name: _without_memory(tensor, name) for name, tensor in tensors.items()}
@@ -68,18 +72,19 @@ def check_tensors(
         # A conversion that cannot run without memory: what is wrong shows when the weights are read.
         logger.info("the checkpoint's tensors were not compared with the model: %s", error, exc_info=True)
         return
-    check_loading_info(info, multimodal)
+    check_loading_info(info, multimodal, spare)
 
 
-def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool) -> None:
-    """info: as from_pretrained gives it with output_loading_info. Raises CheckpointError."""
+def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, spare: Collection[str] = ()) -> None:
+    """info: as from_pretrained gives it with output_loading_info. spare: as of `check_tensors`. Raises
+    CheckpointError."""
 
     def is_needed(name: str) -> bool:
         return not (multimodal and _OTHER_MODALITY.search(name))
 
     missing = sorted(filter(is_needed, info["missing_keys"]), key=_natural)
     unexpected = [name for name in sorted(info["unexpected_keys"], key=_natural) if not _HARMLESS.search(name)]
-    unexpected = [name for name in unexpected if is_needed(name)]
+    unexpected = [name for name in unexpected if is_needed(name) and name not in spare]
     misshaped = [
         f"{name} is {list(found)} and not {list(expected)}"
         for name, found, expected in sorted(info["mismatched_keys"], key=lambda each: _natural(each[0]))

@@ -46,7 +46,7 @@ class Weight(Protocol):
 
 @runtime_checkable
 class DivisibleWeight(Weight, Protocol):
-    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight,
+    """A weight that can be cut into parts without a copy: PackedWeight, DenseWeight, QuantizedWeight, Int4Weight,
     StoredWeight."""
 
     def part(self, start: int, n: int) -> Self:

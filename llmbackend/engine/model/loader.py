@@ -19,7 +19,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import cached_files
 
@@ -37,10 +37,13 @@ from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
 from ..load_progress import bar_hook, download_bar, report
 from ..start_parts import part
 from .checkpoint_check import check_loading_info, check_tensors, without_report
-from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers
+from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
 from .decoder_description import Decoder, describe
+from .int4_formats import METHODS, Int4Format, int4_format
+from .int4_model import Int4Placement, fill
 from .lora import Adapters, LoraBatch, LoraLinear, wrap_linears
+from .mapped_tensors import mapped_tensors
 from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
@@ -89,6 +92,8 @@ class OpenedCheckpoint:
     device: torch.device
     dense: bool
     """Whether weights stay plain matrices."""
+    int4: Int4Format | None = None
+    """How the checkpoint stores weights in 4 bits; hf_config says nothing of them any more."""
 
     @property
     def is_multimodal(self) -> bool:
@@ -104,9 +109,9 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     tensors = _read_directory(config)
     hf_config = AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     check_config(hf_config)
-    _check_quantization(config, hf_config, dense)
+    int4 = _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
-    return OpenedCheckpoint(hf_config, tensors, max_len, device, dense)
+    return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4)
 
 
 def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
@@ -118,7 +123,10 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
     with part("read checkpoint"):
-        model = _instantiate(config, hf_config, device, opened.tensors)
+        if opened.int4 is None or config.load_format == "dummy":
+            model = _instantiate(config, hf_config, device, opened.tensors)
+        else:
+            model = _int4_model(config, opened, opened.int4)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
@@ -242,25 +250,50 @@ def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
     return "the native CPU kernels are not built"
 
 
-def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> None:
+def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Int4Format | None:
     """Raises ValueError for weights in a form that neither path multiplies by. Has transformers dequantise, as it reads
-    them, those that it can."""
-    stored = getattr(hf_config, "quantization_config", None)
-    if stored is not None:
-        settings = stored if isinstance(stored, dict) else vars(stored)
-        method = str(settings.get("quant_method"))
-        if method not in _DEQUANTIZED:
-            raise ValueError(
-                f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
-                f"plain ones, or {' or '.join(_DEQUANTIZED)}: the engine argument 'quantization' quantises plain ones"
-            )
-        settings["dequantize"] = True
+    them, those that it can, and tells it nothing of those in 4 bits, which this loader reads."""
     if config.quantization == "fp8" and config.batch_invariant:
         raise ValueError(
             "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
         )
     if config.quantization == "fp8" and not dense:
         raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
+    stored = getattr(hf_config, "quantization_config", None)
+    if stored is None:
+        return None
+    settings = stored if isinstance(stored, dict) else vars(stored)
+    try:
+        int4 = int4_format(settings)
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from None
+    if int4 is not None:
+        if dense:
+            _check_int4(config)
+        del hf_config.quantization_config
+        return int4
+    method = str(settings.get("quant_method"))
+    if method not in _DEQUANTIZED:
+        raise ValueError(
+            f"engine argument 'model' is '{config.model}', whose weights are quantised by '{method}', expected "
+            f"plain ones, or {', '.join((*_DEQUANTIZED, *METHODS))}: the engine argument 'quantization' quantises "
+            "plain ones"
+        )
+    settings["dequantize"] = True
+    return None
+
+
+def _check_int4(config: EngineConfig) -> None:
+    """Raises ValueError for what weights of 4 bits are not combined with on an accelerator."""
+    if config.quantization is not None:
+        raise ValueError(
+            f"engine argument 'quantization' is '{config.quantization}', expected null for '{config.model}', whose "
+            "weights are in 4 bits"
+        )
+    if config.enable_lora:
+        raise ValueError(
+            f"engine argument 'enable_lora' is true, expected false for '{config.model}', whose weights are in 4 bits"
+        )
 
 
 def _swap_linears(
@@ -347,11 +380,58 @@ def _instantiate(
     return model
 
 
+def _int4_model(config: EngineConfig, opened: OpenedCheckpoint, int4: Int4Format) -> Any:
+    dtype = dtype_of(config, opened)
+    files = files_of(config)
+    try:
+        tensors = read_headers(files) if opened.tensors is None else opened.tensors
+        check_stored_tensors(config, opened, tensors)
+        model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
+        place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
+        fill(model, int4, mapped_tensors(files), place)
+    except (CheckpointError, SafetensorError) as error:
+        raise bad_checkpoint(config.model, error) from error
+    with contextlib.suppress(OSError):  # it has none
+        model.generation_config = GenerationConfig.from_pretrained(config.model)
+    return model
+
+
+def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors: Mapping[str, TensorHeader]) -> None:
+    """Whether the files' tensors fit the model. Raises CheckpointError."""
+    spare: frozenset[str] = frozenset()
+    if opened.int4 is not None:
+        tensors, spare = opened.int4.plain(tensors), opened.int4.spare(tensors)
+    check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
+
+
+def files_of(config: EngineConfig) -> list[Path]:
+    """The checkpoint's safetensors files. Raises ValueError or OSError."""
+    directory = Path(config.model)
+    if not directory.is_dir():
+        return hub_files(config)
+    try:
+        return weight_files(directory)
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from None
+
+
 def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
     """Warns of a quantization_config beside plain weights, which is no reason to refuse them."""
     is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
     if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
         logger.warning("config.json states a quantization_config, but the weights are plain: they are used as they are")
+
+
+def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:
+    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    stated = getattr(opened.hf_config, "dtype", None) or getattr(opened.hf_config.get_text_config(), "dtype", None)
+    if stated is not None:
+        return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated))
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    found = (names.get(tensor.dtype) for tensor in (opened.tensors or {}).values())
+    return next((dtype for dtype in found if dtype is not None), torch.float32)
 
 
 def class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig
 
@@ -24,20 +24,22 @@ from ..config import EngineConfig
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.stored_weights import StoredLinear, StoredWeight
 from ..gpu.weights import Quantization, is_quantizable
-from .checkpoint_check import check_tensors
-from .checkpoint_files import bad_checkpoint, read_headers, weight_files
+from .checkpoint_files import bad_checkpoint, read_headers
 from .compatibility import CheckedModel, architecture_name, check_calls
 from .loader import (
     LoadedModel,
     OpenedCheckpoint,
-    class_and_config,
+    check_stored_tensors,
     describe_or_why,
+    dtype_of,
     eos_token_ids,
-    hub_files,
+    files_of,
     open_checkpoint,
 )
+from .mapped_tensors import mapped_tensors
+from .meta_buffers import restore_buffers
 from .rotary import fix_frequencies
-from .unloaded_model import dtype_of, meta_model, restore_buffers
+from .unloaded_model import meta_model
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,9 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     read whole."""
     transformers.utils.logging.disable_progress_bar()
     opened = open_checkpoint(config, dense=True)
-    files = _files(config)
+    if opened.int4 is not None:
+        raise ProgramUnsupportedError("its weights are in 4 bits")
+    files = files_of(config)
     _check(config, opened, files)
     dtype = dtype_of(config, opened)
     model = meta_model(config, opened, dtype)
@@ -56,7 +60,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
         raise ProgramUnsupportedError("its layers are not known without weights") from error
     try:
-        _take_tensors(model, _mapped(files), dtype, config.quantization)
+        _take_tensors(model, mapped_tensors(files), dtype, config.quantization)
     except (SafetensorError, OSError) as error:
         raise bad_checkpoint(config.model, error) from error
     restore_buffers(model)
@@ -83,32 +87,13 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     )
 
 
-def _files(config: EngineConfig) -> list[Path]:
-    directory = Path(config.model)
-    if not directory.is_dir():
-        return hub_files(config)
-    try:
-        return weight_files(directory)
-    except CheckpointError as error:
-        raise bad_checkpoint(config.model, error) from None
-
-
 def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) -> None:
     """As the loader."""
     try:
         tensors = read_headers(files) if opened.tensors is None else opened.tensors
-        check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal)
+        check_stored_tensors(config, opened, tensors)
     except CheckpointError as error:
         raise bad_checkpoint(config.model, error) from error
-
-
-def _mapped(files: list[Path]) -> Mapping[str, torch.Tensor]:
-    """All tensors by name, as views of the mapped files."""
-    tensors: dict[str, torch.Tensor] = {}
-    for path in files:
-        with safe_open(path, "pt") as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return tensors
 
 
 @torch.no_grad()

@@ -27,11 +27,19 @@ from ..cpu.program_config import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..kernels.choice import Choice
 from ..kernels.library import NativeKernels
-from .checkpoint_check import check_tensors
 from .checkpoint_files import bad_checkpoint
 from .compatibility import architecture_name, check_calls
 from .decoder_description import describe
-from .loader import OpenedCheckpoint, class_and_config, library_choice, open_checkpoint, random_model, why_not_native
+from .loader import (
+    OpenedCheckpoint,
+    check_stored_tensors,
+    dtype_of,
+    library_choice,
+    open_checkpoint,
+    random_model,
+    why_not_native,
+)
+from .meta_buffers import restore_buffers
 from .rotary import fix_frequencies
 
 logger = logging.getLogger(__name__)
@@ -81,7 +89,7 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     choice = None if opened.dense else library_choice(config, dtype)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
-    weight_bytes = _weight_bytes(config, model, choice)
+    weight_bytes = _weight_bytes(config, opened, model, choice)
     return UnloadedModel(
         architecture=architecture_name(opened.hf_config),
         model_type=str(opened.hf_config.model_type),
@@ -101,7 +109,7 @@ def _check_tensors(config: EngineConfig, opened: OpenedCheckpoint) -> None:
     if opened.tensors is None:
         return
     try:
-        check_tensors(*class_and_config(config, opened.hf_config), opened.tensors, opened.is_multimodal)
+        check_stored_tensors(config, opened, opened.tensors)
     except CheckpointError as error:
         raise bad_checkpoint(config.model, error) from error
 
@@ -113,18 +121,6 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
         name = architecture_name(opened.hf_config)
         raise ValueError(f"model architecture '{name}' is not supported: it has no output head")
     return model
-
-
-def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:
-    """As transformers chooses it: the config's, else that of the checkpoint's first tensor of floats."""
-    if config.dtype != "auto":
-        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
-    stated = getattr(opened.hf_config, "dtype", None) or getattr(opened.hf_config.get_text_config(), "dtype", None)
-    if stated is not None:
-        return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated))
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    found = (names.get(tensor.dtype) for tensor in (opened.tensors or {}).values())
-    return next((dtype for dtype in found if dtype is not None), torch.float32)
 
 
 def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, AttentionOptions]]:
@@ -139,13 +135,16 @@ def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[n
     return recorder.shapes, recorder.options
 
 
-def _weight_bytes(config: EngineConfig, model: Any, choice: Choice | None) -> int:
+def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, choice: Choice | None) -> int:
     """Packs linear layers where they would be, in place."""
     if choice is None:
         linear = sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear)
         whole = sum(_bytes(parameter) for parameter in model.parameters())
-        saved = linear * (next(model.parameters()).element_size() - 1) if config.quantization else 0
-        return int(whole - saved)
+        plain = next(model.parameters()).element_size()
+        if opened.int4 is not None and opened.dense:
+            head = model.get_output_embeddings().weight.numel()
+            return int(whole - (linear - head) * (plain - 0.5))
+        return int(whole - (linear * (plain - 1) if config.quantization else 0))
     asked: list[int] = []
 
     def new_memory(size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -204,14 +203,3 @@ def _give_values(model: Any) -> None:
     rows = torch.ones(_EMBEDDING_ROWS, embedding.weight.shape[1], dtype=embedding.weight.dtype)
     embedding.weight = nn.Parameter(rows)
     restore_buffers(model)
-
-
-def restore_buffers(model: Any) -> None:
-    """Gives a model without memory what its files do not hold: rotary frequencies, and the embedding's factor."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if "rotary" in name and hasattr(child, "config"):
-                setattr(module, name, type(child)(config=child.config))
-    embedding = model.get_input_embeddings()
-    for name, buffer in list(embedding.named_buffers(recurse=False)):
-        setattr(embedding, name, torch.full(buffer.shape, float(embedding.weight.shape[1]) ** 0.5, dtype=buffer.dtype))

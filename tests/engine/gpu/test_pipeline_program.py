@@ -28,8 +28,8 @@ from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.model import stored_model
 from llmbackend.engine.model.loader import LoadedModel
+from llmbackend.engine.model.meta_buffers import restore_buffers
 from llmbackend.engine.model.trial import trial_of
-from llmbackend.engine.model.unloaded_model import restore_buffers
 from tests.helpers.gpu.tiny_models import FAMILIES, save
 from tests.helpers.gpu.tiny_programs import all_logits, caches, load, program, prompts
 

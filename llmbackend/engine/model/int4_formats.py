@@ -1,0 +1,249 @@
+"""Formats of checkpoints with weights of 4 bits: compressed-tensors, AWQ, GPTQ, read as the same numbers.
+
+For: the loader. Does not know: models, devices, how such weights are multiplied by. A layer named L has in place of
+L.weight [n, k]:
+- compressed-tensors (pack-quantized): L.weight_packed [n, k / 8], 8 numbers of a row in each int32, the first one in
+  the lowest bits; L.weight_scale [n, groups]; L.weight_zero_point [n / 8, groups], packed downwards; L.weight_shape;
+- GPTQ: L.qweight [k / 8, n], packed downwards; L.scales [groups, n]; L.qzeros [groups, n / 8], in its first version
+  less 1; L.g_idx, the group of each column;
+- AWQ (gemm): L.qweight [k, n / 8], in the order 0, 2, 4, 6, 1, 3, 5, 7; L.scales and L.qzeros as GPTQ's, zeros in the
+  same order and as they are.
+Invariants: a number is 0 … 15, and the weight (number - zero) * scale; what is in another form, or of more or fewer
+bits, is refused by the name of its field or tensor.
+Source: the checkpoints that llm-compressor, GPTQModel and AutoAWQ write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+
+from ..errors import CheckpointError
+from ..gpu.int4_weights import LEAST_GROUP, PLAIN_ZERO
+from .checkpoint_files import TensorHeader, few
+
+Method = Literal["compressed-tensors", "gptq", "awq"]
+
+_WHOLE: Final = -1
+"""A group size: all columns are one group."""
+_PACKED: Final[Mapping[str, str]] = {"compressed-tensors": "weight_packed", "gptq": "qweight", "awq": "qweight"}
+_NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
+    "compressed-tensors": ("weight_scale", "weight_shape"),
+    "gptq": ("scales", "qzeros"),
+    "awq": ("scales", "qzeros"),
+}
+_OPTIONAL: Final[Mapping[str, tuple[str, ...]]] = {
+    "compressed-tensors": ("weight_zero_point", "weight_g_idx"),
+    "gptq": ("g_idx",),
+    "awq": (),
+}
+_AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where in an int32 of AWQ its numbers 0 … 7 are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Int4Layer:
+    """A layer's weight, as any of the formats states it."""
+
+    numbers: torch.Tensor
+    """uint8 [n, k]"""
+    scale: torch.Tensor
+    """[n, groups]"""
+    zero: torch.Tensor | None
+    """uint8 [n, groups]; None: 8."""
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Format:
+    """What a quantization_config says of a checkpoint's weights."""
+
+    method: Method
+    group_sizes: tuple[int, ...]
+    """That layers may have; -1: one group."""
+    zero_offset: int = 0
+    """What is to be added to a stored zero."""
+
+    @property
+    def packed_ending(self) -> str:
+        """How names of tensors of packed numbers end."""
+        return f".{_PACKED[self.method]}"
+
+    def layers(self, tensors: Mapping[str, TensorHeader]) -> list[str]:
+        """Names of the layers in 4 bits. Raises CheckpointError naming tensors that are missing."""
+        ending = self.packed_ending
+        names = [name.removesuffix(ending) for name in tensors if name.endswith(ending)]
+        needed = [f"{name}.{each}" for name in names for each in _NEEDED[self.method]]
+        if missing := [name for name in needed if name not in tensors]:
+            raise CheckpointError(f"its tensors do not fit its quantization_config: missing: {few(missing)}")
+        return names
+
+    def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """The tensors that the checkpoint would have without quantisation. Raises CheckpointError."""
+        layers = self.layers(tensors)
+        own = {f"{layer}.{ending}" for layer in layers for ending in self._endings()}
+        weights = {f"{layer}.weight": TensorHeader("F16", self._shape(tensors, layer)) for layer in layers}
+        return {name: header for name, header in tensors.items() if name not in own} | weights
+
+    def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
+        """Biases that layers may not have: some writers give every layer one of zeros."""
+        return frozenset(name for layer in self.layers(tensors) if (name := f"{layer}.bias") in tensors)
+
+    def read(self, tensors: Mapping[str, torch.Tensor], layer: str) -> Int4Layer:
+        """Raises CheckpointError naming the tensor."""
+        parts = {name: tensors.get(f"{layer}.{name}") for name in self._endings()}
+        read = {"compressed-tensors": _compressed, "gptq": _gptq, "awq": _awq}[self.method]
+        numbers, scale, zero = read(parts)
+        n, k = numbers.shape
+        if scale.dim() != 2 or scale.shape[0] != n or (zero is not None and zero.shape != scale.shape):
+            raise CheckpointError(f"the scales and zeros of '{layer}' are not of its {n} outputs")
+        size = self._group_size(layer, k, scale.shape[1])
+        _check_order(layer, parts.get("g_idx", parts.get("weight_g_idx")), size)
+        if zero is not None and self.zero_offset:
+            zero = (zero + self.zero_offset) & 15
+        if zero is not None and bool((zero == PLAIN_ZERO).all()):
+            zero = None
+        return Int4Layer(numbers, scale, zero, size)
+
+    def _endings(self) -> Iterable[str]:
+        return (_PACKED[self.method], *_NEEDED[self.method], *_OPTIONAL[self.method])
+
+    def _shape(self, tensors: Mapping[str, TensorHeader], layer: str) -> tuple[int, int]:
+        name = f"{layer}{self.packed_ending}"
+        header = tensors[name]
+        if header.dtype != "I32" or len(header.shape) != 2:
+            raise CheckpointError(
+                f"its tensor '{name}' is of type {header.dtype} and shape {list(header.shape)}, expected an I32 matrix"
+            )
+        first, second = header.shape
+        return {
+            "compressed-tensors": (first, 8 * second),
+            "gptq": (second, 8 * first),
+            "awq": (8 * second, first),
+        }[self.method]
+
+    def _group_size(self, layer: str, k: int, groups: int) -> int:
+        for size in self.group_sizes:
+            if groups == (1 if size == _WHOLE else -(-k // size)):
+                return k if size == _WHOLE else size
+        stated = " or ".join(map(str, self.group_sizes))
+        raise CheckpointError(f"'{layer}' has {groups} groups of {k} inputs, expected groups of {stated}")
+
+
+def int4_format(settings: Mapping[str, Any]) -> Int4Format | None:
+    """Of a quantization_config; None: it is of another method. Raises CheckpointError naming the field."""
+    reader = _READERS.get(str(settings.get("quant_method")))
+    return None if reader is None else reader(settings)
+
+
+def _of_compressed_tensors(settings: Mapping[str, Any]) -> Int4Format:
+    groups = settings.get("config_groups") or {}
+    if not isinstance(groups, Mapping) or not groups:
+        raise _unexpected("config_groups", groups, "one or more groups of layers")
+    stated = settings.get("format")
+    sizes: list[int] = []
+    for name, group in groups.items():
+        field, weights = f"config_groups.{name}", group.get("weights") or {}
+        _expect(f"{field}.format", group.get("format") or stated, "pack-quantized")
+        _expect(f"{field}.input_activations", group.get("input_activations"), None)
+        _expect(f"{field}.weights.num_bits", weights.get("num_bits"), 4)
+        _expect(f"{field}.weights.type", weights.get("type", "int"), "int")
+        _expect(f"{field}.weights.strategy", weights.get("strategy"), "group", "channel")
+        size = weights.get("group_size") if weights.get("strategy") == "group" else _WHOLE
+        sizes.append(_checked_size(f"{field}.weights.group_size", size))
+    for name in ("transform_config", "sparsity_config"):
+        inner = settings.get(name) or {}
+        if inner and inner.get("format") != "dense":
+            raise _unexpected(name, inner, "none")
+    return Int4Format("compressed-tensors", tuple(dict.fromkeys(sizes)))
+
+
+def _of_gptq(settings: Mapping[str, Any]) -> Int4Format:
+    _expect("bits", settings.get("bits"), 4)
+    _expect("checkpoint_format", settings.get("checkpoint_format") or "gptq", "gptq", "gptq_v2")
+    _expect("lm_head", settings.get("lm_head") or False, False)
+    size = _checked_size("group_size", settings.get("group_size"))
+    return Int4Format("gptq", (size,), 0 if settings.get("checkpoint_format") == "gptq_v2" else 1)
+
+
+def _of_awq(settings: Mapping[str, Any]) -> Int4Format:
+    _expect("bits", settings.get("bits", settings.get("w_bit")), 4)
+    version = settings.get("version") or settings.get("format") or "gemm"
+    _expect("version", str(version).lower(), "gemm")
+    return Int4Format("awq", (_checked_size("group_size", settings.get("group_size", settings.get("q_group_size"))),))
+
+
+_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Int4Format]]] = {
+    "compressed-tensors": _of_compressed_tensors,
+    "gptq": _of_gptq,
+    "awq": _of_awq,
+}
+METHODS: Final = tuple(_READERS)
+
+
+def _expect(field: str, value: Any, *expected: Any) -> None:
+    if value not in expected:
+        raise _unexpected(field, value, " or ".join(map(repr, expected)))
+
+
+def _checked_size(field: str, size: Any) -> int:
+    if size == _WHOLE or (isinstance(size, int) and size > 0 and size % LEAST_GROUP == 0):
+        return int(size)
+    raise _unexpected(field, size, f"-1 or a multiple of {LEAST_GROUP}")
+
+
+def _unexpected(field: str, value: Any, expected: str) -> CheckpointError:
+    return CheckpointError(f"its quantization_config.{field} is {value!r}, expected {expected}")
+
+
+_Parts = Mapping[str, torch.Tensor | None]
+_Read = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def _compressed(parts: _Parts) -> _Read:
+    scale, zero = _there(parts, "weight_scale"), parts["weight_zero_point"]
+    numbers = _unpacked(_there(parts, "weight_packed"))[:, : int(_there(parts, "weight_shape")[1])]
+    if zero is not None and zero.dtype == torch.int32:
+        zero = _unpacked(zero.t()).t()[: len(numbers)]
+    elif zero is not None:  # writers before 2025 stored them as they are, less 8
+        zero = (zero.to(torch.int16) + PLAIN_ZERO).to(torch.uint8)
+    return numbers, scale, zero
+
+
+def _gptq(parts: _Parts) -> _Read:
+    zero = _unpacked(_there(parts, "qzeros")).t()
+    return _unpacked(_there(parts, "qweight").t()), _there(parts, "scales").t(), zero
+
+
+def _awq(parts: _Parts) -> _Read:
+    numbers, zero = (_in_order(_unpacked(_there(parts, name))).t() for name in ("qweight", "qzeros"))
+    return numbers, _there(parts, "scales").t(), zero
+
+
+def _there(parts: _Parts, name: str) -> torch.Tensor:
+    tensor = parts[name]
+    assert tensor is not None, "it was looked for in the headers"
+    return tensor
+
+
+def _unpacked(words: torch.Tensor) -> torch.Tensor:
+    """uint8 [rows, 8 * columns] of int32 [rows, columns]: the lowest bits first."""
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+
+
+def _in_order(numbers: torch.Tensor) -> torch.Tensor:
+    return numbers.view(len(numbers), -1, 8)[:, :, list(_AWQ_PLACES)].flatten(1)
+
+
+def _check_order(layer: str, group_of: torch.Tensor | None, size: int) -> None:
+    if group_of is None or bool((group_of < 0).all()):  # there are none, or none were chosen
+        return
+    if torch.equal(group_of.long(), torch.arange(len(group_of)) // size):
+        return
+    raise CheckpointError(
+        f"the columns of '{layer}' are grouped by their activations (g_idx, desc_act), expected groups of neighbours"
+    )

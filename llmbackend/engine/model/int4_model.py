@@ -1,0 +1,136 @@
+"""A model of a checkpoint in 4 bits: its modules without memory are given their tensors, one layer after the other.
+
+For: the loader. Does not know: engine arguments, files. transformers would need each format's own library, and would
+make models for that library's kernels. Invariants: of the layers in 4 bits no more than one group of neighbours is
+unpacked at a time; every parameter and buffer has a value in the end, under the name that it has in the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..errors import CheckpointError
+from ..gpu.int4_weights import Int4Weight
+from ..gpu.weights import NEIGHBOURS, QuantizedLinear
+from .checkpoint_files import few
+from .int4_formats import Int4Format
+from .meta_buffers import restore_buffers
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Placement:
+    """Where layers in 4 bits go."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """The model's."""
+    dense: bool
+    """Whether they become plain layers, on a CPU whose kernels take no weights of 4 bits."""
+    exact: bool
+    """As of Int4Weight."""
+
+
+@torch.no_grad()
+def fill(model: Any, form: Int4Format, tensors: Mapping[str, torch.Tensor], place: Int4Placement) -> None:
+    """model: without memory, of the class that the tensors fit. Raises CheckpointError."""
+    layers = {name.rpartition(".")[0] for name in tensors if name.endswith(form.packed_ending)}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
+        raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
+    is_tied = head.weight is embedding.weight
+    _give_plain(model, tensors, place.dtype)
+    if is_tied:
+        head.weight = embedding.weight
+    for parent_name, parent in list(model.named_modules()):
+        own = {name for name, child in parent.named_children() if f"{_dotted(parent_name)}{name}" in layers}
+        for names in _groups(own):
+            linears = [getattr(parent, name) for name in names]
+            _replace(parent, names, linears, [f"{_dotted(parent_name)}{name}" for name in names], form, tensors, place)
+    restore_buffers(model)
+    _check_values(model)
+
+
+def _give_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        if name in tensors:
+            parent, _, attribute = name.rpartition(".")
+            value = tensors[name].to(dtype, copy=True)
+            setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
+    for name, _ in list(model.named_buffers()):
+        if name in tensors:
+            parent, _, attribute = name.rpartition(".")
+            model.get_submodule(parent).register_buffer(attribute, tensors[name].clone())
+
+
+def _groups(names: set[str]) -> list[tuple[str, ...]]:
+    """Layers whose weights lie side by side."""
+    together = [group for group in NEIGHBOURS if names.issuperset(group)]
+    return [*together, *((name,) for name in sorted(names) if not any(name in group for group in together))]
+
+
+def _replace(
+    parent: nn.Module,
+    names: tuple[str, ...],
+    linears: list[Any],
+    full_names: list[str],
+    form: Int4Format,
+    tensors: Mapping[str, torch.Tensor],
+    place: Int4Placement,
+) -> None:
+    biases = [_bias(linear, name, tensors) for linear, name in zip(linears, full_names, strict=True)]
+    weights = [_weight(form, tensors, name, place) for name in full_names]
+    for name, weight, bias in zip(names, _side_by_side(weights, place), biases, strict=True):
+        setattr(parent, name, _plain(weight, bias, place) if place.dense else QuantizedLinear(weight, bias))
+
+
+def _weight(form: Int4Format, tensors: Mapping[str, torch.Tensor], name: str, place: Int4Placement) -> Int4Weight:
+    layer = form.read(tensors, name)
+    return Int4Weight.of(layer.numbers, layer.scale, layer.zero, layer.group_size, place.exact)
+
+
+def _side_by_side(weights: list[Int4Weight], place: Int4Placement) -> Iterator[Int4Weight]:
+    """Those of one group size in one memory, on the device."""
+    if len({(weight.k, weight.group_size, weight.scale.dtype) for weight in weights}) > 1:
+        yield from (weight.to(place.device) for weight in weights)
+        return
+    whole, start = weights[0], 0
+    for weight in weights[1:]:
+        whole = whole.above(weight)
+    whole = whole.to(place.device)
+    for weight in weights:
+        yield whole.part(start, weight.n)
+        start += weight.n
+
+
+def _plain(weight: Int4Weight, bias: nn.Parameter | None, place: Int4Placement) -> nn.Linear:
+    linear = nn.Linear(weight.k, weight.n, bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.dense(place.dtype), requires_grad=False)
+    linear.bias = bias  # type: ignore[assignment]
+    return linear
+
+
+def _bias(linear: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
+    """Raises CheckpointError for a layer that is none, and one with a bias that the model has not."""
+    if type(linear) is not nn.Linear:
+        raise CheckpointError(f"its '{name}' is in 4 bits, expected plain weights for a {type(linear).__name__}")
+    stored = tensors.get(f"{name}.bias")
+    if linear.bias is None and stored is not None and bool(stored.any()):
+        raise CheckpointError(f"its tensors do not fit its config.json: unexpected: {name}.bias")
+    return cast("nn.Parameter | None", linear.bias)
+
+
+def _check_values(model: Any) -> None:
+    """Raises CheckpointError."""
+    every = (*model.named_parameters(), *model.named_buffers())
+    if empty := [name for name, tensor in every if tensor.is_meta]:
+        name = type(model).__name__
+        raise CheckpointError(f"its tensors are not those of {name} by their names: missing: {few(empty)}")
+
+
+def _dotted(name: str) -> str:
+    return f"{name}." if name else ""
