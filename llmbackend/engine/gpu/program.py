@@ -8,7 +8,7 @@ float32, all else is in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, cast
 
@@ -55,6 +55,8 @@ class _Experts:
     """The router."""
     activation: Activation
     spec: ExpertSpec
+    add_up: Callable[[torch.Tensor], None] | None
+    """As of decoder_description.Experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -260,6 +262,8 @@ class GpuProgram:
         assert isinstance(x, torch.Tensor) and self._expert_room is not None
         out = self._block.matrix(*x.shape)
         self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_room, out)
+        if mlp.add_up is not None:
+            mlp.add_up(out)
         return out
 
     @torch.inference_mode()
@@ -334,7 +338,7 @@ class GpuProgram:
         spec = ExpertSpec(mlp.gate_up, mlp.down, mlp.top_k, mlp.renormalises)
         if not (spec.gate_up.is_contiguous() and spec.down.is_contiguous() and spec.down.dtype == self._dtype):
             raise ProgramUnsupportedError("its experts' weights are not of the model's type, or in another order")
-        return _Experts(self._linear(mlp.router), activation, spec)
+        return _Experts(self._linear(mlp.router), activation, spec, mlp.add_up)
 
     def _linear(self, projection: Projection) -> _Linear:
         weight = projection.weight

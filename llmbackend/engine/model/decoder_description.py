@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -107,6 +107,8 @@ class Experts:
     """[experts, width, n]"""
     activation: str
     """silu or gelu_tanh"""
+    add_up: Callable[[torch.Tensor], None] | None = None
+    """Where each expert's n is spread: adds up what all parts gave, in place."""
 
 
 @dataclass(frozen=True, slots=True)

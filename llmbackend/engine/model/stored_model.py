@@ -67,7 +67,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     fix_frequencies(model, opened.max_model_len)
     with contextlib.suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(config.model)
-    decoder, why_modules = describe_or_why(model, recorder.options, opened.max_model_len)
+    decoder, why_modules = describe_or_why(model, recorder.options, opened.max_model_len, with_experts=True)
     return LoadedModel(
         model=model,
         layer_shapes=recorder.shapes,

@@ -42,7 +42,7 @@ def trial_of(config: EngineConfig, loaded: LoadedModel, device: torch.device) ->
     _spread(model, config.seed)
     join_neighbours(model)
     checked = check_model(model)
-    decoder, why_modules = describe_or_why(model, checked.options, loaded.max_model_len)
+    decoder, why_modules = describe_or_why(model, checked.options, loaded.max_model_len, with_experts=True)
     if decoder is None:
         raise ProgramUnsupportedError(why_modules)
     _compare(decoder, loaded.decoder)

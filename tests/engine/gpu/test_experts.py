@@ -1,26 +1,31 @@
-"""Experts on the accelerator path: what they compute together, and who may not have them."""
+"""Experts on the accelerator path: what they compute together, alone and spread over ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
+from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.kernels import experts as kernels
 from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec, Ops
+from llmbackend.engine.gpu.parallel.collectives import Collectives
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model.decoder_description import Experts
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.expert_launches import launch_experts
-from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
+from tests.helpers.gpu.gpu_engines import config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.tiny_models import WITH_EXPERTS, save
-from tests.helpers.gpu.tiny_programs import load, on_ranks, part_of
+from tests.helpers.gpu.tiny_programs import all_logits, load, on_ranks, part_of, program_of_rank, prompts
 
 EXPERTS, TOP_K, WIDTH, INNER = 6, 2, 40, 24
 
@@ -118,11 +123,52 @@ def test_an_engine_with_kernels_gives_the_tokens_of_one_without(tmp_path: Path) 
     assert found[0] == found[1] and len(found[0]) == 3
 
 
-def test_they_are_not_split_over_ranks(tmp_path: Path) -> None:
+def test_steps_with_experts_are_replayed_as_graphs(tmp_path: Path) -> None:
+    """Decode steps and mixed ones, padded up to the sizes that were captured."""
+    save(WITH_EXPERTS["qwen3_moe"], tmp_path)
+    requests, found = mixed_requests(4, seed=5, greedy=True), []
+    for options in ({"enforce_eager": True}, {}):
+        config, device = config_for(tmp_path, max_num_seqs=3, max_num_batched_tokens=24, **options), FakeDevice()
+        runner = gpu_runner(config, device)
+        with mock.patch.object(runner, "launch", wraps=runner.launch) as launch:
+            found.append(tokens_of(config, runner, requests)[0])
+        assert device.num_graph_replays == (0 if options else launch.call_count)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_each_rank_has_columns_of_every_expert(family: str, tmp_path: Path) -> None:
+    model = save(WITH_EXPERTS[family], tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.decoder is not None
+    whole = loaded.decoder.layers[0].mlp
+    for decoder, _ in on_ranks(2, lambda ranks: part_of(loaded, ranks)):
+        part = decoder.layers[0].mlp
+        assert isinstance(part, Experts) and isinstance(whole, Experts)
+        assert part.gate_up.shape[1] * 2 == whole.gate_up.shape[1] and part.down.shape[2] * 2 == whole.down.shape[2]
+    first, second = on_ranks(2, lambda ranks: all_logits(program_of_rank(loaded, ranks), prompts()))
+    for tokens, logits, same in zip(prompts(), first, second, strict=True):
+        with torch.inference_mode():
+            exact = model(tokens[None].long()).logits[0]
+        torch.testing.assert_close(logits, exact, atol=1e-3 * exact.abs().max().item(), rtol=0)
+        assert torch.equal(logits, same)
+
+
+def test_columns_of_experts_that_do_not_divide_are_refused_by_name(tmp_path: Path) -> None:
     save(WITH_EXPERTS["mixtral"], tmp_path)
     loaded = load(tmp_path)
-    with pytest.raises(UnshardableError, match="its layers have experts"):
-        on_ranks(2, lambda ranks: part_of(loaded, ranks))
+    assert loaded.decoder is not None
+    layer = loaded.decoder.layers[0]
+    assert isinstance(layer.mlp, Experts)
+    odd = replace(layer, mlp=replace(layer.mlp, gate_up=layer.mlp.gate_up[:, :-2], down=layer.mlp.down[:, :, :-1]))
+    loaded = replace(loaded, decoder=replace(loaded.decoder, layers=(odd,)))
+
+    def refusal(ranks: Collectives) -> str:
+        with pytest.raises(UnshardableError) as caught:
+            part_of(loaded, ranks)
+        return str(caught.value)
+
+    assert all("it has 95 columns of its experts" in text for text in on_ranks(2, refusal))
 
 
 def test_they_compile() -> None:

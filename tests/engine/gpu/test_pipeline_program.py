@@ -27,10 +27,11 @@ from llmbackend.engine.gpu.parallel.place import RankPlace
 from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.model import stored_model
+from llmbackend.engine.model.decoder_description import Experts
 from llmbackend.engine.model.loader import LoadedModel
 from llmbackend.engine.model.meta_buffers import restore_buffers
 from llmbackend.engine.model.trial import trial_of
-from tests.helpers.gpu.tiny_models import FAMILIES, save
+from tests.helpers.gpu.tiny_models import FAMILIES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import all_logits, caches, load, program, prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -69,6 +70,15 @@ class Board:
         gathered = torch.stack(self.places)
         self.barrier.wait(30)
         return gathered
+
+
+def test_a_model_with_experts_is_read_tried_and_split(tmp_path: Path) -> None:
+    save(WITH_EXPERTS["mixtral"], tmp_path, torch.bfloat16)
+    for loaded in parts_of(tmp_path, 1, 2):
+        assert loaded.decoder is not None
+        layer = loaded.decoder.layers[0]
+        assert isinstance(layer.mlp, Experts) and layer.mlp.gate_up.shape == (4, 2 * 96, 64)
+        assert layer.attention.qkv.weight.n == (4 + 2 * 2) * 16 // 2
 
 
 @pytest.mark.parametrize("family", ["llama tied", "qwen2", "gemma2", "phi3"])

@@ -20,9 +20,11 @@ from unittest import mock
 
 import numpy as np
 
+from llmbackend.engine.gpu import int4_weights
 from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.gpu.runner import GpuRunner
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.model.compatibility import CheckedModel
 from llmbackend.engine.step import PromptLogprobs, RowTable, StepPlan
 from llmbackend.engine.token_masks import TokenMasks, all_tokens
 from tests.helpers.gpu.compile_kernels import _target_alone
@@ -71,7 +73,12 @@ def recorded_specialisations() -> Iterator[set[str]]:
         found.add(f"{self.fn.__name__} {specialization} {sorted(options.items())}")
 
     driver.set_active(_target_alone(HOPPER))
-    with mock.patch.object(JITFunction, "run", only_record), mock.patch.object(GpuProgram, "verify"):
+    with (
+        mock.patch.object(JITFunction, "run", only_record),
+        mock.patch.object(GpuProgram, "verify"),
+        mock.patch.object(CheckedModel, "difference", return_value=""),
+        mock.patch.object(int4_weights, "has_kernel", return_value=True),
+    ):
         yield found
 
 

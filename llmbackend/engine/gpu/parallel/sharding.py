@@ -80,7 +80,7 @@ class Sharding:
             attention=self._attention(layer.attention, shape),
             attention_out_norm=self._norm(layer.attention_out_norm),
             mlp_norm=self._norm(layer.mlp_norm),
-            mlp=self._mlp(layer.mlp),
+            mlp=self._mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else self._experts(layer.mlp),
             mlp_out_norm=self._norm(layer.mlp_out_norm),
         )
 
@@ -112,10 +112,8 @@ class Sharding:
             ),
         )
 
-    def _mlp(self, mlp: Mlp | Experts) -> Mlp:
+    def _mlp(self, mlp: Mlp) -> Mlp:
         """gate and up side by side, as programs need them."""
-        if isinstance(mlp, Experts):
-            raise UnshardableError(self._refusal("its layers have experts"))
         part = self._part(mlp.gate.weight.n, "columns of its MLP")
         rows = torch.arange(part.start, part.stop)
         both = _splittable(mlp.gate).rows(rows).above(_splittable(mlp.up).rows(rows)).to(self._device)
@@ -125,6 +123,20 @@ class Sharding:
             up=Projection(both.part(len(part), len(part)), self._bias(mlp.up, part)),
             down=self._columns(mlp.down, part),
         )
+
+    def _experts(self, experts: Experts) -> Experts:
+        """Columns of every expert, so that all ranks have the same work whatever tokens choose; where no sum may be
+        split, all of them on every rank."""
+        router = Projection(DenseWeight(_copied(_dense(experts.router), self._to)), None)
+        if self._ranks.size == 1 or self._is_exact:
+            gate_up, down = (_copied(x, self._to) for x in (experts.gate_up, experts.down))
+            return replace(experts, router=router, gate_up=gate_up, down=down)
+        n = experts.down.shape[2]
+        part = self._part(n, "columns of its experts")
+        halves = experts.gate_up[:, :n], experts.gate_up[:, n:]
+        gate_up = torch.cat([half[:, part.start : part.stop].to(**self._to) for half in halves], dim=1)
+        down = experts.down[:, :, part.start : part.stop].to(**self._to).contiguous()
+        return replace(experts, router=router, gate_up=gate_up, down=down, add_up=self._ranks.all_reduce)
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
         """A head that is tied to the embedding is a part of the embedding on the device, too, where that is there."""
@@ -209,7 +221,7 @@ def _splittable(projection: Projection) -> Any:
 
 
 def _dense(projection: Projection) -> torch.Tensor:
-    assert isinstance(projection.weight, DenseWeight), "a head is never quantised"
+    assert isinstance(projection.weight, DenseWeight), "heads and routers are never quantised"
     return projection.weight.tensor
 
 
