@@ -32,7 +32,7 @@ EXIT_TIMEOUT_S = 45.0
 @dataclass(frozen=True)
 class ModelSetup:
     """A model to serve: the mock, or a copy of the bundled demo model. `arguments`: engine arguments. `prepare`: what
-    is done to the copy's version directory."""
+    is done to the copy's version directory. `is_decoupled`: whether it may send many responses."""
 
     name: str
     is_demo: bool = False
@@ -40,6 +40,7 @@ class ModelSetup:
     parameters: tuple[tuple[str, str], ...] = ()
     arguments: tuple[tuple[str, Any], ...] = ()
     prepare: Callable[[Path], None] | None = None
+    is_decoupled: bool = True
 
 
 def mock(name: str, instances: int = 1, parameters: tuple[tuple[str, str], ...] = (), **arguments: Any) -> ModelSetup:
@@ -198,6 +199,8 @@ def write_model(directory: Path, model: ModelSetup) -> None:
     else:
         write_mock_model(directory / "models", model.name, **arguments)
     config = ['backend: "llm"', f"instance_group [ {{ kind: KIND_CPU count: {model.instances} }} ]"]
+    if not model.is_decoupled:
+        config.append("model_transaction_policy { decoupled: false }")
     for key, value in model.parameters:
         config.append(f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}')
     (directory / "models" / model.name / "config.pbtxt").write_text("\n".join(config))

@@ -64,6 +64,11 @@ class Machine:
         """What the host still has of requests, "" for nothing."""
         return what_is_held(self._metrics())
 
+    def metric(self, name: str) -> float:
+        """Of all models of its host. Blocks."""
+        lines = self._metrics().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
     def has_copies(self) -> bool:
         """Whether another host has copies of its resumable streams. Blocks."""
         try:

@@ -26,12 +26,18 @@ _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(FromHost).decode
 
 
+def _short(key: str) -> str:
+    """For people, and still of one engine: several models may have the same checkpoint."""
+    kind, digest, index = key.split("-")
+    return f"{kind}-{digest[:6]}-{index}"
+
+
 class Engine:
     """One engine and its keeper."""
 
     def __init__(self, wanted: WantedEngine, engines: Engines) -> None:
         self.key = wanted.key
-        self.name = f"engine {wanted.index} of {Path(wanted.config.model).name}"
+        self.name = f"{_short(wanted.key)} ({Path(wanted.config.model).name})"
         self.news = ServedEngineNews()
         self._engines = engines
         order = ServedEngineOrder(
