@@ -36,9 +36,9 @@ class MachineFrontends:
             metrics=PortWish(settings.metrics.address, None),
             grpc=PortWish(settings.grpc.address, settings.grpc.port_or_none, settings.protocols.grpc_reuse_port, True),
         )
-        shared_folder, shared = open_host_folder(self.host_settings)
+        shared_folder, self._counts = open_host_folder(self.host_settings)
         orders = frontend_settings_of(settings, shared_folder, self._claims, keys=keys)
-        self.processes = FrontendProcesses(orders, shared.forget)
+        self.processes = FrontendProcesses(orders, self._counts.forget)
 
     @property
     def http_port(self) -> int | None:
@@ -49,9 +49,10 @@ class MachineFrontends:
         return _port_of(self._claims.grpc)
 
     async def stop(self, grace_s: float) -> None:
-        """They accept nothing more, and what runs gets `grace_s` seconds."""
+        """They accept nothing more, and what runs gets `grace_s` seconds. Call it once."""
         await self.processes.stop(grace_s)
         self._claims.close()
+        self._counts.close()
 
 
 def _port_of(claim: socket.socket | None) -> int | None:
