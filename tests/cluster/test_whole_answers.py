@@ -49,7 +49,8 @@ GENERATIONS = 3 + 2 + (len(ASKED) - 2) + 2 + 2
 UNDER_WAY = 5
 """Generations that an engine has when the host dies."""
 SUCCESS = "vllm:request_success_total"
-OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "conversation"}
+OF_ONE_ANSWER = {"id", "created", "created_at", "completed_at", "conversation", "cached_tokens"}
+"""Choices of one request share its prompt if one has computed it when the next one begins."""
 
 
 def models() -> list[ModelSetup]:
