@@ -1,4 +1,4 @@
-"""Pictures of the web pages for docs/images: light and dark, with 1 and 64 requests, and after an engine was killed.
+"""All pictures of the web pages in docs/images: light and dark, with 1 and 64 requests, an engine killed, on a phone.
 
 Starts a server of the demo model and a real browser (Chromium, by Playwright). Run: `python -m tools.screenshots`.
 """
@@ -13,15 +13,26 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 from llmbackend import Server
 
 IMAGES = Path(__file__).parent.parent / "docs" / "images"
-THEMES = ("light", "dark")
+Theme = Literal["light", "dark"]
+THEMES: tuple[Theme, ...] = ("light", "dark")
+DESK: ViewportSize = {"width": 1280, "height": 900}
+PHONE: ViewportSize = {"width": 390, "height": 844}
 OUTPUT_TOKENS = 700
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Get the weather of a place",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
 
 
 def main() -> None:
@@ -30,25 +41,55 @@ def main() -> None:
     with sync_playwright() as driver, Server(demo=True, arguments=flags) as server:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
         for theme in THEMES:
-            context = browser.new_context(viewport={"width": 1280, "height": 900}, color_scheme=theme)
-            _pictures(context.new_page(), server.http_url, theme)
-            context.close()
+            with _page(browser, theme, DESK) as page:
+                _chats(page, server.http_url, theme)
+            with _page(browser, theme, DESK) as page:
+                _engines(page, server.http_url, theme)
+            with _page(browser, theme, PHONE) as page:
+                _phone(page, server.http_url, theme)
         browser.close()
 
 
-def _pictures(page: Page, url: str, theme: str) -> None:
+@contextmanager
+def _page(browser: Browser, theme: Theme, size: ViewportSize) -> Iterator[Page]:
+    context = browser.new_context(viewport=size, color_scheme=theme)
+    yield context.new_page()
+    context.close()
+
+
+def _chats(page: Page, url: str, theme: str) -> None:
     page.goto(f"{url}/")
     page.wait_for_timeout(2000)
-    box = page.locator("textarea:visible").last
-    box.fill("What is continuous batching?")
+    _ask(page, "What is continuous batching?")
+    _save(page, f"chat-{theme}")
+    page.get_by_role("button", name="Settings of this chat").click()
+    page.mouse.move(600, 600)  # away from the button, whose tip covers the settings
+    page.get_by_role("textbox", name="Tools as JSON").fill(json.dumps([WEATHER]))
+    _ask(page, "What is the weather in Paris?")
+    _save(page, f"chat-tools-{theme}")
+
+
+def _ask(page: Page, text: str) -> None:
+    box = page.get_by_placeholder("Ask something")
+    box.fill(text)
     box.press("Enter")
     page.wait_for_timeout(2500)
-    _save(page, f"chat-{theme}")
+
+
+def _engines(page: Page, url: str, theme: str) -> None:
     page.goto(f"{url}/engine")
     page.wait_for_timeout(2000)
     with _requests(url, 1):
         page.wait_for_timeout(1500)
         _save(page, f"engine-1-{theme}")
+    with _requests(url, 8):
+        page.wait_for_timeout(2000)
+        page.locator("body").press("Space")
+        for _ in range(4):
+            page.locator("body").press("+")
+        page.wait_for_timeout(500)
+        _save(page, f"engine-steps-{theme}")
+    page.goto(f"{url}/engine")
     with _requests(url, 64):
         page.wait_for_timeout(4000)
         _save(page, f"engine-64-{theme}")
@@ -58,6 +99,16 @@ def _pictures(page: Page, url: str, theme: str) -> None:
         page.goto(f"{url}/operations")
         page.wait_for_timeout(2500)
         _save(page, f"operations-64-{theme}")
+
+
+def _phone(page: Page, url: str, theme: str) -> None:
+    page.goto(f"{url}/")
+    page.wait_for_timeout(2000)
+    _ask(page, "What is paged attention?")
+    _save(page, f"chat-phone-{theme}")
+    page.goto(f"{url}/operations")
+    page.wait_for_timeout(2500)
+    _save(page, f"operations-phone-{theme}")
 
 
 def _save(page: Page, name: str) -> None:
