@@ -126,6 +126,34 @@ def test_the_same_bits_without_torch(family: str, dtype: torch.dtype, options: d
     assert outputs == outputs_of(config, model)
 
 
+def test_blocks_behind_every_layer_s_window_are_given_back(tmp_path: Path) -> None:
+    """The tokens and logprobs are those of a row that keeps all its blocks."""
+    model = packed(tmp_path, "mistral")
+    config = config_of(tmp_path, num_kv_blocks=12, max_model_len=128)
+
+    def run(window: int) -> tuple[list[StepOutput], int]:
+        runner = NativeRunner(config, model)
+        runner._info = msgspec.structs.replace(runner.info, attention_window=window)
+        core = EngineCore(config, runner)
+        for request in requests():
+            sampling = msgspec.structs.replace(request.sampling, max_tokens=80)
+            core.add(msgspec.structs.replace(request, sampling=sampling))
+        outputs: list[StepOutput] = []
+        most = 0
+        while core.has_work:
+            outputs += core.step().outputs
+            most = max(most, core.info.num_blocks - core._kv_cache.num_free_blocks)
+        core.check()
+        core.close()
+        return outputs, most
+
+    assert NativeRunner(config, model).info.attention_window == 8
+    bounded, num_blocks = run(8)
+    expected, num_all_blocks = run(0)
+    assert bounded == expected
+    assert num_blocks <= 6 < num_all_blocks
+
+
 def test_configs_that_ask_for_modules_are_refused(tmp_path: Path) -> None:
     model = packed(tmp_path)
     for options in ({"enforce_eager": True}, {"kernels": "torch"}, {"enable_lora": True}, {"block_size": 16}):
