@@ -1,4 +1,4 @@
-"""Matrices of 4-bit numbers in groups with a scale each, whatever format a checkpoint had them in.
+"""Matrices of 4-bit numbers in groups, each with a scale: one layout for all formats of checkpoints.
 
 For: the loader, and programs and modules that multiply by what it left in memory. Does not know: models, formats of
 checkpoints. A row's numbers lie in blocks of 2 * slab columns, padded with zeros: byte j of a block holds the block's

@@ -1,6 +1,6 @@
 """A step's sequences on the device: each row's known tokens are one, and each of its drafts is one of its own.
 
-For: the messages to the device, and whoever sizes a step. Does not know: where drafts come from, memory, graphs.
+For: the messages to the device, the sizes of steps. Does not know: where drafts come from, memory, graphs.
 Invariants: the sequences' tokens are the plan's, in its order. A draft's sequence has one query and shares its row's
 blocks: every layer writes the step's keys before it attends, so the draft sees those before it, and is computed by the
 kernels and in the graphs that would decode it in a step of its own.

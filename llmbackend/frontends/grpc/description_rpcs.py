@@ -10,32 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import TensorMetadata
 
-from ..inference_gate import InferenceGate
-from ..journals.resumable_streams import ResumableStreams
 from ..operations.probes import ReadinessProbes
-from ..protocol_options import ProtocolOptions
 from .codec import model_version
-from .inference_rpcs import InferenceRpcs
 from .rpc import Context, rpc
 
 
-class DescriptionRpcs(InferenceRpcs):
-    """Beside inference."""
-
-    def __init__(
-        self,
-        server: Host,
-        gate: InferenceGate,
-        write_timeout_s: float,
-        protocol: ProtocolOptions,
-        streams: ResumableStreams | None,
-    ) -> None:
-        super().__init__(server, gate, write_timeout_s, protocol, streams)
+class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    def __init__(self, server: Host) -> None:
+        self._server = server
         self._probes = ReadinessProbes(server)
 
     @rpc

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.core.errors import unsupported
 from llmbackend.core.host_protocol import Host
@@ -23,6 +22,7 @@ from ..kserve.infer_codec import single_response
 from ..kserve.request_parameters import options_from_proto
 from ..protocol_options import ProtocolOptions
 from .codec import decode_request, fill_response, model_version
+from .description_rpcs import DescriptionRpcs
 from .messages import opened
 from .rpc import Context, close_when_sent, name_trace, rpc, sampled
 from .stream import StreamSession
@@ -36,7 +36,7 @@ _COMPRESSION: Final = {
 """As gRPC's core chooses by level for a client that accepts both algorithms; Python's API has no levels."""
 
 
-class InferenceRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class InferenceRpcs(DescriptionRpcs):
     def __init__(
         self,
         server: Host,
@@ -46,7 +46,7 @@ class InferenceRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ign
         streams: ResumableStreams | None,
     ) -> None:
         """streams: of requests that a client can come back to; None: they are another process's."""
-        self._server = server
+        super().__init__(server)
         self._streams = streams
         self._gate = gate
         self._write_timeout_s = write_timeout_s

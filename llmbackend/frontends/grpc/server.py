@@ -26,7 +26,7 @@ from ..journals.resumable_streams import ResumableStreams
 from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
 from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-from .description_rpcs import DescriptionRpcs
+from .inference_rpcs import InferenceRpcs
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .poller import yield_to_event_loop
 from .rpc import Context
@@ -75,11 +75,11 @@ async def create_grpc_server(
     grpc_server = grpc.aio.server(interceptors=list(interceptors), options=[*arguments, *options])
     yield_to_event_loop()
     gate, streams = gate or InferenceGate(server), streams or ResumableStreams()
-    servicer: DescriptionRpcs
+    servicer: InferenceRpcs
     if isinstance(server, InferenceServer):
         servicer = InferenceServicer(server, gate, limits.write_timeout_s, protocol, log, streams)
     else:
-        servicer = DescriptionRpcs(server, gate, limits.write_timeout_s, protocol, None)
+        servicer = InferenceRpcs(server, gate, limits.write_timeout_s, protocol, None)
     services = TolerantServices(grpc_server, _LARGE_MESSAGES)
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, services)
     health_pb2_grpc.add_HealthServicer_to_server(HealthServicer(server), services)

@@ -30,11 +30,11 @@ from ..operations.settings import (
 )
 from ..protocol_options import ProtocolOptions
 from .codec import model_version
-from .description_rpcs import DescriptionRpcs
+from .inference_rpcs import InferenceRpcs
 from .rpc import Context, rpc
 
 
-class InferenceServicer(DescriptionRpcs):
+class InferenceServicer(InferenceRpcs):
     """Every RPC of inference.GRPCInferenceService that this server has."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 For: device_sampler.py, which launches the kernels, and ranked_sampling.py, which draws from what they collect. Does not
 know: the last step, in which the token is found. The idea: a sample of the row gives pivots that cut its order into
-bins of about as many tokens each (PIVOTS of them, whatever the distribution). Programs count and weigh their own splits
+bins of about as many tokens each (PIVOTS of them, for any distribution). Programs count and weigh their own splits
 of the vocabulary at every pivot; the sums over the splits say in which bin the kept tokens end, and in which the drawn
 one is, and only these are collected. Two passes over the row, shared by all programs; blocks without a token that can
 be kept are not read.

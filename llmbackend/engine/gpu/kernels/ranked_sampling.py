@@ -104,7 +104,6 @@ def draw_limited_kernel(
     listed += sample * BLOCKS_PADDED
     found += sample * CANDIDATES
     scaled_peaks = tl.div_rn(block_peaks, temperature)
-    is_narrowed = planned(plans, sample, IS_NARROWED) != 0
     least_weight = least_weight_of(records, row)
     high = least_key(peak, SHIFT) + (1 << SHIFT)
     least, total = least_logit(masses + place, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size)

@@ -125,7 +125,7 @@ class Sharding:
         )
 
     def _experts(self, experts: Experts) -> Experts:
-        """Columns of every expert, so that all ranks have the same work whatever tokens choose; where no sum may be
+        """Columns of every expert, so that all ranks have the same work for any choice of experts; where no sum may be
         split, all of them on every rank."""
         router = Projection(DenseWeight(_copied(_dense(experts.router), self._to)), None)
         if self._ranks.size == 1 or self._is_exact:
