@@ -251,7 +251,7 @@ class ModelState:
     def _limits(self) -> ModelLimits:
         infos = [engine.info for engine in self._engines]
         return ModelLimits(
-            max_tokens=min(min(info.max_model_len, info.num_blocks * info.block_size) for info in infos),
+            max_tokens=min(info.max_request_tokens for info in infos),
             vocab_size=min(info.vocab_size for info in infos),
             max_prompt_tokens=self.arguments.max_prompt_tokens,
             max_output_tokens=self.arguments.max_output_tokens,

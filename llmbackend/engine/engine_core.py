@@ -90,7 +90,7 @@ class EngineCore:
             self._table,
             config.enable_prefix_caching,
             num_host_blocks,
-            self.info.attention_window,
+            self.info.kv_groups,
         )
         self._pacer = _pacer(config)
         self._scheduler = Scheduler(

@@ -7,12 +7,12 @@ Names are vLLM's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final, Literal
 
 import msgspec
 
 from .block_changes import BlockChanges
+from .kv_groups import KVGroups
 from .load_progress import LoadProgress
 from .request_events import RequestEvent
 from .start_parts import StartPart, text_of
@@ -318,8 +318,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes     packed weights that every step reads; 0 = not known
     kv_bytes_per_token  0 = not known
     needs_torch      whether torch computes, so that the next engine's process needs it, too
-    attention_window positions that a query of any layer sees at most, itself included, where blocks behind that are
-                     never read; 0: all
+    kv_groups        which layers share a block, and for how long a request keeps it
     """
 
     model_type: str
@@ -338,18 +337,18 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
     needs_torch: bool = False
-    attention_window: int = 0
+    kv_groups: KVGroups = KVGroups()
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Tokens of the longest request that the KV memory has room for, at most max_model_len."""
+        return min(self.max_model_len, self.kv_groups.most_tokens(self.block_size, self.num_blocks))
 
     @property
     def summary(self) -> str:
         """For the log: how the model is computed, why so, and what its start consisted of."""
         took = f"loaded in {self.load_s:.2f} s" + (f" ({text_of(self.parts)})" if self.parts else "")
         return "; ".join(text for text in (self.description, *self.paths, took) if text)
-
-
-def widest_window(windows: Sequence[int]) -> int:
-    """ModelInfo.attention_window of layers with these windows: 0, if one of them sees all."""
-    return 0 if 0 in windows else max(windows, default=0)
 
 
 class ModelPrepared(msgspec.Struct, frozen=True):

@@ -47,7 +47,7 @@ class RowTable:
     predecessors it computes (sampling/prompt_logprobs.py).
 
     During `execute` a row's block_table is valid for positions below num_computed_tokens + the tokens scheduled; later
-    entries are stale. Where ModelInfo.attention_window is set, an entry may be -1, whose positions none of the step's
+    entries are stale. Where a group of layers has a window, an entry may be -1, whose positions none of the step's
     queries sees: it is not read. Position p of a row has slot block_table[row, p // block_size] * block_size + p %
     block_size. Rows that hold no request have stale contents.
     """

@@ -44,10 +44,11 @@ def test_rows_never_share_a_block() -> None:
     assert len(set(held)) == 6
 
 
-def test_missing_blocks_is_never_negative() -> None:
-    kv_cache, _ = make()
+def test_blocks_to_come_are_those_of_the_known_tokens() -> None:
+    kv_cache, table = make()
+    table.num_tokens[:2] = 4, 9
     kv_cache.reserve(int32(0), int32(12))
-    assert kv_cache.missing_blocks(int32(0, 1), int32(4, 4)).tolist() == [0, 1]
+    assert kv_cache.blocks_to_come(int32(0, 1), 512) == 3
 
 
 def test_check_notices_a_lost_block() -> None:
@@ -169,7 +170,7 @@ def test_conservation_over_random_texts(seed: int) -> None:
             prefix = kv_cache.find(np.array(tokens, np.int32), salt)
             for index, block in enumerate(prefix.blocks):
                 assert text_of[block] == (salt, tuple(tokens[: 2 * index + 2]))
-            if kv_cache.blocks_for(len(tokens)) - kv_cache.num_in_use(prefix) > kv_cache.num_free_blocks:
+            if kv_cache.blocks_to_begin(prefix, len(tokens), 512) > kv_cache.num_free_blocks:
                 continue
             num_found += compute(kv_cache, table, row, tokens, salt)
             lives[row] = salt

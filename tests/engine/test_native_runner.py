@@ -19,6 +19,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import ProgramUnsupportedError
 from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.kernels import library
+from llmbackend.engine.kv_groups import KVGroups
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.packing import pack_model
 from tests.engine.test_decoder_program import PROGRAMS
@@ -131,9 +132,9 @@ def test_blocks_behind_every_layer_s_window_are_given_back(tmp_path: Path) -> No
     model = packed(tmp_path, "mistral")
     config = config_of(tmp_path, num_kv_blocks=12, max_model_len=128)
 
-    def run(window: int) -> tuple[list[StepOutput], int]:
+    def run(groups: KVGroups) -> tuple[list[StepOutput], int]:
         runner = NativeRunner(config, model)
-        runner._info = msgspec.structs.replace(runner.info, attention_window=window)
+        runner._info = msgspec.structs.replace(runner.info, kv_groups=groups)
         core = EngineCore(config, runner)
         for request in requests():
             sampling = msgspec.structs.replace(request.sampling, max_tokens=80)
@@ -147,9 +148,9 @@ def test_blocks_behind_every_layer_s_window_are_given_back(tmp_path: Path) -> No
         core.close()
         return outputs, most
 
-    assert NativeRunner(config, model).info.attention_window == 8
-    bounded, num_blocks = run(8)
-    expected, num_all_blocks = run(0)
+    assert NativeRunner(config, model).info.kv_groups == KVGroups(0, 1, 8)
+    bounded, num_blocks = run(KVGroups(0, 1, 8))
+    expected, num_all_blocks = run(KVGroups())
     assert bounded == expected
     assert num_blocks <= 6 < num_all_blocks
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from llmbackend.engine.infer_request import widest_window
+from llmbackend.engine.kv_groups import KVGroups
 from llmbackend.engine.memory.kv_cache import FREED_BLOCK, KVCacheManager
 from llmbackend.engine.step import Int32Array, RowTable
 
@@ -22,7 +22,7 @@ def int32(*values: int) -> Int32Array:
 
 def test_blocks_behind_the_window_are_free_and_can_be_found() -> None:
     table = RowTable(2, 32, 4)
-    kv_cache = KVCacheManager(8, table, window=5)
+    kv_cache = KVCacheManager(8, table, groups=KVGroups(0, 1, 5))
     table.token_ids[:] = np.arange(32)
     kv_cache.reserve(int32(0), int32(20))
     kv_cache.register(int32(0), int32(11))  # the next query, at 11, sees 7 to 11
@@ -42,7 +42,7 @@ def test_blocks_behind_the_window_are_free_and_can_be_found() -> None:
 
 def test_a_text_that_failed_is_not_found_by_the_blocks_that_were_free_already() -> None:
     table = RowTable(2, 32, 4)
-    kv_cache = KVCacheManager(8, table, window=5)
+    kv_cache = KVCacheManager(8, table, groups=KVGroups(0, 1, 5))
     table.token_ids[:] = np.arange(32)
     kv_cache.reserve(int32(0), int32(20))
     kv_cache.register(int32(0), int32(18))
@@ -54,8 +54,8 @@ def test_a_text_that_failed_is_not_found_by_the_blocks_that_were_free_already() 
 
 
 def test_one_layer_that_sees_all_keeps_all() -> None:
-    assert widest_window([4, 9, 4]) == 9
-    assert widest_window([4, 0]) == widest_window([]) == 0
+    assert KVGroups.of([4, 9, 4]) == KVGroups(0, 1, 9)
+    assert KVGroups.of([4, 0]) == KVGroups.of([]) == KVGroups()
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Simulation:
     computed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.table = RowTable(ROWS, LENGTH, self.block_size)
-        self.kv_cache = KVCacheManager(self.num_blocks, self.table, self.caching, self.num_host_blocks, self.window)
+        self.table, groups = RowTable(ROWS, LENGTH, self.block_size), KVGroups(0, 1, self.window)
+        self.kv_cache = KVCacheManager(self.num_blocks, self.table, self.caching, self.num_host_blocks, groups)
         self.slots: list[Text] = [()] * (self.num_blocks * self.block_size)
         self.host_slots: list[Text] = [()] * (self.num_host_blocks * self.block_size)
         self.num_hits = 0
@@ -98,7 +98,7 @@ class Simulation:
                 self.table.token_ids[row] = np.arange(LENGTH) + 100 * self.draw.integers(2)
                 self.table.token_ids[row, self.draw.integers(LENGTH) :] += 1000 * self.draw.integers(2)
                 prefix = self.kv_cache.find(self.table.token_ids[row], ())
-                if len(prefix.blocks) - self.kv_cache.num_in_use(prefix) <= self.kv_cache.num_free_blocks:
+                if self.kv_cache.blocks_to_begin(prefix, LENGTH, MOST_CHUNK) <= self.kv_cache.num_free_blocks:
                     self.computed[row] = self.kv_cache.take(row, prefix)
                     self.num_hits += len(prefix.blocks) > 0
 

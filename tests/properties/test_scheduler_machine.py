@@ -13,7 +13,6 @@ from itertools import takewhile
 from typing import Any
 
 import msgspec
-import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -198,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.request.sampling.logit_bias
         else:
             assert "the engine's whole KV cache" in error
-            assert self.kv_cache.blocks_for(before.num_tokens[sequence]) > self.kv_cache.num_blocks
+            assert self.kv_cache.least_blocks(before.num_tokens[sequence]) > self.kv_cache.num_blocks
         assert sequence.row == -1
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
@@ -248,7 +247,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_reason_to_wait(self, head: Sequence, before: Before, chunks: dict[Sequence, int]) -> None:
         no_row = head.row < 0 and self.rows.num_free == 0
         # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
-        no_blocks = self.kv_cache.blocks_for(before.num_missing[head]) > self.kv_cache.num_free_blocks
+        no_blocks = self.kv_cache.least_blocks(before.num_missing[head]) > self.kv_cache.num_free_blocks
         waits_for_a_block = self.caching and any(self._computes_block_of(one, head, before) for one in chunks)
         assert no_row or no_blocks or waits_for_a_block, "the head of the queue waits for nothing"
 
@@ -292,7 +291,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_blocks_of_the_step_alone(self, chunks: dict[Sequence, int]) -> None:
         for one in self.running:
             num_tokens = self._num_computed(one) + chunks.get(one, 0)
-            assert self._held(one) == self.kv_cache.blocks_for(num_tokens)
+            assert self._held(one) == self.kv_cache.least_blocks(num_tokens)
 
     def _expect_progress(self, before: Before, schedule: Schedule, chunks: dict[Sequence, int]) -> None:
         if before.running or before.waiting:
@@ -327,10 +326,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         return int(self.table.num_computed_tokens[sequence.row]) if sequence.row >= 0 else 0
 
     def _held(self, sequence: Sequence) -> int:
-        if sequence.row < 0:
-            return 0
-        everything = np.array([self.kv_cache.block_size * 1000], np.int32)
-        return 1000 - int(self.kv_cache.missing_blocks(np.array([sequence.row], np.int32), everything)[0])
+        return 0 if sequence.row < 0 else int(self.kv_cache._held[sequence.row])
 
     def _blocks(self, sequence: Sequence) -> list[int]:
         blocks: list[int] = self.table.block_table[sequence.row, : self._held(sequence)].tolist()

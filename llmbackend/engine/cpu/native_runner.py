@@ -13,9 +13,10 @@ import time
 from ..adapter_loads import refuse_adapter
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..infer_request import InferRequest, ModelInfo, widest_window
+from ..infer_request import InferRequest, ModelInfo
 from ..kernels.library import NativeKernels, load
 from ..kernels.sampling import NativeSampling
+from ..kv_groups import KVGroups
 from ..sampling.host_step import HostSteps
 from ..sampling.prompt_logprobs import PIECE_TOKENS
 from ..sampling.rows import SamplingRows
@@ -60,7 +61,7 @@ class NativeRunner:
             ),
             weight_bytes=packed.memories.resident.nbytes,
             kv_bytes_per_token=decoder.kv_bytes_per_token,
-            attention_window=widest_window([layer.attention.sliding_window for layer in decoder.layers]),
+            kv_groups=KVGroups.of([layer.attention.sliding_window for layer in decoder.layers]),
         )
 
     @property

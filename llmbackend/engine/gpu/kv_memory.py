@@ -15,6 +15,7 @@ from torch import nn
 
 from ..attention.interface import LayerShape
 from ..config import EngineConfig
+from ..kv_groups import KVGroups
 from .device import Device, Memory
 from .host_blocks import staging_bytes
 from .ops import LayerCache
@@ -40,17 +41,22 @@ def block_bytes(shapes: Mapping[nn.Module, LayerShape], block_size: int, dtype: 
 
 
 def num_kv_blocks(
-    config: EngineConfig, max_model_len: int, bytes_per_block: int, memory: Memory, graph_bytes: int
+    config: EngineConfig,
+    max_model_len: int,
+    bytes_per_block: int,
+    memory: Memory,
+    graph_bytes: int,
+    groups: KVGroups = KVGroups(),
 ) -> int:
-    """How many KV blocks there is room for. memory: the device's after the largest step has run. Raises ValueError when
-    not one sequence of max_model_len tokens fits."""
+    """How many KV blocks there is room for. memory: the device's after the largest step has run. groups: of the layers,
+    each block being of one of them. Raises ValueError when not one sequence of max_model_len tokens fits."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.num_host_blocks(bytes_per_block):
         graph_bytes += staging_bytes(bytes_per_block)
     available = _available_bytes(config, memory, graph_bytes)
     num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
-    needed = -(-max_model_len // config.block_size)
+    needed = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     if num_blocks >= needed:
         return num_blocks
     source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
@@ -58,7 +64,7 @@ def num_kv_blocks(
         f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
         f"and there is room for {_gib(max(available, 0))} (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
         f"are free beside the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
-        f"{num_blocks * config.block_size}, or a larger {source}"
+        f"{groups.most_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, or a larger {source}"
     )
 
 

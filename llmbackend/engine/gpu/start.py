@@ -17,7 +17,8 @@ from torch import nn
 
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..infer_request import ModelInfo, widest_window
+from ..infer_request import ModelInfo
+from ..kv_groups import KVGroups
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
@@ -68,8 +69,7 @@ def start(
     how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, num_blocks, how, start_s)
-    if stages is WHOLE:  # a stage does not know the windows of the others' layers
-        info = msgspec.structs.replace(info, attention_window=widest_window(parts.program.windows))
+    info = msgspec.structs.replace(info, kv_groups=_groups(parts, stages))
     if host_blocks is not None:
         parts = dataclasses.replace(parts, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
@@ -114,7 +114,14 @@ def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, s
     parts.device.trim()
     warm_up(config, parts, _info(config, loaded, parts.device, 1, "", 0.0))
     bytes_per_block = stages.most(kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype))
-    return kv_memory.num_kv_blocks(config, loaded.max_model_len, bytes_per_block, parts.device.memory(), for_graphs)
+    return kv_memory.num_kv_blocks(
+        config, loaded.max_model_len, bytes_per_block, parts.device.memory(), for_graphs, _groups(parts, stages)
+    )
+
+
+def _groups(parts: RunnerParts, stages: Stages) -> KVGroups:
+    """A stage does not know the windows of the others' layers: it keeps all blocks."""
+    return KVGroups.of(parts.program.windows) if stages is WHOLE else KVGroups()
 
 
 def _graph_sizes(config: EngineConfig) -> list[Padded]:

@@ -23,6 +23,7 @@ from typing import Final
 
 import numpy as np
 
+from ..kv_groups import KVGroups
 from ..step import Int32Array, KVCopies, RowTable
 from .block_journal import BlockJournal, Salt
 from .prefix_cache import Key, Parent, Prefix, PrefixCache
@@ -36,6 +37,7 @@ FREED_BLOCK: Final = -1
 """In a row's table, in place of a block behind the window: no step reads it."""
 NOT_SHARED: Final = 0
 """What is before the blocks of a row that does not share them: no block has this identity."""
+ONE_GROUP: Final = KVGroups()
 
 
 class HostTier:
@@ -72,6 +74,10 @@ class HostTier:
         self._kept[host_block] = None
         self._copies.append((True, block, host_block))
         self.num_offloaded += 1
+
+    def use_later(self, number: int) -> None:
+        """A kept text is evicted after all others."""
+        self._kept.move_to_end(number - self._first)
 
     def hold(self, numbers: list[int]) -> None:
         """These cached prefixes are about to be reloaded: none of them is evicted for another."""
@@ -130,11 +136,11 @@ class KVCacheManager:
         table: RowTable,
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
-        window: int = 0,
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
-        """window: positions that a query of any layer sees at most, itself included; 0: all."""
         self.num_blocks = num_blocks
-        self._window = window
+        self._groups = groups
+        self._window = groups.window
         self.block_size = table.block_size
         self._table = table
         self._block_table = table.block_table
@@ -162,18 +168,44 @@ class KVCacheManager:
     def num_cached_blocks(self) -> int:
         return len(self._cached)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold that many tokens."""
-        return -(-num_tokens // self.block_size)
+    # --- what fits ----------------------------------------------------------------------------------------------------
 
-    def missing_blocks(self, rows: Int32Array, num_tokens: Int32Array) -> Int32Array:
-        """How many more blocks each row needs to hold `num_tokens[i]` tokens. int32 [n], ≥ 0."""
-        missing: Int32Array = np.maximum(-(-num_tokens // self.block_size) - self._held[rows], 0)
-        return missing
+    def most_chunk(self, num_tokens: int) -> int:
+        """The largest chunks in which a row of so many tokens can be computed in the whole memory; 0: it cannot."""
+        return self._groups.most_chunk(num_tokens, self.block_size, self.num_blocks)
+
+    def least_blocks(self, num_tokens: int) -> int:
+        """Without which a row of so many tokens cannot be computed, in chunks of any size."""
+        return self._groups.most_blocks(num_tokens, 1, self.block_size)
+
+    def blocks_to_come(self, rows: Int32Array, chunk_tokens: int) -> int:
+        """How many more blocks these rows will hold at once than now, each until its known tokens are computed in
+        chunks of so many. What a chunk in flight will give back counts as given back."""
+        num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]
+        columns = -(-num_tokens // self.block_size)
+        to_come = np.maximum(columns - self._held[rows], 0)
+        if self._window:
+            chunks = np.minimum(chunk_tokens, num_tokens - computed)
+            at_once = np.minimum(columns - self._num_freed[rows], self._groups.most_windowed(chunks, self.block_size))
+            to_come = np.minimum(to_come, np.maximum(at_once - (self._held[rows] - self._num_freed[rows]), 0))
+        return int(to_come.sum())
+
+    def blocks_to_begin(self, prefix: Prefix, num_tokens: int, chunk_tokens: int) -> int:
+        """How many of the free blocks a waiting row of so many tokens takes at once at most, behind its prefix. Blocks
+        of the prefix that other rows use are not free."""
+        num_hit = len(prefix.blocks) * self.block_size
+        unseen = self._first_seen(num_hit)
+        used = [block for block in prefix.blocks[unseen:] if block < self.num_blocks and self._holders[block]]
+        most = -(-num_tokens // self.block_size) - unseen - len(used)
+        if self._window:
+            most = min(most, self._groups.most_windowed(min(chunk_tokens, num_tokens - num_hit), self.block_size))
+        return most
+
+    # --- blocks of rows -----------------------------------------------------------------------------------------------
 
     def reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
         """Gives each row the blocks for `num_tokens[i]` tokens: all of them and True, or none and False."""
-        missing = self.missing_blocks(rows, num_tokens)
+        missing = np.maximum(-(-num_tokens // self.block_size) - self._held[rows], 0)
         if missing.sum() > self.num_free_blocks:
             return False
         for i in missing.nonzero()[0].tolist():
@@ -204,26 +236,22 @@ class KVCacheManager:
         data = token_ids[: num_full * self.block_size].tobytes()
         return self._prefixes.find(salt, data, self._bytes_per_block)
 
-    def num_in_use(self, prefix: Prefix) -> int:
-        """How many of its blocks are used by a row, so that taking them costs no free block."""
-        blocks = [block for block in prefix.blocks if block < self.num_blocks]
-        return int(np.count_nonzero(self._holders[blocks])) if blocks else 0
-
     def take(self, row: int, prefix: Prefix) -> int:
         """Gives a row without blocks the prefix that was found; returns its tokens."""
         count = len(prefix.blocks)
+        first = self._first_seen(count * self.block_size)
         self._num_known[row] = NEVER if prefix.parent == NOT_SHARED else count
         self._parent[row] = prefix.parent
-        blocks = np.array(prefix.blocks, np.int32)
+        self._use_later(prefix.blocks[:first])
+        blocks = np.array(prefix.blocks[first:], np.int32)
         on_device = blocks < self.num_blocks
-        for block in prefix.blocks:
+        for block in blocks.tolist():
             self._cached.pop(block, None)
         self._holders[blocks[on_device]] += 1
         if not on_device.all():
             blocks[~on_device] = self._reload(blocks[~on_device].tolist())
-        self._block_table[row, :count] = blocks
-        self._held[row] = count
-        self._free_behind_window(row, count * self.block_size)
+        self._block_table[row, :first], self._block_table[row, first:count] = FREED_BLOCK, blocks
+        self._num_freed[row], self._held[row] = first, count
         return count * self.block_size
 
     def register(self, rows: Int32Array, num_tokens: Int32Array) -> None:
@@ -233,7 +261,8 @@ class KVCacheManager:
         for i in (num_full > self._num_known[rows]).nonzero()[0].tolist():
             self._register(int(rows[i]), int(num_full[i]))
         if self._window:
-            for i in (self._num_unseen(num_tokens) > self._num_freed[rows]).nonzero()[0].tolist():
+            first_seen = np.maximum(num_tokens - self._window + 1, 0) // self.block_size
+            for i in (first_seen > self._num_freed[rows]).nonzero()[0].tolist():
                 self._free_behind_window(int(rows[i]), int(num_tokens[i]))
 
     def next_keys(self, rows: Int32Array) -> set[Key]:
@@ -319,20 +348,24 @@ class KVCacheManager:
         self._free[self._num_free : self._num_free + len(unused)] = unused
         self._num_free += len(unused)
 
-    def _num_unseen(self, num_tokens: Int32Array) -> Int32Array:
-        """Of rows whose first `num_tokens[i]` tokens are computed: how many blocks no later query sees."""
-        unseen: Int32Array = np.maximum(num_tokens - self._window + 1, 0) // self.block_size
-        return unseen
+    def _first_seen(self, num_tokens: int) -> int:
+        """The first block that queries behind so many tokens see."""
+        return max(num_tokens - self._window + 1, 0) // self.block_size if self._window else 0
 
     def _free_behind_window(self, row: int, num_tokens: int) -> None:
         """Frees the blocks that no query sees once so many tokens are computed."""
-        if not self._window:
-            return
-        first, end = int(self._num_freed[row]), int(self._num_unseen(np.array([num_tokens], np.int32))[0])
-        if end > first:
-            self._give_back(self._block_table[row, first:end])
-            self._block_table[row, first:end] = FREED_BLOCK
-            self._num_freed[row] = end
+        first, end = int(self._num_freed[row]), self._first_seen(num_tokens)
+        self._give_back(self._block_table[row, first:end])
+        self._block_table[row, first:end] = FREED_BLOCK
+        self._num_freed[row] = end
+
+    def _use_later(self, blocks: list[int]) -> None:
+        """Cached blocks at the beginning of a text that is used are reused last, the first of them after the others."""
+        for block in reversed(blocks):
+            if block >= self.num_blocks:
+                self.host_tier.use_later(block)
+            elif block in self._cached:
+                self._cached.move_to_end(block)
 
     def _discard(self, block: int) -> None:
         """A block, of the device or of the host, is not registered any more: it is free, unless a row uses it."""

@@ -208,14 +208,16 @@ class Scheduler:
         for_long = budget.half() if has_shorter else None
         # Long prompts first, from their half; the shorter ones get what is left.
         for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
-            chunks[i] = _take(int(chunks[i]), int(self._table.num_computed_tokens[rows[i]]), budget,
-                              for_long if is_long[i] else None)  # fmt: skip
+            computed = int(self._table.num_computed_tokens[rows[i]])
+            wanted = min(int(chunks[i]), self._kv_cache.most_chunk(computed + int(chunks[i])))
+            chunks[i] = _take(wanted, computed, budget, for_long if is_long[i] else None)
 
     def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
         """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits.
 
-        A request is admitted when all its known tokens would fit beside those of running prompts, though only the
-        blocks of its first chunk are reserved: otherwise a long prompt would be admitted and preempted repeatedly.
+        A request is admitted when all its known tokens would fit beside those of running prompts, less what chunks give
+        back behind a window, though only the blocks of its first chunk are reserved: otherwise a long prompt would be
+        admitted and preempted repeatedly.
         """
         rows: list[int] = []
         chunks: list[int] = []
@@ -224,21 +226,22 @@ class Scheduler:
         self.wait_reason = "token_budget"
         while not budget.is_spent and (head := self._head()) is not None:
             num_tokens = self._num_tokens(head)
-            if self._kv_cache.blocks_for(num_tokens) > self._kv_cache.num_blocks:
+            most_chunk = min(self._kv_cache.most_chunk(num_tokens), self._budget)
+            if not most_chunk:
                 self._refuse(head, num_tokens)
                 continue
             if not self._has_row(head):
                 self.wait_reason = "max_num_seqs"
                 break
             if unreserved < 0:
-                running = self._rows_of_running()
-                unreserved = int(self._kv_cache.missing_blocks(running, self._table.num_tokens[running]).sum())
+                unreserved = self._kv_cache.blocks_to_come(self._rows_of_running(), self._budget)
             request = head.request
             token_ids = self._rows.token_ids(head)
             if self._rows.wanted_prompt_logprobs(head) is not None:
                 token_ids = token_ids[:1]  # a cached prefix has no logits
             prefix = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group)
-            if not self._has_blocks(num_tokens, prefix, unreserved):
+            needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, most_chunk)
+            if needed + unreserved > self._kv_cache.num_free_blocks:
                 self.wait_reason = "kv_blocks"
                 break
             if being_computed is None:
@@ -249,10 +252,11 @@ class Scheduler:
             has_shorter = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
-                chunk = _take(num_tokens - num_hit, num_hit, budget, budget.half() if has_shorter else None)
+                wanted = min(num_tokens - num_hit, most_chunk)
+                chunk = _take(wanted, num_hit, budget, budget.half() if has_shorter else None)
                 row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
                 self._kv_cache.reserve(row, reach)
-                unreserved += self._kv_cache.blocks_for(num_tokens) - self._kv_cache.blocks_for(num_hit + chunk)
+                unreserved += self._kv_cache.blocks_to_come(row, most_chunk)
                 being_computed |= self._kv_cache.next_keys(row)
                 rows.append(head.row)
                 chunks.append(chunk)
@@ -280,12 +284,6 @@ class Scheduler:
     def _queue_of(self, sequence: Sequence) -> list[Sequence]:
         """The queue of a sequence that does not run."""
         return self._long_waiting if self._is_long(sequence) else self._waiting
-
-    def _has_blocks(self, num_tokens: int, prefix: Prefix, unreserved: int) -> bool:
-        """Whether there are blocks for all tokens of a request; shared blocks in use count once. unreserved: blocks
-        that running prompts still need."""
-        num_missing = self._kv_cache.blocks_for(num_tokens) - self._kv_cache.num_in_use(prefix)
-        return num_missing + unreserved <= self._kv_cache.num_free_blocks
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
         """Starts the sequence behind its cached prefix; returns the tokens of that."""
@@ -324,7 +322,7 @@ class Scheduler:
     def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
         """Ends a request that does not fit into the whole KV cache."""
         self.remove(sequence)
-        needed, kv_cache = self._kv_cache.blocks_for(num_tokens), self._kv_cache
+        needed, kv_cache = self._kv_cache.least_blocks(num_tokens), self._kv_cache
         text = (
             f"the request has {num_tokens} tokens and needs {needed} KV blocks of {kv_cache.block_size} tokens, "
             f"expected at most {kv_cache.num_blocks}, the engine's whole KV cache"

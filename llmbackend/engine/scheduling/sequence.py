@@ -70,11 +70,10 @@ def refusal(request: InferRequest, info: ModelInfo) -> str:
         return f"max_tokens is {request.sampling.max_tokens}, expected at least 0"
     if (request.sampling.prompt_logprobs or 0) < -1:
         return f"prompt_logprobs is {request.sampling.prompt_logprobs}, expected at least 0, or -1 for all"
-    capacity = info.num_blocks * info.block_size
-    if len(prompt) + len(output) > capacity:
+    if info.kv_groups.most_blocks(len(prompt) + len(output), 1, info.block_size) > info.num_blocks:
         return (
             f"prompt_token_ids and output_token_ids have {len(prompt) + len(output)} tokens, "
-            f"expected at most {capacity}, the engine's whole KV cache "
+            f"expected at most {info.max_request_tokens}, the engine's whole KV cache "
             f"({info.num_blocks} blocks of {info.block_size} tokens)"
         )
     for token_id in (min(prompt), max(prompt), min(output, default=0), max(output, default=0)):

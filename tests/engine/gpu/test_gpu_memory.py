@@ -16,6 +16,7 @@ from llmbackend.engine.gpu.device_rows import Padded
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
 from llmbackend.engine.gpu.kv_memory import num_kv_blocks
+from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, save
 
@@ -25,10 +26,10 @@ GIB = 1 << 30
 BYTES_PER_BLOCK = 1 << 20
 
 
-def blocks(max_model_len: int = 1024, graph_bytes: int = GIB, **options: Any) -> int:
+def blocks(max_model_len: int = 1024, graph_bytes: int = GIB, groups: KVGroups = KVGroups(), **options: Any) -> int:
     """On a device of 100 GiB of which 60 are free."""
     config = EngineConfig(model="m", block_size=16, **options)
-    return num_kv_blocks(config, max_model_len, BYTES_PER_BLOCK, Memory(60 * GIB, 100 * GIB), graph_bytes)
+    return num_kv_blocks(config, max_model_len, BYTES_PER_BLOCK, Memory(60 * GIB, 100 * GIB), graph_bytes, groups)
 
 
 def test_blocks_get_what_is_left() -> None:
@@ -47,6 +48,16 @@ def test_a_device_without_room_for_one_sequence_is_refused() -> None:
         blocks(20000, gpu_memory_utilization=0.4)
     with pytest.raises(ValueError, match="expected at most 16384, or a larger kv_cache_memory_bytes"):
         blocks(20000, kv_cache_memory_bytes=GIB)
+
+
+def test_a_sequence_takes_no_more_blocks_than_its_window_and_a_chunk_need() -> None:
+    options: dict[str, Any] = {"kv_cache_memory_bytes": GIB, "max_num_batched_tokens": 2048}
+    assert blocks(20000, groups=KVGroups(0, 1, 4096), **options) == 1024
+    assert blocks(8000, groups=KVGroups(1, 2, 2048), **options) == 1024
+    with pytest.raises(ValueError, match="expected at most 8160, or a larger kv_cache_memory_bytes"):
+        blocks(20000, groups=KVGroups(1, 2, 2048), **options)
+    with pytest.raises(ValueError, match="expected at most 16384, or a larger kv_cache_memory_bytes"):
+        blocks(20000, groups=KVGroups(0, 1, 16000), **options)
 
 
 def test_sizes_of_graphs() -> None:
@@ -107,7 +118,7 @@ def test_room_is_left_for_graphs_and_they_are_captured(model: Path, monkeypatch:
         forget(graphs)
 
     def blocks_of(*arguments: Any) -> int:
-        left.append(arguments[-2:])
+        left.append(arguments[3:5])
         return num_kv_blocks(*arguments)
 
     monkeypatch.setattr(StepGraphs, "forget", forget_here)

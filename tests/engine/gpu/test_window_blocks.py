@@ -10,6 +10,7 @@ import transformers as tf
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import SIZES, save
 
@@ -27,11 +28,11 @@ def test_tokens_are_the_same_and_memory_is_bounded(tmp_path: Path) -> None:
         for i in range(2)
     ]
     runner = gpu_runner(config, FakeDevice(), sampling=GreedyOnDevice())
-    assert runner.info.attention_window == 9
+    assert runner.info.kv_groups == KVGroups(0, 1, 9)
     bounded, most = run(EngineCore(config, runner), requests)
     assert most <= 20
     runner = gpu_runner(config, FakeDevice(), sampling=GreedyOnDevice())
-    runner._info = msgspec.structs.replace(runner.info, attention_window=0)
+    runner._info = msgspec.structs.replace(runner.info, kv_groups=KVGroups())
     expected, all_blocks = run(EngineCore(config, runner), requests)
     assert bounded == expected
     assert all_blocks >= 38

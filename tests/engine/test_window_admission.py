@@ -1,0 +1,94 @@
+"""Requests that are longer than the KV memory, where their layers see a window."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import msgspec
+import pytest
+
+from llmbackend.engine.kv_groups import KVGroups
+from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_to_end
+from tests.helpers.windowed_mock import windowed_core
+
+WINDOW = KVGroups(0, 1, 10)
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 7])
+@pytest.mark.parametrize("groups", [KVGroups(), WINDOW, KVGroups(1, 2, 10), KVGroups(1, 3, 1)])
+def test_the_numbers_agree(groups: KVGroups, block_size: int) -> None:
+    """The longest request, the largest chunk and the most blocks say the same, and no row ever holds more."""
+    for num_blocks in range(40):
+        longest = groups.most_tokens(block_size, num_blocks)
+        for num_tokens in range(1, 100):
+            most = groups.most_chunk(num_tokens, block_size, num_blocks)
+            assert (most > 0) == (num_tokens <= longest)
+            for chunk in range(1, 30):
+                fits = groups.most_blocks(num_tokens, chunk, block_size) <= num_blocks
+                assert fits == (min(chunk, num_tokens) <= most)
+    for computed in range(60):
+        for chunk in range(1, 20):
+            seen = range(max(computed - groups.window + 1, 0) // block_size, -(-(computed + chunk) // block_size))
+            assert not groups.num_windowed or len(seen) <= groups.most_windowed(chunk, block_size)
+
+
+def test_any_length_fits_behind_a_window() -> None:
+    assert WINDOW.most_tokens(4, 4) == sys.maxsize
+    assert WINDOW.most_tokens(4, 3) == 12
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("budget", [5, 64])
+def test_requests_that_outgrew_the_memory_are_preempted_and_go_on(caching: bool, budget: int) -> None:
+    core = windowed_core(
+        WINDOW, block_size=4, num_kv_blocks=13, max_num_seqs=6, max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+    )  # fmt: skip
+    long = [make_request(f"l{i}", range(i, i + 20), 1, max_tokens=90, ignore_eos=True) for i in range(3)]
+    short = [make_request(f"s{i}", (i,), 0, max_tokens=30, ignore_eos=True) for i in range(3)]
+    outcomes = Outcomes()
+    for request in long:
+        core.add(request)
+    while min(len(outcomes[request.request_id].token_ids) for request in long) < 40:
+        outcomes.add(core.step())
+        core.check()
+    outgrown = {one.request.request_id for one in core._live.values() if core._table.num_tokens[one.row] > 4 * 13}
+    preempted: set[str] = set()
+    for request in short:
+        core.add(request)
+    while core.has_work:
+        outcomes.add(core.step())
+        core.check()
+        preempted |= {one.request.request_id for one in core._scheduler.preempted}
+    for request in (*long, *short):
+        expect_oracle(outcomes[request.request_id], request)
+    assert preempted & outgrown
+    assert core._kv_cache.num_free_blocks == 13
+
+
+@pytest.mark.parametrize("num_blocks", [4, 5, 9])
+def test_a_prompt_longer_than_the_memory_is_computed_in_chunks_that_fit(num_blocks: int) -> None:
+    request = make_request("r", range(100), max_tokens=20, ignore_eos=True)
+    core = windowed_core(WINDOW, block_size=4, num_kv_blocks=num_blocks, max_num_batched_tokens=512)
+    expect_oracle(run_to_end(core, [request])["r"], request)
+
+
+def test_a_request_goes_on_in_another_engine_after_it_outgrew_the_memory() -> None:
+    request = make_request("r", range(20), max_tokens=90, ignore_eos=True)
+    arguments: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 6, "max_num_batched_tokens": 64}
+    core, outcomes = windowed_core(WINDOW, **arguments), Outcomes()
+    core.add(request)
+    while len(outcomes["r"].token_ids) < 60:
+        outcomes.add(core.step())
+    resumed = msgspec.structs.replace(request, output_token_ids=outcomes["r"].token_ids)
+    expect_oracle(run_to_end(windowed_core(WINDOW, **arguments), [resumed])["r"], resumed)
+
+
+def test_what_never_fits_is_refused_by_name() -> None:
+    request = make_request("r", range(20), max_tokens=90)
+    core = windowed_core(WINDOW, block_size=4, num_kv_blocks=3)
+    assert core.info.max_request_tokens == 12
+    assert "have 20 tokens, expected at most 12" in run_to_end(core, [request])["r"].error
+    core = make_core(block_size=4, num_kv_blocks=3)
+    assert core.info.max_request_tokens == 12
