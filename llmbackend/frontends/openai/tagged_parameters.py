@@ -51,13 +51,14 @@ def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar) -> JsonObject:
-    begin, end = f"{grammar.key_begin}{name}{grammar.key_end}", grammar.value_end
+    begin, end = grammar.key_begin + name, grammar.value_end
     content: JsonObject
     if grammar.text_quote is not None and is_plain_text(schema, name):
         content = {"type": "any_text", "excludes": list(grammar.text_excludes)}
-        begin, end = begin + grammar.text_quote, grammar.text_quote + end
+        begin, end = begin + grammar.key_end + grammar.text_quote, grammar.text_quote + end
     else:
         content = {"type": "json_schema", "json_schema": _with_definitions(schema["properties"][name], schema)}
+        begin += grammar.json_key_end or grammar.key_end
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 

@@ -7,6 +7,7 @@ without calls and reasoning comes out as it is; arguments made from another nota
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from random import Random
 
 from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ToolCallEnd, ToolCallStart
@@ -86,6 +87,9 @@ def _converts(table: ToolCallFormat) -> bool:
 
 
 def distinct_formats() -> list[str]:
-    """One name for each table: several of vLLM's names stand for the same reasoning."""
-    reasoning = {(table.start, table.end, table.ended_by): name for name, table in REASONING_FORMATS.items()}
-    return [*TOOL_CALL_FORMATS, *(name for name in reasoning.values() if name not in TOOL_CALL_FORMATS)]
+    """One name for each table: several of vLLM's names stand for the same one."""
+    tools: dict[ToolCallFormat, str] = {}
+    for name, table in TOOL_CALL_FORMATS.items():
+        tools.setdefault(replace(table, name=""), name)
+    reasoning = {replace(table, name=""): name for name, table in REASONING_FORMATS.items()}
+    return [*tools.values(), *(name for name in reasoning.values() if name not in TOOL_CALL_FORMATS)]

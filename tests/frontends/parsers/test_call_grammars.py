@@ -14,6 +14,7 @@ import pytest
 from llmbackend.frontends.openai.call_grammars import required_calls
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
 from llmbackend.frontends.openai.tools import Function, ToolUse
+from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, random_calls
 from tests.helpers import byte_grammars
@@ -23,7 +24,7 @@ NUM_WALKS = 12
 TEXTS = ("Zürich", "<", "\n")
 SPECIAL = {"openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")}
 """Markers that are read only as special tokens."""
-ENFORCED = [name for name, table in TOOL_CALL_FORMATS.items() if table.grammar]
+ENFORCED = [name for name in distinct_formats() if name in TOOL_CALL_FORMATS and TOOL_CALL_FORMATS[name].grammar]
 
 
 @pytest.mark.parametrize("name", ENFORCED)
@@ -59,15 +60,14 @@ def arguments_text(arguments: dict[str, object], grammar: CallGrammar) -> str:
     if not grammar.key_end:
         return json.dumps(arguments, ensure_ascii=False)
     return "".join(
-        f"{grammar.key_begin}{key}{grammar.key_end}{value_text(value, grammar)}{grammar.value_end}"
-        for key, value in arguments.items()
+        f"{grammar.key_begin}{key}{value_text(value, grammar)}{grammar.value_end}" for key, value in arguments.items()
     )
 
 
 def value_text(value: object, grammar: CallGrammar) -> str:
     if isinstance(value, str) and grammar.text_quote is not None:
-        return f"{grammar.text_quote}{value}{grammar.text_quote}"
-    return json.dumps(value, ensure_ascii=False)
+        return f"{grammar.key_end}{grammar.text_quote}{value}{grammar.text_quote}"
+    return (grammar.json_key_end or grammar.key_end) + json.dumps(value, ensure_ascii=False)
 
 
 FUNCTIONS = (

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
 import pytest
 
 from llmbackend.adapter.text.chat_template import ChatTemplate
-from llmbackend.frontends.openai.parsers import detect
+from llmbackend.frontends.openai.parsers import REASONING_FORMATS, detect
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, TYPES, random_calls
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
@@ -41,6 +42,8 @@ class Case:
     ids: str = "{number:09}"
     has_ids: bool = False
     """Whether the calls' ids are in the text."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the template, such as those that have it open the reasoning."""
     needs_tools: bool = False
     """Whether the template renders nothing without definitions of tools. Some refuse them: their models know none."""
 
@@ -48,6 +51,8 @@ class Case:
 HARMONY = ("<|start|>", "<|end|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>")
 LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
+KIMI_K3 = ("<|open|>", "<|close|>", "<|sep|>")
+GIGACHAT = ("<|message_sep|>", "<|role_sep|>", "<|function_call|>")
 MISTRAL = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
 PYTHONIC = ("string", "integer", "boolean", "number", "object")
 CASES = (
@@ -63,6 +68,47 @@ CASES = (
     Case(package=TRL, template="lfm2_v2", end="<|im_end|>", special=LFM2, without="'\\", types=PYTHONIC),
     Case(package=AXOLOTL, template="mistral_v3_tekken", end="</s>", special=("[TOOL_CALLS]",), has_content=False),
     Case(package=AXOLOTL, template="jamba", end="<|eom|>", has_content=False),
+    Case(package=AXOLOTL, template="command_a_tool_use", end="<|END_OF_TURN_TOKEN|>", has_content=False),
+    Case(
+        package=LLAMA_CPP,
+        template="CohereForAI-c4ai-command-r7b-12-2024-tool_use",
+        end="<|END_OF_TURN_TOKEN|>",
+        has_content=False,
+        has_reasoning=True,
+        options={"enable_thinking": True},
+    ),
+    Case(
+        package=LLAMA_CPP,
+        template="Cohere2MoE",
+        end="<|END_OF_TURN_TOKEN|>",
+        has_content=False,
+        has_reasoning=True,
+    ),
+    *(
+        Case(
+            package=LLAMA_CPP,
+            template=f"deepseek-ai-DeepSeek-{version}",
+            end="<｜end▁of▁sentence｜>",
+            has_reasoning=True,
+            options={"thinking": True},
+        )
+        for version in ("V3.2", "V4")
+    ),
+    Case(package=LLAMA_CPP, template="Kimi-K3", end="<|end_of_msg|>", special=KIMI_K3, has_reasoning=True),
+    Case(package=LLAMA_CPP, template="GigaChat3-10B-A1.8B", end="<|message_sep|>", special=GIGACHAT, max_calls=1),
+    Case(package=LLAMA_CPP, template="GigaChat3.1-10B-A1.8B", end="<|message_sep|>", special=GIGACHAT, max_calls=1),
+    Case(package=LLAMA_CPP, template="NVIDIA-Nemotron-Nano-v2", end="<SPECIAL_12>", has_content=False),
+    Case(package=LLAMA_CPP, template="Apertus-8B-Instruct", end="", special=("<|tools_prefix|>", "<|tools_suffix|>")),
+    Case(
+        package=LLAMA_CPP,
+        template="tencent-Hy3",
+        end="<｜hy_eos:opensource｜>",
+        has_reasoning=True,
+        options={"reasoning_effort": "high"},
+    ),
+    Case(package=LLAMA_CPP, template="StepFun3.5-Flash", end="<|im_end|>", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="poolside-Laguna-S-2.1", end="</assistant>", has_reasoning=True),
+    Case(package=LLAMA_CPP, template="inclusionai-ling-3.0-flash", end="<|role_end|>", has_reasoning=True),
     Case(
         package=LLAMA_CPP,
         template="NousResearch-Hermes-3-Llama-3.1-8B-tool_use",
@@ -105,14 +151,14 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
     random = Random(case.template)
     for _ in range(NUM_TURNS):
         turn = random_turn(case, random)
-        text, reasoning_is_open = rendered(template, case, turn)
+        text, prompt = rendered(template, case, turn)
         sample = Sample(
             text=text,
             tools=tools,
             reasoning=reasoning,
             special=case.special,
             schemas=SCHEMAS,
-            reasoning_is_open=reasoning_is_open,
+            reasoning_is_open=bool(reasoning) and prompt.rstrip().endswith(REASONING_FORMATS[reasoning].start),
         )
         found = seen(parse(sample, cut(tokens(sample), random, 8)))
         assert [call.name for call in found.calls] == [call["function"]["name"] for call in turn["tool_calls"]], text
@@ -124,19 +170,19 @@ def test_a_rendered_turn_parses_back(case: Case) -> None:
         assert found.reasons.strip() == turn.get("reasoning_content", "").strip(), text
 
 
-def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[str, bool]:
-    """The text that the model would have written, and whether its prompt ends inside reasoning."""
+def rendered(template: ChatTemplate, case: Case, turn: dict[str, Any]) -> tuple[str, str]:
+    """The text that the model would have written, and its prompt."""
     question = [{"role": "user", "content": "Well?"}]
     tools = [{"function": {"name": name, "description": "", "parameters": one}} for name, one in SCHEMAS.items()]
     tools = tools if case.needs_tools else []
-    prompt = template.render(question, tools=tools)
-    whole = template.render([*question, turn], tools=tools, options={"add_generation_prompt": False})
+    prompt = template.render(question, tools=tools, options=case.options)
+    whole = template.render([*question, turn], tools=tools, options={**case.options, "add_generation_prompt": False})
     if not whole.startswith(prompt):  # a prompt that opens or closes the reasoning, and a turn without any
         prompt = re.sub(r"(<think>\s*)?(</think>\s*)?$", "", prompt)
     assert whole.startswith(prompt), (prompt[-200:], whole[len(prompt) - 100 :])
     text = whole[len(prompt) :].removeprefix("</think>")
     assert case.end in text, text
-    return text.rpartition(case.end)[0] if case.end else text, prompt.rstrip().endswith("<think>")
+    return text.rpartition(case.end)[0] if case.end else text, prompt
 
 
 def random_turn(case: Case, random: Random) -> dict[str, Any]:

@@ -76,9 +76,12 @@ class JsonCallReader:
         call = self._call
         if self._has_started:
             yield from self._skip_value()
-        elif key == "name" and self._name is None:
-            yield from self._read_name()
-        elif key == "id":
+        elif not call.name_key:
+            self._set_name(key)
+            yield from self._read_arguments()
+        elif key == call.name_key and self._name is None:
+            self._set_name((yield from read_string(self._reader)))
+        elif key == call.id_key:
             self._id = yield from read_string(self._reader)
         elif key in ("arguments", "parameters") and self._arguments is None:
             yield from self._read_arguments()
@@ -87,8 +90,7 @@ class JsonCallReader:
         else:
             raise NotACall
 
-    def _read_name(self) -> Reading[None]:
-        name = yield from read_string(self._reader)
+    def _set_name(self, name: str) -> None:
         if not name or len(name) > MAX_HEADER_CHARS or (self._call.only_known_names and name not in self._names):
             raise NotACall
         self._name = name

@@ -99,7 +99,7 @@ def text_is_next(reader: Reader) -> Reading[bool]:
     while (yield from reader.peek()):
         if not reader.is_special:
             return True
-        if reader.text in reader.boundaries:
+        if any(marker.startswith(reader.text) for marker in reader.boundaries):
             return False
         reader.take()
     return False

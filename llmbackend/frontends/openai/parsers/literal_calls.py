@@ -171,6 +171,7 @@ class LiteralCallReader:
         if len(quote) > 1:
             if not (yield from reader.until(markers(frozenset((quote,))), lambda text: sink.arguments(_escaped(text)))):
                 self._give_up()
+            reader.drop()
         else:
             yield from self._read_escaped(quote)
         sink.arguments('"')

@@ -88,7 +88,12 @@ class MessagesReader:
     def _read_text(self, target: _Joined, *, is_new: bool = True) -> Reading[str]:
         if is_new:
             target.begin()
-        return (yield from self._reader.until(self._markers, target.push))
+        return (yield from self._until_marker(target.push))
+
+    def _until_marker(self, emit: Callable[[str], None]) -> Reading[str]:
+        marker = yield from self._reader.until(self._markers, emit)
+        self._reader.drop()
+        return marker
 
     def _read_call(self, name: str) -> Reading[str]:
         sink, has_any = self._sink, False
@@ -99,7 +104,7 @@ class MessagesReader:
             sink.arguments(text)
 
         sink.start(name)
-        marker = yield from self._reader.until(self._markers, push)
+        marker = yield from self._until_marker(push)
         if marker or not self._reader.is_cut_off:
             sink.arguments("" if has_any else "{}")
             sink.end()

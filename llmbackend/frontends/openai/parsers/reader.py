@@ -37,6 +37,10 @@ class Markers:
         self.whole = re.compile("|".join("".join(text) for text in escaped))
         self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
 
+    def behind(self, begin: str) -> list[str]:
+        """What completes a marker that begins like this."""
+        return [text.removeprefix(begin) for text in self.all if text.startswith(begin)]
+
 
 @functools.lru_cache(maxsize=512)
 def markers(texts: frozenset[str], only_special: frozenset[str] = frozenset()) -> Markers:
@@ -69,7 +73,7 @@ class Reader:
         self.is_cut_off = False
         """Whether the output has ended because no more tokens were allowed, and not by the model's choice."""
         self.boundaries: frozenset[str] = frozenset()
-        """Markers that end a value when they come as special tokens."""
+        """Markers that end a value when they come as special tokens, or begin with one."""
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
         self._num_held = 0
@@ -143,7 +147,8 @@ class Reader:
                 found = read
 
     def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:
-        """Emits the visible text up to the first marker, and reads that; "" when the output ends before one.
+        """Emits the visible text up to the first marker, and reads that, which is then held; "" when the output ends
+        before one.
 
         Only what may be the beginning of a marker waits. Nothing may be held.
         """
@@ -155,23 +160,33 @@ class Reader:
                     return ""
                 yield
             if self.is_special:
-                emit(pending)
+                if found := (yield from self._read_marker(markers, pending, emit)):
+                    return found
+                emit(self.release())
                 pending = ""
-                special = self.take()
-                if special in markers.all:
-                    return special
-                if self._shows_special:
-                    emit(special)
                 continue
             text = pending + self.text[self.at :]
             self.at = len(self.text)
             if not pending and (markers.is_empty or markers.first.search(text) is None):
                 emit(text)
                 continue
-            if found := markers.whole.search(text):
-                self.at -= len(text) - found.end()
-                emit(text[: found.start()])
-                return found.group()
+            if match := markers.whole.search(text):
+                self.at -= len(text) - match.end()
+                emit(text[: match.start()])
+                self.hold(match.group())
+                return match.group()
             cut_off = markers.cut_off.search(text, max(0, len(text) - markers.longest + 1))
             pending = cut_off.group() if cut_off else ""
             emit(text[: len(text) - len(pending)])
+
+    def _read_marker(self, markers: Markers, pending: str, emit: Callable[[str], None]) -> Reading[str]:
+        """A marker that begins with the next symbol, a special token, or with pending text before it; "" where none
+        does, behind what was read of it. What was read is held."""
+        begin = pending + self.text
+        if not markers.behind(begin):
+            emit(pending)
+            pending, begin = "", self.text
+        self.hold(pending)
+        self.take()
+        rest = yield from self.one_of(markers.behind(begin))
+        return "" if rest is None else begin + rest

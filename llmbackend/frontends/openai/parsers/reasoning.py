@@ -21,7 +21,6 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
     marker = yield from _read_start(reader, sink, (table.start, *ends))
     if marker not in ends:
         marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
-        reader.hold(marker, reader.is_special)
     sink.is_reasoning = not marker
     return marker or None
 

@@ -37,12 +37,16 @@ class MarkedCallsReader:
         self._reasoning = reasoning
         self._schemas = schemas
         self._strings_are_text = strings_are_text
-        self._markers = markers(frozenset(table.begin))
+        self._content_begin = reasoning.content_begin if reasoning else ()
+        self._content_end = reasoning.content_end if reasoning else ()
+        self._begins = (*table.begin, *self._content_begin)
+        """What may stand behind reasoning, calls and content in markers, besides content."""
+        self._markers = markers(frozenset((*table.begin, *self._content_end)))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)
         """What may stand behind a section's begin."""
-        again = (begin for begin in self._calls if begin)
+        again = (begin for begin in self._calls if begin or not table.list_begin)
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
         """What may stand behind a call."""
         reader.boundaries = frozenset(_texts(table))
@@ -55,16 +59,18 @@ class MarkedCallsReader:
                 marker = yield from self._reader.until(self._markers, self._sink.content)
                 if not marker:
                     return
-                self._reader.hold(marker, self._reader.is_special)
-            if (yield from self._read_section(marker)):
-                marker = yield from self._read_layout(self._table.begin, keeps_space=False)
+            if marker in self._content_begin:
+                self._reader.drop()
+                marker = None
+            elif marker in self._content_end or (yield from self._read_section(marker)):
+                marker = yield from self._read_layout((*self._begins, *self._content_end), keeps_space=False)
             else:
                 self._sink.content(self._reader.release())
                 marker = None
 
     def _read_beginning(self) -> Reading[str | None]:
         """The reasoning, if there is any, and the marker behind it, if one is."""
-        options = (*self._table.begin, *self._table.bare_begin)
+        options = (*self._begins, *self._table.bare_begin)
         reasoning = self._reasoning
         if reasoning is None:
             return (yield from self._read_layout(options))

@@ -10,19 +10,23 @@ import re
 from dataclasses import dataclass, field
 
 ANY_NAME = re.compile(r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*")
+ANY_KEY = re.compile(r"\s*(?P<name>[^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
     """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order.
 
-    All families' models also write `parameters` for `arguments`, and some an `id`.
+    All families' models also write `parameters` for `arguments`, and some an id.
     """
 
     other_keys: tuple[str, ...] | None = None
     """Further fields that a call may have; None: any. Other objects are no calls, but content."""
     only_known_names: bool = False
     """Whether an object whose name is none of the request's functions is content (for calls without a marker)."""
+    name_key: str = "name"
+    """The field of the name; "": the object's first field is called as the function, and its value the arguments."""
+    id_key: str = "id"
 
     @property
     def begin(self) -> str:
@@ -44,7 +48,7 @@ class HeadedCall:
 class TaggedCall:
     """A call whose parameters are tagged text: `<function=f><parameter=k>v</parameter></function>`.
 
-    A value becomes JSON by the type that the function's schema gives the parameter.
+    A value that is no text becomes JSON by the type that the function's schema gives the parameter.
     """
 
     begin: str = ""
@@ -53,11 +57,17 @@ class TaggedCall:
     header: re.Pattern[str] = ANY_NAME
     key_begin: str
     key_end: str
+    key: re.Pattern[str] = ANY_KEY
+    """All of the text between `key_begin` and `key_end`, with the group `name`. Where the model says of each value
+    whether it is text, a group `text` matches for those that are; else the function's schema says it."""
     value_begin: str = ""
     """Behind `key_end`, with white space before it."""
     value_end: str
     may_omit_value_end: bool = False
     """Whether a value also ends where the next key begins or the call ends."""
+    json_begin: str = ""
+    """Stands before a JSON object of all arguments, where the model writes one instead of tags; what stands behind it
+    is among the section's `call_end`."""
     end: tuple[str, ...] = ()
     """What ends the call, besides what ends its section."""
     trims_newline: bool = False
@@ -141,6 +151,8 @@ class CallGrammar:
     end: str = ""
     key_begin: str = ""
     key_end: str = ""
+    json_key_end: str = ""
+    """Stands for `key_end` before a value that is written as JSON; "" = the same."""
     value_end: str = ""
     text_excludes: tuple[str, ...] = ()
     """What the text of a string may not hold, as it would end there."""
@@ -162,14 +174,19 @@ class ToolCallFormat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models writes its reasoning: `start` text `end`, before all content."""
+    """How a family of models writes its reasoning: `start` text `end`, before all content.
+
+    Content may stand in markers too, `content_begin` text `content_end`, which say nothing.
+    """
 
     name: str
     start: str
     end: str
     ended_by: tuple[str, ...] = field(default=())
     """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
-    content_begin: str = ""
-    """What the model writes between `end` and content; a grammar for the content sets in behind it."""
+    content_begin: tuple[str, ...] = ()
+    """Read behind the reasoning or calls, and at the output's beginning. Optional in what the model writes."""
+    content_end: tuple[str, ...] = ()
+    """Read anywhere in content."""
     messages: Messages | None = None
     """Set where reasoning is a kind of message, in outputs that consist of messages."""

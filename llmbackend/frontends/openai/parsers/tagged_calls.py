@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import re
 
-from .arguments import MAX_HEADER_CHARS, cut_off, end, read_header, start
+from .arguments import MAX_HEADER_CHARS, cut_off, end, read_arguments, read_header, start
 from .reader import MAX_HELD_CHARS, NotACall, Reader, Reading, markers
 from .schema_types import Schemas, allowed_types, is_plain_text, json_of
 from .sink import Sink
 from .tables import TaggedCall
 
 _STRING = frozenset(("string",))
-_KEY = re.compile(r"\s*([^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 
 class TaggedCallReader:
@@ -39,6 +38,8 @@ class TaggedCallReader:
         self._strings_are_text = strings_are_text
         self._ends = (*call.end, *section_ends)
         self._own_ends = call.end
+        self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
+        """What may stand behind the header or a parameter."""
         self._has_any = False
         """Whether the call has had a parameter."""
         as_text = frozenset((call.key_begin, *call.end)) if call.may_omit_value_end else frozenset()
@@ -54,6 +55,9 @@ class TaggedCallReader:
             option = yield from self._next_option()
         if option is None and not reader.is_at_end:
             raise NotACall
+        if option and option == call.json_begin:
+            yield from read_arguments(reader, self._sink, name, id)
+            return None
         start(reader, self._sink, name, id)
         self._has_any = False
         while option == call.key_begin:
@@ -72,7 +76,7 @@ class TaggedCallReader:
 
     def _next_option(self) -> Reading[str | None]:
         yield from self._reader.skip_space()
-        return (yield from self._reader.one_of((self._call.key_begin, *self._ends)))
+        return (yield from self._reader.one_of(self._options))
 
     def _read_parameter(self, function: str) -> Reading[str | None]:
         """Behind `key_begin`. Returns what follows the parameter, None if that is no part of a call."""
@@ -81,12 +85,11 @@ class TaggedCallReader:
         if key is None:
             return None
         reader.drop()
-        self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key)}: ")
+        self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key['name'])}: ")
         self._has_any = True
-        schema = self._schemas.get(function)
-        types = allowed_types(schema, key)
+        types = allowed_types(self._schemas.get(function), key["name"])
         value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
-        if is_plain_text(schema, key) or (self._strings_are_text and types == _STRING):
+        if self._is_text(function, key, types):
             value.begin_string()
         found = yield from reader.until(self._value_ends, value.push)
         value.end(is_cut_off=not found and reader.is_cut_off)
@@ -95,7 +98,13 @@ class TaggedCallReader:
             return found
         return (yield from self._next_option())
 
-    def _read_key(self) -> Reading[str | None]:
+    def _is_text(self, function: str, key: re.Match[str], types: frozenset[str]) -> bool:
+        """Whether the value can only be a string."""
+        if "text" in self._call.key.groupindex:
+            return key["text"] is not None
+        return is_plain_text(self._schemas.get(function), key["name"]) or (self._strings_are_text and types == _STRING)
+
+    def _read_key(self) -> Reading[re.Match[str] | None]:
         reader, call = self._reader, self._call
         text = ""
         while not text.endswith(call.key_end):
@@ -104,14 +113,14 @@ class TaggedCallReader:
             if not symbol or is_strange or len(text) > MAX_HEADER_CHARS:
                 return None
             text += reader.take()
-        key = _KEY.fullmatch(text.removesuffix(call.key_end))
+        key = call.key.fullmatch(text.removesuffix(call.key_end))
         if key is None:
             return None
         if call.value_begin:
             yield from reader.skip_space()
             if (yield from reader.one_of((call.value_begin,))) is None:
                 return None
-        return key[1]
+        return key
 
 
 class _ValueWriter:

@@ -1,4 +1,4 @@
-"""Lists of JSON objects in the markers of Jamba, Hunyuan, Phi-4-mini, xLAM, InternLM, LongCat, MiniMax M1, Granite."""
+"""JSON objects in the markers of Jamba, Hunyuan, Phi-4-mini, xLAM, InternLM, LongCat, MiniMax M1, Granite, Cohere, …"""
 
 from __future__ import annotations
 
@@ -11,7 +11,17 @@ _ARGUMENTS = '{"city": "Zürich ]}"}'
 _FIRST = f'{{"name": "get_weather", "arguments": {_ARGUMENTS}}}'
 _SECOND = '{"name": "now", "arguments": {}}'
 _CALLS = (Call("get_weather", _ARGUMENTS), Call("now", "{}"))
+_COHERE = (
+    f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "get_weather", "parameters": {_ARGUMENTS}}},\n'
+    '    {"tool_call_id": "1", "tool_name": "now", "parameters": {}}\n]<|END_ACTION|>'
+)
 _MARKED = {
+    "apertus": f'<|tools_prefix|>[{{"get_weather": {_ARGUMENTS}}}, {{"now": {{}}}}]<|tools_suffix|>',
+    "cohere_command3": _COHERE,
+    "cohere_command4": _COHERE,
+    "ernie45": f"<tool_call>\n{_FIRST}\n</tool_call>\n<tool_call>\n{_SECOND}\n</tool_call>\n",
+    "gigachat3": f"<|function_call|>{_FIRST}<|function_call|>{_SECOND}",
+    "nemotron_json": f"<TOOLCALL>[{_FIRST}, {_SECOND}]</TOOLCALL>",
     "jamba": f"<tool_calls>[\n    {_FIRST},\n    {_SECOND}\n]</tool_calls>",
     "hunyuan_a13b": f"<tool_calls>[{_FIRST}, {_SECOND}]</tool_calls>",
     "phi4_mini_json": f"functools[{_FIRST}, {_SECOND}]",
@@ -83,4 +93,23 @@ SAMPLES = (
     _xlam(reasoning="deepseek_r1", text=f"<think>Hm.</think>{_BARE}", reasons="Hm.", calls=_CALLS),
     _xlam(text="[]", content="[]"),
     _xlam(text='```json\n{"a": 1}\n```', content='```json\n{"a": 1}\n```'),
+    *(
+        Sample(
+            tools="gigachat3",
+            text=f"{lead}<|message_sep|>\n\nfunction call<|role_sep|>\n{_FIRST}<|message_sep|>",
+            special=special,
+            content=lead,
+            calls=(_CALLS[0],),
+        )
+        for lead in ("", "I look.")
+        for special in ((), ("<|message_sep|>", "<|role_sep|>"))
+    ),
+    Sample(tools="gigachat3", text=f"function call<|role_sep|>\n{_FIRST}", calls=(_CALLS[0],)),
+    Sample(
+        tools="gigachat3",
+        text="Two<|message_sep|>\n\nfunctions.",
+        special=("<|message_sep|>",),
+        content="Two\n\nfunctions.",
+    ),
+    Sample(tools="apertus", text='<|tools_prefix|>["no"]', content='<|tools_prefix|>["no"]'),
 )

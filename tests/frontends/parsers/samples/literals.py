@@ -61,6 +61,19 @@ SAMPLES = (
         calls=_CALLS,
         content="I look.",
     ),
+    Sample(
+        tools="olmo3",
+        text=f"I look.\n<function_calls>\n{_LIST[1:-1].replace('), ', ')' + chr(10))}\n</function_calls>",
+        calls=_CALLS,
+        content="I look.\n",
+    ),
+    Sample(
+        tools="olmo3",
+        text="<function_calls>\nnow()\nno\n</function_calls>",
+        calls=(_CALLS[1],),
+        content="\nno\n</function_calls>",
+    ),
+    Sample(tools="olmo3", text="<function_calls>\nno call", content="<function_calls>\nno call"),
     *(
         Sample(tools=name, text=f"{lead}{text}", special=markers, content=lead, calls=_GEMMA_CALLS)
         for name, text, special in _GEMMA

@@ -94,7 +94,7 @@ _TAGS = ("<tool_call>", "</tool_call>")
 SAMPLES = (
     *(
         Sample(tools=name, text=text, special=special, schemas=_SCHEMAS, content=content, calls=calls)
-        for name in ("qwen3_coder", "qwen3_xml")
+        for name in ("qwen3_coder", "qwen3_xml", "mimo", "step3p5")
         for text, content, calls in _CASES
         for special in ((), _TAGS)
         if calls or not special

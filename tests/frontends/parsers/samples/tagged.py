@@ -1,4 +1,4 @@
-"""GLM, MiniMax M2 and Seed OSS: tagged parameters, with no layout around their values."""
+"""GLM, MiniMax M2, Seed OSS, DeepSeek V3.2 and V4, Hy3, Step 3, Kimi K3: tagged parameters, no layout in values."""
 
 from __future__ import annotations
 
@@ -33,13 +33,73 @@ _SEED = (
     f"<parameter=map>{_MAP}</parameter>\n</function>\n</seed:tool_call>\n"
     "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>"
 )
-_FORMS = (("glm45", _GLM45), ("glm45", _GLM47), ("glm47", _GLM47), ("minimax_m2", _MINIMAX), ("seed_oss", _SEED))
+_DSML = (
+    f'<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text" string="true">{_TEXT}'
+    '</｜DSML｜parameter>\n<｜DSML｜parameter name="count" string="false">3</｜DSML｜parameter>\n'
+    f'<｜DSML｜parameter name="map" string="false">{_MAP}</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+    '<｜DSML｜invoke name="now">\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+)
+_HY3 = (
+    f"<tool_calls:o>\n<tool_call:o>f<tool_sep:o>\n<arg_key:o>text</arg_key:o>\n<arg_value:o>{_TEXT}</arg_value:o>\n"
+    "<arg_key:o>count</arg_key:o>\n<arg_value:o>3</arg_value:o>\n"
+    f"<arg_key:o>map</arg_key:o>\n<arg_value:o>{_MAP}</arg_value:o>\n</tool_call:o>\n"
+    "<tool_call:o>now<tool_sep:o>\n</tool_call:o>\n</tool_calls:o>"
+).replace(":o>", ":opensource>")
+_STEP3 = (
+    '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="f">\n'
+    f'<steptml:parameter name="text">{_TEXT}</steptml:parameter>\n<steptml:parameter name="count">3'
+    f'</steptml:parameter>\n<steptml:parameter name="map">{_MAP}</steptml:parameter>\n</steptml:invoke>'
+    '<｜tool_call_end｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">\n</steptml:invoke>'
+    "<｜tool_call_end｜>\n<｜tool_calls_end｜>"
+)
+_KIMI_K3 = (
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>argument key="text" type="string"<|sep|>'
+    f'{_TEXT}<|close|>argument<|sep|><|open|>argument key="count" type="number"<|sep|>3<|close|>argument<|sep|>'
+    f'<|open|>argument key="map" type="object"<|sep|>{_MAP}<|close|>argument<|sep|><|close|>call<|sep|>'
+    '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
+)
+_FORMS = (
+    ("glm45", _GLM45),
+    ("glm45", _GLM47),
+    ("glm47", _GLM47),
+    ("poolside_v1", _GLM47),
+    ("minimax_m2", _MINIMAX),
+    ("seed_oss", _SEED),
+    ("deepseek_v32", _DSML.replace("tool_calls", "function_calls")),
+    ("deepseek_v4", _DSML),
+    ("hy_v3", _HY3),
+    ("step3", _STEP3),
+    ("kimi_k3", _KIMI_K3),
+)
+_GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _MARKERS = {
-    "glm45": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-    "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    "glm45": _GLM,
+    "glm47": _GLM,
+    "poolside_v1": _GLM,
     "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
     "seed_oss": ("<seed:tool_call>", "</seed:tool_call>"),
+    "deepseek_v32": ("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),
+    "deepseek_v4": ("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),
+    "hy_v3": tuple(f"<{end}{tag}:opensource>" for tag in ("tool_calls", "arg_key", "arg_value") for end in ("", "/")),
+    "step3": (
+        "<｜tool_calls_begin｜>",
+        "<｜tool_call_begin｜>",
+        "<｜tool_sep｜>",
+        "<｜tool_call_end｜>",
+        "<｜tool_calls_end｜>",
+    ),
+    "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>"),
 }
+_DSML_TYPES = (
+    '<｜DSML｜tool_calls><｜DSML｜invoke name="f"><｜DSML｜parameter name="text" string="false">5</｜DSML｜parameter>'
+    '<｜DSML｜parameter name="count" string="true">5</｜DSML｜parameter>'
+    '<｜DSML｜parameter name="other" string="false">[1]</｜DSML｜parameter></｜DSML｜invoke></｜DSML｜tool_calls>'
+)
+_JSON_BLOCK = (
+    '<|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|><|open|>json type="object"<|sep|>{"text": "<|sep"}'
+    '<|close|>json<|sep|><|close|>call<|sep|><|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|>'
+    "<|close|>tools<|sep|>"
+)
 
 SAMPLES = (
     *(
@@ -83,4 +143,29 @@ SAMPLES = (
         calls=(Call("now", "{}"),),
         schemas=_SCHEMAS,
     ),
+    # The model says which values are text; what is none follows the schema.
+    Sample(
+        tools="deepseek_v4",
+        text=_DSML_TYPES,
+        calls=(Call("f", '{"text": "5", "count": "5", "other": [1]}'),),
+        schemas=_SCHEMAS,
+    ),
+    Sample(
+        tools="deepseek_v32",
+        text='<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="text">1</｜DSML｜parameter>'
+        "</｜DSML｜invoke>",
+        calls=(Call("f", '{"text": "1"}'),),
+        schemas=_SCHEMAS,
+    ),
+    *(
+        Sample(
+            tools="kimi_k3",
+            text=_JSON_BLOCK,
+            special=special,
+            calls=(Call("f", '{"text": "<|sep"}'), Call("now", "{}")),
+            schemas=_SCHEMAS,
+        )
+        for special in ((), _MARKERS["kimi_k3"])
+    ),
+    Sample(tools="step3", text="<｜tool_calls_begin｜>no", content="<｜tool_calls_begin｜>no"),
 )

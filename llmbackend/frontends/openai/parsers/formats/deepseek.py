@@ -1,10 +1,13 @@
-"""DeepSeek V3 and R1 (arguments in a code block) and V3.1 (as they are), the name before them."""
+"""DeepSeek V3 and R1 (arguments in a code block) and V3.1 (as they are), the name before them; V3.2 and V4 (tagged).
+
+Sources: the models' chat templates; of V3.2 and V4, which have none, llama.cpp's and the encoders beside the weights.
+"""
 
 from __future__ import annotations
 
 import re
 
-from ..tables import CallGrammar, HeadedCall, MarkedCalls, ToolCallFormat
+from ..tables import CallGrammar, HeadedCall, MarkedCalls, TaggedCall, ToolCallFormat
 
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL_BEGIN, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -46,3 +49,43 @@ DEEPSEEK_V31 = ToolCallFormat(
     grammar=CallGrammar(begin=BEGIN, call_begin=CALL_BEGIN, name_end=SEPARATOR, call_end=CALL_END, end=END),
     trigger=BEGIN,
 )
+
+
+def _dsml(name: str, section: str) -> ToolCallFormat:
+    begin, end = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
+    return ToolCallFormat(
+        name=name,
+        body=MarkedCalls(
+            begin=(begin,),
+            calls=(
+                TaggedCall(
+                    begin="<｜DSML｜invoke",
+                    header_end=(">",),
+                    header=re.compile(r'\s+name="(?P<name>[^\s"<>]{1,256})"\s*'),
+                    key_begin="<｜DSML｜parameter",
+                    key_end=">",
+                    key=re.compile(r'\s+name="(?P<name>[^"<>\n]+)"(?:\s+string="(?:(?P<text>true)|false)")?\s*'),
+                    value_end="</｜DSML｜parameter>",
+                    end=("</｜DSML｜invoke>",),
+                ),
+            ),
+            end=(end,),
+        ),
+        grammar=CallGrammar(
+            begin=f"{begin}\n",
+            call_begin='<｜DSML｜invoke name="',
+            name_end='">\n',
+            key_begin='<｜DSML｜parameter name="',
+            key_end='" string="true">',
+            json_key_end='" string="false">',
+            value_end="</｜DSML｜parameter>\n",
+            text_excludes=("</｜DSML｜parameter>",),
+            call_end="</｜DSML｜invoke>\n",
+            end=end,
+        ),
+        trigger=begin,
+    )
+
+
+DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
+DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")

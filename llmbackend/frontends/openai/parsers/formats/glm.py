@@ -1,6 +1,8 @@
-"""GLM 4.5 and 4.6 (the parts of a call on lines of their own) and 4.7 and later (without newlines)."""
+"""GLM 4.5 and 4.6 (the parts of a call on lines of their own) and 4.7 and later (without newlines). Also Laguna."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..tables import CallGrammar, MarkedCalls, TaggedCall, ToolCallFormat
 
@@ -48,3 +50,4 @@ GLM47 = ToolCallFormat(
     ),
     trigger=BEGIN,
 )
+POOLSIDE_V1 = replace(GLM47, name="poolside_v1")

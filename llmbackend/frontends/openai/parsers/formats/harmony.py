@@ -27,6 +27,5 @@ OPENAI_GPTOSS = ReasoningFormat(
     name="openai_gptoss",
     start="<|channel|>analysis<|message|>",
     end="<|end|>",
-    content_begin="<|start|>assistant<|channel|>final<|message|>",
     messages=_MESSAGES,
 )

@@ -1,6 +1,8 @@
-"""Hermes: one JSON object per call, in `<tool_call>` tags. Also Qwen2.5, Qwen3 and Granite 4."""
+"""Hermes: one JSON object per call, in `<tool_call>` tags. Also Qwen2.5, Qwen3, Granite 4 and ERNIE 4.5."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..tables import CallGrammar, JsonCall, MarkedCalls, ToolCallFormat
 
@@ -15,3 +17,4 @@ HERMES = ToolCallFormat(
     ),
     trigger="<tool_call>",
 )
+ERNIE45 = replace(HERMES, name="ernie45")

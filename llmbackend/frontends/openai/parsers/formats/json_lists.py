@@ -1,33 +1,23 @@
-"""Lists of JSON objects, each in its own markers: Jamba, Hunyuan A13B, Phi-4-mini, xLAM, InternLM, LongCat."""
+"""JSON objects in markers: Jamba, Phi-4-mini, xLAM, InternLM, LongCat, Nemotron Nano 2, Apertus.
+
+Sources of the last two: the models' chat templates.
+"""
 
 from __future__ import annotations
 
-from ..tables import CallGrammar, JsonCall, MarkedCalls, ToolCallFormat
+from ..tables import CallGrammar, JsonCall, MarkedCalls, ReasoningFormat, ToolCallFormat
 
-_NAME_END = '", "arguments": '
+NAME_END = '", "arguments": '
 JAMBA = ToolCallFormat(
     name="jamba",
     body=MarkedCalls(begin=("<tool_calls>",), calls=(JsonCall(),), list_begin="[", end=("</tool_calls>",)),
     grammar=CallGrammar(
         begin="<tool_calls>[\n",
         call_begin='    {"name": "',
-        name_end=_NAME_END,
+        name_end=NAME_END,
         call_end="}",
         separator=",\n",
         end="\n]</tool_calls>",
-    ),
-    trigger="<tool_calls>",
-)
-HUNYUAN_A13B = ToolCallFormat(
-    name="hunyuan_a13b",
-    body=JAMBA.body,
-    grammar=CallGrammar(
-        begin="<tool_calls>[",
-        call_begin='{"name": "',
-        name_end=_NAME_END,
-        call_end="}",
-        separator=", ",
-        end="]</tool_calls>",
     ),
     trigger="<tool_calls>",
 )
@@ -37,7 +27,7 @@ PHI4_MINI_JSON = ToolCallFormat(
         begin=("functools", "<|tool_call|>"), calls=(JsonCall(),), list_begin="[", end=("<|/tool_call|>",)
     ),
     grammar=CallGrammar(
-        begin="functools[", call_begin='{"name": "', name_end=_NAME_END, call_end="}", separator=", ", end="]"
+        begin="functools[", call_begin='{"name": "', name_end=NAME_END, call_end="}", separator=", ", end="]"
     ),
     trigger="functools[",
 )
@@ -50,7 +40,7 @@ XLAM = ToolCallFormat(
         list_begin="[",
         end=("```", "</tool_call>"),
     ),
-    grammar=CallGrammar(begin="[", call_begin='{"name": "', name_end=_NAME_END, call_end="}", separator=", ", end="]"),
+    grammar=CallGrammar(begin="[", call_begin='{"name": "', name_end=NAME_END, call_end="}", separator=", ", end="]"),
 )
 INTERNLM = ToolCallFormat(
     name="internlm",
@@ -58,7 +48,7 @@ INTERNLM = ToolCallFormat(
         begin=("<|action_start|>",), list_begin="<|plugin|>", calls=(JsonCall(),), list_end="<|action_end|>"
     ),
     grammar=CallGrammar(
-        call_begin='<|action_start|><|plugin|>\n{"name": "', name_end=_NAME_END, call_end="}<|action_end|>"
+        call_begin='<|action_start|><|plugin|>\n{"name": "', name_end=NAME_END, call_end="}<|action_end|>"
     ),
     trigger="<|action_start|><|plugin|>",
 )
@@ -67,9 +57,38 @@ LONGCAT = ToolCallFormat(
     body=MarkedCalls(begin=("<longcat_tool_call>",), calls=(JsonCall(),), end=("</longcat_tool_call>",)),
     grammar=CallGrammar(
         call_begin='<longcat_tool_call>\n{"name": "',
-        name_end=_NAME_END,
+        name_end=NAME_END,
         call_end="}\n</longcat_tool_call>",
         separator="\n",
     ),
     trigger="<longcat_tool_call>",
 )
+NEMOTRON_JSON = ToolCallFormat(
+    name="nemotron_json",
+    body=MarkedCalls(begin=("<TOOLCALL>",), calls=(JsonCall(),), list_begin="[", end=("</TOOLCALL>",)),
+    grammar=CallGrammar(
+        begin="<TOOLCALL>[",
+        call_begin='{"name": "',
+        name_end=NAME_END,
+        call_end="}",
+        separator=", ",
+        end="]</TOOLCALL>",
+    ),
+    trigger="<TOOLCALL>",
+)
+APERTUS = ToolCallFormat(
+    name="apertus",
+    body=MarkedCalls(
+        begin=("<|tools_prefix|>",), calls=(JsonCall(name_key=""),), list_begin="[", end=("<|tools_suffix|>",)
+    ),
+    grammar=CallGrammar(
+        begin="<|tools_prefix|>[",
+        call_begin='{"',
+        name_end='": ',
+        call_end="}",
+        separator=", ",
+        end="]<|tools_suffix|>",
+    ),
+    trigger="<|tools_prefix|>",
+)
+APERTUS_REASONING = ReasoningFormat(name="apertus", start="<|inner_prefix|>", end="<|inner_suffix|>")

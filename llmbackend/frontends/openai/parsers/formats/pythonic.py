@@ -1,4 +1,7 @@
-"""Calls as Python writes them, in a list: Llama 3.2 and 4, Gemma 3, ToolACE; LFM2 and Llama 4 put markers around it."""
+"""Calls as Python writes them, in a list: Llama 3.2 and 4, Gemma 3, ToolACE; LFM2 and Llama 4 put markers around it.
+
+OLMo 3 writes one call a line, between tags; its source is vLLM's example of a chat template for it.
+"""
 
 from __future__ import annotations
 
@@ -43,4 +46,10 @@ LFM2 = ToolCallFormat(
     ),
     grammar=replace(_GRAMMAR, begin="<|tool_call_start|>[", end="]<|tool_call_end|>"),
     trigger="<|tool_call_start|>",
+)
+OLMO3 = ToolCallFormat(
+    name="olmo3",
+    body=MarkedCalls(begin=("<function_calls>",), calls=(LiteralCall(),), end=("</function_calls>",)),
+    grammar=replace(_GRAMMAR, begin="<function_calls>\n", separator="\n", end="\n</function_calls>"),
+    trigger="<function_calls>",
 )

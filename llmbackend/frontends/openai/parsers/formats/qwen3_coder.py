@@ -1,6 +1,11 @@
-"""Qwen3-Coder: a function tag with tagged parameters in `<tool_call>` tags, which the model sometimes leaves out."""
+"""Qwen3-Coder: a function tag with tagged parameters in `<tool_call>` tags, which the model sometimes leaves out.
+
+Also Step 3.5 and MiMo V2, under vLLM's names of their parsers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ..tables import CallGrammar, MarkedCalls, TaggedCall, ToolCallFormat
 
@@ -27,4 +32,6 @@ _GRAMMAR = CallGrammar(
 )
 
 QWEN3_CODER = ToolCallFormat(name="qwen3_coder", body=_BODY, grammar=_GRAMMAR, trigger="<tool_call>\n<function=")
-QWEN3_XML = ToolCallFormat(name="qwen3_xml", body=_BODY, grammar=_GRAMMAR, trigger="<tool_call>\n<function=")
+QWEN3_XML = replace(QWEN3_CODER, name="qwen3_xml")
+MIMO = replace(QWEN3_CODER, name="mimo")
+STEP3P5 = replace(QWEN3_CODER, name="step3p5")
