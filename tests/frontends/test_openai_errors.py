@@ -272,3 +272,4 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert refusal(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"
     assert refusal(http.delete("/models/fake"), 405)["code"] == "method_not_allowed"
+    assert refusal(http.get("../tokenize"), 405)["code"] == "method_not_allowed"

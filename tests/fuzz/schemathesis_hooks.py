@@ -2,7 +2,7 @@
 
 For: `schemathesis run`, which imports this module by its path (see openapi_target.py). Does not know: what is made.
 Invariant: a hook only makes a valid body possible to serve (the model's name, token ids of its vocabulary, limits of
-tokens); invalid bodies go out as they are.
+tokens, no contradictions between fields); invalid bodies go out as they are.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import schemathesis
 from schemathesis.checks import CheckContext
 
+from tests.fuzz.contradictions import take_out, take_out_of_query
 from tests.fuzz.exchange import HttpAnswer, HttpInput, complaint
 from tests.fuzz.http_inputs import DECOUPLED
 
@@ -24,6 +25,12 @@ _ROOM_TOKENS = 16
 def before_call(context: Any, case: Any, kwargs: Any) -> None:
     """In every phase: `map_body` is not asked by the one that tries boundaries."""
     case.body = _servable(case.body)
+    if case.meta is None or not case.meta.generation.mode.is_positive:
+        return
+    if isinstance(case.body, dict):
+        take_out(case.body)
+    if isinstance(case.query, dict):
+        take_out_of_query(case.query)
 
 
 def _servable(body: Any) -> Any:
@@ -44,8 +51,9 @@ def _servable(body: Any) -> Any:
             body[name] = _ROOM_TOKENS
     if isinstance(body.get("logit_bias"), dict):
         body["logit_bias"] = {_small(key): bias for key, bias in body["logit_bias"].items()}
-    if isinstance(body.get("stop_token_ids"), list):
-        body["stop_token_ids"] = [_small(token) for token in body["stop_token_ids"]]
+    for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids"):
+        if isinstance(body.get(name), list):
+            body[name] = [_small(token) for token in body[name]]
     if isinstance(body.get("prompt"), list):
         body["prompt"] = [[_small(t) for t in p] if isinstance(p, list) else _small(p) for p in body["prompt"]]
     for message in _items(body.get("messages")):

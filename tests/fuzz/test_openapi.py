@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -115,6 +116,28 @@ def test_what_the_document_allows_is_what_is_accepted(
         bodies += [least | {"messages": [message]} for message in messages()]
     for body in bodies:
         assert document.is_valid(body) == is_accepted(parse, body), body
+
+
+BEYOND_JSON_SCHEMA = {("max_completion_tokens", "min_tokens"), ("max_tokens", "min_tokens"), ("best_of", "n"),
+                      ("best_of", "stream")}  # fmt: skip
+"""Pairs of fields of which one bounds the other."""
+
+
+@pytest.mark.parametrize(
+    ("schema", "parse", "least"),
+    [("ChatCompletionRequest", parse_chat, CHAT), ("CompletionRequest", parse_completion, COMPLETION)],
+)
+def test_two_fields_that_the_document_allows_together_are_accepted_together(
+    schema: str, parse: Any, least: dict[str, Any], described: dict[str, Any]
+) -> None:
+    document = jsonschema_rs.validator_for({**described, "$ref": f"#/components/schemas/{schema}"})
+    fields = sorted(described["components"]["schemas"][schema]["properties"].keys() - least.keys())
+    sent = {name: [v for v in VALUES if v is not None and document.is_valid(least | {name: v})][:2] for name in fields}
+    for first, second in itertools.combinations(fields, 2):
+        if (first, second) not in BEYOND_JSON_SCHEMA:
+            for values in itertools.product(sent[first], sent[second]):
+                body = least | dict(zip((first, second), values, strict=True))
+                assert document.is_valid(body) == is_accepted(parse, body), body
 
 
 def messages() -> Iterator[dict[str, Any]]:

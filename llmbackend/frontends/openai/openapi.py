@@ -211,7 +211,7 @@ OPERATIONS: Final[dict[tuple[str, str], JsonObject]] = {
         {"200": json_response("InputTokens")} | _REFUSED,
         body=body("InputTokensBody"),
     ),
-    ("POST", "/v1/responses/compact"): operation("Not supported", refusals("OpenAIError", 400)),
+    ("POST", "/v1/responses/compact"): operation("Not supported", refusals("OpenAIError", 404)),
     ("POST", "/v1/chat/completions/render"): operation(
         "What an engine would get for a conversation",
         {"200": json_response("Rendered")} | _REFUSED,

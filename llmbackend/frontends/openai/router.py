@@ -110,7 +110,8 @@ def create_openai_router(
         router.add_route(path, _guarded(endpoint), methods=["POST"])
     for method, path, endpoint in StoredResponseEndpoints(gate, store, background, sealing_key).routes():
         router.add_route(path, _guarded(endpoint), methods=[method])
-    router.routes.append(Route("/v1/{path:path}", _UnknownPath(tuple(router.routes))))
+    unknown = _UnknownPath(tuple(router.routes))
+    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1/{path:path}")]
     return router
 
 

@@ -162,6 +162,8 @@ def is_true(field: str) -> JsonObject:
 
 
 _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"}}, "required": ["logprobs"]}
+_NO_ECHO: JsonObject = {"properties": {"echo": {"enum": [False, None]}}}
+_NO_TOOLS: JsonObject = {"properties": {"tools": {"enum": [None, []]}, "tool_choice": {"type": "null"}}}
 _NEEDS_STREAM = needs("stream_options", is_true("stream")) | needs("stream_interval", is_true("stream"))
 
 
@@ -190,6 +192,8 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
             | needs("top_logprobs", is_true("logprobs"))
             | needs("return_tokens_as_token_ids", is_true("logprobs"))
             | needs("logprob_token_ids", is_true("logprobs"))
+            | needs("functions", {"properties": {"functions": {"maxItems": 0}}}, _NO_TOOLS)
+            | needs("function_call", _NO_TOOLS)
         },
     )
     default_max_tokens: ClassVar[int | None] = None
@@ -231,6 +235,7 @@ class CompletionRequest(_Request, UnservedByCompletions):
             "dependentSchemas": _NEEDS_STREAM
             | needs("return_tokens_as_token_ids", _NUMBER_OF_LOGPROBS)
             | needs("logprob_token_ids", _NUMBER_OF_LOGPROBS)
+            | needs("suffix", {"properties": {"suffix": {"const": ""}}}, _NO_ECHO)
         },
     )
     default_max_tokens: ClassVar[int | None] = 16

@@ -127,6 +127,15 @@ def test_what_is_wrong_is_named(base: str, method: str, path: str, body: Any, st
     assert (answer.status_code, error["param"]) == (status, param), error
 
 
+def test_what_is_null_in_an_item_is_left_out(base: str) -> None:
+    nulls = dict.fromkeys(("type", "id", "status", "phase"))
+    made = httpx.post(f"{base}/conversations", json={"items": [{"role": "user", "content": "Hi!"} | nulls]}).json()
+    (item,) = httpx.get(f"{base}/conversations/{made['id']}/items").json()["data"]
+    assert item.pop("id")
+    content = [{"type": "input_text", "text": "Hi!"}]
+    assert item == {"type": "message", "role": "user", "content": content, "status": "completed"}
+
+
 def test_a_conversation_is_bounded(base: str) -> None:
     id = httpx.post(f"{base}/conversations", json={}).json()["id"]
     large = {"items": [{"role": "user", "content": "x" * (48 << 10)}]}

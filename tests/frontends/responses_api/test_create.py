@@ -305,5 +305,5 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
 
 
 def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="compacts no conversations"):
+    with pytest.raises(openai.NotFoundError, match="compacts no conversations"):
         client.responses.compact(model=MODEL, input="x")

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from llmbackend.frontends.inference_gate import InferenceGate
 
-from ..errors import JsonObject, OpenAIError, missing
+from ..errors import JsonObject, OpenAIError
 from ..labels import Metadata
 from ..requests import check_content_type, decode_cost, json_object, read_body
 from ..validation import ClosedObject, read
@@ -38,7 +38,7 @@ class ConversationBody(ClosedObject):
 
 class ConversationUpdateBody(ClosedObject):
     model_config = ConfigDict(defer_build=False)
-    metadata: Metadata = None
+    metadata: Metadata
 
 
 class ConversationItemsBody(ClosedObject):
@@ -84,10 +84,7 @@ class ConversationEndpoints:
 
     async def update(self, http: Request) -> Response:
         def parse(body: JsonObject) -> JsonObject:
-            fields = read(ConversationUpdateBody, body)
-            if "metadata" not in body:
-                raise missing("metadata")
-            return fields.metadata or {}
+            return read(ConversationUpdateBody, body).metadata or {}
 
         metadata = await self._parsed(http, parse)
         return _response((await self._conversations.update(_id(http), metadata)).body)

@@ -78,7 +78,7 @@ class InputTokenEndpoints:
         return Response(orjson.dumps(counted), media_type="application/json")
 
     async def compact(self, http: Request) -> Response:
-        raise OpenAIError("this server compacts no conversations", code="unsupported")
+        raise OpenAIError("this server compacts no conversations", status=404, code="unsupported")
 
 
 def _read(body: JsonObject) -> ReadBody:

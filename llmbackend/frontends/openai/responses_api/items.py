@@ -295,9 +295,10 @@ _WITHOUT_STATUS = ("reasoning", "additional_tools")
 
 
 def full_item(item: JsonObject) -> JsonObject:
-    """A valid item as it is stored and listed: with its type and status, a message's text as a part."""
+    """A valid item as it is stored and listed: with its type and status, without fields that are null, a message's text
+    as a part."""
     kind = item_type(item)
-    full = {"type": kind, **item}
+    full = {"type": kind} | {name: value for name, value in item.items() if value is not None}
     if kind not in _WITHOUT_STATUS and item.get("status") is None:
         full["status"] = "completed"
     if kind == "message" and isinstance(text := item["content"], str):

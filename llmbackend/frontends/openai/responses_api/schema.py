@@ -151,7 +151,9 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         defer_build=False,
         json_schema_extra={
             "anyOf": [_HAS_INPUT, *_HAS_HISTORY],
-            "dependentSchemas": needs("stream_options", is_true("stream")) | {"top_logprobs": _NEEDS_LOGPROBS},
+            "dependentSchemas": needs("stream_options", is_true("stream"))
+            | needs("previous_response_id", {"properties": {"conversation": {"type": "null"}}})
+            | {"top_logprobs": _NEEDS_LOGPROBS},
         },
     )
     model: str

@@ -1,0 +1,73 @@
+"""What a body may hold although it is refused: contradictions and languages that JSON Schema cannot describe.
+
+For: schemathesis_hooks.py. Does not know: schemathesis. Invariant: a body that the OpenAPI document allows is one
+afterwards, too; what is taken out has tests of its own (grammars and schemas in `make schemas`, choices of tools and
+the other contradictions in tests/frontends).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_LANGUAGES = (
+    "guided_choice",
+    "guided_grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_whitespace_pattern",
+    "output_format",
+    "structural_tag",
+    "structured_outputs",
+)
+"""Fields that hold the answer to a grammar or a schema."""
+_ABOUT_OTHER_FIELDS = (
+    "background",
+    "chat_template",
+    "continue_final_message",
+    "function_call",
+    "previous_response_id",
+    "thinking_token_budget",
+    "tool_choice",
+    "truncate_prompt_tokens",
+)
+"""Fields whose value has to fit to others, to the server's flags, to its models or to what it has stored."""
+
+
+def take_out(body: dict[str, Any]) -> None:
+    """In place."""
+    if body.get("previous_response_id"):
+        body["input"] = body.get("input") or "x"
+    for name in (*_LANGUAGES, *_ABOUT_OTHER_FIELDS):
+        body.pop(name, None)
+    if body.get("response_format"):
+        body["response_format"] = _plain_format(body["response_format"])
+    for config in ("text", "output_config"):
+        if isinstance(body.get(config), dict):
+            body[config].pop("format", None)
+    for message in body.get("messages") or []:
+        if isinstance(message.get("content"), list):
+            message["content"] = [part for part in message["content"] if part["type"] != "tool_result"]
+    for name in ("tools", "functions"):
+        if body.get(name):
+            body[name] = _distinct(body[name])
+
+
+def _plain_format(format: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text" if format["type"] == "text" else "json_object"}
+
+
+def _distinct(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of each name, without schemas and grammars that calls are held to."""
+    found: dict[str, dict[str, Any]] = {}
+    for tool in tools:
+        function = tool.get("function") or tool
+        for held_to in ("strict", "parameters", "format"):
+            function.pop(held_to, None)
+        found.setdefault(function.get("name", ""), tool)
+    return list(found.values())
+
+
+def take_out_of_query(query: dict[str, Any]) -> None:
+    """`after` is to be an item's id, and `starting_after` comes with `stream`."""
+    for name in ("after", "starting_after"):
+        query.pop(name, None)
