@@ -90,12 +90,11 @@ NO_EFFECT = frozenset(
         "lora_dtype",
         "lora_extra_vocab_size",
         "max_cpu_loras",
-        "max_loras",
         "mm_processor_cache_gb",
         "mm_processor_kwargs",
     }
 )
-GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes"})
+GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes", "max_loras"})
 """Arguments that this engine has, and that change nothing where it runs on a CPU."""
 ONLY_VALUE: dict[str, tuple[Any, ...]] = {
     "additional_config": ({}, None),

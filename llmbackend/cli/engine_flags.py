@@ -86,6 +86,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "kernels": (_COMPUTE, "torch: no own kernels."),
     "enable_lora": (_LORA, "Serve adapters beside the model."),
     "lora_modules": (_LORA, "An adapter, repeatable; --lora-separator makes adapters models of the OpenAI API."),
+    "max_loras": (_LORA, "Adapters that a GPU has memory for at the same time."),
     "max_lora_rank": (_LORA, "Largest rank of an adapter."),
     "transport": (_PROCESS, "inline: the engine runs in the server's process."),
     "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),

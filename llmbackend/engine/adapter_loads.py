@@ -7,7 +7,7 @@ ends with one result; an adapter is removed only when no live request has it; a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters(Protocol):
-    """Those of one model; see model/lora.py."""
+    """Those of one model; see model/lora.py and gpu/lora.py."""
 
     def read(self, name: str, path: str) -> Any: ...
     def add(self, name: str, matrices: Any) -> None: ...
@@ -38,6 +38,13 @@ def refuse_adapter(name: str) -> None:
     """For an engine without adapters. Raises ValueError for any name but ""."""
     if name:
         raise ValueError(f"'lora_name' is '{name}', but this engine has no LoRA adapters")
+
+
+def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
+    """none: of "", the model without an adapter. Raises ValueError for an adapter that is not loaded."""
+    if name and name not in numbers:
+        raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(numbers)}")
+    return numbers.get(name, none)
 
 
 class AdapterLoads:

@@ -118,8 +118,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                                   LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
                                   "fp8" floats (e4m3, on a GPU); None = none
-    enable_lora                   whether requests may name adapters; the model then runs as modules
+    enable_lora                   whether requests may name adapters; on CPU the model then runs as modules
     lora_modules                  adapters: name -> directory that PEFT wrote
+    max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;
+                                  elsewhere there is no limit
     max_lora_rank                 largest rank of an adapter
 
     Device and process:
@@ -223,6 +225,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     mock_steps_in_flight: int = 0
     enable_lora: bool = False
     lora_modules: dict[str, str] = {}
+    max_loras: int = 8
     max_lora_rank: int = 16
     step_timeout_s: float = 120.0
     load_timeout_s: float = 1800.0
@@ -257,6 +260,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
             )
+        self._at_least("max_loras", self.max_loras, 1)
         self._at_least("max_lora_rank", self.max_lora_rank, 1)
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")

@@ -27,7 +27,7 @@ from .gpu.device import CudaDevice, Device
 from .gpu.lost_device import noticing_loss
 from .gpu.triton_needs import naming_what_triton_needs
 from .infer_request import InferRequest, ModelInfo
-from .model.loader import LoadedModel, device_of, library_choice, load_model
+from .model.loader import LoadedModel, device_of, library_choice, load_model, with_module_adapters
 from .model.module_forward import ModuleForward
 from .model.packing import pack_model
 from .sampling.host_step import HostSteps
@@ -65,6 +65,7 @@ def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel) ->
     from .gpu.module_memory import num_module_blocks
 
     check_kv_dtype(config)
+    loaded = with_module_adapters(config, loaded)
     if config.num_kv_blocks is None:
         trial = ModelRunner(msgspec.structs.replace(config, num_kv_blocks=1), loaded, device)
         num_blocks = num_module_blocks(config, loaded, device, trial)

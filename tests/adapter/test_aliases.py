@@ -117,8 +117,8 @@ def test_vllms_sample_model_is_understood(tmp_path: Path, caplog: pytest.LogCapt
             hf_overrides={},
         ).engine
     assert engine.enforce_eager
-    assert "no effect here: disable_log_requests, max_loras, num_scheduler_steps" in caplog.text
-    assert "no effect on a CPU: gpu_memory_utilization" in caplog.text
+    assert "no effect here: disable_log_requests, num_scheduler_steps" in caplog.text
+    assert "no effect on a CPU: gpu_memory_utilization, max_loras" in caplog.text
 
 
 def test_multi_lora_json_is_read_where_lora_is_turned_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,8 +5,6 @@ The adapters are files as PEFT writes them; the reference merges weights itself 
 
 from __future__ import annotations
 
-import copy
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from safetensors.torch import save_file
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import AdapterLoad, AdapterResult, InferRequest, SamplingParams
 from llmbackend.engine.model_runner import make_model_runner
+from tests.helpers.lora_adapters import write_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
@@ -45,24 +43,6 @@ def write_model(family: str, folder: Path) -> Any:
         parameter.data *= 3  # far from the uniform distribution, where rounding would decide
     model.save_pretrained(folder)
     return model
-
-
-def write_adapter(model: Any, targets: Sequence[str], folder: Path, seed: int, **config: Any) -> Any:
-    """A random adapter of that model; returns a copy of the model that it is merged into."""
-    folder.mkdir()
-    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "target_modules": list(targets), **config}
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    draw, merged = torch.Generator().manual_seed(seed), copy.deepcopy(model)
-    tensors: dict[str, torch.Tensor] = {}
-    for name, module in merged.named_modules():
-        if name.rpartition(".")[2] in targets:
-            a = torch.randn(fields["r"], module.in_features, generator=draw) / 4
-            b = torch.randn(module.out_features, fields["r"], generator=draw) / 4
-            tensors |= {f"base_model.model.{name}.lora_{side}.weight": x for side, x in (("A", a), ("B", b))}
-            alpha = fields.get("alpha_pattern", {}).get(name.rpartition(".")[2], fields["lora_alpha"])
-            module.weight.data += b @ a * (alpha / (fields["r"] ** 0.5 if fields.get("use_rslora") else fields["r"]))
-    save_file(tensors, folder / "adapter_model.safetensors")
-    return merged
 
 
 def generated(model: Any, prompt: Sequence[int]) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ..step import Int32Array, RowTable, StepPlan
 from .device import Device, Event
-from .ops import Ops, StepLayout
+from .ops import NO_ADAPTER, Ops, StepLayout
 from .step_sequences import StepSequences
 from .table_changes import NO_CHANGES, BlockTableMirror
 
@@ -67,7 +67,7 @@ class _Changes:
     drafts: Int32Array
     """[3, n]: rows, positions and ids of tokens. They hold for this step alone: it samples other ones over them."""
     prompts: Int32Array
-    """[3, n]: rows, lengths of their prompts, lengths of all their tokens."""
+    """[4, n]: rows, lengths of their prompts, lengths of all their tokens, slots of their LoRA adapters."""
     token_ids: Int32Array
     """[tokens]: all tokens of those rows, one row after the other."""
 
@@ -88,7 +88,7 @@ class StepMessage:
     shape: StepShape
     words: torch.Tensor
     """int32, pinned: the sections, changed blocks (3 * num_blocks), drafts (3 * num_drafts), new rows
-    (3 * num_prompts), their tokens (num_prompt_tokens)."""
+    (4 * num_prompts), their tokens (num_prompt_tokens)."""
     num_blocks: int
     num_drafts: int
     num_prompts: int
@@ -123,14 +123,15 @@ class StepMessages:
         """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
-        self._new_rows: set[int] = set()
+        self._new_rows: dict[int, int] = {}
+        """With the slots of their adapters."""
 
-    def add(self, row: int) -> None:
-        """The row has a new request."""
-        self._new_rows.add(row)
+    def add(self, row: int, adapter: int = NO_ADAPTER) -> None:
+        """The row has a new request. adapter: its slot among LoRA adapters."""
+        self._new_rows[row] = adapter
 
     def remove(self, row: int) -> None:
-        self._new_rows.discard(row)
+        self._new_rows.pop(row, None)
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
         """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
@@ -157,7 +158,8 @@ class StepMessages:
         if message.num_blocks:
             self._blocks.told(message.changes.blocks)
         if message.num_prompts:
-            self._new_rows.difference_update(message.changes.prompts[0].tolist())
+            for row in message.changes.prompts[0].tolist():
+                del self._new_rows[row]
 
     def _buffer(self, num_words: int) -> _Buffer:
         """Memory that no step in flight reads: that of the oldest step."""
@@ -172,11 +174,11 @@ class StepMessages:
     def _prompts(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array]:
         new = [row for row in plan.rows.tolist() if row in self._new_rows] if self._new_rows else []
         if not new:
-            return NO_CHANGES, NO_CHANGES[0]
-        rows = np.array(new, np.int32)
+            return np.empty((4, 0), np.int32), NO_CHANGES[0]
+        rows, adapters = np.array(new, np.int32), np.array([self._new_rows[row] for row in new], np.int32)
         lens = table.num_tokens[rows]
         tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
-        return np.stack((rows, table.num_prompt_tokens[rows], lens)), np.concatenate(tokens)
+        return np.stack((rows, table.num_prompt_tokens[rows], lens, adapters)), np.concatenate(tokens)
 
     def _write_step(self, step: StepSequences, padded: Padded | None, words: Int32Array) -> StepShape:
         padded = padded or Padded(len(step.rows), int(step.query_lens.sum()), False)
@@ -207,7 +209,8 @@ def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
 
 class DeviceRows:
     """The rows on the device. As in RowTable, all int32: token_table [max_num_seqs, max_model_len], num_prompt_tokens
-    [max_num_seqs], block_table [max_num_seqs, max_blocks_per_seq]."""
+    [max_num_seqs], block_table [max_num_seqs, max_blocks_per_seq]; and adapter_of_row [max_num_seqs], the slot of each
+    row's LoRA adapter."""
 
     def __init__(
         self,
@@ -227,12 +230,13 @@ class DeviceRows:
         self._block_size = block_size
         self.token_table = torch.zeros((max_num_seqs, max_model_len), **numbers)
         self.num_prompt_tokens = torch.zeros(max_num_seqs, **numbers)
+        self.adapter_of_row = torch.full((max_num_seqs,), NO_ADAPTER, **numbers)
         self.block_table = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), **numbers)
         self._message = torch.zeros(max_words, **numbers)
         self._step_words = NUM_SECTIONS * section_words(max_sequences)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
-        self._inputs = torch.zeros((3, section_words(max_tokens)), **numbers)
-        """Token ids, positions and slots of a step."""
+        self._inputs = torch.zeros((4, section_words(max_tokens)), **numbers)
+        """Token ids, positions, slots and adapters of a step."""
         self._places = torch.arange(section_words(max_sequences), **numbers)
 
     def forget_step(self, size: Padded) -> None:
@@ -268,9 +272,9 @@ class DeviceRows:
         rows, query_start, seq_lens = self._sections[:3]
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
-        token_ids, positions, slots = self._inputs[:, : shape.num_tokens]
-        tables = self.token_table, self.block_table, self._block_size
-        self._ops.step_inputs(rows, query_start, seq_lens, *tables, token_ids, positions, slots)
+        token_ids, positions, slots, adapters = inputs = self._inputs[:, : shape.num_tokens]
+        tables = self.token_table, self.block_table, self._block_size, self.adapter_of_row
+        self._ops.step_inputs(rows, query_start, seq_lens, *tables, *inputs)
         return StepLayout(
             rows=rows,
             query_start=query_start,
@@ -281,6 +285,7 @@ class DeviceRows:
             sampled_tokens=self.sampled_tokens(shape.num_samples),
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
+            adapters=adapters,
         )
 
     def sampled_tokens(self, count: int) -> torch.Tensor:
@@ -296,9 +301,10 @@ class DeviceRows:
         self._ops.put_tokens(rows, positions, token_ids, self.token_table)
 
     def _add_rows(self, words: torch.Tensor, num_rows: int, num_tokens: int) -> None:
-        rows, num_prompt_tokens, lens = words[: 3 * num_rows].view(3, -1)
+        rows, num_prompt_tokens, lens, adapters = words[: 4 * num_rows].view(4, -1)
         self.num_prompt_tokens[rows] = num_prompt_tokens
+        self.adapter_of_row[rows] = adapters
         starts = functional.pad(torch.cumsum(lens, 0, dtype=torch.int32), (1, 0))
         sequence = torch.repeat_interleave(lens, output_size=num_tokens)
         places = torch.arange(num_tokens, dtype=torch.int32, device=words.device)
-        self.token_table[rows[sequence], places - starts[sequence]] = words[3 * num_rows :]
+        self.token_table[rows[sequence], places - starts[sequence]] = words[4 * num_rows :]

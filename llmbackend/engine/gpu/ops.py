@@ -20,6 +20,9 @@ from .weights import EightBitRows, Rows
 
 Activation = Literal["silu", "gelu_tanh"]
 
+NO_ADAPTER = -1
+"""The slot of a token without a LoRA adapter."""
+
 PADDING_SLOT = -1
 """The slot of a padding token, whose key and value are not written."""
 
@@ -50,6 +53,8 @@ class StepLayout:
     """An upper bound known to the host. A captured graph has its own, so results must not depend on it."""
     max_seq_len: int
     """As max_query_len."""
+    adapters: torch.Tensor | None = None
+    """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for one without; None: all are without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,60 @@ class ExpertRoom:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraSpec:
+    """The LoRA matrices of one product, of all adapters in their slots. A product that is several of the model's layers
+    has a part for each of them."""
+
+    down: torch.Tensor
+    """[slots, parts * max_rank, k], in the model's dtype, contiguous; max_rank is a power of two from 16."""
+    up: torch.Tensor
+    """[slots, n, max_rank], multiplied by the adapter's scale"""
+    ranks: torch.Tensor
+    """int32 [slots, parts]: what is behind an adapter's rank is not read; 0: it does not change that part."""
+    widths: tuple[int, ...]
+    """Columns of the output of each part, one to three."""
+
+    @property
+    def max_rank(self) -> int:
+        return self.up.shape[2]
+
+
+LORA_ROWS = 16
+"""Tokens of one adapter that are multiplied together: a tensor core's least."""
+LORA_SPLITS = 8
+"""Most parts into which the sum over an input's columns is cut, always the same ones."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraRoom:
+    """Memory for the tokens of the largest step, sorted by adapter: those of each fill tiles of LORA_ROWS places."""
+
+    counts: torch.Tensor
+    """int32 [slots]: tokens of each."""
+    tokens: torch.Tensor
+    """int32 [places]: the token at each place of a tile, -1 for none."""
+    tile_slots: torch.Tensor
+    """int32 [tiles]"""
+    num_tiles: torch.Tensor
+    """int32 [1]: tiles of this step."""
+    hidden: torch.Tensor
+    """float32 [LORA_SPLITS, places, most parts * max_rank]: sums of each split."""
+
+    @classmethod
+    def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraRoom:
+        """For steps of so many tokens, and products of these; at least one."""
+        num_slots, device = len(specs[0].ranks), specs[0].ranks.device
+        tiles = num_tokens // LORA_ROWS + num_slots
+
+        def numbers(count: int) -> torch.Tensor:
+            return torch.zeros(count, dtype=torch.int32, device=device)
+
+        width = max(spec.down.shape[1] for spec in specs)
+        hidden = torch.zeros((LORA_SPLITS, tiles * LORA_ROWS, width), device=device)
+        return cls(numbers(num_slots), numbers(tiles * LORA_ROWS), numbers(tiles), numbers(1), hidden)
+
+
 class Ops(Protocol):
     """T: tokens of the step, padding included. Activations are in the model's dtype, those that an 8-bit weight
     multiplies in 8 bits, rounded from float32 in either case; the residual stream is in float32."""
@@ -232,6 +291,15 @@ class Ops(Protocol):
         """out [T, width] = the sum over the experts that logits [T, experts] choose of share * down(gate(gate_up(x))).
         x and out are contiguous."""
 
+    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+        """Sorts a step's tokens for `add_loras`. adapters as in StepLayout, at least one token."""
+
+    def add_loras(
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+    ) -> None:
+        """out[t] += up[slot] · (down[slot] · x[t]) for each token with an adapter, each part of out [T, n] by its own
+        rows of down. x [T, k] and out contiguous, in the model's dtype; adapters: those that were grouped last."""
+
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         """out = x [T, k], each row by its own scale."""
 
@@ -243,13 +311,15 @@ class Ops(Protocol):
         token_table: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        adapter_of_row: torch.Tensor,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        adapters: torch.Tensor,
     ) -> None:
-        """Fills in token_ids, positions and slots [T] of a step from its sequences (as of StepLayout), whose last
-        tokens it computes, and the tables (as in RowTable). All int32. Padding is token 0 at position 0 with
-        PADDING_SLOT."""
+        """Fills in token_ids, positions, slots and adapters [T] of a step from its sequences (as of StepLayout), whose
+        last tokens it computes, and the tables (as in RowTable; adapter_of_row [max_num_seqs]). All int32. Padding is
+        token 0 at position 0 with PADDING_SLOT and NO_ADAPTER."""
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor

@@ -9,7 +9,7 @@ float32, all else is in the model's dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol, cast
 
 import torch
@@ -18,7 +18,20 @@ from torch import nn
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
 from ..model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection, joined
-from .ops import Activation, AttendSpec, ExpertRoom, ExpertSpec, LayerCache, NormSpec, Ops, RotarySpec, StepLayout
+from .lora_slots import LoraSlots
+from .ops import (
+    Activation,
+    AttendSpec,
+    ExpertRoom,
+    ExpertSpec,
+    LayerCache,
+    LoraRoom,
+    LoraSpec,
+    NormSpec,
+    Ops,
+    RotarySpec,
+    StepLayout,
+)
 from .weights import DenseWeight, DeviceWeight, EightBitRows, Matmul, Rows
 
 
@@ -35,6 +48,7 @@ def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | N
 class _Linear:
     weight: DeviceWeight
     bias: torch.Tensor | None
+    lora: LoraSpec | None = None
 
     @property
     def n(self) -> int:
@@ -159,11 +173,13 @@ class GpuProgram:
         max_samples: int,
         matmul: Matmul = library_matmul,
         stages: Stages = WHOLE,
+        loras: LoraSlots | None = None,
     ) -> None:
         """caches: KV memory by attention module. max_tokens, max_samples: the largest step. Weights and caches are on
-        one device, weights as DeviceWeight. stages: where the decoder is the part of a pipeline. Raises
-        torch.OutOfMemoryError, and ProgramUnsupportedError for what this cannot compute."""
-        self._stages = stages
+        one device, weights as DeviceWeight. stages: where the decoder is the part of a pipeline. loras: for adapters of
+        every product but the head's. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what this cannot
+        compute."""
+        self._stages, self._loras = stages, loras
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
@@ -171,7 +187,7 @@ class GpuProgram:
         self._modules = [layer.module for layer in decoder.layers]
         self.use_caches(caches)
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
-        self._norm, self._head = _norm_spec(decoder.norm), self._linear(decoder.head)
+        self._norm, self._head = _norm_spec(decoder.norm), self._base(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
         self._max_tokens, self.max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
@@ -209,13 +225,15 @@ class GpuProgram:
             self._ops.embed(layout.token_ids, self._embedding, self._embedding_factor, residual)
         else:
             self._stages.receive(residual)
+        if self._lora_room is not None and layout.adapters is not None:
+            self._ops.group_by_adapter(layout.adapters, self._lora_room)
         pending = _Pending()
         for layer, cache in zip(self._layers, self._caches, strict=True):
             x = self._input(residual, pending, layer.attention_norm, layer.qkv)
             block = self._attention(layer, x, layout, block_table, cache)
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
             x = self._input(residual, pending, layer.mlp_norm, layer.mlp.first)
-            pending = _Pending(self._feed_forward(layer.mlp, x), layer.mlp_out_norm, layer.residual_factor)
+            pending = _Pending(self._feed_forward(layer.mlp, x, layout), layer.mlp_out_norm, layer.residual_factor)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, None, None)
         if not self._stages.is_last:
             self._stages.send(residual)
@@ -239,11 +257,12 @@ class GpuProgram:
     def _attention(
         self, layer: _Layer, x: Rows, layout: StepLayout, block_table: torch.Tensor, cache: LayerCache
     ) -> torch.Tensor:
-        qkv = self._product(layer.qkv, x, self._qkv)
+        qkv = self._adapted_product(layer.qkv, x, layout, self._qkv)
         self._ops.rotary_and_write(qkv, layout, layer.rotary, cache)
         attended = self._attended.matrix(len(x), layer.attention_out.weight.k)
         self._ops.attend(qkv, layout, block_table, layer.attend, cache, attended)
-        return self._product(layer.attention_out, self._attended_rows(layer.attention_out, attended), self._block)
+        x = self._attended_rows(layer.attention_out, attended)
+        return self._adapted_product(layer.attention_out, x, layout, self._block)
 
     def _attended_rows(self, linear: _Linear, attended: torch.Tensor) -> Rows:
         if linear.weight.input_dtype is None:
@@ -253,12 +272,12 @@ class GpuProgram:
         self._ops.quantize(attended, rows)
         return rows
 
-    def _feed_forward(self, mlp: _Mlp | _Experts, x: Rows) -> torch.Tensor:
-        first = self._product(mlp.first, x, self._gate_up)
+    def _feed_forward(self, mlp: _Mlp | _Experts, x: Rows, layout: StepLayout) -> torch.Tensor:
+        first = self._adapted_product(mlp.first, x, layout, self._gate_up)
         if isinstance(mlp, _Mlp):
             gated = self._gated.rows(len(x), mlp.down.weight)
             self._ops.gate(first, mlp.activation, gated)
-            return self._product(mlp.down, gated, self._block)
+            return self._adapted_product(mlp.down, gated, layout, self._block)
         assert isinstance(x, torch.Tensor) and self._expert_room is not None
         out = self._block.matrix(*x.shape)
         self._ops.mix_experts(x, first, mlp.spec, mlp.activation, self._expert_room, out)
@@ -284,6 +303,13 @@ class GpuProgram:
         wide.mul_(self._logit_factor)
         return wide.div_(cap).tanh_().mul_(cap) if cap else wide
 
+    def _adapted_product(self, linear: _Linear, x: Rows, layout: StepLayout, buffer: _Buffer) -> torch.Tensor:
+        out = self._product(linear, x, buffer)
+        if linear.lora is not None and layout.adapters is not None:
+            assert isinstance(x, torch.Tensor) and self._lora_room is not None, "adapters multiply dense rows"
+            self._ops.add_loras(x, layout.adapters, linear.lora, self._lora_room, out)
+        return out
+
     def _product(self, linear: _Linear, x: Rows, buffer: _Buffer) -> torch.Tensor:
         out = buffer.matrix(len(x), linear.n)
         linear.weight.multiply(self._matmul, x, linear.bias, out)
@@ -304,6 +330,7 @@ class GpuProgram:
         self._gated = self._inputs(tokens, [*downs, *(layer.attention_out for layer in layers)])
         specs = [layer.mlp.spec for layer in layers if isinstance(layer.mlp, _Experts)]
         self._expert_room = ExpertRoom.of(tokens, specs) if specs else None
+        self._lora_room = None if self._loras is None else LoraRoom.of(tokens, self._loras.specs)
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
         is_plain = self._logit_factor == 1.0 and not self._logit_softcap
@@ -341,6 +368,13 @@ class GpuProgram:
         return _Experts(self._linear(mlp.router), activation, spec, mlp.add_up)
 
     def _linear(self, projection: Projection) -> _Linear:
+        """With room for adapters of the layers that it consists of."""
+        base = self._base(projection)
+        if self._loras is None or not projection.parts:
+            return base
+        return replace(base, lora=self._loras.for_product(projection.parts, base.weight.k))
+
+    def _base(self, projection: Projection) -> _Linear:
         weight = projection.weight
         if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
             raise ProgramUnsupportedError("some of its weights are not of the model's type")

@@ -24,10 +24,12 @@ from ..infer_request import InferRequest, ModelInfo
 from ..sampling.torch_sampling import TorchSampler
 from ..step import KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
+from .device_adapters import DeviceAdapters
 from .device_rows import DeviceRows, Padded, StepMessage, StepMessages
 from .graphs import StepGraphs
 from .host_blocks import HostBlocks
 from .lost_device import noticing_loss
+from .ops import NO_ADAPTER
 from .program import GpuProgram
 from .prompt_logprobs import PromptPiece, entries_of, prompt_pieces
 
@@ -74,6 +76,8 @@ class RunnerParts:
     sampling: Sampling
     host_blocks: HostBlocks | None = None
     """KV blocks in host memory, if there are any."""
+    adapters: DeviceAdapters | None = None
+    """None where the model takes none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,10 +104,14 @@ class GpuRunner:
     def max_steps_in_flight(self) -> int:
         return self._parts.sampling.max_steps_in_flight
 
+    @property
+    def adapters(self) -> DeviceAdapters | None:
+        return self._parts.adapters
+
     def add_row(self, row: int, request: InferRequest) -> None:
-        refuse_adapter(request.lora_name)
+        slot = self._slot_of(request.lora_name)
         self._parts.sampling.add_row(row, request)
-        self._parts.messages.add(row)
+        self._parts.messages.add(row, slot)
 
     def remove_row(self, row: int) -> None:
         self._parts.sampling.remove_row(row)
@@ -157,6 +165,12 @@ class GpuRunner:
             device.trim()
         except RuntimeError:
             logger.warning("the device had failed before it was closed", exc_info=True)
+
+    def _slot_of(self, lora_name: str) -> int:
+        if self._parts.adapters is not None:
+            return self._parts.adapters.slot_of(lora_name)
+        refuse_adapter(lora_name)
+        return NO_ADAPTER
 
     def _enqueue(
         self,

@@ -24,6 +24,7 @@ from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
 from . import kv_memory
 from .device import CudaDevice, Device
+from .device_adapters import DeviceAdapters, slots_for
 from .device_rows import DeviceRows, Padded, StepMessages
 from .graph_memory import graph_bytes
 from .graphs import StepGraphs, ladder, mixed_ladder
@@ -92,14 +93,16 @@ def _make_parts(
     max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
     few = -(-MAX_PROBE_TOKENS // config.block_size)
     precise = kv_memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
-    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages)
+    loras = slots_for(config, loaded)
+    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages, loras)
     program.verify(loaded.checked, config.block_size)
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size, max_sequences(config)
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
     rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens)
     graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
-    return RunnerParts(device, program, rows, messages, graphs, sampling)
+    adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
+    return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)
 
 
 def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_blocks: int) -> dict[nn.Module, LayerCache]:

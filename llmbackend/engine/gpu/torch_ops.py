@@ -12,12 +12,15 @@ import torch
 from torch.nn import functional
 
 from .ops import (
+    NO_ADAPTER,
     PADDING_SLOT,
     Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
     LayerCache,
+    LoraRoom,
+    LoraSpec,
     NormSpec,
     RotarySpec,
     StepLayout,
@@ -108,6 +111,23 @@ class TorchOps:
             total += factors[:, expert, None] * (gated @ spec.down[expert].t()).float()
         out.copy_(total)
 
+    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+        """Nothing is sorted here."""
+
+    def add_loras(
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+    ) -> None:
+        """Every adapter computes every token, so that shapes stay fixed."""
+        rows, rank = x.float(), torch.arange(spec.max_rank, device=x.device)
+        for slot, (down, up) in enumerate(zip(spec.down, spec.up, strict=True)):
+            parts = zip(down.split(spec.max_rank), up.split(spec.widths), spec.ranks[slot], strict=True)
+            sums = [
+                (rows @ _cut(a.float().t(), rank, most)).to(x.dtype).float() @ _cut(b.float(), rank, most).t()
+                for a, b, most in parts
+            ]
+            changed = (out.float() + torch.cat(sums, dim=1)).to(out.dtype)
+            out.copy_(torch.where((adapters == slot)[:, None], changed, out))
+
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         _put(x, out)
 
@@ -119,9 +139,11 @@ class TorchOps:
         token_table: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        adapter_of_row: torch.Tensor,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        adapters: torch.Tensor,
     ) -> None:
         sequence, visible = _visible_keys(query_start, seq_lens, len(token_ids))
         token_rows, is_padding = rows[sequence], visible == 0
@@ -129,6 +151,7 @@ class TorchOps:
         token_ids.copy_(token_table[token_rows, positions].masked_fill(is_padding, 0))
         places = block_table[token_rows, positions // block_size] * block_size + positions % block_size
         slots.copy_(places.masked_fill(is_padding, PADDING_SLOT))
+        adapters.copy_(adapter_of_row[token_rows].masked_fill(is_padding, NO_ADAPTER))
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
@@ -192,6 +215,11 @@ def _normed(x: torch.Tensor, norm: NormSpec | None) -> torch.Tensor:
     if norm is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
+
+
+def _cut(matrix: torch.Tensor, rank: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
+    """The matrix [..., ranks] without what is behind its adapter's rank."""
+    return torch.where(rank < most, matrix, 0.0)
 
 
 def _heads(

@@ -9,15 +9,18 @@ from __future__ import annotations
 import torch
 import triton
 
-from .kernels import experts, fused
+from .kernels import experts, fused, lora
 from .kernels.paged_attention import PagedAttention
 from .ops import (
+    NO_ADAPTER,
     PADDING_SLOT,
     Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
     LayerCache,
+    LoraRoom,
+    LoraSpec,
     NormSpec,
     RotarySpec,
     StepLayout,
@@ -138,6 +141,14 @@ class TritonOps:
         tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype)
         experts.mix_experts(x, logits, spec, activation, room, out, tile)
 
+    def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
+        lora.group_by_adapter(adapters, room)
+
+    def add_loras(
+        self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
+    ) -> None:
+        lora.add_loras(x, spec, room, out)
+
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
         num_rows, width = x.shape
         if not num_rows:
@@ -155,13 +166,16 @@ class TritonOps:
         token_table: torch.Tensor,
         block_table: torch.Tensor,
         block_size: int,
+        adapter_of_row: torch.Tensor,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         slots: torch.Tensor,
+        adapters: torch.Tensor,
     ) -> None:
         fused.step_inputs_kernel[(triton.cdiv(len(token_ids), _TOKENS_PER_PROGRAM),)](
             rows, query_start, seq_lens, token_table, token_table.stride(0), block_table, block_table.stride(0),
-            token_ids, positions, slots, len(rows), len(token_ids), BLOCK_SIZE=block_size, PADDING=PADDING_SLOT,
+            adapter_of_row, token_ids, positions, slots, adapters, len(rows), len(token_ids),
+            BLOCK_SIZE=block_size, PADDING=PADDING_SLOT, NO_ADAPTER=NO_ADAPTER,
             TOKENS=_TOKENS_PER_PROGRAM, AT_ONCE=_ROWS_PER_PROGRAM,
         )  # fmt: skip
 

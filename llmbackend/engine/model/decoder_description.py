@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, runtime_checkable
 
@@ -63,6 +63,8 @@ class Projection:
     weight: Weight
     bias: torch.Tensor | None
     """float32 [n]"""
+    parts: tuple[tuple[nn.Module, int], ...] = ()
+    """The model's layers that this is, and how many of the n outputs are of each; none: of a router or a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ def _mlp(module: Any) -> Mlp:
         weight, half = gate_up.weight, gate_up.weight.n // 2
         if half % 32 or gate_up.bias is not None or not isinstance(weight, DivisibleWeight):
             raise ProgramUnsupportedError(f"{type(module).__name__} joins gate and up in a way that panels cannot part")
-        gate, up = Projection(weight.part(0, half), None), Projection(weight.part(half, half), None)
+        own = ((module.gate_up_proj, half),)
+        gate, up = (Projection(weight.part(start, half), None, own) for start in (0, half))
         return Mlp(gate, up, _projection(module.down_proj), activation)
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
         raise ProgramUnsupportedError(f"{type(module).__name__} is no gated MLP")
@@ -290,16 +293,20 @@ def _activation(module: Any) -> str:
 
 
 def _projection(linear: Any) -> Projection:
+    weight, bias = _weight_and_bias(linear)
+    return Projection(weight, bias, ((linear, weight.n),))
+
+
+def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
     if isinstance(linear, NativeLinear):
-        return Projection(linear.packed, linear.float_bias)
+        return linear.packed, linear.float_bias
     if isinstance(linear, QuantizedLinear):
-        return Projection(linear.quantized, None if linear.bias is None else linear.bias.detach().float())
+        return linear.quantized, None if linear.bias is None else linear.bias.detach().float()
     if isinstance(linear, StoredLinear):
-        return Projection(linear.stored, None if linear.bias is None else linear.bias.float())
+        return linear.stored, None if linear.bias is None else linear.bias.float()
     if type(linear) is not nn.Linear:
         raise ProgramUnsupportedError(f"{type(linear).__name__} is no plain linear layer")
-    bias = None if linear.bias is None else linear.bias.detach().float()
-    return Projection(DenseWeight(linear.weight.detach()), bias)
+    return DenseWeight(linear.weight.detach()), None if linear.bias is None else linear.bias.detach().float()
 
 
 def _joined(linears: list[Any]) -> Projection:
@@ -320,7 +327,18 @@ def joined(first: Projection, *others: Projection) -> Projection | None:
     biases = [projection.bias for projection in (first, *others) if projection.bias is not None]
     if weight is None or len(biases) not in (0, 1 + len(others)):
         return None
-    return Projection(weight, torch.cat(biases) if biases else None)
+    parts = _merged(part for projection in (first, *others) for part in projection.parts)
+    return Projection(weight, torch.cat(biases) if biases else None, parts)
+
+
+def _merged(parts: Iterable[tuple[nn.Module, int]]) -> tuple[tuple[nn.Module, int], ...]:
+    """Neighbours of one layer as one."""
+    merged: list[tuple[nn.Module, int]] = []
+    for layer, n in parts:
+        if merged and merged[-1][0] is layer:
+            n += merged.pop()[1]
+        merged.append((layer, n))
+    return tuple(merged)
 
 
 def _norm(module: Any) -> Norm:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from .compatibility import CheckedModel, architecture_name, auto_class, causal_l
 from .decoder_description import Decoder, describe
 from .int4_formats import METHODS, Int4Format, int4_format
 from .int4_model import Int4Placement, fill
-from .lora import Adapters, LoraBatch, LoraLinear, wrap_linears
+from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .mapped_tensors import mapped_tensors
 from .rotary import fix_frequencies, max_model_len
 
@@ -77,8 +77,8 @@ class LoadedModel:
     """What a program would compute; None: the model runs as modules."""
     why_modules: str
     """Why there is no decoder; empty when there is one."""
-    adapters: Adapters | None
-    """None where the model takes none."""
+    adapters: ModuleAdapters | None
+    """None where its modules take none; on an accelerator until `with_module_adapters`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         else:
             model = _int4_model(config, opened, opened.int4)
     fix_frequencies(model, max_len)
-    batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora else None
+    batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora and not dense else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
@@ -140,7 +140,9 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         checked = check_model(model)
     adapters = None
     if batch is not None:
-        adapters = _load_adapters(config, model, wrapped, batch, dtype, kernels, dense)
+        adapters = load_adapters(
+            config, model, wrapped, batch, dtype, lambda linears: _packed(config, linears, dtype, kernels)
+        )
         decoder, why_modules = None, "LoRA adapters are enabled"
     elif dense or (kernels is not None and not config.enforce_eager):
         decoder, why_modules = describe_or_why(model, checked.options, max_len, with_experts=dense)
@@ -177,28 +179,24 @@ def _on_one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _load_adapters(
-    config: EngineConfig,
-    model: nn.Module,
-    wrapped: Mapping[str, LoraLinear],
-    batch: LoraBatch,
-    dtype: torch.dtype,
-    kernels: NativeKernels | None,
-    dense: bool,
-) -> Adapters:
-    """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
-    device = device_of(config.device)
+def with_module_adapters(config: EngineConfig, loaded: LoadedModel) -> LoadedModel:
+    """For a dense model that runs as modules: as it is, but for the adapters that these take, if the config enables
+    some. Raises ValueError naming adapter, file and reason."""
+    if not config.enable_lora:
+        return loaded
+    batch = LoraBatch(config.max_num_seqs, loaded.device)
+    wrapped = wrap_linears(loaded.model, batch)
+    adapters = load_adapters(
+        config, loaded.model, wrapped, batch, loaded.dtype, lambda linears: linears.to(loaded.device)
+    )
+    return replace(loaded, adapters=adapters)
 
-    def place(linears: nn.ModuleList) -> nn.ModuleList:
-        if dense:
-            return linears.to(device)
-        _swap_linears(config, linears, dtype, kernels)
-        return linears
 
-    adapters = Adapters(model, wrapped, batch, config.max_lora_rank, place)
-    for name, path in config.lora_modules.items():
-        adapters.add(name, adapters.read(name, path))
-    return adapters
+def _packed(
+    config: EngineConfig, linears: nn.ModuleList, dtype: torch.dtype, kernels: NativeKernels | None
+) -> nn.ModuleList:
+    _swap_linears(config, linears, dtype, kernels)
+    return linears
 
 
 def _place(

@@ -1,53 +1,27 @@
-"""LoRA adapters: several fine-tunings of one model in one batch.
+"""LoRA adapters of a model that runs as modules: several fine-tunings in one batch.
 
 For: the loader, which makes room for adapters beside the linear layers, the runner, which adds and removes them, and
 the module forward pass, which tells them which tokens are in a step. Does not know: requests beyond the adapter's name,
-how a linear layer computes. Invariants: a token gets its own row's adapter and no other; a step without adapters costs
-one check per layer; an adapter that holds more than plain LoRA matrices is refused by name.
-Source: the files that PEFT writes (adapter_config.json, adapter_model.safetensors); vLLM's names for the arguments.
+files, how a linear layer computes. Invariants: a token gets its own row's adapter and no other; a step without adapters
+costs one check per layer.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
+from ..adapter_loads import number_of_adapter
+from ..config import EngineConfig
 from ..step import FlatStep, Int32Array
+from .lora_matrices import AdapterMatrices, AdapterReader
 
-_TENSOR_NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])(\.default)?\.weight")
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False, None),
-    "modules_to_save": (None, []),
-    "fan_in_fan_out": (False, None),
-}
-"""Fields of adapter_config.json that ask for more than two matrices, with the values that do not."""
 _RANK_MULTIPLE = 32
 """Ranks are padded with zeros, which change no sum, to a size that the linear kernels compute fast."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Matrices:
-    down: torch.Tensor
-    """[rank, in_features]"""
-    up: torch.Tensor
-    """[out_features, rank], multiplied by the adapter's scale"""
-
-
-AdapterMatrices = dict[str, _Matrices]
-"""By the names of the layers that they change."""
 
 
 class LoraBatch:
@@ -74,9 +48,7 @@ class LoraBatch:
 
     def set_row(self, row: int, name: str) -> None:
         """`name` "" is the model without an adapter. Raises ValueError for one that is not loaded."""
-        if name and name not in self._index_of:
-            raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(self._index_of)}")
-        self._of_row[row] = self._index_of.get(name, 0)
+        self._of_row[row] = number_of_adapter(name, self._index_of, none=0)
 
     def begin(self, step: FlatStep) -> None:
         of_row = self._of_row[step.rows]
@@ -119,49 +91,50 @@ class LoraLinear(nn.Module):
         return y
 
 
-def wrap_linears(model: Any, batch: LoraBatch) -> dict[str, LoraLinear]:
-    """Makes each plain linear layer but the output head one that adapters can change; by name."""
+def adaptable_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
+    """The layers that adapters may change, by name: every plain linear one but the output head."""
     head = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and module is not head:
+            yield name, module
+
+
+def wrap_linears(model: Any, batch: LoraBatch) -> dict[str, LoraLinear]:
+    """Puts a layer with adapters in the place of each that they may change; by name."""
     wrapped: dict[str, LoraLinear] = {}
-    for parent_name, parent in list(model.named_modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                layer = wrapped[f"{parent_name}.{name}" if parent_name else name] = LoraLinear(child, batch)
-                setattr(parent, name, layer)
+    for name, linear in list(adaptable_linears(model)):
+        wrapped[name] = LoraLinear(linear, batch)
+        model.set_submodule(name, wrapped[name])
     return wrapped
 
 
-class Adapters:
+class ModuleAdapters:
     """The adapters of one loaded model. Any thread may `read`; one thread, the model's, does everything else."""
 
     def __init__(
         self,
-        model: nn.Module,
+        reader: AdapterReader,
         layers: Mapping[str, LoraLinear],
         batch: LoraBatch,
-        max_lora_rank: int,
         place: Callable[[nn.ModuleList], nn.ModuleList],
     ) -> None:
         """place: puts plain linear layers where the model's are, in the form in which the model's compute"""
-        self._model = model
+        self._reader = reader
         self._layers = layers
-        self._max_lora_rank = max_lora_rank
         self._place = place
         self.batch = batch
 
     def read(self, name: str, path: str) -> AdapterMatrices:
         """The adapter in the folder `path`, checked. Raises ValueError naming adapter, file and reason."""
-        try:
-            found = _read(Path(path), self._max_lora_rank)
-        except (OSError, SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(f"LoRA '{name}' cannot be read from '{path}': {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"LoRA '{name}' in '{path}': {error}") from error
-        return {module: self._fitting(name, module, matrices) for module, matrices in found.items()}
+        return self._reader.read(name, path)
 
     def add(self, name: str, matrices: AdapterMatrices) -> None:
         """From now on rows may have it."""
-        plain = nn.ModuleList(_linear(matrix) for pair in matrices.values() for matrix in (pair.down, pair.up))
+        plain = nn.ModuleList()
+        for pair in matrices.values():
+            fill = -pair.rank % _RANK_MULTIPLE
+            plain.append(_linear(nn.functional.pad(pair.down, (0, 0, 0, fill))))
+            plain.append(_linear(nn.functional.pad(pair.up, (0, fill))))
         placed = list(self._place(plain))
         for index, module in enumerate(matrices):
             self._layers[module].pairs[name] = placed[2 * index], placed[2 * index + 1]
@@ -175,60 +148,22 @@ class Adapters:
             layer.pairs.pop(name, None)
         self.batch.remove(name)
 
-    def _fitting(self, name: str, module_name: str, matrices: _Matrices) -> _Matrices:
-        """The matrices in the type of the layer that they change."""
-        layer = self._layers.get(module_name)
-        if layer is None:
-            try:
-                self._model.get_submodule(module_name)
-            except AttributeError:
-                raise ValueError(f"LoRA '{name}' changes '{module_name}', which this model does not have") from None
-            raise ValueError(
-                f"LoRA '{name}' changes '{module_name}', expected linear layers inside the decoder's layers"
-            )
-        shape = tuple(layer.weight.shape)
-        if (matrices.up.shape[0], matrices.down.shape[1]) != shape:
-            given = f"[{matrices.up.shape[0]}, {matrices.down.shape[1]}]"
-            raise ValueError(f"LoRA '{name}' was made for a '{module_name}' of {given}, the model's is {list(shape)}")
-        dtype = layer.weight.dtype
-        return _Matrices(matrices.down.to(dtype).contiguous(), matrices.up.to(dtype).contiguous())
 
-
-def _read(folder: Path, max_lora_rank: int) -> dict[str, _Matrices]:
-    """Matrices by module name."""
-    config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    for field, allowed in _UNSUPPORTED.items():
-        if field in config and config[field] not in allowed:
-            raise ValueError(f"'{field}' is {json.dumps(config[field])}, only {json.dumps(allowed[0])} is supported")
-    sides: dict[str, dict[str, torch.Tensor]] = {}
-    for tensor_name, tensor in load_file(folder / "adapter_model.safetensors").items():
-        match = _TENSOR_NAME.fullmatch(tensor_name)
-        if match is None or tensor.dim() != 2:
-            raise ValueError(f"tensor '{tensor_name}' is not one of a plain LoRA's matrices of a linear layer")
-        sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
-    return {module: _matrices(module, pair, config, max_lora_rank) for module, pair in sides.items()}
-
-
-def _matrices(module: str, pair: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_rank: int) -> _Matrices:
-    if set(pair) != {"A", "B"}:
-        raise ValueError(f"'{module}' has only one of the matrices lora_A and lora_B")
-    down, up = pair["A"], pair["B"]
-    rank = down.shape[0]
-    if up.shape[1] != rank:
-        raise ValueError(f"'{module}' has a lora_A of rank {rank} and a lora_B of rank {up.shape[1]}")
-    if rank > max_rank:
-        raise ValueError(f"'{module}' has rank {rank}, expected at most {max_rank} (engine argument 'max_lora_rank')")
-    scale = _alpha(module, config) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    fill = -rank % _RANK_MULTIPLE
-    return _Matrices(nn.functional.pad(down, (0, 0, 0, fill)), nn.functional.pad(up * scale, (0, fill)))
-
-
-def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """The module's own alpha where a pattern matches the end of its name, as in PEFT; else the adapter's."""
-    for pattern, alpha in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return float(alpha)
-    return float(config["lora_alpha"])
+def load_adapters(
+    config: EngineConfig,
+    model: nn.Module,
+    wrapped: Mapping[str, LoraLinear],
+    batch: LoraBatch,
+    dtype: torch.dtype,
+    place: Callable[[nn.ModuleList], nn.ModuleList],
+) -> ModuleAdapters:
+    """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
+    shapes = {name: (layer.weight.shape[0], layer.weight.shape[1]) for name, layer in wrapped.items()}
+    reader = AdapterReader(model, shapes, dtype, config.max_lora_rank)
+    adapters = ModuleAdapters(reader, wrapped, batch, place)
+    for name, path in config.lora_modules.items():
+        adapters.add(name, adapters.read(name, path))
+    return adapters
 
 
 def _linear(matrix: torch.Tensor) -> nn.Linear:

@@ -19,7 +19,7 @@ def test_no_request_makes_the_engine_compile(tmp_path: Path) -> None:
     sizes = SIZES | {"max_position_embeddings": 1024, "num_hidden_layers": 1}
     save(tf.LlamaConfig(**sizes), tmp_path, torch.bfloat16)
     drafting = {"enforce_eager": True, "batch_invariant": True, "async_scheduling": False}
-    assert compiled_after_start(tmp_path, {}, drafting) == [[], []]
+    assert compiled_after_start(tmp_path, {"enable_lora": True}, drafting) == [[], []]
 
 
 @pytest.mark.timeout(600)

@@ -24,7 +24,7 @@ def launch_operations(_capability: int) -> None:
     ):
         _launch_rotary(head_dim, rotary_dim, whole, cache_dtype)
     ints, table = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros((TOKENS, 32), dtype=torch.int32)
-    TritonOps().step_inputs(ints, ints, ints, table, table, 16, ints, ints, ints)
+    TritonOps().step_inputs(ints, ints, ints, table, table, 16, ints, ints, ints, ints, ints)
     TritonOps().put_tokens(ints, ints, ints, table)
     block = torch.zeros(4, 32768, dtype=torch.uint8)
     BlockMoves([block], [0, 32768], block).gather([0])

@@ -240,9 +240,10 @@ def _gated(gates, inside, width, GELU: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_sequences", "num_tokens"])
 def step_inputs_kernel(
-    rows, query_start, seq_lens, token_table, token_stride, block_table, block_stride, token_ids, positions, slots,
-    num_sequences, num_tokens,
-    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
+    rows, query_start, seq_lens, token_table, token_stride, block_table, block_stride, adapter_of_row,
+    token_ids, positions, slots, adapters, num_sequences, num_tokens,
+    BLOCK_SIZE: tl.constexpr, PADDING: tl.constexpr, NO_ADAPTER: tl.constexpr, TOKENS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     sequence = tl.zeros([TOKENS], tl.int32)  # as many end before the token
@@ -263,6 +264,7 @@ def step_inputs_kernel(
     tl.store(token_ids + token, token_id, mask=inside)
     tl.store(positions + token, position, mask=inside)
     tl.store(slots + token, slot, mask=inside)
+    tl.store(adapters + token, tl.load(adapter_of_row + row, mask=live, other=NO_ADAPTER), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
