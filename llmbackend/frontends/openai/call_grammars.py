@@ -14,7 +14,7 @@ from llmbackend.core.errors import shown
 
 from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar
-from .tagged_parameters import NotTaggedError, tagged_parameters
+from .tagged_parameters import NotTaggedError, tagged_parameters, value_end
 from .tools import INPUT, Function, InputGrammar, ToolUse
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
@@ -80,12 +80,12 @@ def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
         form = {"type": "regex", "pattern": wanted.definition}
     if not grammar.key_end:
         return _sequence(_text(f'{{"{INPUT}": "'), form | {"style": "json_string"}, _text('"}'))
-    begin = f"{grammar.key_begin}{INPUT}{grammar.key_end}"
+    begin, end = f"{grammar.key_begin}{INPUT}{grammar.key_end}", value_end(INPUT, grammar)
     if grammar.text_quote is None:
-        return _sequence(_text(f'{begin}"'), form | {"style": "json_string"}, _text(f'"{grammar.value_end}'))
+        return _sequence(_text(f'{begin}"'), form | {"style": "json_string"}, _text(f'"{end}'))
     content = form | {"style": "text", "excludes": list(grammar.text_excludes)}
     quote = grammar.text_quote
-    return {"type": "tag", "begin": begin + quote, "content": content, "end": quote + grammar.value_end}
+    return {"type": "tag", "begin": begin + quote, "content": content, "end": quote + end}
 
 
 def _sequence(*elements: JsonObject) -> JsonObject:

@@ -51,7 +51,7 @@ def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar) -> JsonObject:
-    begin, end = grammar.key_begin + name, grammar.value_end
+    begin, end = grammar.key_begin + name, value_end(name, grammar)
     content: JsonObject
     if grammar.text_quote is not None and is_plain_text(schema, name):
         content = {"type": "any_text", "excludes": list(grammar.text_excludes)}
@@ -60,6 +60,11 @@ def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar) -> Js
         content = {"type": "json_schema", "json_schema": _with_definitions(schema["properties"][name], schema)}
         begin += grammar.json_key_end or grammar.key_end
     return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def value_end(name: str, grammar: CallGrammar) -> str:
+    """What stands behind a parameter's value."""
+    return f"{grammar.value_end}{name}{grammar.name_closes}" if grammar.name_closes else grammar.value_end
 
 
 def _with_definitions(description: Any, schema: Mapping[str, Any]) -> Any:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from random import Random
 
 from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ToolCallEnd, ToolCallStart
-from llmbackend.frontends.openai.parsers.tables import LiteralCall, MarkedCalls, TaggedCall, ToolCallFormat
+from llmbackend.frontends.openai.parsers.tables import LiteralCall, MarkedCalls, NestedCall, TaggedCall, ToolCallFormat
 
 from .sample import Sample, Seen, Token, cut, parse, seen, tokens
 from .samples import SAMPLES
@@ -83,7 +83,9 @@ def _check_arguments(sample: Sample, text: str, visible: Seen) -> None:
 
 def _converts(table: ToolCallFormat) -> bool:
     body = table.body
-    return isinstance(body, MarkedCalls) and all(isinstance(call, TaggedCall | LiteralCall) for call in body.calls)
+    return isinstance(body, MarkedCalls) and all(
+        isinstance(call, TaggedCall | LiteralCall | NestedCall) for call in body.calls
+    )
 
 
 def distinct_formats() -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from llmbackend.frontends.openai.call_grammars import required_calls
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
+from llmbackend.frontends.openai.tagged_parameters import value_end
 from llmbackend.frontends.openai.tools import Function, ToolUse
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
@@ -60,7 +61,8 @@ def arguments_text(arguments: dict[str, object], grammar: CallGrammar) -> str:
     if not grammar.key_end:
         return json.dumps(arguments, ensure_ascii=False)
     return "".join(
-        f"{grammar.key_begin}{key}{value_text(value, grammar)}{grammar.value_end}" for key, value in arguments.items()
+        f"{grammar.key_begin}{key}{value_text(value, grammar)}{value_end(key, grammar)}"
+        for key, value in arguments.items()
     )
 
 

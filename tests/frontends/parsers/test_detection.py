@@ -60,7 +60,7 @@ SHIPPED = [
     (LLAMA_CPP, "Kimi-K2-Thinking", ("kimi_k2", "kimi_k2")),
     (LLAMA_CPP, "MiniMax-M1", ("minimax", "")),
     (LLAMA_CPP, "MiniMax-M2", ("minimax_m2", "minimax_m2")),
-    (LLAMA_CPP, "MiniMax-M3", NONE),
+    (LLAMA_CPP, "MiniMax-M3", ("minimax_m3", "minimax_m3")),
     (LLAMA_CPP, "Mistral-Small-3.2-24B-Instruct-2506", ("mistral", "")),
     (LLAMA_CPP, "mistralai-Ministral-3-14B-Reasoning-2512", ("mistral", "mistral")),
     (LLAMA_CPP, "NousResearch-Hermes-3-Llama-3.1-8B-tool_use", ("hermes", "")),

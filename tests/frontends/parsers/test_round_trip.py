@@ -126,6 +126,14 @@ CASES = (
     ),
     Case(package=LLAMA_CPP, template="MiniMax-M1", end="<end_of_sentence>", has_content=False),
     Case(package=LLAMA_CPP, template="MiniMax-M2", end="[e~[", has_reasoning=True),
+    Case(
+        package=LLAMA_CPP,
+        template="MiniMax-M3",
+        end="[e~[",
+        has_reasoning=True,
+        options={"thinking_mode": "enabled"},
+        types=("string", "integer", "boolean", "number"),  # of a list's items the schema here says nothing
+    ),
     Case(package=LLAMA_CPP, template="GLM-4.6", end="", has_reasoning=True),
     Case(package=LLAMA_CPP, template="GLM-4.7-Flash", end="", has_reasoning=True),
     Case(package=LLAMA_CPP, template="ByteDance-Seed-OSS", end="<seed:eos>", has_reasoning=True),

@@ -34,7 +34,12 @@ _MAX_LITERAL_CHARS = 4096
 
 def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
     """The types that the schema of a function's parameters names for one of them; none where it says nothing."""
-    return frozenset(_types(_described(schema, parameter), schema or {}))
+    return types_of(_described(schema, parameter), schema or {})
+
+
+def types_of(description: object, schema: Schema) -> frozenset[str]:
+    """The types that a description within the schema names."""
+    return frozenset(_types(description, schema))
 
 
 def is_plain_text(schema: Schema | None, parameter: str) -> bool:
@@ -42,8 +47,39 @@ def is_plain_text(schema: Schema | None, parameter: str) -> bool:
 
     One that the schema narrows further may also come as JSON, which is what a grammar can hold a model to.
     """
-    description = _resolved(_described(schema, parameter), schema or {})
-    return description.get("type") == "string" and not _NARROWING.intersection(description)
+    return is_any_string(_described(schema, parameter), schema or {})
+
+
+def is_any_string(description: object, schema: Schema) -> bool:
+    """Whether a description within the schema is of any string."""
+    resolved = _resolved(description, schema)
+    return resolved.get("type") == "string" and not _NARROWING.intersection(resolved)
+
+
+def member_of(description: object, name: str, schema: Schema) -> object:
+    """What a description within the schema says about an object's member; None where it says nothing."""
+    for one in _alternatives(description, schema):
+        properties = one.get("properties")
+        if isinstance(properties, Mapping) and name in properties:
+            return properties[name]
+    return None
+
+
+def item_of(description: object, schema: Schema) -> object:
+    """The same about the items of an array."""
+    return next((one["items"] for one in _alternatives(description, schema) if "items" in one), None)
+
+
+def _alternatives(part: object, schema: Schema) -> Iterable[Schema]:
+    """A description and its alternatives, of which a bounded number is looked at."""
+    parts = deque([part])
+    for _ in range(_MAX_PARTS):
+        if not parts:
+            return
+        description = _resolved(parts.popleft(), schema)
+        yield description
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            parts.extend(_list(description, keyword))
 
 
 def _described(schema: Schema | None, parameter: str) -> object:

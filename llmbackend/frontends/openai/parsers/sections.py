@@ -11,11 +11,12 @@ from collections.abc import Collection, Iterator
 
 from .json_calls import JsonCallReader, read_headed_call
 from .literal_calls import LiteralCallReader
+from .nested_calls import NestedCallReader
 from .reader import NotACall, Reader, Reading, markers
 from .reasoning import read_reasoning
 from .schema_types import Schemas
 from .sink import Sink
-from .tables import CallSyntax, HeadedCall, JsonCall, MarkedCalls, ReasoningFormat, TaggedCall
+from .tables import CallSyntax, HeadedCall, JsonCall, MarkedCalls, NestedCall, ReasoningFormat, TaggedCall
 from .tagged_calls import TaggedCallReader
 
 
@@ -147,6 +148,9 @@ class MarkedCallsReader:
             ends = (*self._table.end, *self._table.begin)
             tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, strings_are_text=self._strings_are_text)
             return (yield from tagged.read())
+        elif isinstance(call, NestedCall):
+            nested = NestedCallReader(reader, sink, call, self._schemas, strings_are_text=self._strings_are_text)
+            yield from nested.read()
         else:
             yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
         return None

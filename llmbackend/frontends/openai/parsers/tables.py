@@ -90,7 +90,21 @@ class LiteralCall:
     """Whether a call of none of the request's functions is content (for calls without a marker)."""
 
 
-CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedCall:
+    """A call whose parameters are tags of their own names, and so are the members of objects within them: `<a>v</a>`.
+
+    The items of a list stand in tags `<item>`. Other values are as those of a TaggedCall.
+    """
+
+    begin: str
+    header_end: tuple[str, ...]
+    header: re.Pattern[str] = ANY_NAME
+    mark: str
+    """Stands before each tag, and in no value."""
+
+
+CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +168,8 @@ class CallGrammar:
     json_key_end: str = ""
     """Stands for `key_end` before a value that is written as JSON; "" = the same."""
     value_end: str = ""
+    name_closes: str = ""
+    """Where not "": behind `value_end`, the parameter's name once more, and this."""
     text_excludes: tuple[str, ...] = ()
     """What the text of a string may not hold, as it would end there."""
     text_quote: str | None = ""

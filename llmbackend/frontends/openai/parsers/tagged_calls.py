@@ -1,21 +1,19 @@
 """Reads calls whose parameters are tagged text, and makes JSON of them.
 
-For: the sections of calls. Does not know: what stands around a call. Invariant: a value that can only be a string is
-passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a string if it is longer.
+For: the sections of calls. Does not know: what stands around a call. Invariant: a call whose parameters are not all
+read has no end, and what is read behind them is content.
 """
 
 from __future__ import annotations
 
-import json
 import re
 
 from .arguments import MAX_HEADER_CHARS, cut_off, end, read_arguments, read_header, start
-from .reader import MAX_HELD_CHARS, NotACall, Reader, Reading, markers
-from .schema_types import Schemas, allowed_types, is_plain_text, json_of
+from .reader import NotACall, Reader, Reading, markers
+from .schema_types import Schemas, allowed_types, is_plain_text
 from .sink import Sink
 from .tables import TaggedCall
-
-_STRING = frozenset(("string",))
+from .tagged_values import STRING, ValueWriter, quoted
 
 
 class TaggedCallReader:
@@ -85,10 +83,10 @@ class TaggedCallReader:
         if key is None:
             return None
         reader.drop()
-        self._sink.arguments(f"{', ' if self._has_any else '{'}{_quoted(key['name'])}: ")
+        self._sink.arguments(f"{', ' if self._has_any else '{'}{quoted(key['name'])}: ")
         self._has_any = True
         types = allowed_types(self._schemas.get(function), key["name"])
-        value = _ValueWriter(self._sink, types, trims_newline=call.trims_newline)
+        value = ValueWriter(self._sink, types, trims_newline=call.trims_newline)
         if self._is_text(function, key, types):
             value.begin_string()
         found = yield from reader.until(self._value_ends, value.push)
@@ -102,7 +100,7 @@ class TaggedCallReader:
         """Whether the value can only be a string."""
         if "text" in self._call.key.groupindex:
             return key["text"] is not None
-        return is_plain_text(self._schemas.get(function), key["name"]) or (self._strings_are_text and types == _STRING)
+        return is_plain_text(self._schemas.get(function), key["name"]) or (self._strings_are_text and types == STRING)
 
     def _read_key(self) -> Reading[re.Match[str] | None]:
         reader, call = self._reader, self._call
@@ -121,57 +119,3 @@ class TaggedCallReader:
             if (yield from reader.one_of((call.value_begin,))) is None:
                 return None
         return key
-
-
-class _ValueWriter:
-    """Makes JSON of one value, which comes in pieces."""
-
-    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
-        self._sink = sink
-        self._types = types
-        self._trims = trims_newline
-        self._pieces: list[str] = []
-        self._num_chars = 0
-        self._newline = ""
-        """The last one, which is layout if nothing follows it."""
-        self._is_first = True
-        self._is_string = False
-
-    def begin_string(self) -> None:
-        """The value is a string, whatever it looks like."""
-        self._is_string = True
-        self._sink.arguments('"' + _quoted("".join(self._pieces))[1:-1])
-
-    def push(self, text: str) -> None:
-        if not (text := self._trimmed(text)):
-            return
-        if self._is_string:
-            self._sink.arguments(_quoted(text)[1:-1])
-            return
-        self._pieces.append(text)
-        self._num_chars += len(text)
-        if self._num_chars > MAX_HELD_CHARS:
-            self.begin_string()
-
-    def _trimmed(self, text: str) -> str:
-        if not text or not self._trims:
-            return text
-        if self._is_first:
-            self._is_first = False
-            text = text.removeprefix("\n")
-        text, self._newline = self._newline + text, ""
-        if text.endswith("\n"):
-            text, self._newline = text[:-1], "\n"
-        return text
-
-    def end(self, *, is_cut_off: bool) -> None:
-        if self._is_string:
-            self._sink.arguments("" if is_cut_off else '"')
-        elif is_cut_off:
-            self._sink.arguments("".join(self._pieces))
-        else:
-            self._sink.arguments(json_of("".join(self._pieces), self._types))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

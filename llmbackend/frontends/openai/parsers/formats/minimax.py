@@ -1,10 +1,16 @@
-"""MiniMax M1 (JSON objects, one a line, in one pair of tags) and M2 (tagged parameters)."""
+"""MiniMax M1 (JSON objects, one a line, in one pair of tags), M2 (tagged parameters) and M3 (nested tags).
+
+Of M3, a grammar enforces lists and objects as JSON in their parameter's tag, which is read, too.
+Source: the models' chat templates.
+"""
 
 from __future__ import annotations
 
 import re
 
-from ..tables import CallGrammar, JsonCall, MarkedCalls, TaggedCall, ToolCallFormat
+from ..tables import CallGrammar, JsonCall, MarkedCalls, NestedCall, ReasoningFormat, TaggedCall, ToolCallFormat
+
+_HEADER = re.compile(r"""\s*(?P<quote>["']?)(?P<name>[^\s"'<>]{1,256})(?P=quote)\s*""")
 
 MINIMAX = ToolCallFormat(
     name="minimax",
@@ -26,7 +32,7 @@ MINIMAX_M2 = ToolCallFormat(
             TaggedCall(
                 begin="<invoke name=",
                 header_end=(">",),
-                header=re.compile(r"""\s*(?P<quote>["']?)(?P<name>[^\s"'<>]{1,256})(?P=quote)\s*"""),
+                header=_HEADER,
                 key_begin='<parameter name="',
                 key_end='">',
                 value_end="</parameter>",
@@ -48,3 +54,26 @@ MINIMAX_M2 = ToolCallFormat(
     ),
     trigger="<minimax:tool_call>",
 )
+_MARK = "]<]minimax[>["
+MINIMAX_M3 = ToolCallFormat(
+    name="minimax_m3",
+    body=MarkedCalls(
+        begin=(f"{_MARK}<tool_call>",),
+        calls=(NestedCall(begin=f"{_MARK}<invoke name=", header_end=(">",), header=_HEADER, mark=_MARK),),
+        end=(f"{_MARK}</tool_call>",),
+    ),
+    grammar=CallGrammar(
+        begin=f"{_MARK}<tool_call>\n",
+        call_begin=f'{_MARK}<invoke name="',
+        name_end='">',
+        key_begin=f"{_MARK}<",
+        key_end=">",
+        value_end=f"{_MARK}</",
+        name_closes=">",
+        text_excludes=(_MARK,),
+        call_end=f"{_MARK}</invoke>\n",
+        end=f"{_MARK}</tool_call>",
+    ),
+    trigger=f"{_MARK}<tool_call>",
+)
+MINIMAX_M3_REASONING = ReasoningFormat(name="minimax_m3", start="<mm:think>", end="</mm:think>")
