@@ -162,7 +162,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     speculative_config            None = no speculation
     structured_outputs_config     see StructuredOutputsConfig
     async_scheduling              whether the next step is launched before the last one's tokens are read; None =
-                                  where the device works beside the host and there is no speculation
+                                  where the device works beside the host
 
     Failures:
     step_timeout_s                an engine whose step takes longer is replaced
@@ -251,11 +251,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, milliseconds in (("mock_step_ms", self.mock_step_ms), ("step_target_ms", self.step_target_ms or 0.0)):
             if not 0 <= milliseconds < math.inf:
                 raise ValueError(f"engine argument '{name}' is {milliseconds:g}, expected a number of at least 0")
-        if self.async_scheduling and self.speculative_config is not None:
-            raise ValueError(
-                "engine argument 'async_scheduling' is true, expected false or null with a 'speculative_config': "
-                "how many of its drafts hold is known only when a step is read"
-            )
         if self.weight_cache_size is not None and not 0 <= self.weight_cache_size < math.inf:
             raise ValueError(
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
@@ -329,8 +324,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def may_overlap(self) -> bool:
-        """Whether a step may be launched before the last one's tokens are read. Such steps have no drafts."""
-        return self.async_scheduling is not False and self.speculative_config is None
+        """Whether a step may be launched before the last one's tokens are read."""
+        return self.async_scheduling is not False
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether a step may have drafts on a device that works beside the host: those that only grammars force wait
+        for each step to be read."""
+        return self.speculative_config is not None or not self.may_overlap
 
     @property
     def max_guess_step_tokens(self) -> int:

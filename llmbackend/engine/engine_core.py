@@ -51,7 +51,10 @@ _COMPILE_POLL_S = 0.002
 
 def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
     """None where each step is read before the next one is scheduled."""
-    return StepsInFlight(runner, rows) if config.may_overlap and isinstance(runner, OverlappingRunner) else None
+    if not config.may_overlap or not isinstance(runner, OverlappingRunner):
+        return None
+    can_run = config.speculative_config is None or runner.launches_drafts
+    return StepsInFlight(runner, rows) if can_run else None
 
 
 def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner | None:
@@ -101,8 +104,8 @@ class EngineCore:
             self._pacer,
         )
         self._in_flight = _steps_in_flight(config, runner, self._rows)
-        can_draft = self._in_flight is None
-        self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, can_draft)
+        overlaps = self._in_flight is not None
+        self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, overlaps)
         self._tracer = RequestTracer(self._table, now_s)
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
@@ -257,6 +260,9 @@ class EngineCore:
             plan = self._plan(bool(in_flight))
             if plan is None:
                 break
+            undrafted = plan
+            if not self._is_launch_failed:
+                plan = self._drafter.with_drafts(plan)
             plan = self._with_masks(plan)
             self._copy_blocks()
             self._begin_report(plan, planned_s)
@@ -267,14 +273,18 @@ class EngineCore:
             computed = self._table.num_computed_tokens[plan.rows]
             try:
                 in_flight.launch(plan, planned_s)
-                self._begin_pacing(plan, computed)
+                self._begin_pacing(undrafted, computed)
             except DeviceLostError:
                 raise
             except Exception:
                 # The plan is dropped; the rows that it admitted and their blocks stay, for the next plan.
                 logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
-        return in_flight.collect() if in_flight else None
+        if not in_flight:
+            return None
+        step = in_flight.collect()
+        self._drafter.read(step)
+        return step
 
     def _begin_pacing(self, plan: StepPlan, computed: Int32Array | None = None) -> None:
         """Tells the pacer what the step computes. computed int32 [rows]: tokens computed before it, of each row."""

@@ -151,6 +151,10 @@ class FaultyOverlappingRunner(FaultyRunner):
     def max_steps_in_flight(self) -> int:
         return self._overlapping.max_steps_in_flight
 
+    @property
+    def launches_drafts(self) -> bool:
+        return self._overlapping.launches_drafts
+
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
         self._fail_before(plan)
         self._overlapping.launch(step_id, plan, table)

@@ -49,7 +49,7 @@ def _make_parallel_runner(config: EngineConfig, others: Followers | RankMeeting)
 
 def _make_runner(config: EngineConfig) -> Runner:
     if config.model == "mock" and config.mock_steps_in_flight:
-        from .mock.mock_model import OverlappingMockRunner
+        from .mock.overlapping_mock import OverlappingMockRunner
 
         return OverlappingMockRunner(config)
     if config.model == "mock":

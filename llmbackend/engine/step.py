@@ -41,6 +41,9 @@ class RowTable:
     num_prompt_tokens    int32 [max_num_seqs]                     the first output token is at this position
     num_computed_tokens  int32 [max_num_seqs]                     tokens whose KV is in the cache, or will be when the
                                                                   steps that are launched have run
+    num_pending_drafts   int32 [max_num_seqs]                     drafts of launched steps that are not read yet:
+                                                                  num_tokens and num_computed_tokens count them as if
+                                                                  they were accepted, and may turn out to be less
     block_table          int32 [max_num_seqs, max_blocks_per_seq] KV block ids, each in 0..num_blocks-1
 
     prompt_logprobs: by row, for rows that need logprobs of their prompt; a step gives those of the tokens whose
@@ -61,6 +64,7 @@ class RowTable:
         self.num_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
+        self.num_pending_drafts: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.block_table: Int32Array = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
@@ -92,7 +96,9 @@ class StepPlan:
     Drafts are guesses of what a row will sample. The d drafts of a row stand in table.token_ids[row, num_tokens :
     num_tokens + d] and are the last d of its scheduled tokens; only rows that sample have any. Such a row samples 1 + d
     tokens, from the logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the
-    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; a runner does not.
+    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; of a launched step the
+    runner does, too, so that it can compute the next one. Of a launched step a row's drafts may all be PENDING_TOKEN:
+    the runner then looks them up in the row's text (prompt_lookup.py).
     """
 
     rows: Int32Array
@@ -148,6 +154,8 @@ class SampledTokens:
     forward_s  seconds that computing the logits took, by the clock of the device that computed
     sample_s   the same of sampling
     prompt_logprobs  by row, for rows that need logprobs of their prompt: those of its next tokens
+    num_accepted_tokens  int32 [rows with drafts], in the order of plan.rows: how many of its first drafts each row's
+                         tokens are equal to; of a launched step with drafts, else None
 
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs are ignored), since the drafts before it may be wrong. If those are accepted, the position is the first one
@@ -161,6 +169,7 @@ class SampledTokens:
     forward_s: float = 0.0
     sample_s: float = 0.0
     prompt_logprobs: Mapping[int, Sequence[TokenLogprobs]] = field(default_factory=dict)
+    num_accepted_tokens: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,21 +229,27 @@ class OverlappingRunner(Runner, Protocol):
     Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
     table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. Among the tokens that a plan computes,
     a pending one is always the last token of its row, and what the row's latest step sampled; pending tokens further
-    back in the row's output (penalties count them) were sampled by steps that are in flight, too.
+    back in the row's output (penalties count them) were sampled by steps that are in flight, too. Where
+    table.num_pending_drafts says that a row may be shorter than the table does, the runner knows by how much: all that
+    the plan computes and samples of the row comes as many positions earlier.
 
     `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those go on with what they
     were launched with, their results for the row are dropped, and what they write to its blocks is never read.
-    `execute` is as `launch` and `collect`, but may be given drafts; it is called only when nothing is in flight.
-    `close` may be called at any time.
+    `execute` is as `launch` and `collect`, but all of its drafts are in the table; it is called only when nothing is in
+    flight. `close` may be called at any time.
     """
+
+    @property
+    def launches_drafts(self) -> bool:
+        """Whether launched plans may have drafts."""
 
     @property
     def max_steps_in_flight(self) -> int:
         """How many steps may be launched and not collected; at least 1, and 2 for a device that never waits."""
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        """Starts a step and returns; plan, table and rows are read before that. Plans have no drafts. Raises as
-        `execute` does: nothing was launched then."""
+        """Starts a step and returns; plan, table and rows are read before that. Raises as `execute` does: nothing was
+        launched then."""
 
     def collect(self) -> tuple[int, SampledTokens]:
         """Waits for the oldest launched step: its id and what it sampled. An exception ends this runner, because the

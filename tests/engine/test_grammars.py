@@ -150,11 +150,29 @@ def test_a_restart_at_any_token_changes_nothing(cut: int) -> None:
 def test_overlap_changes_nothing(in_flight: int, pace: str) -> None:
     requests = mixed()
     expected = run(*requests)
+    drafting = SpeculativeConfig(prompt_lookup_max=1, max_step_tokens=32)
+    num_steps = []
     with devices_closed():
-        core = with_vocabulary(make_overlapping(pace=pace, in_flight=in_flight))
-        found = run_to_end(core, requests)
+        for speculation in (None, drafting):
+            core = with_vocabulary(make_overlapping(pace=pace, in_flight=in_flight, speculative_config=speculation))
+            found, stats = run_counted(core, requests)
+            core.close()
+            assert found.of == expected.of
+            num_steps.append(stats.num_steps)
+    assert num_steps[1] < num_steps[0] * 0.8, "forced tokens were not drafted"
+
+
+def test_where_forced_tokens_leave_none_the_error_is_that_of_one_by_one() -> None:
+    """The device has sampled a token behind them, which the host does not take."""
+    request = constrained("r", 'start: "abc"', min_tokens=50)
+    expected = run(request)
+    with devices_closed():
+        core = with_vocabulary(make_overlapping(speculative_config=SpeculativeConfig(max_step_tokens=32)))
+        found = run_to_end(core, [request, constrained("other", 'start: "xyz"')])
         core.close()
-    assert found.of == expected.of
+    assert found["r"] == expected["r"]
+    assert text(found["r"]) == "abc"
+    assert text(found["other"]) == "xyz"
 
 
 def test_rows_with_costly_masks_take_turns_and_get_the_same_tokens() -> None:

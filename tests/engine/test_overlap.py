@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llmbackend.engine.config import EngineConfig, SpeculativeConfig
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.fault_injection import Faults, with_faults
 from llmbackend.engine.infer_request import InferRequest, StepOutput
@@ -307,20 +307,11 @@ def test_a_step_that_cannot_be_read_ends_the_engine(runner: type[PacedDevice], m
 # --- when steps overlap -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"async_scheduling": False}, {"speculative_config": SpeculativeConfig()}],
-)
-def test_steps_are_read_one_by_one_where_that_is_asked_for(arguments: dict[str, Any]) -> None:
+def test_steps_are_read_one_by_one_where_that_is_asked_for() -> None:
     requests = random_requests(seed=3, count=8)
-    core = make_overlapping(**arguments)
+    core = make_overlapping(async_scheduling=False)
     expect_all(run_to_end(core, requests), requests)
     assert device_of(core).num_launches == 0
-
-
-def test_overlap_and_speculation_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match="'async_scheduling' is true, expected false or null with a 'speculative_"):
-        EngineConfig(model="mock", async_scheduling=True, speculative_config=SpeculativeConfig())
 
 
 def test_a_runner_whose_steps_do_not_overlap_runs_as_ever() -> None:

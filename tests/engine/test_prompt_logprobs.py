@@ -10,7 +10,8 @@ import pytest
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, TokenLogprobs
-from llmbackend.engine.mock.mock_model import MockRunner, OverlappingMockRunner, mock_logits
+from llmbackend.engine.mock.mock_model import MockRunner, mock_logits
+from llmbackend.engine.mock.overlapping_mock import OverlappingMockRunner
 from llmbackend.engine.sampling.prompt_logprobs import token_logprobs
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end
 

@@ -13,7 +13,7 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.mock.mock_model import OverlappingMockRunner, _DeviceStep
+from llmbackend.engine.mock.overlapping_mock import DeviceStep, OverlappingMockRunner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 
 
@@ -53,7 +53,7 @@ class PacedDevice(OverlappingMockRunner):
         if count:
             self._may_run.release(count)
 
-    def _compute(self, step: _DeviceStep) -> SampledTokens:
+    def _compute(self, step: DeviceStep) -> SampledTokens:
         self._may_run.acquire()
         return super()._compute(step)
 

@@ -311,6 +311,7 @@ class OverlapMachine(EngineMachine):
         steps_in_flight=st.sampled_from((2, 2, 1, 3)),
         max_num_seqs=st.sampled_from((5, 3, 1)),
         max_num_batched_tokens=st.sampled_from((64, 8, 3, 1)),
+        speculates=st.booleans(),
         caching=st.sampled_from(CACHING),
         is_fast=st.booleans(),
     )
@@ -319,6 +320,7 @@ class OverlapMachine(EngineMachine):
         block_size: int,
         spare_blocks: int,
         steps_in_flight: int,
+        speculates: bool,
         caching: tuple[bool, int],
         is_fast: bool,
         **arguments: Any,
@@ -329,10 +331,13 @@ class OverlapMachine(EngineMachine):
             block_size=block_size,
             num_kv_blocks=MAX_MODEL_LEN // block_size + spare_blocks,
             mock_steps_in_flight=steps_in_flight,
+            speculative_config=EAGER if speculates else None,
             enable_prefix_caching=caching[0],
             num_host_kv_blocks=caching[1],
             **arguments,
         )
+        if speculates:
+            repeat_text(self.patch)
         device = FailingDevice(config)
         device.is_fast = lambda: self.is_fast
         self.is_fast = is_fast

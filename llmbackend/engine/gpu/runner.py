@@ -105,6 +105,10 @@ class GpuRunner:
         return self._parts.sampling.max_steps_in_flight
 
     @property
+    def launches_drafts(self) -> bool:
+        return False
+
+    @property
     def adapters(self) -> DeviceAdapters | None:
         return self._parts.adapters
 

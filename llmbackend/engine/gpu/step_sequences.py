@@ -52,4 +52,4 @@ def num_sequences(plan: StepPlan) -> int:
 
 def max_sequences(config: EngineConfig) -> int:
     """Of any step; also the most that it samples."""
-    return config.max_num_seqs if config.may_overlap else max(config.max_num_seqs, config.max_step_samples)
+    return max(config.max_num_seqs, config.max_step_samples) if config.may_draft else config.max_num_seqs

@@ -1,9 +1,9 @@
 """A model without weights: its logits are a hash of all tokens so far, read back through the paged KV.
 
-For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`), and of
-steps in flight without an accelerator (`OverlappingMockRunner`). Does not know: torch. Invariants: it keeps nothing
-about a sequence but what lies in its KV slots, so a wrong block table, a lost block or a bad recompute changes the
-tokens; a token depends on logits, parameters, the row's own tokens and (seed, position) alone.
+For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`). Does not
+know: torch, steps in flight (overlapping_mock.py). Invariants: it keeps nothing about a sequence but what lies in its
+KV slots, so a wrong block table, a lost block or a bad recompute changes the tokens; a token depends on logits,
+parameters, the row's own tokens and (seed, position) alone.
 
 The vocabulary ends with bos, eos, pad (256, 257, 258 of 259: ids below are bytes). Printable ASCII is likelier than
 other ids, and about one position in 32 has eos as its clear favourite.
@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections import deque
 from collections.abc import Collection
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +24,7 @@ from ..config import EngineConfig
 from ..infer_request import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
 from ..sampling.prompt_logprobs import prompt_spans
 from ..sampling.rows import splitmix64, uniform
-from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
+from ..step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 from ..token_masks import FORBIDDEN, TokenMasks, Words, as_bools
 
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -84,11 +82,11 @@ class MockRunner:
         samples = zip(*(array.tolist() for array in plan.samples(table)), strict=True)
         for i, (row, position) in enumerate(samples):
             context: Int32Array = self._slots[context_slots(row, position, table)]
-            token_id, row_logprobs = self._sample(context, self._requests[row], _allowed(masks, i))
+            token_id, row_logprobs = self._sample(context, self._requests[row], allowed_tokens(masks, i))
             token_ids.append(token_id)
             if row_logprobs is not None:
                 logprobs.setdefault(row, []).append(row_logprobs)
-        prompt_logprobs = self._of_prompts(_prompt_tokens(plan, table))
+        prompt_logprobs = self._of_prompts(prompt_tokens(plan, table))
         return SampledTokens(np.array(token_ids, np.int32), logprobs, prompt_logprobs=prompt_logprobs)
 
     def copy_blocks(self, copies: KVCopies) -> None:
@@ -104,7 +102,7 @@ class MockRunner:
     def close(self) -> None:
         pass
 
-    def _of_prompts(self, tokens: list[_PromptToken]) -> dict[int, list[TokenLogprobs]]:
+    def _of_prompts(self, tokens: list[PromptToken]) -> dict[int, list[TokenLogprobs]]:
         found: dict[int, list[TokenLogprobs]] = {}
         for one in tokens:
             logits = mock_logits(self._slots[one.context_slots], self.info.vocab_size)
@@ -121,7 +119,7 @@ class MockRunner:
         return sample(logits, context, len(request.prompt_token_ids), request.sampling, eos, allowed)
 
 
-def _allowed(masks: TokenMasks | None, sample: int) -> Words | None:
+def allowed_tokens(masks: TokenMasks | None, sample: int) -> Words | None:
     return None if masks is None or masks.index[sample] < 0 else masks.words[masks.index[sample]]
 
 
@@ -269,7 +267,7 @@ def _logprobs(
 
 
 @dataclass(frozen=True, slots=True)
-class _PromptToken:
+class PromptToken:
     """A token of a prompt whose logprobs are asked for, with the `count` likeliest ones."""
 
     row: int
@@ -279,118 +277,11 @@ class _PromptToken:
     count: int
 
 
-def _prompt_tokens(plan: StepPlan, table: RowTable) -> list[_PromptToken]:
+def prompt_tokens(plan: StepPlan, table: RowTable) -> list[PromptToken]:
     return [
-        _PromptToken(
+        PromptToken(
             span.row, int(table.token_ids[span.row, position]), context_slots(span.row, position, table), span.count
         )
         for span in prompt_spans(plan, table)
         for position in range(span.first, span.end)
     ]
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    """A token to sample."""
-
-    row: int
-    position: int
-    context_slots: Int32Array
-    """Of all tokens before it, int32 [position]."""
-    request: InferRequest
-    allowed: Words | None
-
-
-@dataclass(frozen=True, slots=True)
-class _DeviceStep:
-    """Arrays are int32 [num_tokens], of the tokens to compute; some token ids may be PENDING_TOKEN."""
-
-    rows: Int32Array
-    positions: Int32Array
-    slots: Int32Array
-    token_ids: Int32Array
-    samples: list[_Sample]
-    prompt_tokens: list[_PromptToken]
-
-
-def _copied(masks: TokenMasks | None, sample: int) -> Words | None:
-    """As `_allowed`, for a step that goes on when the host has reused the masks' memory."""
-    allowed = _allowed(masks, sample)
-    return None if allowed is None else allowed.copy()
-
-
-class OverlappingMockRunner(MockRunner):
-    """The mock model on a device of its own, as an OverlappingRunner: a thread that runs launched steps in order.
-
-    A step copies all it needs when it is launched, and never reads the host's table, which has changed by the time it
-    runs; for a token that the host has not read yet (PENDING_TOKEN) the device takes the one that it sampled itself at
-    that position. `execute` reads the host's table, which does not change while the host waits.
-    """
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.max_steps_in_flight = max(config.mock_steps_in_flight, 1)
-        self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-mock-device")
-        self._launched: deque[tuple[int, Future[SampledTokens]]] = deque()
-        self._newest: dict[int, tuple[int, int]] = {}
-        """Kept by the device: for each row, position and id of the token that it sampled last."""
-
-    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
-        assert not self._launched, "a step is executed while others are in flight"
-        return self._device.submit(super().execute, plan, table).result()
-
-    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        assert len(self._launched) < self.max_steps_in_flight, "more steps are launched than may be in flight"
-        assert plan.num_draft_tokens is None, "drafts are launched"
-        rows, positions, slots = scheduled_slots(plan, table)
-        masks = None if plan.masks is None else plan.masks.result()
-        samples = [
-            _Sample(row, position, context_slots(row, position, table), self._requests[row], _copied(masks, i))
-            for i, (row, position) in enumerate(zip(*(part.tolist() for part in plan.samples(table)), strict=True))
-        ]
-        step = _DeviceStep(
-            rows, positions, slots, table.token_ids[rows, positions], samples, _prompt_tokens(plan, table)
-        )
-        self._launched.append((step_id, self._device.submit(self._compute, step)))
-
-    def collect(self) -> tuple[int, SampledTokens]:
-        step_id, result = self._launched.popleft()
-        return step_id, result.result()
-
-    def copy_blocks(self, copies: KVCopies) -> None:
-        self._device.submit(super().copy_blocks, copies)
-
-    def close(self) -> None:
-        self._device.shutdown(cancel_futures=True)
-
-    def _compute(self, step: _DeviceStep) -> SampledTokens:
-        """On the device."""
-        start_s = time.perf_counter()
-        if self._step_s:
-            time.sleep(self._step_s)
-        tokens = step.token_ids.copy()
-        for i in (tokens == PENDING_TOKEN).nonzero()[0].tolist():
-            tokens[i] = self._sampled_at(int(step.rows[i]), int(step.positions[i]))
-        self._slots[step.slots] = tokens
-        token_ids: list[int] = []
-        logprobs: dict[int, list[TokenLogprobs]] = {}
-        for one in step.samples:
-            token_id, row_logprobs = self._sample(self._slots[one.context_slots], one.request, one.allowed)
-            token_ids.append(token_id)
-            self._newest[one.row] = one.position, token_id
-            if row_logprobs is not None:
-                logprobs[one.row] = [row_logprobs]
-        return SampledTokens(
-            np.array(token_ids, np.int32),
-            logprobs,
-            forward_s=time.perf_counter() - start_s,
-            prompt_logprobs=self._of_prompts(step.prompt_tokens),
-        )
-
-    def _sampled_at(self, row: int, position: int) -> int:
-        newest_position, token_id = self._newest[row]
-        if newest_position != position:
-            raise RuntimeError(
-                f"token {position} of row {row} is pending, but the device sampled token {newest_position} last"
-            )
-        return token_id

@@ -17,6 +17,7 @@ from ..memory.kv_cache import KVCacheManager
 from ..step import Int32Array, StepPlan
 from .sequence import Rows
 from .speculation import Speculator, accepted_runs
+from .steps_in_flight import CompletedStep
 
 MAX_FORCED_TOKENS = 32
 """Of a row in a step."""
@@ -26,16 +27,19 @@ class Drafter:
     """One thread calls it; owns the counters."""
 
     def __init__(
-        self, config: EngineConfig, rows: Rows, kv_cache: KVCacheManager, constraints: Constraints, can_draft: bool
+        self, config: EngineConfig, rows: Rows, kv_cache: KVCacheManager, constraints: Constraints, overlaps: bool
     ) -> None:
-        """can_draft: whether the runner's steps may have drafts."""
-        speculation = config.speculative_config
+        """overlaps: whether steps are launched before the last one's tokens are read. The runner looks guesses up
+        then."""
+        speculation, max_tokens = config.speculative_config, config.max_guess_step_tokens
         self._rows, self._table, self._kv_cache, self._constraints = rows, rows.table, kv_cache, constraints
-        self._max_guess_step_tokens = config.max_guess_step_tokens
-        self._speculator = Speculator(speculation, rows.table, self._max_guess_step_tokens) if speculation else None
+        self._overlaps = overlaps
+        self._max_guess_step_tokens = max_tokens
+        self._speculator = Speculator(speculation, rows.table, max_tokens, not overlaps) if speculation else None
         self._max_step_tokens = config.max_num_batched_tokens
         self._max_step_samples = config.max_step_samples
-        self._forces = can_draft and not config.structured_outputs_config.disable_jump_forward
+        may_force = not overlaps or config.may_draft
+        self._forces = may_force and not config.structured_outputs_config.disable_jump_forward
         self._guesses: Int32Array | None = None
         """Of the latest plan: how many drafts of each of its rows are guesses."""
         self.num_drafts = 0
@@ -43,7 +47,8 @@ class Drafter:
         self.num_accepted_tokens = 0
 
     def with_drafts(self, plan: StepPlan) -> StepPlan:
-        """The plan with drafts, where there are any and free blocks for them. The table holds them then."""
+        """The plan with drafts, where there are any and free blocks for them. The table holds them then, or
+        PENDING_TOKEN in place of what the runner looks up."""
         self._guesses = None
         if self._forces and self._rows.constraints:
             plan = self._with(plan, self._forced(plan))
@@ -53,8 +58,6 @@ class Drafter:
         drafted = self._with(plan, guesses)
         if drafted is not plan and guesses is not None:
             self._guesses = guesses
-            self.num_drafts += int(np.count_nonzero(guesses))
-            self.num_draft_tokens += int(guesses.sum())
         return drafted
 
     def advance(self, plan: StepPlan, token_ids: Int32Array) -> list[list[int]]:
@@ -66,17 +69,30 @@ class Drafter:
         # Accepted drafts are in the table already.
         table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
         table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
-        if self._speculator is not None and self._guesses is not None:
-            guesses = self._guesses[plan.sample_rows]
-            self.num_accepted_tokens += int((counts - 1)[guesses > 0].sum())
-            self._speculator.learn(rows, guesses, counts - 1)
+        if self._guesses is not None:
+            self._learn(rows, self._guesses[plan.sample_rows], counts - 1)
         tokens = token_ids.tolist()
         return [tokens[a : a + count] for a, count in zip(starts.tolist(), counts.tolist(), strict=True)]
+
+    def read(self, step: CompletedStep) -> None:
+        """Learns from a launched step. Constrained rows have no drafts there but those that are forced."""
+        if self._speculator is not None and step.num_draft_tokens is not None:
+            is_guess = ~np.isin(step.sampled_rows, list(self._rows.constraints))
+            rows = np.array(step.sampled_rows, np.int32)
+            num_accepted = np.array([len(token_ids) - 1 for token_ids in step.new_token_ids], np.int32)
+            self._learn(rows[is_guess], step.num_draft_tokens[is_guess], num_accepted[is_guess])
 
     def forget(self, row: int) -> None:
         """The row's request is over."""
         if self._speculator is not None:
             self._speculator.forget(row)
+
+    def _learn(self, rows: Int32Array, guesses: Int32Array, num_accepted: Int32Array) -> None:
+        assert self._speculator is not None
+        self.num_drafts += int(np.count_nonzero(guesses))
+        self.num_draft_tokens += int(guesses.sum())
+        self.num_accepted_tokens += int(num_accepted[guesses > 0].sum())
+        self._speculator.learn(rows, guesses, num_accepted)
 
     def _with(self, plan: StepPlan, drafts: Int32Array | None) -> StepPlan:
         """The plan with these drafts beside its own, which are of other rows."""
@@ -112,11 +128,13 @@ class Drafter:
         limits = [self._rows[row].max_total_tokens for row in rows]
         for i, row in enumerate(rows):
             has_drafts = plan.num_draft_tokens is not None and plan.num_draft_tokens[i]
-            # What bad words ban at a position depends on the token before it.
-            if has_drafts or self._rows[row].request.sampling.bad_words:
+            # What bad words ban at a position depends on the token before it; and whether a grammar allows what the
+            # runner looks up would be known too late.
+            is_unknown = self._overlaps and row in self._rows.constraints
+            if has_drafts or is_unknown or self._rows[row].request.sampling.bad_words:
                 limits[i] = 0
         guesses = self._speculator.draft(plan, limits, room) if room > 0 else None
-        if guesses is not None and self._rows.constraints:
+        if guesses is not None and self._rows.constraints and not self._overlaps:
             for i in guesses.nonzero()[0].tolist():
                 guesses[i] = self._num_possible(int(plan.rows[i]), int(guesses[i]))
         return guesses

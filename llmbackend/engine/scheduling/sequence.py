@@ -170,6 +170,7 @@ class Rows:
         """Takes the row back; the sequence is over."""
         self._runner.remove_row(sequence.row)
         self.table.prompt_logprobs.pop(sequence.row, None)
+        self.table.num_pending_drafts[sequence.row] = 0
         self._holder[sequence.row] = None
         self.constraints.pop(sequence.row, None)
         self.generation[sequence.row] += 1

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import SpeculativeConfig
-from ..step import NO_TOKEN, Int32Array, RowTable, StepPlan
+from ..step import NO_TOKEN, PENDING_TOKEN, Int32Array, RowTable, StepPlan
 
 MAX_INDEXED_TOKENS = 8192
 """A row that begins to draft searches its last tokens up to this many, which bounds its index (~5 MB)."""
@@ -52,16 +52,19 @@ class _RowState:
 class Speculator:
     """Owner of the drafting rows' states. One thread calls it."""
 
-    def __init__(self, config: SpeculativeConfig, table: RowTable, max_step_tokens: int) -> None:
-        """max_step_tokens: of the largest step with drafts, these included."""
+    def __init__(self, config: SpeculativeConfig, table: RowTable, max_step_tokens: int, looks_up: bool = True) -> None:
+        """max_step_tokens: of the largest step with drafts, these included. looks_up: False where the runner looks
+        drafts up, and this says only how many: a try that finds nothing costs as much as one that fails there."""
         self._table = table
+        self._looks_up = looks_up
         self._num_drafts_max = config.num_speculative_tokens
         self._max_step_tokens = max_step_tokens
         self._lengths = range(config.lookup_min, config.lookup_max + 1)
         self._states: dict[int, _RowState] = {}
 
     def draft(self, plan: StepPlan, max_total_tokens: Sequence[int], room: int) -> Int32Array | None:
-        """Writes drafts into the table and returns how many each of plan.rows has, or None when there are none.
+        """Writes drafts into the table, or PENDING_TOKEN in place of those that the runner looks up, and returns how
+        many each of plan.rows has, or None when there are none.
 
         max_total_tokens: of each row. room: drafts that the step has room for.
         """
@@ -108,6 +111,9 @@ class Speculator:
         if limit <= 0 or num_tokens < state.resume_at:
             return 0
         tokens = self._table.token_ids[row]
+        if not self._looks_up:
+            tokens[num_tokens : num_tokens + limit] = PENDING_TOKEN
+            return limit
         source = self._find(state, tokens, num_tokens)
         if source < 0:
             return 0

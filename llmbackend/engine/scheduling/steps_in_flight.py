@@ -2,8 +2,9 @@
 
 For: the engine core, where a device works beside the host: the next step is launched before the last one's tokens are
 known. Does not know: why rows were chosen, what ends a request, blocks. Invariants: a launched step's rows move on at
-once, with PENDING_TOKEN in place of what they sample; a step's results are applied once, in launch order, and only to
-rows that still belong to the requests for which it was launched.
+once, with PENDING_TOKEN in place of what they sample, as far as they can get: as if all of their drafts were accepted.
+A step's results are applied once, in launch order, and only to rows that still belong to the requests for which it was
+launched; a row with fewer tokens than that moves back, and with it what later steps compute of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..infer_request import TokenLogprobs
-from ..step import NO_TOKEN, PENDING_TOKEN, Int32Array, OverlappingRunner, SampledTokens, StepPlan
+from ..step import NO_TOKEN, PENDING_TOKEN, BoolArray, Int32Array, OverlappingRunner, SampledTokens, StepPlan
 from .sequence import Rows
 
 
@@ -36,6 +37,7 @@ class CompletedStep:
     forward_s            see SampledTokens
     sample_s             see SampledTokens
     prompt_logprobs      as in SampledTokens; may have other rows, too
+    num_draft_tokens     int32 [sampled rows]; None where the step had none, or was not launched
     """
 
     rows: Int32Array
@@ -50,11 +52,12 @@ class CompletedStep:
     forward_s: float = 0.0
     sample_s: float = 0.0
     prompt_logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
+    num_draft_tokens: Int32Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _LaunchedStep:
-    """A plan, and its rows at its launch.
+    """A plan, and its rows at its launch, corrected by what was read since.
 
     generation           int32 [n]  see Rows.generation
     num_tokens           int32 [n]  that they had
@@ -68,6 +71,17 @@ class _LaunchedStep:
     num_tokens: Int32Array
     num_computed_tokens: Int32Array
     planned_s: float
+
+    @property
+    def num_draft_tokens(self) -> Int32Array:
+        """int32 [n]"""
+        drafts = self.plan.num_draft_tokens
+        return np.zeros(len(self.plan.rows), np.int32) if drafts is None else drafts
+
+    def moved_back(self, by_row: Int32Array) -> _LaunchedStep:
+        """by_row: int32 [max_num_seqs]"""
+        by = by_row[self.plan.rows]
+        return replace(self, num_tokens=self.num_tokens - by, num_computed_tokens=self.num_computed_tokens - by)
 
 
 class StepsInFlight:
@@ -93,9 +107,12 @@ class StepsInFlight:
         self._last_step_id += 1
         table, rows = self._table, plan.rows
         num_tokens, sampled = table.num_tokens[rows], rows[plan.sample_rows]
+        table.token_ids[plan.samples(table)] = PENDING_TOKEN
         table.num_computed_tokens[rows] += plan.num_scheduled_tokens
-        table.token_ids[sampled, num_tokens[plan.sample_rows]] = PENDING_TOKEN
         table.num_tokens[sampled] += 1
+        if plan.num_draft_tokens is not None:
+            table.num_tokens[rows] += plan.num_draft_tokens
+            table.num_pending_drafts[rows] += plan.num_draft_tokens
         generation, reach = self._rows.generation[rows], table.num_computed_tokens[rows]
         self._steps.append(_LaunchedStep(self._last_step_id, plan, generation, num_tokens, reach, planned_s))
 
@@ -112,23 +129,68 @@ class StepsInFlight:
         self._steps.popleft()
         sampled = with_refusals(plan, sampled)
         is_live = self._rows.generation[plan.rows] == step.generation
+        if plan.num_draft_tokens is not None:
+            return self._read_drafts(step, sampled, is_live)
         samples = is_live & plan.sample_rows
         rows, positions, token_ids = plan.rows[samples], step.num_tokens[samples], token_ids[is_live[plan.sample_rows]]
         self._table.token_ids[rows, positions] = token_ids
-        return CompletedStep(
-            plan.rows[is_live],
-            step.num_computed_tokens[is_live],
-            rows.tolist(),
-            positions.tolist(),
-            token_ids[:, np.newaxis].tolist(),
-            step.planned_s,
-            sampled.logprobs,
-            sampled.errors,
-            sampled.refusals,
-            sampled.forward_s,
-            sampled.sample_s,
-            sampled.prompt_logprobs,
-        )
+        return _completed(step, sampled, is_live, token_ids[:, np.newaxis].tolist())
+
+    def _read_drafts(self, step: _LaunchedStep, sampled: SampledTokens, is_live: BoolArray) -> CompletedStep:
+        """Applies the tokens of a step with drafts: of each row up to the first that differs from its draft."""
+        plan, table, drafts = step.plan, self._table, step.num_draft_tokens
+        accepted = _num_accepted(plan, sampled)
+        rows, back = plan.rows[is_live], (drafts - accepted)[is_live]
+        table.num_tokens[rows] -= back
+        table.num_computed_tokens[rows] -= back
+        table.num_pending_drafts[rows] -= drafts[is_live]
+        by_row = np.zeros(table.max_num_seqs, np.int32)
+        by_row[rows] = back
+        self._steps = deque(later.moved_back(by_row) for later in self._steps)
+        step = replace(step, num_computed_tokens=step.num_computed_tokens - (drafts - accepted))
+        new_token_ids = []
+        ends = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0))
+        for i in (is_live & plan.sample_rows).nonzero()[0].tolist():
+            first, count, position = int(ends[i] - drafts[i] - 1), int(accepted[i]) + 1, int(step.num_tokens[i])
+            token_ids = sampled.token_ids[first : first + count]
+            table.token_ids[plan.rows[i], position : position + count] = token_ids
+            new_token_ids.append(token_ids.tolist())
+        return _completed(step, sampled, is_live, new_token_ids)
+
+
+def _num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
+    """Of each row of a plan with drafts, int32 [n]: how many of them are accepted."""
+    assert plan.num_draft_tokens is not None
+    drafts, accepted = plan.num_draft_tokens, np.zeros(len(plan.rows), np.int32)
+    if sampled.num_accepted_tokens is None or len(sampled.num_accepted_tokens) != np.count_nonzero(drafts):
+        raise RuntimeError(f"the runner does not say which drafts of {np.count_nonzero(drafts)} rows are accepted")
+    accepted[drafts > 0] = sampled.num_accepted_tokens
+    ends = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0))
+    # What a mask leaves no token for, behind accepted drafts: the run ends before it, and the next step begins with it.
+    accepted -= (accepted > 0) & (sampled.token_ids[ends - drafts - 1 + accepted] == NO_TOKEN)
+    return accepted
+
+
+def _completed(
+    step: _LaunchedStep, sampled: SampledTokens, is_live: BoolArray, new_token_ids: list[list[int]]
+) -> CompletedStep:
+    """new_token_ids: of the live rows that sample."""
+    plan, samples = step.plan, is_live & step.plan.sample_rows
+    return CompletedStep(
+        plan.rows[is_live],
+        step.num_computed_tokens[is_live],
+        plan.rows[samples].tolist(),
+        step.num_tokens[samples].tolist(),
+        new_token_ids,
+        step.planned_s,
+        sampled.logprobs,
+        sampled.errors,
+        sampled.refusals,
+        sampled.forward_s,
+        sampled.sample_s,
+        sampled.prompt_logprobs,
+        None if plan.num_draft_tokens is None else plan.num_draft_tokens[samples],
+    )
 
 
 def with_refusals(plan: StepPlan, sampled: SampledTokens) -> SampledTokens:

@@ -38,6 +38,11 @@ class ParallelRunner:
     def max_steps_in_flight(self) -> int:
         return self._runner.max_steps_in_flight
 
+    @property
+    def launches_drafts(self) -> bool:
+        """Ranks are not told what a row's pending drafts are."""
+        return False
+
     def add_row(self, row: int, request: InferRequest) -> None:
         """A request that is refused here is not sent to the others, which would refuse it too."""
         if request.sampling.prompt_logprobs is not None:  # the other ranks do not know what the row still needs
