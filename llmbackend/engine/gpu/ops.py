@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
 from ..errors import ProgramUnsupportedError
+from .expert_weights import ExpertProjection
+from .gates import Activation
 from .weights import EightBitRows, Rows
-
-Activation = Literal["silu", "gelu_tanh"]
 
 NO_ADAPTER = -1
 """The slot of a token without a LoRA adapter."""
@@ -114,10 +114,10 @@ class AttendSpec:
 class ExpertSpec:
     """One layer's experts, of which each token chooses some by its router logits."""
 
-    gate_up: torch.Tensor
-    """[experts, 2 * n, width], gates in the first half, contiguous, in the model's dtype"""
-    down: torch.Tensor
-    """[experts, width, n]"""
+    gate_up: ExpertProjection
+    """Matrices [2 * n, width], gates and ups in the order of the activation."""
+    down: ExpertProjection
+    """Matrices [width, n]"""
     top_k: int
     """Experts of a token: those of the largest logits, each with its share of the softmax over all experts."""
     renormalises: bool
@@ -125,7 +125,7 @@ class ExpertSpec:
 
     @property
     def num_experts(self) -> int:
-        return self.gate_up.shape[0]
+        return self.down.weight.num_experts
 
 
 MIN_EXPERT_ROWS = 16
@@ -158,13 +158,12 @@ class ExpertRoom:
     """[P, width]"""
 
     @classmethod
-    def of(cls, num_tokens: int, specs: Sequence[ExpertSpec]) -> ExpertRoom:
-        """For steps of so many tokens, and layers of these experts, all of the same sizes."""
+    def of(cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device) -> ExpertRoom:
+        """For steps of so many tokens in this dtype, and layers of these experts, all of the same sizes."""
         spec = specs[0]
-        if any((s.gate_up.shape, s.top_k) != (spec.gate_up.shape, spec.top_k) for s in specs):
+        if len({(each.num_experts, each.down.weight.n, each.down.weight.k, each.top_k) for each in specs}) > 1:
             raise ProgramUnsupportedError("its layers have experts of several sizes")
-        pairs, (_, width, n) = num_tokens * spec.top_k, spec.down.shape
-        device, dtype = spec.down.device, spec.down.dtype
+        pairs, width, n = num_tokens * spec.top_k, spec.down.weight.n, spec.down.weight.k
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -277,7 +276,7 @@ class Ops(Protocol):
         gets zeros, and a token of no sequence anything."""
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
-        """out = activation(gate) * up for gate_up [T, 2 * n], gates in the first half; out [T, n]."""
+        """out [T, n] = gates.gated(gate_up [T, 2 * n])"""
 
     def mix_experts(
         self,

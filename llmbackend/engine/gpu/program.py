@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import torch
 from torch import nn
@@ -18,9 +18,10 @@ from torch import nn
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
 from ..model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection, joined
+from .expert_weights import DenseExperts, ExpertProjection
+from .gates import Activation
 from .lora_slots import LoraSlots
 from .ops import (
-    Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
@@ -329,7 +330,7 @@ class GpuProgram:
         downs = [layer.mlp.down for layer in layers if isinstance(layer.mlp, _Mlp)]
         self._gated = self._inputs(tokens, [*downs, *(layer.attention_out for layer in layers)])
         specs = [layer.mlp.spec for layer in layers if isinstance(layer.mlp, _Experts)]
-        self._expert_room = ExpertRoom.of(tokens, specs) if specs else None
+        self._expert_room = ExpertRoom.of(tokens, specs, self._dtype, self._device) if specs else None
         self._lora_room = None if self._loras is None else LoraRoom.of(tokens, self._loras.specs)
         self._sampled = buffer(samples, width)
         self._logit_memory = buffer(samples, self._head.n)
@@ -359,13 +360,17 @@ class GpuProgram:
         )
 
     def _mlp(self, mlp: Mlp | Experts) -> _Mlp | _Experts:
-        activation = cast(Activation, mlp.activation)
         if isinstance(mlp, Mlp):
-            return _Mlp(self._linear(_gate_up(mlp)), activation, self._linear(mlp.down))
-        spec = ExpertSpec(mlp.gate_up, mlp.down, mlp.top_k, mlp.renormalises)
-        if not (spec.gate_up.is_contiguous() and spec.down.is_contiguous() and spec.down.dtype == self._dtype):
-            raise ProgramUnsupportedError("its experts' weights are not of the model's type, or in another order")
-        return _Experts(self._linear(mlp.router), activation, spec, mlp.add_up)
+            return _Mlp(self._linear(_gate_up(mlp)), mlp.activation, self._linear(mlp.down))
+        gate_up, down = (self._by_expert(each) for each in (mlp.gate_up, mlp.down))
+        spec = ExpertSpec(gate_up, down, mlp.top_k, mlp.renormalises)
+        return _Experts(self._linear(mlp.router), mlp.activation, spec, mlp.add_up)
+
+    def _by_expert(self, projection: ExpertProjection) -> ExpertProjection:
+        weight, bias = projection.weight, projection.bias
+        if isinstance(weight, DenseExperts) and weight.tensor.dtype != self._dtype:
+            raise ProgramUnsupportedError("its experts' weights are not of the model's type")
+        return ExpertProjection(weight, None if bias is None else bias.to(self._dtype).contiguous())
 
     def _linear(self, projection: Projection) -> _Linear:
         """With room for adapters of the layers that it consists of."""

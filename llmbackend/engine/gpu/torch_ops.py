@@ -11,10 +11,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from .expert_weights import ExpertProjection
+from .gates import Activation, gated
 from .ops import (
     NO_ADAPTER,
     PADDING_SLOT,
-    Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
@@ -86,9 +87,7 @@ class TorchOps:
             out[part] = state.result().flatten(1)
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
-        gate, up = gate_up.float().chunk(2, dim=-1)
-        active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-        _put(active * up, out)
+        _put(gated(gate_up.float(), activation), out)
 
     def mix_experts(
         self,
@@ -106,9 +105,9 @@ class TorchOps:
         factors = torch.zeros(len(x), spec.num_experts, device=x.device).scatter_(1, chosen, shares)
         total = torch.zeros(out.shape, device=x.device)
         for expert in range(spec.num_experts):
-            gated = room.gated[: len(x)]
-            self.gate(x @ spec.gate_up[expert].t(), activation, gated)
-            total += factors[:, expert, None] * (gated @ spec.down[expert].t()).float()
+            inner = room.gated[: len(x)]
+            self.gate(_by_expert(x, spec.gate_up, expert), activation, inner)
+            total += factors[:, expert, None] * _by_expert(inner, spec.down, expert).float()
         out.copy_(total)
 
     def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
@@ -200,6 +199,11 @@ class _Softmax:
         """[tokens, num_heads, head_dim]; zeros for a token that saw nothing."""
         attended = torch.where(self._sum > 0, self._values / self._sum, 0.0)
         return attended.flatten(1, 2)
+
+
+def _by_expert(x: torch.Tensor, projection: ExpertProjection, expert: int) -> torch.Tensor:
+    bias = None if projection.bias is None else projection.bias[expert]
+    return functional.linear(x, projection.weight.matrix(expert, x.dtype), bias)
 
 
 def _put(x: torch.Tensor, out: Rows) -> None:

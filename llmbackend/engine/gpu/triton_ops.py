@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 import triton
 
+from .gates import Activation
 from .kernels import experts, fused, lora
 from .kernels.paged_attention import PagedAttention
 from .ops import (
     NO_ADAPTER,
     PADDING_SLOT,
-    Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
@@ -119,11 +119,11 @@ class TritonOps:
         if isinstance(out, EightBitRows):
             fused.gate_in_eight_bits_kernel[(num_tokens,)](
                 gate_up, out.data, out.scale, width, gate_up.stride(0),
-                GELU=activation == "gelu_tanh", TILE=tile, LARGEST=LARGEST[out.data.dtype],
+                ACTIVATION=activation, TILE=tile, LARGEST=LARGEST[out.data.dtype],
             )  # fmt: skip
             return
         fused.gate_kernel[(num_tokens, triton.cdiv(width, tile))](
-            gate_up, out, width, gate_up.stride(0), out.stride(0), GELU=activation == "gelu_tanh", TILE=tile
+            gate_up, out, width, gate_up.stride(0), out.stride(0), ACTIVATION=activation, TILE=tile
         )
 
     def mix_experts(

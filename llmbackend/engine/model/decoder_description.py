@@ -20,6 +20,8 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
+from ..gpu.expert_weights import DenseExperts, ExpertProjection
+from ..gpu.gates import ACTIVATIONS, Activation, gated
 from ..gpu.stored_weights import StoredLinear
 from ..gpu.weights import DenseWeight, QuantizedLinear
 
@@ -90,8 +92,7 @@ class Mlp:
     gate: Projection
     up: Projection
     down: Projection
-    activation: str
-    """silu or gelu_tanh"""
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +104,11 @@ class Experts:
     top_k: int
     renormalises: bool
     """Shares are of a softmax over all experts; whether a token's are divided by their sum."""
-    gate_up: torch.Tensor
-    """[experts, 2 * n, width], gates in the first half"""
-    down: torch.Tensor
-    """[experts, width, n]"""
-    activation: str
-    """silu or gelu_tanh"""
+    gate_up: ExpertProjection
+    """Matrices [2 * n, width], gates and ups in the order of the activation."""
+    down: ExpertProjection
+    """Matrices [width, n]"""
+    activation: Activation
     add_up: Callable[[torch.Tensor], None] | None = None
     """Where each expert's n is spread: adds up what all parts gave, in place."""
 
@@ -249,22 +249,47 @@ def _mlp(module: Any) -> Mlp:
 
 
 def _experts(module: Any) -> Experts:
-    _expect_children(module, {"gate", "experts"})
-    router, experts = module.gate, module.experts
-    names = {name for name, _ in (*router.named_parameters(), *experts.named_parameters())}
-    if names != {"weight", "gate_up_proj", "down_proj"}:
-        raise ProgramUnsupportedError(f"{type(experts).__name__} has the weights {', '.join(sorted(names))}")
-    num_experts, both, width = experts.gate_up_proj.shape
-    if router.weight.shape != (num_experts, width) or experts.down_proj.shape != (num_experts, width, both // 2):
+    router_name = "router" if hasattr(module, "router") else "gate"
+    _expect_children(module, {router_name, "experts"})
+    router, experts = getattr(module, router_name), module.experts
+    _expect_parameters(router, {"weight"}, {"bias"})
+    _expect_parameters(experts, {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"})
+    gate_up, down = (_by_expert(experts, name) for name in ("gate_up_proj", "down_proj"))
+    sizes = gate_up.weight.num_experts, down.weight.n
+    if router.weight.shape != sizes or (gate_up.weight.k, gate_up.weight.n) != (down.weight.n, 2 * down.weight.k):
         raise ProgramUnsupportedError(f"{type(experts).__name__} keeps its weights in another order")
+    bias = getattr(router, "bias", None)
     return Experts(
-        router=Projection(DenseWeight(router.weight.detach()), None),
+        router=Projection(DenseWeight(router.weight.detach()), None if bias is None else bias.detach().float()),
         top_k=int(router.top_k),
         renormalises=_renormalises(router),
-        gate_up=experts.gate_up_proj.detach(),
-        down=experts.down_proj.detach(),
-        activation=_activation(experts),
+        gate_up=gate_up,
+        down=down,
+        activation=_gate(experts),
     )
+
+
+def _expect_parameters(module: nn.Module, names: set[str], optional: set[str]) -> None:
+    found = {name for name, _ in module.named_parameters()}
+    if not names <= found <= names | optional:
+        raise ProgramUnsupportedError(f"{type(module).__name__} has the weights {', '.join(sorted(found))}")
+
+
+def _by_expert(experts: Any, name: str) -> ExpertProjection:
+    weight, bias = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
+    if getattr(experts, "is_transposed", False):
+        weight = weight.transpose(1, 2)
+    return ExpertProjection(DenseExperts(weight), None if bias is None else bias.detach())
+
+
+def _gate(experts: Any) -> Activation:
+    """Recognised by what it computes of gates and ups, beyond any bound."""
+    x = 12 * torch.arange(1.0, 513.0).sin().view(4, 128)
+    given = experts._apply_gate(x) if hasattr(experts, "_apply_gate") else None
+    for name in ACTIVATIONS:
+        if given is not None and torch.allclose(given, gated(x, name), rtol=1e-5, atol=1e-5):
+            return name
+    raise ProgramUnsupportedError(f"{type(experts).__name__} has gates of its own")
 
 
 def _renormalises(router: Any) -> bool:
@@ -272,22 +297,21 @@ def _renormalises(router: Any) -> bool:
     weight = router.weight
     x = torch.linspace(-2, 3, 4 * weight.shape[1], device=weight.device).view(4, -1).to(weight.dtype)
     _, given, chosen = router(x)
-    shares = nn.functional.linear(x, weight).float().softmax(-1).gather(1, chosen)
+    shares = nn.functional.linear(x, weight, getattr(router, "bias", None)).float().softmax(-1).gather(1, chosen)
     for renormalises, expected in ((False, shares), (True, shares / shares.sum(-1, keepdim=True))):
         if chosen.shape[1] == router.top_k and torch.allclose(given.float(), expected, rtol=1e-2, atol=1e-5):
             return renormalises
     raise ProgramUnsupportedError(f"{type(router).__name__} is no softmax over all experts")
 
 
-def _activation(module: Any) -> str:
+def _activation(module: Any) -> Activation:
     """silu or gelu_tanh, recognised by what the function computes."""
     function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None:
         raise ProgramUnsupportedError(f"{type(module).__name__} names no activation")
     x = torch.linspace(-6, 6, 49)
-    known = {"silu": nn.functional.silu(x), "gelu_tanh": nn.functional.gelu(x, approximate="tanh")}
-    for name, expected in known.items():
-        if torch.allclose(function(x), expected, atol=1e-6):
+    for name in ACTIVATIONS:
+        if torch.allclose(function(x), gated(torch.cat((x, torch.ones_like(x))), name), atol=1e-6):
             return name
     raise ProgramUnsupportedError(f"{type(module).__name__} activates by {type(function).__name__}")
 
@@ -378,14 +402,17 @@ class _RotaryTables:
     def of(self, attention: Any) -> torch.Tensor:
         kind = attention.layer_type if self._by_kind else None
         if kind not in self._tables:
-            self._tables[kind] = self._table(*([kind] if self._by_kind else []))
+            self._tables[kind] = self._table(int(attention.head_dim), *([kind] if self._by_kind else []))
         return self._tables[kind]
 
-    def _table(self, *kind: str | None) -> torch.Tensor:
+    def _table(self, head_dim: int, *kind: str | None) -> torch.Tensor:
+        """Modules state cosines and sines for both halves, or, where they rotate whole heads, for one."""
         cos, sin = self._rotary(torch.empty(1, 1), self._positions, *kind)
         half = cos.shape[-1] // 2
         if not torch.equal(cos[..., :half], cos[..., half:]):
-            raise ProgramUnsupportedError(f"{type(self._rotary).__name__} rotates in another order than halves")
+            half = cos.shape[-1]
+            if 2 * half != head_dim:
+                raise ProgramUnsupportedError(f"{type(self._rotary).__name__} rotates in another order than halves")
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().to(self._device)
 
 

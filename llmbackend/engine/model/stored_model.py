@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig
 
+from ..attention.interface import AttentionOptions
 from ..config import EngineConfig
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.stored_weights import StoredLinear, StoredWeight
@@ -59,6 +61,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
         recorder, _, _ = check_calls(model)
     except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
         raise ProgramUnsupportedError("its layers are not known without weights") from error
+    names = {id(parameter): name for name, parameter in _parameters(model)}
     try:
         _take_tensors(model, mapped_tensors(files), dtype, config.quantization)
     except (SafetensorError, OSError) as error:
@@ -67,7 +70,8 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     fix_frequencies(model, opened.max_model_len)
     with contextlib.suppress(OSError):  # it has none
         model.generation_config = GenerationConfig.from_pretrained(config.model)
-    decoder, why_modules = describe_or_why(model, recorder.options, opened.max_model_len, with_experts=True)
+    options = {module: _with_values(each, names, model) for module, each in recorder.options.items()}
+    decoder, why_modules = describe_or_why(model, options, opened.max_model_len, with_experts=True)
     return LoadedModel(
         model=model,
         layer_shapes=recorder.shapes,
@@ -78,7 +82,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
         eos_token_ids=eos_token_ids(model, opened.hf_config),
         model_type=str(opened.hf_config.model_type),
         linear_kind="torch",
-        checked=CheckedModel(recorder.shapes, recorder.options, (), torch.empty(0)),
+        checked=CheckedModel(recorder.shapes, options, (), torch.empty(0)),
         kernels=None,
         store=None,
         decoder=decoder,
@@ -121,6 +125,15 @@ def _take_tensors(
                 bias = cast("nn.Parameter | None", child.bias)
                 kind = quantization if is_quantizable(name, child, head) else None
                 setattr(parent, name, StoredLinear(StoredWeight((child.weight.detach(),), dtype, kind), bias))
+
+
+def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.Module) -> AttentionOptions:
+    """What a layer asked for while it had no memory. names: of its parameters then. Raises ProgramUnsupportedError."""
+    if options.sinks is None:
+        return options
+    if id(options.sinks) not in names:
+        raise ProgramUnsupportedError("its attention sinks are not known without weights")
+    return replace(options, sinks=model.get_parameter(names[id(options.sinks)]))
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

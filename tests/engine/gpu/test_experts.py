@@ -12,6 +12,7 @@ import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
+from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.kernels import experts as kernels
 from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec, Ops
@@ -34,9 +35,17 @@ def draw(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def spec(dtype: torch.dtype, renormalises: bool = True) -> ExpertSpec:
-    gate_up, down = draw(1, EXPERTS, 2 * INNER, WIDTH) / 6, draw(2, EXPERTS, WIDTH, INNER) / 5
-    return ExpertSpec(gate_up.to(dtype), down.to(dtype), TOP_K, renormalises)
+def spec(dtype: torch.dtype, renormalises: bool = True, has_bias: bool = False) -> ExpertSpec:
+    """Those with biases are stored as gpt-oss', the inputs of an expert first."""
+
+    def projection(seed: int, n: int, k: int) -> ExpertProjection:
+        weight = (draw(seed, EXPERTS, n, k) / k**0.5).to(dtype)
+        if not has_bias:
+            return ExpertProjection(DenseExperts(weight), None)
+        stored = weight.transpose(1, 2).contiguous()
+        return ExpertProjection(DenseExperts(stored.transpose(1, 2)), (4 * draw(seed + 2, EXPERTS, n)).to(dtype))
+
+    return ExpertSpec(projection(1, 2 * INNER, WIDTH), projection(2, WIDTH, INNER), TOP_K, renormalises)
 
 
 def tokens(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +56,7 @@ def tokens(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def mixed(ops: Ops, x: torch.Tensor, logits: torch.Tensor, experts: ExpertSpec, activation: Any = "silu") -> Any:
-    room = ExpertRoom.of(len(x) + 3, [experts])
+    room = ExpertRoom.of(len(x) + 3, [experts], x.dtype, x.device)
     for name in ExpertRoom.__slots__:
         getattr(room, name).fill_(77)
     out = torch.full((len(x) + 1, WIDTH), float("nan"), device=DEVICE).to(x.dtype)
@@ -60,29 +69,44 @@ def expected(x: torch.Tensor, logits: torch.Tensor, experts: ExpertSpec, activat
     """In float64, a token and an expert at a time."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=DEVICE)
     shares = logits.double().softmax(-1)
-    functional = torch.nn.functional
     for token in range(len(x)):
         chosen = shares[token].argsort(descending=True)[: experts.top_k]
         total = shares[token, chosen].sum() if experts.renormalises else 1.0
         for expert in chosen:
-            gate, up = (experts.gate_up[expert].double() @ x[token].double()).chunk(2)
-            active = functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh")
-            out[token] += shares[token, expert] / total * (experts.down[expert].double() @ (active * up))
+            inner = gate(by_expert(x[token].double(), experts.gate_up, expert), activation)
+            out[token] += shares[token, expert] / total * by_expert(inner, experts.down, expert)
     return out
+
+
+def by_expert(x: torch.Tensor, projection: ExpertProjection, expert: Any) -> torch.Tensor:
+    product = projection.weight.matrix(expert, torch.float64) @ x
+    return product if projection.bias is None else product + projection.bias[expert].double()
+
+
+def gate(gate_up: torch.Tensor, activation: str) -> Any:
+    if activation == "swigluoai":
+        gate, up = gate_up.view(-1, 2).t()
+        gate = gate.clamp(max=7.0)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up.clamp(-7.0, 7.0) + 1)
+    gate, up = gate_up.chunk(2)
+    functional = torch.nn.functional
+    return up * (functional.silu(gate) if activation == "silu" else functional.gelu(gate, approximate="tanh"))
 
 
 @pytest.mark.parametrize("ops", [TritonOps(), TritonOps(exact_products=True), TorchOps()])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("count", "renormalises", "activation"), [(1, True, "silu"), (7, False, "gelu_tanh"), (20, True, "silu")]
+    ("count", "renormalises", "activation"),
+    [(1, True, "silu"), (7, False, "gelu_tanh"), (20, True, "silu"), (9, True, "swigluoai")],
 )
 def test_a_token_gets_the_sum_of_its_experts(
     count: int, renormalises: bool, activation: str, dtype: torch.dtype, ops: Ops
 ) -> None:
-    experts, (x, logits) = spec(dtype, renormalises), tokens(count, dtype)
+    experts, (x, logits) = spec(dtype, renormalises, has_bias=activation == "swigluoai"), tokens(count, dtype)
     found = mixed(ops, x, logits, experts, activation).double()
+    exact = expected(x, logits, experts, activation)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-2
-    torch.testing.assert_close(found, expected(x, logits, experts, activation), rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * max(1.0, exact.std().item()))
 
 
 def test_many_tokens_are_sorted_in_several_passes_into_several_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,8 +129,10 @@ def test_a_token_is_its_own_bit_by_bit() -> None:
     assert torch.equal(spoilt[others], together[others])
 
 
-def test_an_engine_with_kernels_gives_the_tokens_of_one_without(tmp_path: Path) -> None:
-    save(WITH_EXPERTS["qwen3_moe"], tmp_path)
+@pytest.mark.timeout(600)  # of interpreted kernels
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_an_engine_with_kernels_gives_the_tokens_of_one_without(family: str, tmp_path: Path) -> None:
+    save(WITH_EXPERTS[family], tmp_path)
     small: dict[str, Any] = {"max_num_seqs": 1, "max_num_batched_tokens": 16, "max_model_len": 32, "num_kv_blocks": 3}
     config = config_for(tmp_path, block_size=16, enforce_eager=True, **small)
     sampling, found = SamplingParams(max_tokens=3, temperature=0.0), []
@@ -136,7 +162,7 @@ def test_steps_with_experts_are_replayed_as_graphs(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_each_rank_has_columns_of_every_expert(family: str, tmp_path: Path) -> None:
     model = save(WITH_EXPERTS[family], tmp_path)
     loaded = load(tmp_path)
@@ -145,7 +171,7 @@ def test_each_rank_has_columns_of_every_expert(family: str, tmp_path: Path) -> N
     for decoder, _ in on_ranks(2, lambda ranks: part_of(loaded, ranks)):
         part = decoder.layers[0].mlp
         assert isinstance(part, Experts) and isinstance(whole, Experts)
-        assert part.gate_up.shape[1] * 2 == whole.gate_up.shape[1] and part.down.shape[2] * 2 == whole.down.shape[2]
+        assert part.gate_up.weight.n * 2 == whole.gate_up.weight.n and part.down.weight.k * 2 == whole.down.weight.k
     first, second = on_ranks(2, lambda ranks: all_logits(program_of_rank(loaded, ranks), prompts()))
     for tokens, logits, same in zip(prompts(), first, second, strict=True):
         with torch.inference_mode():
@@ -160,7 +186,8 @@ def test_columns_of_experts_that_do_not_divide_are_refused_by_name(tmp_path: Pat
     assert loaded.decoder is not None
     layer = loaded.decoder.layers[0]
     assert isinstance(layer.mlp, Experts)
-    odd = replace(layer, mlp=replace(layer.mlp, gate_up=layer.mlp.gate_up[:, :-2], down=layer.mlp.down[:, :, :-1]))
+    down = ExpertProjection(layer.mlp.down.weight.columns(range(95)), None)
+    odd = replace(layer, mlp=replace(layer.mlp, down=down))
     loaded = replace(loaded, decoder=replace(loaded.decoder, layers=(odd,)))
 
     def refusal(ranks: Collectives) -> str:

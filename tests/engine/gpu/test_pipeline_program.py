@@ -72,13 +72,18 @@ class Board:
         return gathered
 
 
-def test_a_model_with_experts_is_read_tried_and_split(tmp_path: Path) -> None:
-    save(WITH_EXPERTS["mixtral"], tmp_path, torch.bfloat16)
+@pytest.mark.parametrize(("family", "num_experts", "head_dim"), [("mixtral", 4, 16), ("gpt_oss", 6, 32)])
+def test_a_model_with_experts_is_read_tried_and_split(
+    family: str, num_experts: int, head_dim: int, tmp_path: Path
+) -> None:
+    save(WITH_EXPERTS[family], tmp_path, torch.bfloat16)
     for loaded in parts_of(tmp_path, 1, 2):
         assert loaded.decoder is not None
         layer = loaded.decoder.layers[0]
-        assert isinstance(layer.mlp, Experts) and layer.mlp.gate_up.shape == (4, 2 * 96, 64)
-        assert layer.attention.qkv.weight.n == (4 + 2 * 2) * 16 // 2
+        assert isinstance(layer.mlp, Experts)
+        gate_up = layer.mlp.gate_up.weight
+        assert (gate_up.num_experts, gate_up.n, gate_up.k) == (num_experts, 2 * 96, 64)
+        assert layer.attention.qkv.weight.n == (4 + 2 * 2) * head_dim // 2
 
 
 @pytest.mark.parametrize("family", ["llama tied", "qwen2", "gemma2", "phi3"])

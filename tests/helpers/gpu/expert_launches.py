@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection
+from llmbackend.engine.gpu.gates import Activation
 from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec
 from llmbackend.engine.gpu.triton_ops import TritonOps
 
 
 def launch_experts(_capability: int) -> None:
     for count, num_experts, top_k in ((2, 128, 8), (512, 8, 2)):
-        width, inner = 64, 64  # strides of 64 are as aligned as any
-        gate_up = torch.zeros(num_experts, 2 * inner, width, dtype=torch.bfloat16)
-        down = torch.zeros(num_experts, width, inner, dtype=torch.bfloat16)
-        spec = ExpertSpec(gate_up, down, top_k, True)
-        x = torch.zeros(count, width, dtype=torch.bfloat16)
-        logits = torch.zeros(count, num_experts, dtype=torch.bfloat16)
-        TritonOps().mix_experts(x, logits, spec, "silu", ExpertRoom.of(count, [spec]), torch.empty_like(x))
+        _mix(count, num_experts, top_k, "silu", is_transposed=False, has_bias=False)
+        _mix(count, num_experts, top_k, "swigluoai", is_transposed=True, has_bias=True)
+
+
+def _mix(count: int, num_experts: int, top_k: int, activation: Activation, is_transposed: bool, has_bias: bool) -> None:
+    width, inner = 64, 64  # strides of 64 are as aligned as any
+
+    def projection(n: int, k: int) -> ExpertProjection:
+        shape = (num_experts, k, n) if is_transposed else (num_experts, n, k)
+        weight = torch.zeros(shape, dtype=torch.bfloat16)
+        bias = torch.zeros(num_experts, n, dtype=torch.bfloat16) if has_bias else None
+        return ExpertProjection(DenseExperts(weight.transpose(1, 2) if is_transposed else weight), bias)
+
+    spec = ExpertSpec(projection(2 * inner, width), projection(width, inner), top_k, True)
+    x = torch.zeros(count, width, dtype=torch.bfloat16)
+    logits = torch.zeros(count, num_experts, dtype=torch.bfloat16)
+    room = ExpertRoom.of(count, [spec], x.dtype, x.device)
+    TritonOps().mix_experts(x, logits, spec, activation, room, torch.empty_like(x))

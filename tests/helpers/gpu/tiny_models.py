@@ -43,6 +43,7 @@ WITH_EXPERTS: dict[str, Any] = {
         **SIZES | CHOICES, head_dim=32, num_experts=5, moe_intermediate_size=48, norm_topk_prob=True
     ),
     "mixtral": tf.MixtralConfig(**SIZES | CHOICES, num_local_experts=4),
+    "gpt_oss": tf.GptOssConfig(**SIZES | CHOICES | MIXED, head_dim=32, num_local_experts=6),
 }  # fmt: skip
 
 
@@ -52,9 +53,9 @@ def save(config: Any, path: Path, dtype: torch.dtype = torch.float32) -> Any:
     model = tf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(4)
-            elif name.endswith("bias"):
+            if name.endswith(("bias", "sinks")):
                 parameter.normal_()
+            elif parameter.dim() >= 2:
+                parameter.mul_(4)
     model.save_pretrained(path)
     return model

@@ -15,7 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import Activation, ExpertRoom, ExpertSpec
+from ..expert_weights import DenseExperts, ExpertProjection
+from ..gates import Activation
+from ..ops import ExpertRoom, ExpertSpec
 from . import fused
 from .matmul import Tile, dot_dtype
 
@@ -93,12 +95,12 @@ def place_pairs_kernel(
 
 @triton.jit(do_not_specialize=["max_tiles"])
 def grouped_matmul_kernel(
-    x, weight, pairs, tile_experts, num_tiles, out, n, k, max_tiles,
+    x, weight, bias, pairs, tile_experts, num_tiles, out, n, k, expert_stride, n_stride, k_stride, max_tiles,
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    DOT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // SHARED] · weight[expert]ᵀ, one tile per program. Programs that run at the same time share
-    weights: GROUP tiles of pairs come before the next tile of columns."""
+    """out[pair] = x[pair // SHARED] · weight[expert]ᵀ + bias[expert], one tile per program. Programs that run at
+    the same time share weights: GROUP tiles of pairs come before the next tile of columns."""
     tiles_across = tl.cdiv(n, COLUMNS)
     program = tl.program_id(0)
     group = program // (GROUP * tiles_across)
@@ -114,13 +116,15 @@ def grouped_matmul_kernel(
     column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     x += (row // SHARED)[:, None] * k + step[None, :]
-    weight += expert * n * k + column.to(tl.int64)[:, None] * k + step[None, :]
+    weight += expert * expert_stride + column.to(tl.int64)[None, :] * n_stride + step[:, None] * k_stride
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, k, DEPTH):
-        left = (step < k - start)[None, :]
-        a = tl.load(x + start, mask=there[:, None] & left, other=0.0)
-        b = tl.load(weight + start, mask=(column < n)[:, None] & left, other=0.0)
-        total = tl.dot(a.to(DOT), tl.trans(b.to(DOT)), total, input_precision="ieee")
+        left = step < k - start
+        a = tl.load(x + start, mask=there[:, None] & left[None, :], other=0.0)
+        b = tl.load(weight + start * k_stride, mask=left[:, None] & (column < n)[None, :], other=0.0)
+        total = tl.dot(a.to(DOT), b.to(DOT), total, input_precision="ieee")
+    if HAS_BIAS:
+        total += tl.load(bias + expert * n + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None] * n + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & (column < n)[None, :])
 
@@ -180,7 +184,7 @@ def mix_experts(
     gated = room.gated[:num_pairs]
     inner = gated.shape[1]
     fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
-        gate_up, gated, inner, gate_up.stride(0), gated.stride(0), GELU=activation == "gelu_tanh", TILE=_GATE_TILE
+        gate_up, gated, inner, gate_up.stride(0), gated.stride(0), ACTIVATION=activation, TILE=_GATE_TILE
     )
     mixed = room.mixed[:num_pairs]
     _multiply(gated, spec.down, groups, mixed, 1, tile)
@@ -200,11 +204,13 @@ def _sort(num_pairs: int, spec: ExpertSpec, room: ExpertRoom, tile: Tile) -> _Gr
 
 
 def _multiply(
-    x: torch.Tensor, weight: torch.Tensor, groups: _Groups, out: torch.Tensor, shared: int, tile: Tile
+    x: torch.Tensor, projection: ExpertProjection, groups: _Groups, out: torch.Tensor, shared: int, tile: Tile
 ) -> None:
-    n, k = weight.shape[1:]
-    grouped_matmul_kernel[(groups.max_tiles * triton.cdiv(n, tile.columns),)](
-        x, weight, groups.pairs, groups.tile_experts, groups.num_tiles, out, n, k, groups.max_tiles,
-        SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=8, DOT=dot_dtype(x.dtype),
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    weight, bias = projection.weight, projection.bias
+    assert isinstance(weight, DenseExperts)
+    grouped_matmul_kernel[(groups.max_tiles * triton.cdiv(weight.n, tile.columns),)](
+        x, weight.tensor, bias, groups.pairs, groups.tile_experts, groups.num_tiles, out, weight.n, weight.k,
+        *weight.tensor.stride(), groups.max_tiles, SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns,
+        DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None, DOT=dot_dtype(x.dtype), num_warps=tile.warps,
+        num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -156,17 +156,17 @@ def _store(target, x, mask, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, GELU: tl.constexpr, TILE: tl.constexpr):
+def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, ACTIVATION: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < width
-    result = _gated(gate_up + token * gate_up_stride + columns, inside, width, GELU)
+    result = _gated(gate_up + token * gate_up_stride, columns, width, ACTIVATION)
     tl.store(out + token * out_stride + columns, result.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gate_in_eight_bits_kernel(
-    gate_up, out, scales, width, gate_up_stride, GELU: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
+    gate_up, out, scales, width, gate_up_stride, ACTIVATION: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
 ):
     """One program for a token: the gate is computed for the largest number, and once more for what is stored."""
     token = tl.program_id(0).to(tl.int64)
@@ -174,12 +174,12 @@ def gate_in_eight_bits_kernel(
     sizes = tl.zeros([TILE], tl.float32)
     for start in range(0, width, TILE):
         columns = start + tl.arange(0, TILE)
-        sizes = tl.maximum(sizes, size_of(_gated(gates + columns, columns < width, width, GELU)))
+        sizes = tl.maximum(sizes, size_of(_gated(gates, columns, width, ACTIVATION)))
     scale = scale_of(tl.max(sizes, axis=0), LARGEST)
     tl.store(scales + token, scale)
     for start in range(0, width, TILE):
         columns = start + tl.arange(0, TILE)
-        result = in_eight_bits(_gated(gates + columns, columns < width, width, GELU), scale, LARGEST)
+        result = in_eight_bits(_gated(gates, columns, width, ACTIVATION), scale, LARGEST)
         tl.store(out + token * width + columns, result.to(out.dtype.element_ty), mask=columns < width)
 
 
@@ -225,11 +225,20 @@ def in_eight_bits(x, scale, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _gated(gates, inside, width, GELU: tl.constexpr):
-    """activation(gate) * up, float32; up is `width` numbers behind gate."""
-    x = tl.load(gates, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gates + width, mask=inside, other=0.0).to(tl.float32)
-    if GELU:
+def _gated(row, columns, width, ACTIVATION: tl.constexpr):
+    """As gates.gated, of these columns of the result; float32."""
+    inside = columns < width
+    if ACTIVATION == "swigluoai":
+        x = tl.load(row + 2 * columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(row + 2 * columns + 1, mask=inside, other=0.0).to(tl.float32)
+        x = tl.where(x > 7.0, 7.0, x)
+        up = tl.where(up > 7.0, 7.0, tl.where(up < -7.0, -7.0, up)) + 1.0
+    else:
+        x = tl.load(row + columns, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(row + width + columns, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "swigluoai":
+        slope = 1.702 * x
+    elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the logistic function of 2 u.
         slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     else:

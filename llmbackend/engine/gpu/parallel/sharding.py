@@ -19,6 +19,8 @@ from torch import nn
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
 from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection
+from ..expert_weights import ExpertProjection
+from ..gates import gate_up_rows
 from ..weights import DenseWeight, DeviceWeight, SplittableWeight
 from .collectives import Collectives
 from .place import RankPlace
@@ -127,16 +129,31 @@ class Sharding:
     def _experts(self, experts: Experts) -> Experts:
         """Columns of every expert, so that all ranks have the same work for any choice of experts; where no sum may be
         split, all of them on every rank."""
-        router = Projection(DenseWeight(_copied(_dense(experts.router), self._to)), None)
+        bias = experts.router.bias
+        router = Projection(
+            DenseWeight(_copied(_dense(experts.router), self._to)), None if bias is None else bias.to(self._device)
+        )
+        gate_up, down = experts.gate_up, experts.down
         if self._ranks.size == 1 or self._is_exact:
-            gate_up, down = (_copied(x, self._to) for x in (experts.gate_up, experts.down))
-            return replace(experts, router=router, gate_up=gate_up, down=down)
-        n = experts.down.shape[2]
+            return replace(experts, router=router, gate_up=self._by_expert(gate_up), down=self._by_expert(down))
+        n = down.weight.k
         part = self._part(n, "columns of its experts")
-        halves = experts.gate_up[:, :n], experts.gate_up[:, n:]
-        gate_up = torch.cat([half[:, part.start : part.stop].to(**self._to) for half in halves], dim=1)
-        down = experts.down[:, :, part.start : part.stop].to(**self._to).contiguous()
-        return replace(experts, router=router, gate_up=gate_up, down=down, add_up=self._ranks.all_reduce)
+        rows = gate_up_rows(experts.activation, n, part)
+        own_bias = None if gate_up.bias is None else gate_up.bias[:, rows]
+        own_gate_up = ExpertProjection(gate_up.weight.rows(rows), own_bias)
+        # One rank alone adds the bias of what is added up.
+        own_down = ExpertProjection(down.weight.columns(part), down.bias if self._ranks.rank == 0 else None)
+        return replace(
+            experts,
+            router=router,
+            gate_up=self._by_expert(own_gate_up),
+            down=self._by_expert(own_down),
+            add_up=self._ranks.all_reduce,
+        )
+
+    def _by_expert(self, projection: ExpertProjection) -> ExpertProjection:
+        weight, bias = projection.weight.to(**self._to), projection.bias
+        return ExpertProjection(weight, None if bias is None else _copied(bias, self._to))
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
         """A head that is tied to the embedding is a part of the embedding on the device, too, where that is there."""
