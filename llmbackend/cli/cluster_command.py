@@ -11,6 +11,8 @@ from typing import Annotated
 
 import typer
 
+from .help_text import PlainHelpCommand
+
 app = typer.Typer(help="Several machines as one server.", no_args_is_help=True, add_completion=False)
 
 
@@ -19,7 +21,7 @@ def cluster() -> None:
     """Several machines as one server."""
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 def init(
     folder: Annotated[
         Path | None, typer.Argument(help="Default: the one of --cluster-secrets.", show_default=False)

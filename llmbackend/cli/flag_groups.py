@@ -47,10 +47,14 @@ def _fields(group: Any) -> dict[str, inspect.Parameter]:
             option.rich_help_panel = option.rich_help_panel or panel
     return {
         field.name: inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name]
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
         )
         for field in dataclasses.fields(group)
     }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
 
 
 def boolean(text: str | bool) -> bool:

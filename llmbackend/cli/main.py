@@ -18,6 +18,7 @@ import typer
 
 from llmbackend import __version__
 
+from .help_text import PlainHelpCommand
 from .lazy_commands import lazy_command
 from .shell_words import join_equals_signs
 
@@ -70,7 +71,7 @@ def check() -> None:
     """Would a model load, how would it be computed, and what memory would it take?"""
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 def bench(
     model: Annotated[str, typer.Option(help="Checkpoint directory, hub id, or mock.")],
     workload: Annotated[
@@ -84,7 +85,7 @@ def bench(
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
-    quantization: Annotated[str | None, typer.Option(help="int8, or none by default.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8 or fp8; by default none.")] = None,
     engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Run again with each optimisation turned off in turn.")
@@ -114,7 +115,7 @@ def bench(
         raise typer.Exit(1) from error
 
 
-@app.command(name="install-triton-backend")
+@app.command(name="install-triton-backend", cls=PlainHelpCommand)
 def install_triton_backend(
     directory: Annotated[Path, typer.Argument(help="Triton's --backend-directory.", show_default=False)],
     name: Annotated[str, typer.Option(help='The backend\'s name there; vllm serves backend: "vllm".')] = "llm",
@@ -154,7 +155,7 @@ def _wrong_usage(error: typer.TyperException) -> str:
     """How the command is used, and at the bottom, where it is seen, what was wrong; in Triton's words."""
     context = getattr(error, "ctx", None)
     usage = f"{context.get_usage()}\n\n" if context is not None else ""
-    if not isinstance(error, typer.BadParameter):
+    if not isinstance(error, typer.BadParameter) or not error.message:  # a missing one has no message of its own
         return f"{usage}{error.format_message()}"
     option = error.param_hint or (error.param.opts[0] if error.param is not None else "")
     if not option:

@@ -17,6 +17,7 @@ from .cluster_flags import ClusterFlags
 from .engine_flags import EngineFlags
 from .flag_groups import takes_flag_groups, warn
 from .given_flags import given_flags
+from .help_text import PlainHelpCommand
 from .inert_flags import InertFlags
 from .limit_flags import LimitFlags
 from .observability_flags import LogFlags, MetricsConfigFlags, TraceFlags
@@ -28,7 +29,7 @@ from .store_flags import StoreFlags
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 @takes_flag_groups
 def serve(
     context: typer.Context,

@@ -36,6 +36,11 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
+def test_what_to_check_must_be_said(check: Check) -> None:
+    code, _, error = check()
+    assert code == 1 and error.endswith("Missing argument 'target'.\n")
+
+
 def reason_of_serve(*arguments: str) -> str:
     """The last line of a server that does not start."""
     ports = [f"--allow-{protocol}=false" for protocol in ("grpc", "metrics")]

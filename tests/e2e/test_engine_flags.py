@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from typer.core import TyperOption
+from typer.main import get_command
 
 from llmbackend.adapter.engine_args import MULTI_LORA_FILE, OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
@@ -16,6 +19,7 @@ from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
 from llmbackend.cli.engine_flags import EngineFlags
+from llmbackend.cli.serve import app as serve_app
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.config import EngineConfig
 from llmbackend.server import serve
@@ -163,12 +167,19 @@ def test_a_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
     assert load_tokenizer("mock").render_chat(messages, None, {}) == "user: hi\nassistant: "
 
 
-def test_the_help_has_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "140")
+def test_the_help_has_groups_and_every_flag_whole(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--help"])
     with pytest.raises(SystemExit):
         cli.main()
     page = capsys.readouterr().out
     for title in ("Models", "--model: memory and batches", "--model: LoRA adapters", "HTTP", "Limits", "Log"):
-        assert f"─ {title} ─" in page
+        assert f"\n{title}:\n" in page
+    parameters = [parameter for parameter in get_command(serve_app).params if isinstance(parameter, TyperOption)]
+    shown = {flag for parameter in parameters if not parameter.hidden for flag in parameter.opts}
+    words = set(re.split(r"[\s,]+", page))
+    assert "--structured-outputs-config" in shown and shown - words == set()
+    assert max(map(len, page.splitlines())) <= 80
     assert "--swap-space" not in page

@@ -117,7 +117,6 @@ def test_the_command_line_takes_all_of_them() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"COLUMNS": "300", "NO_COLOR": "1"},
     ).stdout
     for flag in (
         *("--trace-config", "--trace-rate", "--http-header-forward-pattern", "--grpc-header-forward-pattern"),

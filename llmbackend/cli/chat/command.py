@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ..api_client import ApiClient, ApiError
 from ..harmless_text import harmless, harmless_line
+from ..help_text import PlainHelpCommand
 from .commands import COMMANDS, Commands
 from .conversation import Conversation, model_names
 from .line_input import prepare, read_choice, read_question
@@ -29,7 +30,7 @@ _SAMPLING = "Sampling (default: the server's)"
 _EXIT_INTERRUPTED = 130
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 def chat(
     question: Annotated[
         list[str] | None,

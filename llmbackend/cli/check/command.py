@@ -20,6 +20,7 @@ from llmbackend.core.server_options import ServerOptions
 from ...server.serve import reasons_with_flags
 from ..engine_flags import EngineFlags
 from ..flag_groups import bad_option, takes_flag_groups
+from ..help_text import PlainHelpCommand
 from .dry_load import Finding, check_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,7 +38,7 @@ class CheckFlags:
     model_config_name: Annotated[str, typer.Option(help="As for serve.")] = ""
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 @takes_flag_groups
 def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> None:
     """Would a model load, how would it be computed, and what memory would it take? Reads no weights."""

@@ -17,6 +17,7 @@ from rich.live import Live
 
 from ..api_client import ApiClient, ApiError
 from ..harmless_text import harmless
+from ..help_text import PlainHelpCommand
 from .feed_state import FeedState
 from .figures import as_object
 from .reader import Event, FeedReader
@@ -29,7 +30,7 @@ _SILENCE_S: Final = 120.0
 """An idle server says nothing but now and then a comment."""
 
 
-@app.command()
+@app.command(cls=PlainHelpCommand)
 def top(
     url: Annotated[str, typer.Option(help="The server's HTTP port.")] = "http://127.0.0.1:8000",
     model: Annotated[list[str] | None, typer.Option(help="Only these models; repeatable.", show_default=False)] = None,
