@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORDED_PORTS = {"http": "18000", "grpc": "18001", "metrics": "18002"}
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
 
 
