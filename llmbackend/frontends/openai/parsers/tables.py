@@ -63,6 +63,9 @@ class TaggedCall:
     value_begin: str = ""
     """Behind `key_end`, with white space before it."""
     value_end: str
+    text_begin: str = ""
+    """From here to `text_end` nothing in a value is a marker; neither of them is part of the value."""
+    text_end: str = ""
     may_omit_value_end: bool = False
     """Whether a value also ends where the next key begins or the call ends."""
     json_begin: str = ""

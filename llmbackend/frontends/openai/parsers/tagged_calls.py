@@ -42,7 +42,8 @@ class TaggedCallReader:
         """Whether the call has had a parameter."""
         as_text = frozenset((call.key_begin, *call.end)) if call.may_omit_value_end else frozenset()
         breaks = frozenset((call.key_begin, *self._ends))
-        self._value_ends = markers(breaks | {call.value_end}, only_special=breaks - as_text)
+        texts = frozenset(filter(None, (call.value_end, call.text_begin)))
+        self._value_ends = markers(breaks | texts, only_special=breaks - as_text)
 
     def read(self) -> Reading[str | None]:
         """Behind `call.begin`. Returns what it has read of what follows the call: the section's end, or None."""
@@ -89,12 +90,24 @@ class TaggedCallReader:
         value = ValueWriter(self._sink, types, trims_newline=call.trims_newline)
         if self._is_text(function, key, types):
             value.begin_string()
-        found = yield from reader.until(self._value_ends, value.push)
+        found = yield from self._read_value(value)
         value.end(is_cut_off=not found and reader.is_cut_off)
         reader.hold()
         if found and found != call.value_end:
             return found
         return (yield from self._next_option())
+
+    def _read_value(self, value: ValueWriter) -> Reading[str]:
+        """Up to what ends the value, which is read and held; "" where the output ends before."""
+        reader, call = self._reader, self._call
+        found = yield from reader.until(self._value_ends, value.push)
+        while found and found == call.text_begin:
+            reader.drop()
+            if not (yield from reader.until(markers(frozenset((call.text_end,))), value.push)):
+                return ""
+            reader.drop()
+            found = yield from reader.until(self._value_ends, value.push)
+        return found
 
     def _is_text(self, function: str, key: re.Match[str], types: frozenset[str]) -> bool:
         """Whether the value can only be a string."""

@@ -1,4 +1,4 @@
-"""Content in markers of its own: Cohere, Kimi K3, ERNIE 4.5, Hunyuan A13B; reasoning in other tags: Hy3, Apertus."""
+"""Content in markers of its own: Cohere, Kimi K3, ERNIE 4.5, Hunyuan A13B; reasoning in other tags."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ SAMPLES = (
         for name, start, end in (
             ("apertus", "<|inner_prefix|>", "<|inner_suffix|>"),
             ("hy_v3", "<think:opensource>", "</think:opensource>"),
+            ("solar_open2", "<|think:start|>", "<|think:end|>"),
         )
         for special in ((), (start, end))
     ),

@@ -58,7 +58,21 @@ _KIMI_K3 = (
     f'<|open|>argument key="map" type="object"<|sep|>{_MAP}<|close|>argument<|sep|><|close|>call<|sep|>'
     '<|open|>call tool="now" index="2"<|sep|><|close|>call<|sep|><|close|>tools<|sep|>'
 )
+_SOLAR = (
+    f"<|tool_call:start|>f\n<|tool_arg:start|>text<|tool_arg:value|>{_TEXT}<|tool_arg:end|>\n"
+    "<|tool_arg:start|>count<|tool_arg:value|>3<|tool_arg:end|>\n"
+    f"<|tool_arg:start|>map<|tool_arg:value|>{_MAP}<|tool_arg:end|>\n<|tool_call:end|>\n"
+    "<|tool_call:start|>now\n<|tool_call:end|>"
+)
+_MINICPM = (
+    f'<function name="f"><param name="text"><![CDATA[{_TEXT}]]></param><param name="count">3</param>'
+    f'<param name="map">{_MAP}</param></function>\n<function name="now"></function>'
+)
 _FORMS = (
+    ("dots", _MINIMAX.replace("minimax:tool_call", "dots_function_call")),
+    ("gigachat35", _DSML.replace("DSML", "GCML")),
+    ("minicpm5", _MINICPM),
+    ("solar_open2", _SOLAR),
     ("glm45", _GLM45),
     ("glm45", _GLM47),
     ("glm47", _GLM47),
@@ -73,6 +87,16 @@ _FORMS = (
 )
 _GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _MARKERS = {
+    "dots": ("<dots_function_call>", "</dots_function_call>"),
+    "gigachat35": ("<｜GCML｜tool_calls>", "</｜GCML｜tool_calls>"),
+    "minicpm5": ("<function name=", "</function>", "</param>"),
+    "solar_open2": (
+        "<|tool_call:start|>",
+        "<|tool_arg:start|>",
+        "<|tool_arg:value|>",
+        "<|tool_arg:end|>",
+        "<|tool_call:end|>",
+    ),
     "glm45": _GLM,
     "glm47": _GLM,
     "poolside_v1": _GLM,
@@ -168,4 +192,46 @@ SAMPLES = (
         for special in ((), _MARKERS["kimi_k3"])
     ),
     Sample(tools="step3", text="<｜tool_calls_begin｜>no", content="<｜tool_calls_begin｜>no"),
+    *(
+        Sample(tools="minicpm5", text=text, calls=calls, schemas=_SCHEMAS, content=content, finish_reason=reason)
+        for text, calls, content, reason in (
+            (
+                '<function name="f"><param name="text"><![CDATA[<param name="a"></param>]]]></param></function>',
+                (Call("f", '{"text": "<param name=\\"a\\"></param>]"}'),),
+                "",
+                "stop",
+            ),
+            (
+                "<function name='f'><param name='text'>plain</param><param name='map'><![CDATA[{\"a\": 1}]]></param>"
+                "</function>",
+                (Call("f", '{"text": "plain", "map": {"a": 1}}'),),
+                "",
+                "stop",
+            ),
+            (
+                '<function name="f"><param name="text"><![CDATA[half',
+                (Call("f", '{"text": "half', is_complete=False),),
+                "",
+                "length",
+            ),
+            (
+                '<function name="f"><param name="text">a <![CDATA[<]]> b</param></function>',
+                (Call("f", '{"text": "a < b"}'),),
+                "",
+                "stop",
+            ),
+            ("The tag <function name= is text.", (), "The tag <function name= is text.", "stop"),
+        )
+    ),
+    # The value's end is missing; the calls end the reasoning too.
+    Sample(
+        tools="solar_open2",
+        reasoning="solar_open2",
+        reasoning_is_open=True,
+        text="Hm.<|tool_call:start|>f\n<|tool_arg:start|>text<|tool_arg:value|>x<|tool_arg:start|>count<|tool_arg:value|>3"
+        "<|tool_arg:end|><|tool_call:end|>",
+        reasons="Hm.",
+        calls=(Call("f", '{"text": "x", "count": 3}'),),
+        schemas=_SCHEMAS,
+    ),
 )

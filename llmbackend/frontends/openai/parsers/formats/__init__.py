@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..tables import ReasoningFormat, ToolCallFormat
 from .cohere import COHERE_COMMAND3, COHERE_COMMAND3_REASONING, COHERE_COMMAND4, COHERE_COMMAND4_REASONING
-from .deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V31, DEEPSEEK_V32
+from .deepseek import DEEPSEEK_V3, DEEPSEEK_V4, DEEPSEEK_V31, DEEPSEEK_V32, GIGACHAT35
 from .gemma import FUNCTIONGEMMA, GEMMA4, GEMMA4_REASONING
 from .gigachat import GIGACHAT3
 from .glm import GLM45, GLM47, POOLSIDE_V1
@@ -29,11 +29,13 @@ from .json_lists import (
 from .kimi_k2 import KIMI_K2
 from .kimi_k3 import KIMI_K3, KIMI_K3_REASONING
 from .llama3_json import LLAMA3_JSON, LLAMA4_JSON
-from .minimax import MINIMAX, MINIMAX_M2, MINIMAX_M3, MINIMAX_M3_REASONING
+from .minicpm import MINICPM5
+from .minimax import DOTS, MINIMAX, MINIMAX_M2, MINIMAX_M3, MINIMAX_M3_REASONING
 from .mistral import MISTRAL, MISTRAL_REASONING
 from .pythonic import LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC
 from .qwen3_coder import MIMO, QWEN3_CODER, QWEN3_XML, STEP3P5
 from .seed_oss import SEED_OSS, SEED_OSS_REASONING
+from .solar import SOLAR_OPEN2, SOLAR_OPEN2_REASONING
 from .step3 import STEP3
 from .think_tags import THINK_TAGS
 
@@ -46,10 +48,11 @@ _JSON_FORMATS = (
 )
 _HEADED_FORMATS = (DEEPSEEK_V3, DEEPSEEK_V31, KIMI_K2, MISTRAL)
 _TAGGED_FORMATS = (
-    *(DEEPSEEK_V32, DEEPSEEK_V4),
+    *(DEEPSEEK_V32, DEEPSEEK_V4, GIGACHAT35),
     *(GLM45, GLM47, POOLSIDE_V1),
     *(QWEN3_CODER, QWEN3_XML, MIMO, STEP3P5),
-    *(HY_V3, KIMI_K3, MINIMAX_M2, MINIMAX_M3, SEED_OSS, STEP3),
+    *(DOTS, MINIMAX_M2, MINIMAX_M3),
+    *(HY_V3, KIMI_K3, MINICPM5, SEED_OSS, SOLAR_OPEN2, STEP3),
 )
 _LITERAL_FORMATS = (FUNCTIONGEMMA, GEMMA4, LFM2, LLAMA4_PYTHONIC, OLMO3, PYTHONIC)
 
@@ -70,5 +73,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         MISTRAL_REASONING,
         OPENAI_GPTOSS,
         SEED_OSS_REASONING,
+        SOLAR_OPEN2_REASONING,
     )
 }

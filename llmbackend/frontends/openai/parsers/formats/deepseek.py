@@ -1,5 +1,6 @@
 """DeepSeek V3 and R1 (arguments in a code block) and V3.1 (as they are), the name before them; V3.2 and V4 (tagged).
 
+GigaChat 3.5 writes V4's tags under another name.
 Sources: the models' chat templates; of V3.2 and V4, which have none, llama.cpp's and the encoders beside the weights.
 """
 
@@ -51,36 +52,36 @@ DEEPSEEK_V31 = ToolCallFormat(
 )
 
 
-def _dsml(name: str, section: str) -> ToolCallFormat:
-    begin, end = f"<｜DSML｜{section}>", f"</｜DSML｜{section}>"
+def _dsml(name: str, section: str, tag: str = "｜DSML｜") -> ToolCallFormat:
+    begin, end = f"<{tag}{section}>", f"</{tag}{section}>"
     return ToolCallFormat(
         name=name,
         body=MarkedCalls(
             begin=(begin,),
             calls=(
                 TaggedCall(
-                    begin="<｜DSML｜invoke",
+                    begin=f"<{tag}invoke",
                     header_end=(">",),
                     header=re.compile(r'\s+name="(?P<name>[^\s"<>]{1,256})"\s*'),
-                    key_begin="<｜DSML｜parameter",
+                    key_begin=f"<{tag}parameter",
                     key_end=">",
                     key=re.compile(r'\s+name="(?P<name>[^"<>\n]+)"(?:\s+string="(?:(?P<text>true)|false)")?\s*'),
-                    value_end="</｜DSML｜parameter>",
-                    end=("</｜DSML｜invoke>",),
+                    value_end=f"</{tag}parameter>",
+                    end=(f"</{tag}invoke>",),
                 ),
             ),
             end=(end,),
         ),
         grammar=CallGrammar(
             begin=f"{begin}\n",
-            call_begin='<｜DSML｜invoke name="',
+            call_begin=f'<{tag}invoke name="',
             name_end='">\n',
-            key_begin='<｜DSML｜parameter name="',
+            key_begin=f'<{tag}parameter name="',
             key_end='" string="true">',
             json_key_end='" string="false">',
-            value_end="</｜DSML｜parameter>\n",
-            text_excludes=("</｜DSML｜parameter>",),
-            call_end="</｜DSML｜invoke>\n",
+            value_end=f"</{tag}parameter>\n",
+            text_excludes=(f"</{tag}parameter>",),
+            call_end=f"</{tag}invoke>\n",
             end=end,
         ),
         trigger=begin,
@@ -89,3 +90,4 @@ def _dsml(name: str, section: str) -> ToolCallFormat:
 
 DEEPSEEK_V32 = _dsml("deepseek_v32", "function_calls")
 DEEPSEEK_V4 = _dsml("deepseek_v4", "tool_calls")
+GIGACHAT35 = _dsml("gigachat35", "tool_calls", "｜GCML｜")

@@ -1,7 +1,7 @@
 """MiniMax M1 (JSON objects, one a line, in one pair of tags), M2 (tagged parameters) and M3 (nested tags).
 
-Of M3, a grammar enforces lists and objects as JSON in their parameter's tag, which is read, too.
-Source: the models' chat templates.
+Dots writes M2's tags in a section of another name (source: SGLang's description). Of M3, a grammar enforces lists and
+objects as JSON in their parameter's tag, which is read, too. Source of the others: the models' chat templates.
 """
 
 from __future__ import annotations
@@ -24,36 +24,44 @@ MINIMAX = ToolCallFormat(
     ),
     trigger="<tool_calls>",
 )
-MINIMAX_M2 = ToolCallFormat(
-    name="minimax_m2",
-    body=MarkedCalls(
-        begin=("<minimax:tool_call>",),
-        calls=(
-            TaggedCall(
-                begin="<invoke name=",
-                header_end=(">",),
-                header=_HEADER,
-                key_begin='<parameter name="',
-                key_end='">',
-                value_end="</parameter>",
-                end=("</invoke>",),
+
+
+def _invocations(name: str, section: str) -> ToolCallFormat:
+    begin, end = f"<{section}>", f"</{section}>"
+    return ToolCallFormat(
+        name=name,
+        body=MarkedCalls(
+            begin=(begin,),
+            calls=(
+                TaggedCall(
+                    begin="<invoke name=",
+                    header_end=(">",),
+                    header=_HEADER,
+                    key_begin='<parameter name="',
+                    key_end='">',
+                    value_end="</parameter>",
+                    end=("</invoke>",),
+                ),
             ),
+            end=(end,),
         ),
-        end=("</minimax:tool_call>",),
-    ),
-    grammar=CallGrammar(
-        begin="<minimax:tool_call>\n",
-        call_begin='<invoke name="',
-        name_end='">\n',
-        key_begin='<parameter name="',
-        key_end='">',
-        value_end="</parameter>\n",
-        text_excludes=("</parameter>",),
-        call_end="</invoke>\n",
-        end="</minimax:tool_call>",
-    ),
-    trigger="<minimax:tool_call>",
-)
+        grammar=CallGrammar(
+            begin=f"{begin}\n",
+            call_begin='<invoke name="',
+            name_end='">\n',
+            key_begin='<parameter name="',
+            key_end='">',
+            value_end="</parameter>\n",
+            text_excludes=("</parameter>",),
+            call_end="</invoke>\n",
+            end=end,
+        ),
+        trigger=begin,
+    )
+
+
+MINIMAX_M2 = _invocations("minimax_m2", "minimax:tool_call")
+DOTS = _invocations("dots", "dots_function_call")
 _MARK = "]<]minimax[>["
 MINIMAX_M3 = ToolCallFormat(
     name="minimax_m3",

@@ -8,6 +8,7 @@ _NAMES = (
     "deepseek_r1",
     "deepseek_v3",
     "deepseek_v4",
+    "gigachat35",
     "glm45",
     "glm47",
     "holo2",
