@@ -250,6 +250,14 @@ class QuantizedLinear(nn.Module):
         self.quantized = quantized
         self.bias = bias
 
+    @property
+    def out_features(self) -> int:
+        return self.quantized.n
+
+    @property
+    def in_features(self) -> int:
+        return self.quantized.k
+
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = x.new_empty((*x.shape[:-1], self.quantized.n))

@@ -288,10 +288,6 @@ def _check_int4(config: EngineConfig) -> None:
             f"engine argument 'quantization' is '{config.quantization}', expected null for '{config.model}', whose "
             "weights are in 4 bits"
         )
-    if config.enable_lora:
-        raise ValueError(
-            f"engine argument 'enable_lora' is true, expected false for '{config.model}', whose weights are in 4 bits"
-        )
 
 
 def _swap_linears(

@@ -17,11 +17,16 @@ from torch import nn
 
 from ..adapter_loads import number_of_adapter
 from ..config import EngineConfig
+from ..gpu.weights import QuantizedLinear
 from ..step import FlatStep, Int32Array
 from .lora_matrices import AdapterMatrices, AdapterReader
 
 _RANK_MULTIPLE = 32
 """Ranks are padded with zeros, which change no sum, to a size that the linear kernels compute fast."""
+
+
+AdaptableLinear = nn.Linear | QuantizedLinear
+"""Quantised: of a checkpoint in 4 bits."""
 
 
 class LoraBatch:
@@ -66,9 +71,10 @@ class LoraBatch:
 class LoraLinear(nn.Module):
     """A linear layer with adapters: base(x), plus up(down(x)) for each adapter's own tokens."""
 
-    def __init__(self, base: nn.Module, batch: LoraBatch) -> None:
+    def __init__(self, base: AdaptableLinear, batch: LoraBatch) -> None:
         super().__init__()
         self.base = base
+        self.shape = base.out_features, base.in_features
         self.pairs: dict[str, tuple[nn.Module, nn.Module]] = {}
         """down and up, by adapter; no children of this module, so that they can come and go."""
         self._batch = batch
@@ -91,11 +97,11 @@ class LoraLinear(nn.Module):
         return y
 
 
-def adaptable_linears(model: Any) -> Iterator[tuple[str, nn.Linear]]:
-    """The layers that adapters may change, by name: every plain linear one but the output head."""
+def adaptable_linears(model: Any) -> Iterator[tuple[str, AdaptableLinear]]:
+    """The layers that adapters may change, by name: every linear one but the output head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and module is not head:
+        if type(module) in (nn.Linear, QuantizedLinear) and module is not head:
             yield name, module
 
 
@@ -158,7 +164,7 @@ def load_adapters(
     place: Callable[[nn.ModuleList], nn.ModuleList],
 ) -> ModuleAdapters:
     """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
-    shapes = {name: (layer.weight.shape[0], layer.weight.shape[1]) for name, layer in wrapped.items()}
+    shapes = {name: layer.shape for name, layer in wrapped.items()}
     reader = AdapterReader(model, shapes, dtype, config.max_lora_rank)
     adapters = ModuleAdapters(reader, wrapped, batch, place)
     for name, path in config.lora_modules.items():

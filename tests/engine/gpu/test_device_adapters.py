@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import transformers as tf
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
@@ -22,6 +23,7 @@ from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model_runner import run_modules_on
 from llmbackend.engine.step import Runner
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, gpu_runner
+from tests.helpers.gpu.int4_checkpoints import save_int4
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import caches
 from tests.helpers.lora_adapters import write_adapter
@@ -47,8 +49,19 @@ class Family:
     """A model in a folder, adapters of it, and what every prompt gives with each of them."""
 
     def __init__(self, name: str, folder: Path, config: Any = None) -> None:
-        self.path, self.adapters, self.merged = folder / "model", {}, {}
-        model = self.merged[""] = save(config or (FAMILIES | WITH_EXPERTS)[name], self.path)
+        self.path = folder / "model"
+        self._add_adapters(name, folder, save(config or (FAMILIES | WITH_EXPERTS)[name], self.path))
+
+    @classmethod
+    def in_4_bits(cls, name: str, folder: Path) -> Family:
+        self = cls.__new__(cls)
+        self.path, plain = folder / "int4", save_int4(FAMILIES[name], folder, "awq")
+        self._add_adapters(name, folder, tf.AutoModelForCausalLM.from_pretrained(plain))
+        return self
+
+    def _add_adapters(self, name: str, folder: Path, model: Any) -> None:
+        self.adapters: dict[str, Path] = {}
+        self.merged = {"": model}
         for seed, (adapter, targets) in enumerate(TARGETS[name].items()):
             self.adapters[adapter] = folder / adapter
             self.merged[adapter] = write_adapter(model, targets, folder / adapter, seed, r=(4, 9)[seed])
@@ -113,6 +126,15 @@ def test_layers_of_other_families(family: str, tmp_path: Path) -> None:
     """Joined ones of a checkpoint, and attention beside experts."""
     other = Family(family, tmp_path)
     assert run(other.config(), gpu_runner(other.config()), ALL[:6]) == other.expected(ALL[:6])
+
+
+@pytest.mark.parametrize("as_modules", [False, True])
+def test_adapters_of_a_checkpoint_in_4_bits(as_modules: bool, tmp_path: Path) -> None:
+    packed = Family.in_4_bits("llama", tmp_path)
+    config = packed.config()
+    loaded = load_model(config, dense=True) if as_modules else None
+    runner = gpu_runner(config) if loaded is None else run_modules_on(FakeDevice(), config, loaded)
+    assert run(config, runner, ALL[:6]) == packed.expected(ALL[:6])
 
 
 def test_steps_overlap(llama: Family) -> None:

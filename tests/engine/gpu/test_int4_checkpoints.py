@@ -146,8 +146,6 @@ def test_engine_arguments_that_do_not_fit_are_refused_by_name(tmp_path: Path) ->
     save_int4(FAMILIES["llama"], tmp_path, "awq")
     with pytest.raises(ValueError, match=r"'quantization' is 'int8', expected null for .* weights are in 4 bits"):
         load(tmp_path / "int4", quantization="int8")
-    with pytest.raises(ValueError, match=r"'enable_lora' is true, expected false for .* weights are in 4 bits"):
-        load(tmp_path / "int4", enable_lora=True)
 
 
 def test_experts_in_4_bits_are_refused_by_name(tmp_path: Path) -> None:
