@@ -108,6 +108,26 @@ def _plan_number(plans, sample, which, value, mask):
 
 
 @triton.jit
+def limits_of(records, row, vocab_size):
+    """What a row draws by: its temperature, top_k (0: none), top_p and min_p, and whether one of top_k and min_p bounds
+    what top_p is a share of."""
+    temperature = number(records, row, TEMPERATURE).to(tl.float32)
+    top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
+    min_p = number(records, row, MIN_P)
+    return temperature, top_k, number(records, row, TOP_P), min_p, (top_k > 0) | (min_p > 0.0)
+
+
+@triton.jit
+def peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED: tl.constexpr):
+    """The places of a sample's summaries, of its changed copy where there is one, which of them are blocks, and the
+    blocks' peaks."""
+    blocks = tl.arange(0, BLOCKS_PADDED)
+    place = tl.where(slot >= 0, num_samples + slot, sample) * num_blocks + blocks
+    known = blocks < num_blocks
+    return place, known, tl.load(peaks + place, mask=known, other=-float("inf"))
+
+
+@triton.jit
 def least_weight_of(records, row):
     """What a kept token weighs at least, the peak being 1."""
     return tl.minimum(tl.maximum(number(records, row, MIN_P), NO_WEIGHT), 1.0)
@@ -164,18 +184,11 @@ def choose_pivots_kernel(
     if tl.load(token_ids + sample) < 0:
         return
     slot = slot_of(slots, sample, EDITED)
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    place = tl.where(slot >= 0, num_samples + slot, sample) * num_blocks + blocks
-    known = blocks < num_blocks
-    block_peaks = tl.load(peaks + place, mask=known, other=-float("inf"))
+    place, known, block_peaks = peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED)
     raw_peak = tl.max(block_peaks, axis=0)
     if (draws(records, row, raw_peak) & limited(records, row)) == 0:
         return
-    temperature = number(records, row, TEMPERATURE).to(tl.float32)
-    top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
-    top_p = number(records, row, TOP_P)
-    min_p = number(records, row, MIN_P)
-    bounded = (top_k > 0) | (min_p > 0.0)
+    temperature, top_k, top_p, min_p, bounded = limits_of(records, row, vocab_size)
     scaled_peaks = tl.div_rn(block_peaks, temperature)
     peak = tl.div_rn(raw_peak, temperature)
     least, total = least_logit(masses + place, known, scaled_peaks, peak, bounded, top_p, min_p, vocab_size)
@@ -314,9 +327,7 @@ def _choose_bins(
 ):  # fmt: skip
     """Ends the plan, and returns whether the bins suffice, and which they are. count_at, mass_at: of all keys at or
     above each pivot."""
-    top_k = tl.minimum(word(records, row, TOP_K), vocab_size)
-    top_p = number(records, row, TOP_P)
-    bounded = (top_k > 0) | (number(records, row, MIN_P) > 0.0)
+    _, top_k, top_p, _, bounded = limits_of(records, row, vocab_size)
     chance = uniform(word(records, row, SEED), position)
     peak = planned_number(plans, sample, PEAK).to(tl.float32)
     pivot = tl.arange(0, PIVOTS)

@@ -30,6 +30,8 @@ from .narrowing import (
     first_guess,
     least_logit,
     least_weight_of,
+    limits_of,
+    peaks_of,
     planned,
     planned_number,
 )
@@ -47,16 +49,11 @@ from .ranking import (
     search_tile,
 )
 from .sampling import (
-    MIN_P,
     NUM_LOGPROBS,
     SEED,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
     WORDS,
     draws,
     limited,
-    number,
     over_peak,
     slot_of,
     uniform,
@@ -77,19 +74,11 @@ def draw_limited_kernel(
     if tl.load(token_ids + sample) < 0:
         return
     slot = slot_of(slots, sample, EDITED)
-    blocks = tl.arange(0, BLOCKS_PADDED)
-    place = tl.where(slot >= 0, num_samples + slot, sample) * num_blocks + blocks
-    known = blocks < num_blocks
-    infinity = float("inf")
-    block_peaks = tl.load(peaks + place, mask=known, other=-infinity)
+    place, known, block_peaks = peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED)
     raw_peak = tl.max(block_peaks, axis=0)
     if (draws(records, row, raw_peak) & limited(records, row)) == 0:
         return
-    temperature = number(records, row, TEMPERATURE).to(tl.float32)
-    top_k = tl.minimum(word(records, row, TOP_K), vocab_size).to(tl.int32)
-    top_p = number(records, row, TOP_P)
-    min_p = number(records, row, MIN_P)
-    bounded = (top_k > 0) | (min_p > 0.0)
+    temperature, top_k, top_p, min_p, bounded = limits_of(records, row, vocab_size)
     chance = uniform(word(records, row, SEED), tl.load(positions + sample))
     peak = tl.div_rn(raw_peak, temperature)
     is_narrowed = planned(plans, sample, IS_NARROWED) != 0
