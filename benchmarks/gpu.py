@@ -23,6 +23,7 @@ import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,22 +41,30 @@ def main() -> None:
     if given.download is not None:
         packages.download(given.download, ROOT)
         return
-    start_s = time.monotonic()
+    start_s, failed = time.monotonic(), False
     given.out.mkdir(parents=True, exist_ok=True)
-    results = Results(given.out.resolve(), given.part)
-    results.lines_file.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory(prefix="llmbackend-gpu-") as scratch:
         _use_packages(given.packages, Path(scratch) / "packages", given.device)
         forks = not given.fresh_processes and _preloaded() and forks_work(given.device)
-        on_gpu = given.device.startswith("cuda")
-        budget_s = given.budget_s or (parts.PART_LIMIT_S if on_gpu else parts.TRIAL_LIMIT_S)
-        runner = Runner(given.device, Path(scratch), results, start_s + budget_s, forks)
-        for planned in parts.sections(given.part, on_gpu):
-            if not given.sections or planned.program in given.sections.split(","):
-                runner.run(planned)
-                _write(runner, given.before)
+        for part in given.part:
+            lines = _run_part(part, given, Path(scratch), start_s, forks)
+            failed |= any(line.get("failure") for line in lines)
+            start_s = time.monotonic()
+    sys.exit(failed)
+
+
+def _run_part(part: int, given: argparse.Namespace, scratch: Path, start_s: float, forks: bool) -> list[dict[str, Any]]:
+    """Its lines."""
+    results, on_gpu = Results(given.out.resolve(), part), given.device.startswith("cuda")
+    results.lines_file.unlink(missing_ok=True)
+    budget_s = given.budget_s or (parts.PART_LIMIT_S if on_gpu else parts.TRIAL_LIMIT_S)
+    runner = Runner(given.device, scratch, results, start_s + budget_s, forks)
+    for planned in parts.sections(part, on_gpu):
+        if not given.sections or planned.program in given.sections.split(","):
+            runner.run(planned)
+            _write(runner, given.before)
     print(report.page(results.lines()))
-    sys.exit(any(line.get("failure") for line in results.lines()))
+    return results.lines()
 
 
 def _write(runner: Runner, before: Path | None) -> None:
@@ -97,14 +106,14 @@ def _preloaded() -> bool:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, choices=sorted(parts.PARTS), default=1)
+    parser.add_argument("--part", type=int, nargs="+", choices=sorted(parts.PARTS), default=[1], help="one or more")
     parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for lines, page and logs")
     parser.add_argument("--before", type=Path, help="folder with the results of an earlier run, to compare with")
     parser.add_argument("--packages", type=Path, help="folder that --download has filled")
     parser.add_argument("--download", type=Path, metavar="FOLDER", help="fill a folder for --packages, and end")
     parser.add_argument("--device", default="cuda", help="cpu: tiny shapes, for trying the benchmark itself")
     parser.add_argument("--sections", default="", help="only these, by the names of their programs")
-    parser.add_argument("--budget-s", type=float, help="of all sections together; on a GPU 570")
+    parser.add_argument("--budget-s", type=float, help="of a part's sections together; on a GPU 570")
     parser.add_argument("--fresh-processes", action="store_true", help="import everything anew for each section")
     return parser.parse_args()
 

@@ -4,8 +4,8 @@
 
 For: choosing the launch parameters in paged_attention.py. Does not know: whether results are right. Invariants: a
 decode's time is beside the bytes of its keys and values, a prefill's beside its operations; the engine's own
-parameters are measured first and last, so that a drift of the device can be seen; a configuration that does not
-compile is a line that says so.
+parameters are measured first and last, so that a drift of the device can be seen; launches are replayed from a graph;
+a configuration that does not compile is a line that says so.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 from unittest import mock
 
 from .attention_cases import Case, Step
-from .section import Section, in_parallel, median_seconds, run_alone
+from .section import Section, in_parallel, run_alone, seconds_in_graph
 from .shapes import SHAPES
 
+LAUNCHES = 4
+"""Of a graph; as the layers of a step."""
 _TILES: tuple[dict[str, int], ...] = (
     {"decode_warps": 2}, {"decode_warps": 8}, {"decode_stages": 3}, {"decode_stages": 4}, {"decode_stages": 7},
     {"decode_warps": 8, "decode_stages": 3}, {"keys": 32}, {"keys": 128, "decode_stages": 3},
@@ -87,7 +89,7 @@ def _line(trial: Trial, device: Any) -> dict[str, Any]:
     try:
         with _with_parameters(trial):
             step = Step(trial.case, device)
-            call_s = median_seconds(step.launch, device)
+            call_s = seconds_in_graph([step.launch] * LAUNCHES, device)
     except Exception as failure:  # too much shared memory, say
         return {**named, "refused": f"{type(failure).__name__}: {failure}"[:200]}
     return {**named, "call_s": call_s, "kv_bytes": step.num_kv_bytes(), "flops": _flops(trial.case)}

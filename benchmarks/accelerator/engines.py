@@ -8,11 +8,16 @@ tokens or the run fails.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.workloads import Request
 
+from .int4_checkpoint import write_int4
 from .section import Section
 from .shapes import SHAPES, Shape
 
@@ -23,19 +28,29 @@ if TYPE_CHECKING:
 
 MAX_MODEL_LEN = 4096
 ENGINE = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "block_size": 32, "max_model_len": MAX_MODEL_LEN}
-SCALE = {"tiny": 16}
-"""Divisor of the workloads of the tiny shape."""
+SCALE = {name: 16 for name in SHAPES if name.startswith("tiny")}
+"""Divisor of the workloads of tiny shapes."""
 
 
 def engine_config(section: Section, **arguments: Any) -> EngineConfig:
     """The section's options win over `arguments`."""
+    return config_of(SHAPES[section.shape], section.scratch / section.shape, section, arguments)
+
+
+def config_of(shape: Shape, folder: Path, section: Section, arguments: Mapping[str, Any]) -> EngineConfig:
+    """Of another shape than the section's; folder: of its checkpoint."""
     from llmbackend.engine.config import EngineConfig
 
-    shape = SHAPES[section.shape]
-    values = {**ENGINE, **arguments, **section.options}
+    values: dict[str, Any] = {**ENGINE, **arguments, **section.options}
+    if (sizes := values.get("cudagraph_capture_sizes")) is not None:
+        values["cudagraph_capture_sizes"] = tuple(sizes)  # JSON's lists
     values["max_model_len"] = min(values["max_model_len"], shape.max_position_embeddings)
-    folder = shape.write(section.scratch / section.shape)
-    return EngineConfig(model=str(folder), load_format="dummy", device=section.device, **values)
+    if shape.int4_group:
+        write_int4(shape, folder, section.device)
+    else:
+        values["load_format"] = "dummy"
+        shape.write(folder)
+    return EngineConfig(model=str(folder), device=section.device, **values)
 
 
 def requests_of(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[Request]:
@@ -65,6 +80,33 @@ def steps(engine: OfflineEngine, requests: Sequence[InferRequest]) -> Iterator[S
             if output.error:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
         yield result
+
+
+@dataclass(frozen=True)
+class DecodeRun:
+    tokens: dict[str, list[int]]
+    """Of each request."""
+    most_blocks: int
+    """KV blocks held at a time."""
+    step_s: float
+    """Median from one step in which all requests decode to the next."""
+
+
+def decode_run(engine: OfflineEngine, requests: Sequence[InferRequest]) -> DecodeRun:
+    """Raises RuntimeError when a request ends with an error, or never all of them decode."""
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
+    most_blocks, steps_s, before_s = 0, [], 0.0
+    for result in steps(engine, requests):
+        now_s, all_decode = time.perf_counter(), len(result.outputs) == len(requests)
+        if before_s and all_decode:
+            steps_s.append(now_s - before_s)
+        before_s = now_s if all_decode else 0.0
+        most_blocks = max(most_blocks, result.stats.num_blocks - result.stats.num_free_blocks)
+        for output in result.outputs:
+            tokens[output.request_id] += output.token_ids
+    if not steps_s:
+        raise RuntimeError(f"{len(requests)} requests never decoded in the same step")
+    return DecodeRun(tokens, most_blocks, statistics.median(steps_s))
 
 
 def generated(engine: OfflineEngine, requests: Sequence[InferRequest]) -> dict[str, list[int]]:

@@ -27,7 +27,7 @@ from .section import Section, run_alone
 from .served_shape import NAME, serving
 
 STREAMS, OUTPUT_TOKENS = 64, 192
-FEW_STREAMS = 6
+FEW_STREAMS, FEW_TOKENS = 6, 96
 """Where there is no GPU."""
 DEVICE_ERROR, DEVICE_LOST = "device-error", "device-lost"
 """Faults that the engine commits itself (llmbackend/engine/fault_injection.py)."""
@@ -47,13 +47,13 @@ class _Streams:
 def measure(section: Section) -> None:
     directory = section.scratch / "faults"
     directory.mkdir(exist_ok=True)
-    count = STREAMS if section.on_gpu else FEW_STREAMS
+    size = (STREAMS, OUTPUT_TOKENS) if section.on_gpu else (FEW_STREAMS, FEW_TOKENS)
     arguments = {"fault_directory": str(directory), **({"batch_invariant": True} if section.on_gpu else {})}
     wrong = []
     with serving(section, **arguments) as server:
-        asyncio.run(_streamed(server, count, None))
+        asyncio.run(_streamed(server, size, None))
         start_s = time.perf_counter()
-        expected = asyncio.run(_streamed(server, count, None))
+        expected = asyncio.run(_streamed(server, size, None))
         calm_s = time.perf_counter() - start_s
         itself = DEVICE_ERROR if section.on_gpu else DEVICE_LOST
         faults: dict[str, Callable[[], None]] = {
@@ -62,10 +62,10 @@ def measure(section: Section) -> None:
         }
         for name, strike in faults.items():
             start_s = time.perf_counter()
-            found = asyncio.run(_streamed(server, count, strike))
+            found = asyncio.run(_streamed(server, size, strike))
             line = _compared(found, expected)
             section.add(
-                measure="fault", case=name, streams=count, **line, extra_s=time.perf_counter() - start_s - calm_s
+                measure="fault", case=name, streams=size[0], **line, extra_s=time.perf_counter() - start_s - calm_s
             )
             if line["lost"] or line["changed"]:
                 wrong.append(f"{name}: {line['lost']} tokens lost, {line['changed']} streams changed")
@@ -82,11 +82,13 @@ def _compared(found: list[list[int]], expected: list[list[int]]) -> dict[str, in
     }
 
 
-async def _streamed(server: Server, count: int, strike: Callable[[], None] | None) -> list[list[int]]:
+async def _streamed(server: Server, size: tuple[int, int], strike: Callable[[], None] | None) -> list[list[int]]:
+    """size: streams, and tokens of each."""
+    count, output_tokens = size
     streams = _Streams([[] for _ in range(count)])
     async with asyncio.TaskGroup() as group:
         for index in range(count):
-            group.create_task(_stream(server.http, index, streams))
+            group.create_task(_stream(server.http, index, streams, output_tokens))
         if strike is not None:
             while not streams.all_began:
                 await asyncio.sleep(0.005)
@@ -94,10 +96,10 @@ async def _streamed(server: Server, count: int, strike: Callable[[], None] | Non
     return streams.tokens
 
 
-async def _stream(address: str, index: int, streams: _Streams) -> None:
+async def _stream(address: str, index: int, streams: _Streams, output_tokens: int) -> None:
     host, port = address.rsplit(":", 1)
     reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-    writer.write(_request(index))
+    writer.write(_request(index, output_tokens))
     while (line := await reader.readline()) and line != b"0\r\n":
         if line.startswith(b"data: {"):
             event = json.loads(line[len(b"data: ") :])
@@ -106,9 +108,9 @@ async def _stream(address: str, index: int, streams: _Streams) -> None:
     writer.close()
 
 
-def _request(index: int) -> bytes:
+def _request(index: int, output_tokens: int) -> bytes:
     body = {
-        "text_input": f"stream {index} of many", "stream": True, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
+        "text_input": f"stream {index} of many", "stream": True, "max_tokens": output_tokens, "ignore_eos": True,
         "temperature": 0.8 * (index % 2), "seed": index, "return_output_ids": True,
     }  # fmt: skip
     content = json.dumps(body).encode()

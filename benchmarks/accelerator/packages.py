@@ -15,17 +15,18 @@ from pathlib import Path
 
 PYTHON = "3.12"
 MISSING = (
-    "annotated-types", "google-re2", "grpcio", "grpcio-health-checking", "httptools", "llguidance", "msgspec", "orjson",
-    "protobuf", "pydantic", "pydantic_core", "python-rapidjson", "pyzmq", "starlette", "tritonclient",
-    "typing-inspection", "typing_extensions", "uvicorn",
+    "annotated-types", "execnet", "google-re2", "grpcio", "grpcio-health-checking", "httptools", "llguidance",
+    "msgspec", "orjson", "prometheus_client", "protobuf", "psutil", "pydantic", "pydantic_core", "pytest-timeout",
+    "pytest-xdist", "python-rapidjson", "pyzmq", "starlette", "tritonclient", "typing-inspection", "typing_extensions",
+    "uvicorn", "uvloop",
 )  # fmt: skip
-"""Beside torch, triton, transformers, numpy, psutil, jinja2, typer, rich, prometheus-client and pytest, which are
-there; grpcio and protobuf are, too, but must be as new as what was generated for them."""
+"""Beside torch, triton, transformers with what it needs (numpy, jinja2, typer, rich) and pytest, which are there;
+grpcio and protobuf may be, too, but must be as new as what was generated for them."""
 _OLDEST_GLIBC, _NEWEST_GLIBC = 17, 39
 
 
 def download(folder: Path, root: Path) -> None:
-    """About 20 MB. Raises CalledProcessError with pip's words on stderr."""
+    """About 25 MB. Raises CalledProcessError with pip's words on stderr."""
     # pip takes a wheel for exactly the systems that it is told.
     systems = [f"manylinux_2_{minor}_x86_64" for minor in range(_OLDEST_GLIBC, _NEWEST_GLIBC + 1)]
     platforms = [f"--platform={system}" for system in (*systems, "manylinux2014_x86_64", "manylinux1_x86_64")]

@@ -33,15 +33,19 @@ class Planned:
 
 
 LONG_CONTEXT: Final = {"max_model_len": 131072}
-_CEILINGS = Planned("ceilings", 30)
-_SMOKE = Planned("smoke", 75, SMALL)
-_ATTENTION = Planned("attention_parity", 150)
-_EQUALITY = Planned("equality", 80, SMALL)
-_FIRST = Planned("first_requests", 60, SMALL)
+FEW_GRAPHS: Final = {"cudagraph_capture_sizes": (1, 8, 64, 256, 2048)}
+"""Those of the steps that are measured, so that an engine starts in little time."""
+EXPERTS, INT4, WINDOW = "qwen3-30b-a3b-12-layers", "llama-3.1-8b-int4", "mistral-7b-v0.1-4-layers"
+_CEILINGS = Planned("ceilings", 20)
+_SMOKE = Planned("smoke", 70, SMALL)
+_ATTENTION = Planned("attention_parity", 130)
+_EQUALITY = Planned("equality", 75, SMALL)
+_FIRST = Planned("first_requests", 55, SMALL)
+_EXPERT_TIMES = Planned("experts", 30, measures=("times",))
 
 
-def _ablation(label: str, **options: Any) -> Planned:
-    return Planned("engine_runs", 30, SMALL, label, options, ("decode", "prefill"))
+def _decode(shape: str, limit_s: float, label: str = "", **options: Any) -> Planned:
+    return Planned("engine_runs", limit_s, shape, label, {**FEW_GRAPHS, **options}, ("decode", "prefill"))
 
 
 PARTS: Final[Mapping[int, tuple[Planned, ...]]] = {
@@ -49,38 +53,49 @@ PARTS: Final[Mapping[int, tuple[Planned, ...]]] = {
         _CEILINGS,
         _SMOKE,
         _ATTENTION,
-        Planned("product_parity", 75),
-        Planned("kernel_tests", 110),
-        Planned("sanitizer", 130),
+        Planned("product_parity", 70),
+        Planned("experts", 35, measures=("parity",)),
+        Planned("sampling_steps", 60, SMALL),
+        Planned("kernel_tests", 95),
+        Planned("sanitizer", 90),
     ),
     2: (
         _CEILINGS,
-        Planned("kernel_table", 130, LARGE),
-        Planned("engine_runs", 120, LARGE),
-        Planned("engine_runs", 70, LARGE, "context 131072", LONG_CONTEXT, ("decode",)),
-        Planned("attention_sweep", 120, LARGE),
-        Planned("transformers_runs", 90, LARGE),
+        Planned("kernel_table", 110, LARGE),
+        Planned("engine_runs", 90, LARGE),
+        Planned("product_times", 50, LARGE),
+        _decode(INT4, 75),
+        _EXPERT_TIMES,
+        _decode(EXPERTS, 50),
+        Planned("attention_sweep", 65, LARGE),
+        Planned("engine_runs", 40, LARGE, "context 131072", {**FEW_GRAPHS, **LONG_CONTEXT}, ("decode",)),
+        Planned("transformers_runs", 40, LARGE),
     ),
     3: (
         _EQUALITY,
         _FIRST,
-        Planned("faults", 100, SMALL),
-        Planned("engine_runs", 70, LARGE, "", {}, ("workload",)),
-        Planned("server_streams", 80, LARGE),
-        _ablation(""),
-        _ablation("graphs off", enforce_eager=True),
-        _ablation("overlap off", async_scheduling=False),
-        _ablation("fused kernels off", kernels="torch"),
-        _ablation("batch invariant", batch_invariant=True),
+        Planned("faults", 85, SMALL),
+        Planned("speculation", 45, SMALL),
+        Planned("windows", 40, WINDOW),
+        Planned("adapters", 50, LARGE),
+        Planned("engine_runs", 45, LARGE, "", {}, ("workload",)),
+        Planned("server_streams", 60, LARGE),
+        Planned("block_copies", 15, LARGE),
+        _decode(SMALL, 25),
+        _decode(SMALL, 25, "graphs off", enforce_eager=True),
+        _decode(SMALL, 25, "overlap off", async_scheduling=False),
+        _decode(SMALL, 25, "batch invariant", batch_invariant=True),
     ),
     4: (
         _CEILINGS,
-        replace(_ATTENTION, limit_s=120),
+        replace(_ATTENTION, limit_s=110),
         _FIRST,
         replace(_EQUALITY, limit_s=70),
-        Planned("engine_runs", 120, LARGE),
-        Planned("kernel_table", 100, LARGE),
-        Planned("server_streams", 60, LARGE),
+        Planned("engine_runs", 90, LARGE),
+        Planned("kernel_table", 95, LARGE),
+        Planned("product_times", 45, LARGE),
+        _EXPERT_TIMES,
+        Planned("server_streams", 55, LARGE),
     ),
 }
 """4 measures again what 1 to 3 did: after a change, beside the results from before it."""
@@ -92,11 +107,17 @@ _TRIAL_OPTIONS: Final[Mapping[str, dict[str, Any]]] = {"kernel_table": {"enforce
 """The profiler sees torch's operations alone."""
 
 
+_TRIAL_SHAPES: Final[Mapping[str, str]] = {EXPERTS: "tiny-experts", INT4: "tiny-int4", WINDOW: "tiny-window"}
+
+
 def sections(part: int, on_gpu: bool) -> list[Planned]:
-    """Without a GPU: every program once, on the tiny shape."""
+    """Without a GPU: every program once on each kind of shape, in tiny sizes."""
     if on_gpu:
         return list(PARTS[part])
-    return [
-        Planned(program, TRIAL_LIMIT_S, TINY, "", _TRIAL_OPTIONS.get(program, {}), _TRIAL_MEASURES.get(program, ()))
-        for program in dict.fromkeys(planned.program for planned in PARTS[part])
-    ]
+    tried: dict[tuple[str, str], Planned] = {}
+    for planned in PARTS[part]:
+        program, shape = planned.program, _TRIAL_SHAPES.get(planned.shape, TINY)
+        measures = _TRIAL_MEASURES.get(program, planned.measures)
+        tiny = Planned(program, TRIAL_LIMIT_S, shape, "", _TRIAL_OPTIONS.get(program, {}), measures)
+        tried.setdefault((program, shape), tiny)
+    return list(tried.values())

@@ -11,15 +11,27 @@ from typing import Any
 
 Line = dict[str, Any]
 _ENGINES = {"engine_runs": "llmbackend", "transformers_runs": "transformers"}
-_CHECKED = ("tokens", "attention", "product", "tests", "sanitized", "sanitizer", "equality", "fault")
+_CHECKED = (
+    "tokens", "attention", "product", "experts", "sampled", "tests", "sanitized", "sanitizer", "equality", "block bits",
+    "fault",
+)  # fmt: skip
 
 
 def page(lines: list[Line]) -> str:
     ceilings = next((line for line in lines if line["section"] == "ceilings" and "copy_bytes_per_s" in line), None)
     sections = [_head(ceilings), _failures(lines), _checks(lines)]
     if ceilings:
-        sections += [_decode(lines, ceilings), _prefill(lines, ceilings), _sweep(lines, ceilings)]
-    sections += [_kernels(lines), _first_requests(lines), _workloads(lines), _server(lines), _starts(lines)]
+        sections += [_decode(lines, ceilings), _prefill(lines, ceilings), _products(lines, ceilings)]
+        sections += [_experts(lines, ceilings), _sweep(lines, ceilings)]
+    sections += [
+        _kernels(lines),
+        _sampling(lines),
+        _speculation(lines),
+        _windows(lines),
+        _adapters(lines),
+        _copies(lines),
+    ]
+    sections += [_first_requests(lines), _workloads(lines), _server(lines), _starts(lines)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
@@ -51,6 +63,80 @@ def _checks(lines: list[Line]) -> str:
             if of:
                 rows.append((section, measure, len(of), len(wrong), f"{worst:.1e}" if worst else ""))
     return _section("Checks", ("section", "check", "cases", "wrong", "largest relative error"), rows)
+
+
+def _products(lines: list[Line], ceilings: Line) -> str:
+    """A row for each number of rows, a column for each kind of weight."""
+    timed = list(_of(lines, "product time"))
+    kinds = dict.fromkeys(line["kind"] for line in timed)
+    found = {(line["case"], line["rows"], line["kind"]): line for line in timed}
+    rows = [
+        (case, count, *(_against_floor(found.get((case, count, kind)), ceilings) for kind in kinds))
+        for case, count in dict.fromkeys((line["case"], line["rows"]) for line in timed)
+    ]
+    columns = ("product", "rows", *kinds)
+    return _section("Products: µs (of the bandwidth floor)", columns, rows)
+
+
+def _experts(lines: list[Line], ceilings: Line) -> str:
+    rows = [
+        (line["case"], line["rows"], _against_floor(line, ceilings), _of_peak(line, ceilings))
+        for line in _of(lines, "experts time")
+    ]
+    columns = ("layer", "tokens", "µs (of the bandwidth floor)", "of the matmul peak")
+    return _section("A layer's experts", columns, rows)
+
+
+def _against_floor(line: Line | None, ceilings: Line) -> str:
+    if line is None or "refused" in line:
+        return "" if line is None else "refused"
+    floor_s = line["floor_bytes"] / ceilings["copy_bytes_per_s"]
+    return f"{line['call_s'] * 1e6:,.1f} ({floor_s / line['call_s']:.0%})"
+
+
+def _of_peak(line: Line, ceilings: Line) -> str:
+    return "" if "refused" in line else f"{line['flops'] / line['call_s'] / ceilings['matmul_flops']:.0%}"
+
+
+def _sampling(lines: list[Line]) -> str:
+    rows = [
+        (line["case"], line["rows"], f"{line['call_s'] * 1e6:,.0f}", f"{line['host_s'] * 1e6:,.0f}")
+        for line in _of(lines, "sampling time")
+    ]
+    return _section("Sampling", ("asked for, logits", "rows", "device µs", "launching µs"), rows)
+
+
+def _speculation(lines: list[Line]) -> str:
+    rows = [
+        (line["case"], line["batch"], f"{line['output_tokens_per_s']:,.0f}", f"{line['tokens_per_step']:.2f}",
+         f"{line['accepted_share']:.0%}")
+        for line in _of(lines, "speculation")
+    ]  # fmt: skip
+    return _section("Speculation", ("drafts", "requests", "tokens/s", "tokens of a step", "drafts accepted"), rows)
+
+
+def _windows(lines: list[Line]) -> str:
+    rows = [
+        (line["shape"], line["case"], f"{line['blocks']:.0f}", f"{line['step_s'] * 1e3:.2f}")
+        for line in _of(lines, "window")
+    ]
+    return _section("Sliding window", ("shape", "engine", "KV blocks at most", "decode step ms"), rows)
+
+
+def _adapters(lines: list[Line]) -> str:
+    timed = list(_of(lines, "adapters"))
+    plain_s = next((line["step_s"] for line in timed if "without" in line["case"]), None)
+    rows = [
+        (line["shape"], line["case"], line["rows"], f"{line['step_s'] * 1e3:.2f}",
+         f"{line['step_s'] / plain_s:.2f}" if plain_s else "")
+        for line in timed
+    ]  # fmt: skip
+    return _section("LoRA adapters", ("shape", "asked for", "rows", "decode step ms", "of the step without"), rows)
+
+
+def _copies(lines: list[Line]) -> str:
+    rows = [(line["case"], f"{line['bytes_per_s'] / 1e9:.1f}") for line in _of(lines, "copy")]
+    return _section("KV blocks and host memory", ("copy", "GB/s"), rows)
 
 
 def _sweep(lines: list[Line], ceilings: Line) -> str:

@@ -81,7 +81,7 @@ class Runner:
 
     @property
     def logs(self) -> Path:
-        return self.scratch / "logs"
+        return self.scratch / f"logs-{self.results.part}"
 
     def run(self, planned: Planned) -> None:
         limit_s = min(planned.limit_s, self.end_s - time.monotonic())
@@ -123,9 +123,9 @@ def _exit_code(process: BaseProcess, limit_s: float) -> int | None:
     process.start()
     assert process.pid is not None
     process.join(limit_s)
+    code = process.exitcode
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    code = process.exitcode
     process.join()
     return code
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 WARM_UP_CALLS, TIMED_CALLS = 3, 10
-WORKERS = 8
+WORKERS = min(12, os.cpu_count() or 1)
 """Processes that compile and check kernels at the same time, each with a context on the GPU."""
+
+CACHES = 3
+"""Times the device's cache: what is read behind so much else comes from memory."""
 
 
 class WrongResultError(Exception):
@@ -86,20 +90,46 @@ def in_parallel(work: Callable[[Any], Any], items: Sequence[Any], on_gpu: bool) 
 
 
 def seconds_per_call(call: Callable[[], object], device: Any) -> float:
-    """Mean of TIMED_CALLS, by the device's own clock where it has one."""
-    for _ in range(WARM_UP_CALLS):
-        call()
+    """Mean of TIMED_CALLS, by the device's own clock. Elsewhere nothing is measured, and one call does."""
     if device.type == "cuda":
+        for _ in range(WARM_UP_CALLS):
+            call()
         return _seconds_on_gpu(call)
     start_s = time.perf_counter()
-    for _ in range(TIMED_CALLS):
-        call()
-    return (time.perf_counter() - start_s) / TIMED_CALLS
+    call()
+    return time.perf_counter() - start_s
 
 
 def median_seconds(call: Callable[[], object], device: Any, runs: int = 5) -> float:
     """The median of some runs of `seconds_per_call`."""
     return statistics.median(seconds_per_call(call, device) for _ in range(runs if device.type == "cuda" else 1))
+
+
+def seconds_in_graph(calls: Sequence[Callable[[], object]], device: Any) -> float:
+    """The median of one of `calls`, which a GPU replays one behind the other from a graph: the host's time for a launch
+    does not count. Where calls read different memory, more of it than a cache holds, it comes from the device's."""
+    if device.type != "cuda":
+        return seconds_per_call(calls[0], device)
+    import torch
+
+    for call in calls:  # what is compiled, or allocated once, is no part of a graph
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return median_seconds(graph.replay, device) / len(calls)
+
+
+def copies_beyond_cache(num_bytes: int, device: Any) -> int:
+    """How many pieces of memory of this size do not fit into the device's cache together."""
+    if device.type != "cuda":
+        return 2
+    import torch
+
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return max(2, -(-CACHES * cache_bytes // num_bytes))
 
 
 def _seconds_on_gpu(call: Callable[[], object]) -> float:

@@ -27,13 +27,17 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> BareMachine:
     return make_bare_machine(tmp_path_factory.mktemp("machine"))
 
 
-def run_part(machine: BareMachine, part: int, out: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [str(machine.python), "benchmarks/gpu.py", "--part", str(part), "--device", "cpu", "--out", str(out)]
-    command += ["--packages", str(machine.packages), *arguments]
+@pytest.fixture(scope="module")
+def results(machine: BareMachine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of all parts, in one process, whose imports cost more than most sections."""
+    out, before = (tmp_path_factory.mktemp(name) for name in ("out", "before"))
+    line = {"section": "faults", "shape": "none", "label": "", "measure": "fault", "extra_s": 1.0}
+    (before / "part3.jsonl").write_text(json.dumps(line) + '\n{"cut')
+    command = [str(machine.python), "benchmarks/gpu.py", "--part", "1", "2", "3", "--device", "cpu"]
+    command += ["--out", str(out), "--packages", str(machine.packages), "--before", str(before)]
     result = subprocess.run(command, cwd=ROOT, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert {file.name for file in out.iterdir()} == {f"part{part}{end}" for end in (".jsonl", ".md", "-logs.tar.gz")}
-    return [json.loads(line) for line in (out / f"part{part}.jsonl").read_text().splitlines()]
+    return out
 
 
 def test_the_machine_is_bare(machine: BareMachine) -> None:
@@ -44,17 +48,17 @@ def test_the_machine_is_bare(machine: BareMachine) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 2, 3])
-def test_every_section_of_a_part_runs_there(machine: BareMachine, part: int, tmp_path: Path) -> None:
-    before = tmp_path / "before"
-    before.mkdir()
-    line = {"section": "faults", "shape": "none", "label": "", "measure": "fault", "extra_s": 1.0}
-    (before / "part3.jsonl").write_text(json.dumps(line) + '\n{"cut')
-    lines = run_part(machine, part, tmp_path / "out", "--before", str(before))
+def test_every_section_of_a_part_runs_there(results: Path, part: int) -> None:
+    files = {file.name for file in results.iterdir() if file.name.startswith(f"part{part}")}
+    assert files == {f"part{part}{end}" for end in (".jsonl", ".md", "-logs.tar.gz")}
+    lines: list[dict[str, Any]] = [
+        json.loads(line) for line in (results / f"part{part}.jsonl").read_text().splitlines()
+    ]
     done = [line["section"] for line in lines if line["measure"] == "section"]
     assert done == [planned.program for planned in parts.sections(part, on_gpu=False)]
     figures = {line["section"] for line in lines if line["measure"] != "section"}
     assert figures == set(done), "each leaves figures"
-    page = (tmp_path / "out" / f"part{part}.md").read_text()
+    page = (results / f"part{part}.md").read_text()
     assert "- only before: faults none fault" in page
 
 

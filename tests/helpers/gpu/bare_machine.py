@@ -17,8 +17,8 @@ from pathlib import Path
 from benchmarks.accelerator.packages import MISSING
 
 THERE = (
-    "accelerate", "hypothesis", "ml-dtypes", "numpy", "prometheus-client", "psutil", "pytest", "pytest-timeout",
-    "pytest-xdist", "pyyaml", "rich", "tokenizers", "torch", "transformers", "triton", "typer", "uvloop",
+    "jinja2", "ml-dtypes", "numpy", "pytest", "pyyaml", "rich", "tokenizers", "torch", "transformers", "triton",
+    "typer",
 )  # fmt: skip
 """With what they need. grpcio and protobuf are on such a machine, too, but perhaps too old."""
 _SITE = Path(sysconfig.get_paths()["purelib"])

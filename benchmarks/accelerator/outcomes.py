@@ -1,0 +1,22 @@
+"""A pytest plugin that writes down each test's outcome when it is known.
+
+For: kernel_tests.py, whose time may be over before all tests have run. Does not know: which tests. Invariant: a line is
+written once, also where several processes run the tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FILE = "LLMBACKEND_TEST_OUTCOMES"
+"""The variable that names the file."""
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.when != "call" and report.outcome == "passed"):
+        return
+    with Path(os.environ[FILE]).open("a") as file:
+        file.write(json.dumps({"test": report.nodeid, "outcome": report.outcome}) + "\n")
