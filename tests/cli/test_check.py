@@ -41,6 +41,11 @@ def test_what_to_check_must_be_said(check: Check) -> None:
     assert code == 1 and error.endswith("Missing argument 'target'.\n")
 
 
+def test_what_to_check_must_exist(check: Check) -> None:
+    code, _, error = check("/no/such/model")
+    assert code == 1 and "the target is '/no/such/model', which does not exist" in error and "--model" not in error
+
+
 def reason_of_serve(*arguments: str) -> str:
     """The last line of a server that does not start."""
     ports = [f"--allow-{protocol}=false" for protocol in ("grpc", "metrics")]

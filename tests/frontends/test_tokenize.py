@@ -151,6 +151,12 @@ def test_the_openai_client_can_post_to_it(client: openai.OpenAI) -> None:
             "tokens",
             "'tokens' holds 1000000, expected token ids from",
         ),
+        (
+            "/v1/completions",
+            {"model": MODEL, "prompt": [1, 10**6]},
+            "prompt",
+            "'prompt' holds 1000000, expected token ids from",
+        ),
         ("/detokenize", {"model": MODEL}, "tokens", "missing required field 'tokens'"),
     ],
     ids=str,

@@ -57,7 +57,10 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     """Repository, models in it, and the name of the model of engine flags. Raises BadParameter."""
     path = Path(target)
     if not path.is_dir() or (path / "config.json").is_file():
-        single = engine.model(target, "")
+        try:
+            single = engine.model(target, "")
+        except typer.BadParameter as error:
+            raise _about_target(error) from None
         assert single is not None
         return single.make_repository(), [single.served_name], single.served_name
     engine.model("", "")  # refuses engine flags
@@ -69,6 +72,13 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
         expected = "a checkpoint (config.json), a model of a repository (config.pbtxt, 1/), or a repository of such"
         raise bad_option("TARGET", f"'{target}' holds no model, expected {expected}")
     return path, names, ""
+
+
+def _about_target(error: typer.BadParameter) -> typer.BadParameter:
+    """An error about `--model`, which this command does not have."""
+    if error.param_hint != "--model":
+        return error
+    return bad_option("target", error.message.replace("--model is", "the target is", 1))
 
 
 def _is_model(path: Path) -> bool:

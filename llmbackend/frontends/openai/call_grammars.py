@@ -98,7 +98,7 @@ def _arguments(function: Function) -> JsonObject:
     schema = function.parameters
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
-        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\": arguments are one"
+        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\", as the arguments of a call are"
         raise OpenAIError(message, param=function.param)
     closed = {"additionalProperties": False} if "properties" in schema else {}
     return {**closed, **schema, "type": "object"}

@@ -36,7 +36,7 @@ from .schema import (
     CompletionRequest,
     StreamOptions,
 )
-from .tensors import MESSAGES, input_ids_tensor, messages_tensor, text_tensor
+from .tensors import INPUT_IDS, MESSAGES, input_ids_tensor, messages_tensor, text_tensor
 from .tools import ToolUse
 from .validation import read
 
@@ -126,6 +126,9 @@ class GenerationRequest:
             error.param = self.prompt_field
             if self.prompt_field != MESSAGES:
                 error.message = error.message.replace(f"input '{MESSAGES}'", f"'{self.prompt_field}'")
+        elif error.param is None and error.status == 400 and f"input '{INPUT_IDS}'" in error.message:
+            error.param = self.prompt_field
+            error.message = error.message.replace(f"input '{INPUT_IDS}'", f"'{self.prompt_field}'")
         elif error.param is not None and (own := self.field_names.get(error.param)) is not None:
             error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
             error.param = own

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from .validation import ClosedObject, Only
 
 _ONE_TIER = "this server has one service tier"
-_STORES_NOTHING = "this server stores no requests and no answers"
+_NOT_STORED = "this server stores the answers of /v1/responses alone"
 _RENDER = "it belongs to vLLM's render endpoints"
 _ONE_ENGINE = "the KV memory of a request stays in one engine"
 _TEXT_ONLY = "the models here read and write text only"
@@ -22,7 +22,7 @@ class UnservedFields(ClosedObject):
 
     use_beam_search: Annotated[Any, Only(False, reason=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, 1.0, reason="it belongs to beam search")] = None
-    store: Annotated[Any, Only(False, reason=_STORES_NOTHING)] = None
+    store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
     service_tier: Annotated[Any, Only("auto", "default", reason=_ONE_TIER)] = None
     watermarking: Annotated[Any, Only(False, reason="this server marks no tokens")] = None
     kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
