@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from .agents.requests import TOOLS, make_agent_specs
 from .agents.validity import validity
-from .clients.agent_api import ChatIdentity
+from .clients.agent_api import ChatIdentity, events
 from .judge import judge, judge_prefix
 from .outcome import Collector, Outcome, StreamFailed
 from .specs import StreamSpec
@@ -34,6 +36,14 @@ def chunk(index: int, **delta: Any) -> dict[str, Any]:
 def test_each_part_counts(name: str, text: str) -> None:
     assert judge(WHOLE, with_part(name, text)).total > 0
     assert judge(WHOLE, WHOLE).is_clean
+
+
+def test_comments_of_a_stream_that_waits_are_passed_over() -> None:
+    async def read() -> list[Any]:
+        answer = httpx.Response(200, content=b': ping\n\ndata: {"id": "a"}\n\n: ping\n\ndata: [DONE]\n\n')
+        return [event async for event in events(answer)]
+
+    assert asyncio.run(read()) == [{"id": "a"}]
 
 
 def test_a_part_that_nobody_asked_for_counts() -> None:

@@ -37,17 +37,18 @@ class AgentClient:
                 if not spec.streams:
                     yield identity.piece(json.loads(await answer.aread()))
                     return
-                async for document in _events(answer):
+                async for document in events(answer):
                     yield identity.piece(document)
         except httpx.HTTPError as error:
             raise StreamFailed(f"{type(error).__name__}: {error}", "connection") from error
 
 
-async def _events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+async def events(answer: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    """Raises StreamFailed where the stream ends without `[DONE]`."""
     async for line in answer.aiter_lines():
         if line == "data: [DONE]":
             return
-        if line:
+        if line.startswith("data: "):  # and not a comment, which a stream that waits sends
             yield json.loads(line.removeprefix("data: "))
     raise StreamFailed("the stream ended without [DONE]", "connection")
 
