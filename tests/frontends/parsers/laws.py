@@ -82,9 +82,9 @@ def _check_arguments(sample: Sample, text: str, visible: Seen) -> None:
 
 
 def _converts(table: ToolCallFormat) -> bool:
-    body = table.body
-    return isinstance(body, MarkedCalls) and all(
-        isinstance(call, TaggedCall | LiteralCall | NestedCall) for call in body.calls
+    return isinstance(table.body, MarkedCalls) and all(
+        isinstance(call, LiteralCall | NestedCall) or (isinstance(call, TaggedCall) and not call.json_begin)
+        for call in table.body.calls
     )
 
 

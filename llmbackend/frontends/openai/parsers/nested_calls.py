@@ -60,7 +60,9 @@ class NestedCallReader:
             name = yield from self._next_member()
         if name is None:
             return False
-        sink.arguments({"[": "[]", "{": "{}"}.get(separator) or ("]" if is_list else "}"))
+        if separator != ", ":  # there was none
+            sink.arguments(separator)
+        sink.arguments("]" if is_list else "}")
         return True
 
     def _next_member(self) -> Reading[str | None]:

@@ -40,8 +40,8 @@ class MarkedCallsReader:
         self._strings_are_text = strings_are_text
         self._content_begin = reasoning.content_begin if reasoning else ()
         self._content_end = reasoning.content_end if reasoning else ()
-        self._begins = (*table.begin, *self._content_begin)
-        """What may stand behind reasoning, calls and content in markers, besides content."""
+        self._begins = (*table.begin, *self._content_begin, *self._content_end)
+        """What may stand where content may begin."""
         self._markers = markers(frozenset((*table.begin, *self._content_end)))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
@@ -64,7 +64,7 @@ class MarkedCallsReader:
                 self._reader.drop()
                 marker = None
             elif marker in self._content_end or (yield from self._read_section(marker)):
-                marker = yield from self._read_layout((*self._begins, *self._content_end), keeps_space=False)
+                marker = yield from self._read_layout(self._begins, keeps_space=False)
             else:
                 self._sink.content(self._reader.release())
                 marker = None

@@ -64,6 +64,12 @@ SAMPLES = (
             (f"{begin}No end <", "", "No end <", ()),
         )
     ),
+    # The prompt has begun the content, and the model ends it at once.
+    *(
+        Sample(tools=name, reasoning=name, text=f"{close}{call}", special=special, calls=_CALLS)
+        for name, _, _, _, close, call in _FORMS[:3]
+        for special in ((), _SPECIAL[name])
+    ),
     *(
         Sample(
             reasoning=name,
