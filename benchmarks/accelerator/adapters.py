@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .engines import SCALE, decode_run, engine_config, infer_request, requests_of, steps
+from .engines import SCALE, decode_run, engine_config, infer_request, requests_of, steps, why_slow
 from .section import Section, run_alone
 from .shapes import SHAPES, Shape
 
@@ -51,6 +51,7 @@ def _run(section: Section, names: list[str], **arguments: Any) -> dict[int, dict
             case = f"{count} of {len(names)} adapters" if names else "an engine without adapters"
             section.add(measure="adapters", case=case, rows=rows, step_s=run.step_s)
             found[count] = run.tokens
+        section.fail(why_slow(section, engine))
     return found
 
 

@@ -4,7 +4,7 @@
 
 For: the figures of the engine alone. Does not know: servers, peers, ceilings. Invariants: greedy, end of sequence
 ignored, the prefix cache off, so that every token is computed; every requested token is generated or the run fails; a
-decode step counts only when all rows of the batch decode in it.
+decode step counts only when all rows of the batch decode in it; a model that runs as modules fails, with its figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from benchmarks.recording import Recorder, seconds_since_process_start
 from benchmarks.workloads import Request
 
-from .engines import SCALE, engine_config, infer_requests, requests_of, steps
+from .engines import SCALE, engine_config, infer_requests, requests_of, steps, why_slow
 from .section import Section, run_alone
 from .shapes import SHAPES, Shape
 
@@ -43,6 +43,7 @@ def measure(section: Section) -> None:
         for name, requests in workloads(shape, scale).items():
             if section.wants("workload"):
                 section.add(measure="workload", workload=name, **_run(engine, requests))
+        section.fail(why_slow(section, engine))
 
 
 def workloads(shape: Shape, scale: int) -> dict[str, list[Request]]:

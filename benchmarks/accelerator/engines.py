@@ -82,6 +82,13 @@ def steps(engine: OfflineEngine, requests: Sequence[InferRequest]) -> Iterator[S
         yield result
 
 
+def why_slow(section: Section, engine: OfflineEngine) -> list[str]:
+    """Says so if a GPU runs the model as modules: its figures are then not those of the program."""
+    if not section.on_gpu or "one program" in engine.info.description:
+        return []
+    return [f"the model runs as modules: {engine.info.description}"]
+
+
 @dataclass(frozen=True)
 class DecodeRun:
     tokens: dict[str, list[int]]

@@ -9,7 +9,7 @@ request's first run, its second (from the prefix cache) and one beside others.
 
 from __future__ import annotations
 
-from .engines import engine_config, generated, infer_request, requests_of
+from .engines import engine_config, generated, infer_request, requests_of, why_slow
 from .section import Section, run_alone
 from .shapes import SHAPES
 
@@ -22,7 +22,7 @@ def measure(section: Section) -> None:
 
     config = engine_config(section, max_num_seqs=16, **({"batch_invariant": True} if section.on_gpu else {}))
     with OfflineEngine(config, make_runner) as engine:
-        info = engine.info
+        info, modules = engine.info, why_slow(section, engine)
         section.add(measure="loaded", load_s=info.load_s, description=info.description, num_blocks=info.num_blocks)
         prompts = [r.prompt for r in requests_of(SHAPES[section.shape], [(PROMPT_TOKENS, OUTPUT_TOKENS)] * 8)]
         ways = [{}, {"temperature": 0.8, "seed": 1}, {"temperature": 0.8, "seed": 2, "top_p": 0.9, "top_k": 40}, {}]
@@ -34,9 +34,7 @@ def measure(section: Section) -> None:
     wrong = [f"request {name} got other tokens {how}" for how, tokens in (("again", again), ("alone", alone))
              for name in together if tokens[name] != together[name]]  # fmt: skip
     section.add(measure="tokens", requests=len(requests), different=len(wrong))
-    if section.on_gpu and "one program" not in info.description:
-        wrong.insert(0, f"the model runs as modules: {info.description}")
-    section.fail(wrong)
+    section.fail([*modules, *wrong])
 
 
 if __name__ == "__main__":
