@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.accelerator import parts
+from benchmarks.accelerator import kernel_tests, parts
 from benchmarks.accelerator.comparison import comparison
 from benchmarks.accelerator.packages import MISSING, unpack
 from benchmarks.accelerator.parts import PART_LIMIT_S, PARTS
@@ -70,6 +70,13 @@ def test_the_last_part_has_sections_of_the_others() -> None:
 def test_limits_leave_each_section_its_time() -> None:
     for part, planned in PARTS.items():
         assert sum(section.limit_s for section in planned) <= PART_LIMIT_S, part
+
+
+def test_the_tests_of_kernels_that_run_on_a_gpu_are_there() -> None:
+    """pytest runs none where it cannot find one."""
+    for name in (*kernel_tests.TESTS, *kernel_tests.FEW, *kernel_tests.WITHOUT):
+        file, _, test = name.partition("::")
+        assert f"def {test}(" in (ROOT / "tests/engine/gpu" / f"test_{file}.py").read_text() or not test, name
 
 
 SECTIONS = """
