@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ..step import Int32Array, RowTable, StepPlan
+from ..prompt_lookup import LookupLengths
+from ..step import PENDING_TOKEN, Int32Array, RowTable, StepPlan
 from .device import Device, Event
+from .drafted_rows import NUM_FIELDS, drafted_rows
 from .ops import NO_ADAPTER, Ops, StepLayout
 from .step_sequences import StepSequences
 from .table_changes import NO_CHANGES, BlockTableMirror
@@ -62,10 +64,13 @@ class Padded:
 class _Changes:
     """What the device's rows lack."""
 
+    drafted: Int32Array
+    """[NUM_FIELDS, n]: drafted_rows.py. The first of all, so that it begins at a multiple of 16 bytes."""
     blocks: Int32Array
     """[3, n]: rows, columns and values of the block table."""
     drafts: Int32Array
-    """[3, n]: rows, positions and ids of tokens. They hold for this step alone: it samples other ones over them."""
+    """[3, n]: rows, positions and ids of tokens that the host knows. They hold for this step alone: it samples other
+    ones over them."""
     prompts: Int32Array
     """[4, n]: rows, lengths of their prompts, lengths of all their tokens, slots of their LoRA adapters."""
     token_ids: Int32Array
@@ -73,12 +78,16 @@ class _Changes:
 
     @property
     def num_words(self) -> int:
-        return self.blocks.size + self.drafts.size + self.prompts.size + self.token_ids.size
+        return sum(part.size for part in self._parts)
+
+    @property
+    def _parts(self) -> tuple[Int32Array, ...]:
+        """In the order of the message."""
+        return self.drafted, self.blocks, self.drafts, self.prompts, self.token_ids
 
     def write(self, words: Int32Array) -> None:
         if len(words):
-            parts = self.blocks.reshape(-1), self.drafts.reshape(-1), self.prompts.reshape(-1), self.token_ids
-            np.concatenate(parts, out=words)
+            np.concatenate([part.reshape(-1) for part in self._parts], out=words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,14 +96,21 @@ class StepMessage:
 
     shape: StepShape
     words: torch.Tensor
-    """int32, pinned: the sections, changed blocks (3 * num_blocks), drafts (3 * num_drafts), new rows
-    (4 * num_prompts), their tokens (num_prompt_tokens)."""
+    """int32, pinned: the sections, rows with drafts (NUM_FIELDS * num_drafted), changed blocks (3 * num_blocks), drafts
+    (3 * num_drafts), new rows (4 * num_prompts), their tokens (num_prompt_tokens)."""
+    num_drafted: int
     num_blocks: int
     num_drafts: int
     num_prompts: int
     num_prompt_tokens: int
     changes: _Changes = field(repr=False)
     buffer: _Buffer = field(repr=False)
+
+    @property
+    def places_of_drafts(self) -> Int32Array:
+        """Which of the rows of `DeviceRows.accepted` have drafts in this step: their places."""
+        places: Int32Array = np.flatnonzero(self.changes.drafted[5]).astype(np.int32)
+        return places
 
 
 class _Buffer:
@@ -119,7 +135,7 @@ class StepMessages:
         self._device = device
         self._section_words = section_words(max_sequences)
         self._step_words = NUM_SECTIONS * self._section_words
-        self.max_words = self._step_words + 8 * max_sequences + max_model_len
+        self.max_words = self._step_words + (8 + NUM_FIELDS) * max_sequences + max_model_len
         """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
@@ -135,7 +151,8 @@ class StepMessages:
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
         """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
-        changes = _Changes(self._blocks.changes(plan, table), _drafts(plan, table), *self._prompts(plan, table))
+        known = drafted_rows(plan, table), self._blocks.changes(plan, table), _drafts(plan, table)
+        changes = _Changes(*known, *self._prompts(plan, table))
         buffer = self._buffer(self._step_words + changes.num_words)
         words = buffer.words.numpy()
         shape = self._write_step(StepSequences.of(plan, table), padded, words)
@@ -144,6 +161,7 @@ class StepMessages:
         return StepMessage(
             shape=shape,
             words=buffer.words[:num_words],
+            num_drafted=changes.drafted.shape[1],
             num_blocks=changes.blocks.shape[1],
             num_drafts=changes.drafts.shape[1],
             num_prompts=changes.prompts.shape[1],
@@ -204,7 +222,8 @@ def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
     rows, positions = plan.samples(table)
     is_draft = rows[1:] == rows[:-1]  # what a row samples last is behind its last draft
     rows, positions = rows[:-1][is_draft], positions[:-1][is_draft]
-    return np.stack((rows, positions, table.token_ids[rows, positions]))
+    drafts = np.stack((rows, positions, table.token_ids[rows, positions]))
+    return drafts[:, drafts[2] != PENDING_TOKEN]
 
 
 class DeviceRows:
@@ -222,9 +241,10 @@ class DeviceRows:
         max_sequences: int,
         max_words: int,
         max_tokens: int,
+        lookup: LookupLengths | None = None,
     ) -> None:
-        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. Raises
-        torch.OutOfMemoryError."""
+        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None
+        where no drafts are looked up. Raises torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._block_size = block_size
@@ -238,6 +258,12 @@ class DeviceRows:
         self._inputs = torch.zeros((4, section_words(max_tokens)), **numbers)
         """Token ids, positions, slots and adapters of a step."""
         self._places = torch.arange(section_words(max_sequences), **numbers)
+        self.looks_up = lookup is not None
+        self._lookup = lookup
+        self._num_tokens = torch.zeros(max_num_seqs, **numbers)
+        """Of the rows with drafts of earlier steps, as many as were accepted."""
+        self._drafted = torch.zeros((NUM_FIELDS, 0), **numbers)
+        self._accepted = torch.zeros(max_sequences, **numbers)
 
     def forget_step(self, size: Padded) -> None:
         """Until the next message there is nothing but the padding of a step of this size."""
@@ -256,6 +282,8 @@ class DeviceRows:
             words = message.words.to(self._message.device, non_blocking=True)
             self._message[: self._step_words] = words[: self._step_words]
         changes = words[self._step_words :]
+        self._drafted = changes[: NUM_FIELDS * message.num_drafted].view(NUM_FIELDS, -1)
+        changes = changes[NUM_FIELDS * message.num_drafted :]
         if message.num_blocks:
             rows, columns, values = changes[: 3 * message.num_blocks].view(3, -1)
             self.block_table[rows, columns] = values
@@ -265,6 +293,9 @@ class DeviceRows:
             self.token_table[rows, positions] = token_ids
         if message.num_prompts:
             self._add_rows(changes[3 * message.num_drafts :], message.num_prompts, message.num_prompt_tokens)
+        if message.num_drafted:
+            lens, positions = self._sections[2], self._sections[5]
+            self._ops.begin_drafts(self._drafted, self._lookup, self.token_table, self._num_tokens, lens, positions)
 
     def layout(self, shape: StepShape) -> StepLayout:
         """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next
@@ -297,8 +328,17 @@ class DeviceRows:
         return self._sections[4, :count], self._sections[5, :count]
 
     def put(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Adds the sampled tokens to the rows; int32 [samples] each."""
+        """Adds the step's sampled tokens to the rows; int32 [samples] each."""
+        if self._drafted.shape[1]:
+            drafts = self._drafted, token_ids, self.token_table, self._num_tokens, self.accepted
+            self._ops.accept_drafts(*drafts)
         self._ops.put_tokens(rows, positions, token_ids, self.token_table)
+
+    @property
+    def accepted(self) -> torch.Tensor:
+        """How many drafts of each of the step's rows with drafts, now or before, are accepted; int32, valid after `put`
+        and until the next step's."""
+        return self._accepted[: self._drafted.shape[1]]
 
     def _add_rows(self, words: torch.Tensor, num_rows: int, num_tokens: int) -> None:
         rows, num_prompt_tokens, lens, adapters = words[: 4 * num_rows].view(4, -1)

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 
 from ..errors import ProgramUnsupportedError
+from ..prompt_lookup import LookupLengths
 from .expert_weights import ExpertProjection
 from .gates import Activation
 from .weights import EightBitRows, Rows
@@ -319,6 +320,31 @@ class Ops(Protocol):
         """Fills in token_ids, positions, slots and adapters [T] of a step from its sequences (as of StepLayout), whose
         last tokens it computes, and the tables (as in RowTable; adapter_of_row [max_num_seqs]). All int32. Padding is
         token 0 at position 0 with PADDING_SLOT and NO_ADAPTER."""
+
+    def begin_drafts(
+        self,
+        drafted: torch.Tensor,
+        lengths: LookupLengths | None,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sampled_positions: torch.Tensor,
+    ) -> None:
+        """Before a step with drafts (drafted_rows.py): moves its sequences and samples to where their rows really end,
+        writes that into num_tokens [max_num_seqs], and looks up drafts where that is asked for. All int32. lengths:
+        None where nothing is ever looked up."""
+
+    def accept_drafts(
+        self,
+        drafted: torch.Tensor,
+        token_ids: torch.Tensor,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        """Behind such a step: accepted[i] = how many of a row's first drafts, in the table, are equal to what it
+        sampled, token_ids [samples], not counting one behind which there is NO_TOKEN; num_tokens is what the row has
+        with them and the token behind. All int32."""
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor

@@ -22,7 +22,7 @@ import torch
 from ..adapter_loads import refuse_adapter
 from ..infer_request import InferRequest, ModelInfo
 from ..sampling.torch_sampling import TorchSampler
-from ..step import KVCopies, RowTable, SampledTokens, StepPlan
+from ..step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 from .device import Device, Event
 from .device_adapters import DeviceAdapters
 from .device_rows import DeviceRows, Padded, StepMessage, StepMessages
@@ -89,6 +89,10 @@ class _Launched:
     end: Event
     prompts: list[PromptPiece]
     """Whose logprobs were asked for."""
+    places_of_drafts: Int32Array
+    """StepMessage.places_of_drafts"""
+    accepted: list[torch.Tensor]
+    """DeviceRows.accepted, once the device has done the step."""
 
 
 class GpuRunner:
@@ -106,7 +110,8 @@ class GpuRunner:
 
     @property
     def launches_drafts(self) -> bool:
-        return False
+        """Sampling on the host would not see them."""
+        return self._parts.rows.looks_up and self.max_steps_in_flight > 1
 
     @property
     def adapters(self) -> DeviceAdapters | None:
@@ -151,6 +156,7 @@ class GpuRunner:
             sampled,
             errors={**sampled.errors, **errors},
             prompt_logprobs=prompt_logprobs,
+            num_accepted_tokens=_accepted(launched),
             forward_s=launched.computed.seconds_since(launched.start),
             sample_s=launched.end.seconds_since(launched.computed),
         )
@@ -187,18 +193,21 @@ class GpuRunner:
     ) -> _Launched:
         parts, device = self._parts, self._parts.device
         logits: list[torch.Tensor] = []
+        accepted: list[torch.Tensor] = []
         start = device.record()
         device.enqueue(lambda: logits.append(_logits(parts, message, padded, num_samples)))
         computed = device.record()
         if num_samples:
             sampling.complete()
             device.enqueue(lambda: _sample(parts, sampling, logits[0]))
+        if len(message.places_of_drafts):
+            device.enqueue(lambda: accepted.append(device.fetch(parts.rows.accepted)))
         for piece in prompts:
             device.enqueue(partial(piece.enqueue, parts.program, self._info.vocab_size, device))
         end = device.record()
         if self.max_steps_in_flight == 1:
             end.wait()
-        return _Launched(step_id, sampling, start, computed, end, prompts)
+        return _Launched(step_id, sampling, start, computed, end, prompts, message.places_of_drafts, accepted)
 
 
 @torch.inference_mode()
@@ -213,6 +222,13 @@ def _logits(parts: RunnerParts, message: StepMessage, padded: Padded | None, num
 @torch.inference_mode()
 def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) -> None:
     sampling.enqueue(logits, parts.rows, parts.device)
+
+
+def _accepted(launched: _Launched) -> Int32Array | None:
+    if not len(launched.places_of_drafts):
+        return None
+    accepted: Int32Array = launched.accepted[0].numpy()[launched.places_of_drafts]
+    return accepted
 
 
 class HostSampling:

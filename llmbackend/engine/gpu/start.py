@@ -22,6 +22,7 @@ from ..kv_groups import KVGroups
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
+from ..prompt_lookup import LookupLengths
 from . import kv_memory
 from .device import CudaDevice, Device
 from .device_adapters import DeviceAdapters, slots_for
@@ -99,7 +100,9 @@ def _make_parts(
     program.use_caches(_caches(config, loaded, device, few))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size, max_sequences(config)
     messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
-    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens)
+    speculation = config.speculative_config
+    lookup = None if speculation is None else LookupLengths.of(speculation)
+    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup)
     graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
     adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
     return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)

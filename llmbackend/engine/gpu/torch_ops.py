@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from ..prompt_lookup import LookupLengths
 from .expert_weights import ExpertProjection
 from .gates import Activation, gated
 from .ops import (
@@ -152,10 +153,65 @@ class TorchOps:
         slots.copy_(places.masked_fill(is_padding, PADDING_SLOT))
         adapters.copy_(adapter_of_row[token_rows].masked_fill(is_padding, NO_ADAPTER))
 
+    def begin_drafts(
+        self,
+        drafted: torch.Tensor,
+        lengths: LookupLengths | None,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sampled_positions: torch.Tensor,
+    ) -> None:
+        rows, assumed, may_differ, first_sequences, first_samples, num_drafts, num_lookups = drafted
+        length = torch.where(may_differ > 0, num_tokens[rows], assumed)
+        places = torch.arange(len(seq_lens), dtype=torch.int32, device=drafted.device)
+        if lengths is not None:
+            texts, last = token_table[rows], (length - 1)[:, None].long()
+            source = _look_up(texts, last, lengths)
+            inside = places < num_lookups[:, None]
+            tokens = texts.gather(1, torch.where(inside, source + places % (last + 1 - source), last))
+            token_table[rows[:, None], torch.where(inside, last + 1 + places, last)] = tokens
+        for firsts, targets in ((first_sequences, seq_lens), (first_samples, sampled_positions)):
+            mine = (places >= firsts[:, None]) & (places <= (firsts + num_drafts)[:, None])
+            targets -= (mine * (assumed - length)[:, None]).sum(0, dtype=torch.int32)
+        num_tokens[rows] = length
+
+    def accept_drafts(
+        self,
+        drafted: torch.Tensor,
+        token_ids: torch.Tensor,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        rows, _, _, _, first_samples, num_drafts, _ = drafted
+        places = torch.arange(len(token_ids), dtype=torch.int32, device=drafted.device)
+        wanted_at = (num_tokens[rows][:, None] + places).clamp(max=token_table.shape[1] - 1)
+        sampled = token_ids[(first_samples[:, None] + places).clamp(max=len(token_ids) - 1)]
+        is_equal = (sampled == token_table[rows[:, None], wanted_at]) & (places < num_drafts[:, None])
+        count = is_equal.int().cumprod(1).sum(1, dtype=torch.int32)
+        count -= ((token_ids[first_samples + count] < 0) & (count > 0)).int()
+        accepted.copy_(count)
+        num_tokens[rows] += count + 1
+
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
     ) -> None:
         token_table[rows, positions] = token_ids.clamp(min=0)
+
+
+def _look_up(texts: torch.Tensor, last: torch.Tensor, lengths: LookupLengths) -> torch.Tensor:
+    """The position of the first draft of each text, int64 [n, 1]; as prompt_lookup.py. texts int32 [n, positions],
+    whose last token is at `last` [n, 1]."""
+    ends = torch.arange(texts.shape[1], device=texts.device)
+    is_equal, matched = ends < last, torch.zeros_like(texts)
+    for back in range(min(lengths.longest, texts.shape[1])):
+        before = texts.roll(back, 1)
+        is_equal = is_equal & (ends >= back) & (before == texts.gather(1, (last - back).clamp(min=0)))
+        matched += is_equal
+    keys = torch.where(matched >= lengths.shortest, matched * texts.shape[1] + ends, -1)
+    best = keys.max(1, keepdim=True).values
+    return torch.where(best < 0, last, best % texts.shape[1] + 1)
 
 
 class _Softmax:

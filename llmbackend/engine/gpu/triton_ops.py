@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 import triton
 
+from ..prompt_lookup import LookupLengths
 from .gates import Activation
-from .kernels import experts, fused, lora
+from .kernels import drafts, experts, fused, lora
 from .kernels.paged_attention import PagedAttention
 from .ops import (
     NO_ADAPTER,
@@ -33,6 +34,7 @@ _MAX_ROTARY_TILE = 8192
 _HEADS_PER_PROGRAM = 8
 _ROWS_PER_PROGRAM = 128
 _TOKENS_PER_PROGRAM = 32
+_DRAFTS_AT_ONCE = 16
 _ALWAYS_LARGE = 1 << 20
 
 
@@ -177,6 +179,41 @@ class TritonOps:
             adapter_of_row, token_ids, positions, slots, adapters, len(rows), len(token_ids),
             BLOCK_SIZE=block_size, PADDING=PADDING_SLOT, NO_ADAPTER=NO_ADAPTER,
             TOKENS=_TOKENS_PER_PROGRAM, AT_ONCE=_ROWS_PER_PROGRAM,
+        )  # fmt: skip
+
+    def begin_drafts(
+        self,
+        drafted: torch.Tensor,
+        lengths: LookupLengths | None,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        seq_lens: torch.Tensor,
+        sampled_positions: torch.Tensor,
+    ) -> None:
+        count, splits = drafted.shape[1], triton.cdiv(token_table.shape[1], drafts.SPLIT_TOKENS)
+        found = torch.empty((count, splits), dtype=torch.int64, device=drafted.device)
+        tables = drafted, count, num_tokens, token_table, token_table.stride(0), found
+        if lengths is not None:
+            drafts.look_up_kernel[(count, splits)](
+                *tables, SHORTEST=lengths.shortest, LONGEST=lengths.longest, SPLIT=drafts.SPLIT_TOKENS, AT_ONCE=1024
+            )
+        drafts.begin_drafts_kernel[(count,)](
+            *tables, splits, seq_lens, sampled_positions, SPLITS_PADDED=triton.next_power_of_2(splits),
+            AT_ONCE=_DRAFTS_AT_ONCE,
+        )  # fmt: skip
+
+    def accept_drafts(
+        self,
+        drafted: torch.Tensor,
+        token_ids: torch.Tensor,
+        token_table: torch.Tensor,
+        num_tokens: torch.Tensor,
+        accepted: torch.Tensor,
+    ) -> None:
+        count = drafted.shape[1]
+        drafts.accept_drafts_kernel[(count,)](
+            drafted, count, num_tokens, token_table, token_table.stride(0), token_ids, accepted,
+            AT_ONCE=_DRAFTS_AT_ONCE,
         )  # fmt: skip
 
     def put_tokens(

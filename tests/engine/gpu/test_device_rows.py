@@ -88,14 +88,16 @@ class Host:
     def sample(self, plan: StepPlan) -> None:
         """Moves on as if the plan was launched, and no draft held: what it samples is known to the device alone."""
         table = self.table
+        rows, places = plan.samples(table)
+        every = self.draw.integers(1000, 2000, len(rows)).astype(np.int32)
         drafts = 0 if plan.num_draft_tokens is None else plan.num_draft_tokens
         table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens - drafts
         sampled = plan.rows[plan.sample_rows]
         positions = table.num_tokens[sampled]
-        token_ids = self.draw.integers(0, 1000, len(sampled)).astype(np.int32)
+        token_ids = every[places == table.num_tokens[rows]]
         self.known[sampled, positions], table.token_ids[sampled, positions] = token_ids, PENDING_TOKEN
         table.num_tokens[sampled] += 1
-        where = torch.from_numpy(sampled), torch.from_numpy(positions), torch.from_numpy(token_ids)
+        where = torch.from_numpy(rows), torch.from_numpy(places), torch.from_numpy(every)
         self.device.enqueue(lambda: self.rows.put(*where))
 
 

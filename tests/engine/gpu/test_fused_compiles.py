@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.gpu.compile_kernels import compile_in_process
-from tests.helpers.gpu.fused_launches import launch_operations
+from tests.helpers.gpu.fused_launches import launch_drafts, launch_operations
 from tests.helpers.gpu.sampling_launches import launch_sampling
 
 
@@ -13,6 +15,15 @@ def test_operations_compile_for_hopper() -> None:
         "embed_kernel", "residual_norm_kernel", "rotary_kernel", "gate_kernel", "step_inputs_kernel",
         "put_tokens_kernel", "move_blocks_kernel",
     }  # fmt: skip
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0, kernel
+        assert kernel.registers <= 80, kernel
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_drafts_compile(capability: int) -> None:
+    (kernels,) = compile_in_process(launch_drafts, capability).values()
+    assert {kernel.name for kernel in kernels} == {"look_up_kernel", "begin_drafts_kernel", "accept_drafts_kernel"}
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.registers <= 80, kernel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,7 +18,7 @@ from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.model_runner import make_model_runner
 from llmbackend.engine.step import Runner
-from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
+from tests.helpers.gpu.gpu_engines import SamplingOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.mock_engine import Outcomes, run_counted
 
@@ -72,24 +73,30 @@ def expect_same(found: Outcomes, expected: Outcomes) -> None:
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"enforce_eager": True},
         {"cudagraph_capture_sizes": (2, 9)},
-        {"num_kv_blocks": 22, "max_num_batched_tokens": 9},
+        {"num_kv_blocks": 16, "max_num_batched_tokens": 9},
         {"enable_prefix_caching": False, "block_size": 4},
     ],
 )
-def test_drafts_change_no_token(options: dict[str, Any], model: Path) -> None:
+def test_drafts_change_no_token(options: dict[str, Any], overlaps: bool, model: Path) -> None:
+    """overlaps: the device looks drafts up and accepts them, and a step begins before the last one is read."""
     expected, plain = run(config_for(model), make_model_runner(config_for(model)))
     config, device = config_for(model, speculative_config=EAGER, **options), FakeDevice()
-    found, stats = run(config, gpu_runner(config, device))
+    runner = gpu_runner(config, device, SamplingOnDevice(config) if overlaps else None)
+    with mock.patch.object(runner, "launch", wraps=runner.launch) as launch:
+        found, stats = run(config, runner)
+    assert all((call.args[0] > 0) == overlaps for call in launch.call_args_list)
     expect_same(found, expected)
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
     assert (stats.num_preemptions > 0) == ("num_kv_blocks" in options)
-    assert stats.num_steps < plain.num_steps or stats.num_preemptions
+    # Where steps overlap, rows with masks take part in every other one.
+    assert stats.num_steps < plain.num_steps or stats.num_preemptions or overlaps
     if not options:
         assert device.num_graph_replays == stats.num_steps
 
@@ -107,17 +114,44 @@ class FailingDevice(FakeDevice):
         return super().record()
 
 
-def test_a_step_that_failed_is_repeated_with_its_drafts(model: Path) -> None:
-    """What it sampled has replaced them on the device."""
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_a_step_that_failed_is_repeated(overlaps: bool, model: Path) -> None:
+    """With its drafts, or without where steps overlap. What it sampled has replaced them on the device, and lengths."""
     options: dict[str, Any] = {"max_num_seqs": 3, "enforce_eager": True}
     expected, _ = run(config_for(model, **options), make_model_runner(config_for(model, **options)))
     config, device = config_for(model, speculative_config=EAGER, **options), FailingDevice()
-    runner = gpu_runner(config, device)
+    runner = gpu_runner(config, device, SamplingOnDevice(config) if overlaps else None)
     device.num_records = device.num_failures = 0
     found, stats = run(config, runner)
     expect_same(found, expected)
     assert device.num_failures > 1
     assert stats.num_accepted_tokens > 0
+
+
+def test_requests_come_and_go_beside_steps_in_flight(model: Path) -> None:
+    """Some begin with the text of others, and some are aborted: the rest get their tokens, and nothing is lost."""
+    config = config_for(model, speculative_config=EAGER, max_num_seqs=3)
+    expected, _ = run(config_for(model), make_model_runner(config_for(model)))
+    core = EngineCore(config, gpu_runner(config, FakeDevice(), SamplingOnDevice(config)))
+    found, waiting, aborted = Outcomes(), requests() + [replaced(one, "again") for one in requests()], {"1", "3again"}
+    while core.has_work or waiting:
+        for request in waiting[:1]:
+            core.add(request)
+        del waiting[:1]
+        found.add(core.step())
+        for request_id in aborted:
+            if len(found[request_id].token_ids) > 6:
+                core.abort(request_id)
+        core.check()
+    core.close()
+    for request_id, outcome in found.of.items():
+        wanted = expected[request_id.removesuffix("again")]
+        assert outcome.token_ids == wanted.token_ids[: len(outcome.token_ids)]
+        assert outcome.finish_reason == ("abort" if request_id in aborted else wanted.finish_reason)
+
+
+def replaced(request: InferRequest, suffix: str) -> InferRequest:
+    return msgspec.structs.replace(request, request_id=request.request_id + suffix)
 
 
 @pytest.mark.timeout(600)  # the interpreter

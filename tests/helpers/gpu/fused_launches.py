@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from llmbackend.engine.gpu.drafted_rows import NUM_FIELDS
 from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
 from llmbackend.engine.gpu.ops import LayerCache, NormSpec, RotarySpec, StepLayout
 from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.prompt_lookup import LookupLengths
 
 BF16 = torch.bfloat16
 TOKENS = 2
@@ -28,6 +30,14 @@ def launch_operations(_capability: int) -> None:
     TritonOps().put_tokens(ints, ints, ints, table)
     block = torch.zeros(4, 32768, dtype=torch.uint8)
     BlockMoves([block], [0, 32768], block).gather([0])
+
+
+def launch_drafts(_capability: int) -> None:
+    drafted = torch.zeros((NUM_FIELDS, TOKENS), dtype=torch.int32)
+    ints, table = torch.zeros(TOKENS, dtype=torch.int32), torch.zeros((TOKENS, 131072), dtype=torch.int32)
+    for longest in (1, 3):
+        TritonOps().begin_drafts(drafted, LookupLengths(1, longest), table, ints, ints, ints)
+    TritonOps().accept_drafts(drafted, ints, table, ints, ints)
 
 
 def _launch_for(width: int) -> None:

@@ -17,7 +17,9 @@ from llmbackend.engine.gpu.runner import GpuRunner, Sampling, StepSampling
 from llmbackend.engine.gpu.start import choose, start
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
+from llmbackend.engine.token_masks import TokenMasks
 
 VOCAB_SIZE = 96
 
@@ -64,6 +66,49 @@ class _GreedyStep:
 
     def result(self) -> SampledTokens:
         return SampledTokens(self._token_ids.numpy())
+
+
+class SamplingOnDevice:
+    """The CPU path's sampler as device work, so that steps can overlap: of the table it reads what is on the device."""
+
+    max_steps_in_flight = 2
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._sampler = TorchSampler(config.max_num_seqs, VOCAB_SIZE, ())
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _StepOnDevice(self._sampler, plan)
+
+
+class _StepOnDevice:
+    def __init__(self, sampler: TorchSampler, plan: StepPlan) -> None:
+        self._sampler, self._pending = sampler, plan.masks
+        self._masks: TokenMasks | None = None
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def complete(self) -> None:
+        if self._pending is not None:
+            masks = self._pending.result()
+            self._masks = TokenMasks(masks.index.copy(), masks.words.copy(), masks.errors)
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        max_num_seqs, max_model_len = rows.token_table.shape
+        table = RowTable(max_num_seqs, max_model_len, 1)
+        table.token_ids[:] = rows.token_table.numpy()
+        table.num_prompt_tokens[:] = rows.num_prompt_tokens.numpy()
+        where = rows.samples(len(logits))
+        sampled_rows, positions = (part.numpy().copy() for part in where)
+        self._sampled = self._sampler.sample(sampled_rows, positions, logits, table, self._masks)
+        rows.put(*where, torch.from_numpy(self._sampled.token_ids))
+
+    def result(self) -> SampledTokens:
+        return self._sampled
 
 
 def mixed_requests(count: int, seed: int, greedy: bool = False) -> list[InferRequest]:

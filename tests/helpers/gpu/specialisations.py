@@ -20,6 +20,7 @@ from unittest import mock
 
 import numpy as np
 
+from llmbackend.engine.config import SpeculativeConfig
 from llmbackend.engine.gpu import int4_weights
 from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.gpu.runner import GpuRunner
@@ -108,6 +109,8 @@ def _serve(
 
 def _after_start(model: str, options: dict[str, Any]) -> list[str]:
     limits = {"max_num_seqs": MAX_NUM_SEQS, "block_size": BLOCK_SIZE, "max_num_batched_tokens": 320}
+    if (speculation := options.pop("speculative_config", None)) is not None:
+        options["speculative_config"] = SpeculativeConfig(**speculation)
     config = config_for(Path(model), **limits, **options)
     with recorded_specialisations() as found:
         runner = gpu_runner(config, triton=True)
@@ -118,7 +121,7 @@ def _after_start(model: str, options: dict[str, Any]) -> list[str]:
         for way in WAYS:
             for counts in ([1], [1] * 3, [1] * 16, [1, 5]):
                 _serve(runner, SamplingParams(**way), counts, 0)
-        if not config.may_overlap:
+        if config.may_draft:
             for drafts in DRAFTS:
                 for way in WAYS:
                     _serve(runner, SamplingParams(**way), [1] * len(drafts), 500, drafts)
