@@ -22,7 +22,7 @@ from ..step import PENDING_TOKEN, Int32Array, RowTable, StepPlan
 from .device import Device, Event
 from .drafted_rows import NUM_FIELDS, drafted_rows
 from .ops import NO_ADAPTER, Ops, StepLayout
-from .step_sequences import StepSequences
+from .step_sequences import StepSequences, num_sequences
 from .table_changes import NO_CHANGES, BlockTableMirror
 
 NUM_SECTIONS = 6
@@ -47,6 +47,8 @@ class StepShape:
     """At least the most tokens of a sequence in the batch."""
     max_seq_len: int
     """At least the most keys of a sequence."""
+    adapts: bool
+    """Whether tokens may have LoRA adapters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,8 @@ class Padded:
     """Sequences."""
     num_tokens: int
     is_decode: bool
+    adapts: bool = False
+    """Whether tokens may have LoRA adapters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,15 +143,24 @@ class StepMessages:
         """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
-        self._new_rows: dict[int, int] = {}
-        """With the slots of their adapters."""
+        self._new_rows: set[int] = set()
+        self._adapter_of_row: Int32Array = np.full(max_num_seqs, NO_ADAPTER, np.int32)
 
     def add(self, row: int, adapter: int = NO_ADAPTER) -> None:
         """The row has a new request. adapter: its slot among LoRA adapters."""
-        self._new_rows[row] = adapter
+        self._new_rows.add(row)
+        self._adapter_of_row[row] = adapter
 
     def remove(self, row: int) -> None:
-        self._new_rows.pop(row, None)
+        self._new_rows.discard(row)
+
+    def expect_adapters(self) -> None:
+        """Steps are launched as if every row had an adapter, until the row is added."""
+        self._adapter_of_row.fill(0)
+
+    def adapts(self, plan: StepPlan) -> bool:
+        """Whether a row of the step has an adapter."""
+        return bool((self._adapter_of_row[plan.rows] != NO_ADAPTER).any())
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
         """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
@@ -155,6 +168,7 @@ class StepMessages:
         changes = _Changes(*known, *self._prompts(plan, table))
         buffer = self._buffer(self._step_words + changes.num_words)
         words = buffer.words.numpy()
+        padded = padded or Padded(num_sequences(plan), plan.num_tokens, False, self.adapts(plan))
         shape = self._write_step(StepSequences.of(plan, table), padded, words)
         num_words = self._step_words + changes.num_words
         changes.write(words[self._step_words : num_words])
@@ -176,8 +190,7 @@ class StepMessages:
         if message.num_blocks:
             self._blocks.told(message.changes.blocks)
         if message.num_prompts:
-            for row in message.changes.prompts[0].tolist():
-                del self._new_rows[row]
+            self._new_rows.difference_update(message.changes.prompts[0].tolist())
 
     def _buffer(self, num_words: int) -> _Buffer:
         """Memory that no step in flight reads: that of the oldest step."""
@@ -193,13 +206,12 @@ class StepMessages:
         new = [row for row in plan.rows.tolist() if row in self._new_rows] if self._new_rows else []
         if not new:
             return np.empty((4, 0), np.int32), NO_CHANGES[0]
-        rows, adapters = np.array(new, np.int32), np.array([self._new_rows[row] for row in new], np.int32)
-        lens = table.num_tokens[rows]
+        rows = np.array(new, np.int32)
+        lens, adapters = table.num_tokens[rows], self._adapter_of_row[rows]
         tokens = [table.token_ids[row, :length] for row, length in zip(new, lens.tolist(), strict=True)]
         return np.stack((rows, table.num_prompt_tokens[rows], lens, adapters)), np.concatenate(tokens)
 
-    def _write_step(self, step: StepSequences, padded: Padded | None, words: Int32Array) -> StepShape:
-        padded = padded or Padded(len(step.rows), int(step.query_lens.sum()), False)
+    def _write_step(self, step: StepSequences, padded: Padded, words: Int32Array) -> StepShape:
         sections = words[: self._step_words].reshape(NUM_SECTIONS, self._section_words)
         rows, query_start, seq_lens, sampled_tokens, sampled_rows, sampled_positions = sections
         n, num_rows = len(step.rows), padded.num_rows
@@ -213,7 +225,8 @@ class StepMessages:
         count = len(sampled)
         sampled_tokens[:count] = query_start[1:][sampled] - 1
         sampled_rows[:count], sampled_positions[:count] = rows[sampled], seq_lens[sampled]
-        return StepShape(num_rows, padded.num_tokens, count, int(step.query_lens.max()), int(step.seq_lens.max()))
+        longest = int(step.query_lens.max()), int(step.seq_lens.max())
+        return StepShape(num_rows, padded.num_tokens, count, *longest, padded.adapts)
 
 
 def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
@@ -316,7 +329,7 @@ class DeviceRows:
             sampled_tokens=self.sampled_tokens(shape.num_samples),
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
-            adapters=adapters,
+            adapters=adapters if shape.adapts else None,
         )
 
     def sampled_tokens(self, count: int) -> torch.Tensor:

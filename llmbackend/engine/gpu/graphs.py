@@ -73,7 +73,7 @@ class StepGraphs:
 
     @property
     def decode_sizes(self) -> list[int]:
-        return [size.num_rows for size in self._sizes if size.is_decode]
+        return sorted({size.num_rows for size in self._sizes if size.is_decode})
 
     @property
     def mixed_sizes(self) -> list[int]:
@@ -100,7 +100,7 @@ class StepGraphs:
                 logger.warning("no graphs from %s on: out of memory", size)
                 self._logits.pop(size, None)
                 break
-        self._sizes = sorted(self._graphs, key=lambda size: (not size.is_decode, size.num_tokens))
+        self._sizes = sorted(self._graphs, key=lambda size: (not size.is_decode, size.num_tokens, size.adapts))
         return time.monotonic() - start_s
 
     def _spent_s(self, start_s: float) -> float:
@@ -115,13 +115,14 @@ class StepGraphs:
         self._logits.clear()
         self._device.trim()
 
-    def size_for(self, plan: StepPlan) -> Padded | None:
-        """What this step is padded to: a decode step, if each of its sequences decodes one token. None where there is
-        no graph as large."""
+    def size_for(self, plan: StepPlan, adapts: bool = False) -> Padded | None:
+        """What this step is padded to: a decode step, if each of its sequences decodes one token. adapts: whether a row
+        has a LoRA adapter. None where there is no graph as large."""
         num_rows, num_tokens = num_sequences(plan), plan.num_tokens
         is_decode = num_tokens == num_rows and bool(plan.sample_rows.all())
         for size in self._sizes:
-            if size.num_rows >= num_rows and size.num_tokens >= num_tokens and is_decode >= size.is_decode:
+            fits = size.num_rows >= num_rows and size.num_tokens >= num_tokens
+            if fits and is_decode >= size.is_decode and size.adapts >= adapts:
                 return size
         return None
 
@@ -136,7 +137,8 @@ class StepGraphs:
     def _run(self, size: Padded) -> None:
         with torch.inference_mode():
             num_samples, max_query_len = (size.num_rows, 1) if size.is_decode else (0, size.num_tokens)
-            shape = StepShape(size.num_rows, size.num_tokens, num_samples, max_query_len, self._max_model_len)
+            bounds = num_samples, max_query_len, self._max_model_len
+            shape = StepShape(size.num_rows, size.num_tokens, *bounds, size.adapts)
             layout = self._rows.layout(shape)
             if size.is_decode:
                 self._logits[size] = self._program.forward(layout, self._rows.block_table)

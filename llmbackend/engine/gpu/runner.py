@@ -131,7 +131,7 @@ class GpuRunner:
         return self.collect()[1]
 
     def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
-        parts, padded = self._parts, self._parts.graphs.size_for(plan)
+        parts, padded = self._parts, self._parts.graphs.size_for(plan, self._parts.messages.adapts(plan))
         sampling = parts.sampling.begin(plan, table)
         message = parts.messages.write(plan, table, padded)
         prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)

@@ -136,7 +136,9 @@ def _graph_sizes(config: EngineConfig) -> list[Padded]:
     max_tokens, wanted, most = config.max_num_batched_tokens, config.cudagraph_capture_sizes, max_sequences(config)
     decode = ladder(min(most, max_tokens), wanted)
     mixed = mixed_ladder(max_tokens, wanted)
-    return [Padded(n, n, True) for n in decode] + [Padded(most, n, False) for n in mixed]
+    kinds = (False, True) if config.enable_lora else (False,)
+    steps_of_decode = [Padded(n, n, True, adapts) for adapts in kinds for n in decode]
+    return steps_of_decode + [Padded(most, n, False, config.enable_lora) for n in mixed]
 
 
 def _graphs_text(graphs: StepGraphs) -> str:

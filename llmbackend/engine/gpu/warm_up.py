@@ -26,6 +26,8 @@ kernels/int4_matmul.py)."""
 def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
     """The memory it used counts as used from then on (Device.memory). Raises torch.OutOfMemoryError."""
     runner = GpuRunner(parts, info)
+    if parts.adapters is not None:
+        parts.messages.expect_adapters()
     for step in (_largest(config, info.max_model_len), *_kinds(config, info.max_model_len)):
         _run(runner, config, step)
 

@@ -16,6 +16,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import ProgramUnsupportedError
 from llmbackend.engine.gpu.device_adapters import DeviceAdapters, slots_for
 from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.gpu.graphs import StepGraphs
 from llmbackend.engine.gpu.program import GpuProgram
 from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.infer_request import AdapterLoad, InferRequest, SamplingParams
@@ -126,6 +127,20 @@ def test_layers_of_other_families(family: str, tmp_path: Path) -> None:
     """Joined ones of a checkpoint, and attention beside experts."""
     other = Family(family, tmp_path)
     assert run(other.config(), gpu_runner(other.config()), ALL[:6]) == other.expected(ALL[:6])
+
+
+def test_steps_without_an_adapter_launch_nothing_for_one(llama: Family) -> None:
+    """Decode steps have graphs of their own; a mixed step's graph is that of steps with adapters."""
+    wanted = [("", prompt) for prompt in PROMPTS]
+    eager = llama.config(enforce_eager=True)
+    runner = gpu_runner(eager)
+    with mock.patch.object(TorchOps, "add_loras", side_effect=AssertionError("no row has an adapter")):
+        assert run(eager, runner, wanted) == llama.expected(wanted)
+    runner = gpu_runner(llama.config())
+    with mock.patch.object(StepGraphs, "replay", autospec=True, side_effect=StepGraphs.replay) as replay:
+        assert run(llama.config(), runner, wanted) == llama.expected(wanted)
+    sizes = [call.args[1] for call in replay.call_args_list]
+    assert {(size.is_decode, size.adapts) for size in sizes} == {(True, False), (False, True)}
 
 
 @pytest.mark.parametrize("as_modules", [False, True])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ def test_no_request_makes_the_engine_compile(tmp_path: Path) -> None:
     """Sections of the step's message are 22 numbers long before they are padded: no multiple of 16 bytes."""
     sizes = SIZES | {"max_position_embeddings": 1024, "num_hidden_layers": 1}
     save(tf.LlamaConfig(**sizes), tmp_path, torch.bfloat16)
-    drafting = {"enforce_eager": True, "batch_invariant": True, "speculative_config": {"prompt_lookup_max": 5}}
-    assert compiled_after_start(tmp_path, {"enable_lora": True}, drafting) == [[], []]
+    drafting: dict[str, Any] = {"enforce_eager": True, "batch_invariant": True, "enable_lora": True}
+    drafting |= {"speculative_config": {"prompt_lookup_max": 5}}
+    assert compiled_after_start(tmp_path, {}, drafting) == [[], []]
 
 
 @pytest.mark.timeout(600)

@@ -89,7 +89,9 @@ def _serve(
     """A step of rows with so many tokens each, and drafts behind them, behind so many keys."""
     table = RowTable(MAX_NUM_SEQS, runner.info.max_model_len, BLOCK_SIZE)
     for row in range(len(counts)):
-        runner.add_row(row, InferRequest(request_id=f"{row}", prompt_token_ids=(1,) * 8, sampling=way))
+        lora = "" if runner.adapters is None or row % 2 else "doll"
+        request = InferRequest(request_id=f"{row}", prompt_token_ids=(1,) * 8, sampling=way, lora_name=lora)
+        runner.add_row(row, request)
     scheduled = np.array(counts, np.int32)
     table.num_computed_tokens[:] = behind
     table.num_prompt_tokens[: len(counts)] = table.num_tokens[: len(counts)] = behind + scheduled
@@ -114,6 +116,8 @@ def _after_start(model: str, options: dict[str, Any]) -> list[str]:
     config = config_for(Path(model), **limits, **options)
     with recorded_specialisations() as found:
         runner = gpu_runner(config, triton=True)
+        if runner.adapters is not None:
+            runner.adapters.add("doll", {})
         at_start = set(found)
         for counts in SHAPES:
             for behind in (0, 500):
