@@ -54,10 +54,14 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# One worker per core, for two cores; the tests of a file run in one worker, because they share servers. A machine that
-# others use, too, may stall a test for longer than it waits: what failed (exit status 1) is run once more, alone.
+# The servers and engines that tests start import what those before them have compiled.
+unit check smoke: export PYTHONDONTWRITEBYTECODE =
+
+# Three workers for two cores, because many tests wait; the tests of a file run in one worker, because they share servers,
+# in the order of tests/conftest.py. A machine that others use, too, may stall a test for longer than it waits: what
+# failed (exit status 1) is run once more, alone.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS) || \
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS) || \
 		{ [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --exitfirst $(ARGS); }
 
 smoke: $(VENV)/.test

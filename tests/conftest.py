@@ -33,6 +33,10 @@ settings.register_profile("shrink", _SUITE)
 settings.register_profile("search", derandomize=False, deadline=None, max_examples=5000, print_blob=True)
 settings.load_profile("suite")
 
+# Tiny products gain nothing from a second thread, whose waiting takes the core of another worker. Read by torch and by
+# numpy's library when they are imported; how many threads an engine has is in its arguments.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Kernels run in Triton's interpreter. Triton reads this when it is imported, which torch's compiler does on its own, so
 # that the conftest beside the tests of kernels would come too late.
 if not os.environ.get("LLMBACKEND_TEST_DEVICE"):  # tests/helpers/gpu/kernel_device.py
@@ -52,6 +56,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_threa
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 CONSERVATION = Conservation()
+LONGEST = tuple(
+    f"tests/{name}"
+    for name in (
+        "chaos/test_quick_chaos.py",
+        "cluster/test_two_machines.py",
+        "stall/",
+        "schemas/",
+        "cluster/",
+        "embedding/",
+        "engine/gpu/",
+        "engine/test_native_attention.py",
+    )
+)
 SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 
@@ -60,6 +77,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
         return None
     return True if SLOW_FILE.search(collection_path.read_text()) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take or wait longest go first: no worker is left with one of them when the others are done."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 
 def pytest_collection_finish() -> None:

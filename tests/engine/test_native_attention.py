@@ -32,6 +32,8 @@ FIXED_POINT = [
     if (loaded := library.load(name)) and loaded.kv_type(Type.BFLOAT16) is Type.FIXED16
 ]
 
+LENGTHS = (1, 31, 32, 33, 129, 260)
+
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")]
 
 
@@ -47,13 +49,23 @@ def tolerance(variant: str, shape: Shape) -> float:
     return 2.0**-8 if rounds(variant, shape) else 1e-5
 
 
-def expected(variant: str, shape: Shape, sequence: Tokens) -> Array:
-    """Attention in float64, of queries as the kernel reads them: [tokens, heads * dim]."""
+def expected(variant: str, shape: Shape, lengths: tuple[int, ...] = LENGTHS) -> list[Array]:
+    return _expected(rounds(variant, shape), shape, lengths)
+
+
+@functools.cache
+def _expected(rounds_queries: bool, shape: Shape, lengths: tuple[int, ...]) -> list[Array]:
+    """The same for every variant that rounds queries, or does not."""
+    return [attention(rounds_queries, shape, sequence) for sequence in sequences_of(shape, lengths)]
+
+
+def attention(rounds_queries: bool, shape: Shape, sequence: Tokens) -> Array:
+    """In float64, of queries as the kernel reads them: [tokens, heads * dim]."""
     group = shape.heads // shape.kv_heads
     memory = stored(sequence.k, sequence.v, shape.kv_type)
     k, v = (np.repeat(x.astype(np.float64), group, 1) for x in memory)
     q = sequence.q * np.float32(shape.dim**-0.5)
-    q = from_bf16(to_bf16(q)) if rounds(variant, shape) else q
+    q = from_bf16(to_bf16(q)) if rounds_queries else q
     scores = q.astype(np.float64).swapaxes(0, 1) @ k.transpose(1, 2, 0)
     if shape.softcap:
         scores = np.tanh(scores / shape.softcap) * shape.softcap
@@ -90,7 +102,6 @@ SHAPES = {
         heads=4, dim=128, window=140, softcap=5.0, sinks=True, block_size=64, kv_type=Type.FIXED16
     ),
 }
-LENGTHS = (1, 31, 32, 33, 129, 260)
 
 
 @functools.cache
@@ -125,20 +136,18 @@ each_kind = pytest.mark.parametrize(
 
 @each_case
 def test_it_is_attention(variant: str, shape: Shape) -> None:
-    for got, sequence in zip(whole(variant, shape), sequences_of(shape), strict=True):
+    for got, wanted in zip(whole(variant, shape), expected(variant, shape), strict=True):
         if shape.out_type is Type.BFLOAT16:
             got, relative = from_bf16(got), 2.0**-8
         else:
             relative = 1e-5
-        wanted = expected(variant, shape, sequence)
         np.testing.assert_allclose(got, wanted, rtol=relative, atol=tolerance(variant, shape))
 
 
 @each_kind
 def test_contexts_of_several_partitions(variant: str, kv_type: Type) -> None:
     shape, lengths = Shape(heads=3, kv_heads=1, dim=32, kv_type=kv_type), (1025, 2100)
-    for got, sequence in zip(whole(variant, shape, lengths), sequences_of(shape, lengths), strict=True):
-        wanted = expected(variant, shape, sequence)
+    for got, wanted in zip(whole(variant, shape, lengths), expected(variant, shape, lengths), strict=True):
         np.testing.assert_allclose(got, wanted, atol=tolerance(variant, shape))
 
 

@@ -36,7 +36,7 @@ def main(
     if not chosen:
         raise typer.BadParameter(f"no attack has {only!r} in its name")
     size = QUICK_BYTES if quick else int(mib * (1 << 20)) - _ROOM_BYTES
-    pace = Pace(undisturbed_s=0.5, after_s=0.02) if quick else Pace(undisturbed_s)
+    pace = Pace(undisturbed_s=0.5, after_s=0.02, token_ms=20) if quick else Pace(undisturbed_s)
     quiet, felt = run(chosen, size_bytes=size, pace=pace, tell=_tell)
     limits = (math.inf, math.inf) if quick else (max_stall_ms, max_gap_ms)
     raise typer.Exit(_report(quiet, felt, *limits))

@@ -23,10 +23,12 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Pace:
-    """`undisturbed_s`: how long the bystanders are measured alone; `after_s`: how long after each answer."""
+    """`undisturbed_s`: how long the bystanders are measured alone; `after_s`: how long after each answer; `token_ms`:
+    how long a token of theirs takes."""
 
     undisturbed_s: float
     after_s: float = 0.3
+    token_ms: float = 5
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def run(
     server_arguments: Sequence[str] = (),
 ) -> tuple[Undisturbed, list[Felt]]:
     """Calls `tell` after each attack. Raises TimeoutError when the bystanders do not come up."""
-    with served(server_arguments) as server:
+    with served(server_arguments, pace.token_ms) as server:
         beside = Worker(bystanders.main, server.http, server.grpc)
         sender = Worker(attacker.main, server.http, server.grpc, size_bytes, ANSWER_S)
         with beside, sender:

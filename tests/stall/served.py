@@ -35,11 +35,11 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
 
 
 @contextlib.contextmanager
-def served(arguments: Sequence[str] = ()) -> Iterator[ServerProcess]:
-    """The server's log goes to standard error when the run raises."""
+def served(arguments: Sequence[str] = (), token_ms: float = 5) -> Iterator[ServerProcess]:
+    """token_ms: of the bystanders' model. The server's log goes to standard error when the run raises."""
     with tempfile.TemporaryDirectory(prefix="llmbackend-stall-") as directory:
         repository, backends = Path(directory) / "models", Path(directory) / "backends"
-        write_mock_model(repository, STEADY, mock_step_ms=5, max_model_len=4096, num_kv_blocks=2048)
+        write_mock_model(repository, STEADY, mock_step_ms=token_ms, max_model_len=4096, num_kv_blocks=2048)
         template = _TEMPLATE.read_text()
         write_mock_model(repository, AGENT, chat_template=template, max_model_len=65536, num_kv_blocks=8192)
         for datatype in DATATYPES:

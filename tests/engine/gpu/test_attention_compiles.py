@@ -3,11 +3,23 @@ laws rest on."""
 
 from __future__ import annotations
 
+import pytest
+
 from tests.helpers.gpu.attention_launches import launch_exact, launch_plain, launch_products, launch_wide
-from tests.helpers.gpu.compile_kernels import Compiled, compile_in_process
+from tests.helpers.gpu.compile_kernels import Compiled, Launch, compile_together
+
+pytestmark = pytest.mark.timeout(600)  # the first test compiles for all
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 ATTENTION = {"prefill_kernel", "decode_kernel", "combine_kernel"}
+
+AllCompiled = dict[tuple[Launch, int], list[Compiled]]
+
+
+@pytest.fixture(scope="module")
+def compiled() -> AllCompiled:
+    both = ((launch, capability) for launch in (launch_plain, launch_wide, launch_products) for capability in (80, 90))
+    return compile_together(*both, (launch_exact, 90))
 
 
 def _by_name(kernels: list[Compiled]) -> dict[str, Compiled]:
@@ -15,10 +27,11 @@ def _by_name(kernels: list[Compiled]) -> dict[str, Compiled]:
     return {kernel.name: kernel for kernel in kernels}
 
 
-def test_attention_fits_ampere_and_hopper() -> None:
+def test_attention_fits_ampere_and_hopper(compiled: AllCompiled) -> None:
     """Prefill keeps the sums of a split and those merged so far, which wait outside the loop: a few of them in local
     memory."""
-    for capability, kernels in compile_in_process(launch_plain, 80, 90).items():
+    for capability in (80, 90):
+        kernels = compiled[launch_plain, capability]
         prefill = _by_name(kernels)["prefill_kernel"]
         # A program that merges splits in memory waits before it reads what its threads stored, and before it stores.
         assert _by_name(kernels)["decode_kernel"].num_barriers == 2
@@ -28,28 +41,29 @@ def test_attention_fits_ampere_and_hopper() -> None:
             assert kernel.stack_bytes <= (64 if kernel is prefill else 0), kernel
 
 
-def test_heads_of_256_fit_hopper() -> None:
-    for name, kernel in _by_name(compile_in_process(launch_wide, 90)[90]).items():
+def test_heads_of_256_fit_hopper(compiled: AllCompiled) -> None:
+    for name, kernel in _by_name(compiled[launch_wide, 90]).items():
         assert kernel.stack_bytes <= (16 if name == "prefill_kernel" else 32), kernel
         assert kernel.shared_bytes <= SHARED_BYTES[90], kernel
 
 
-def test_heads_of_256_fit_ampere() -> None:
+def test_heads_of_256_fit_ampere(compiled: AllCompiled) -> None:
     """Warps share a tile's columns: where they shared its rows, a thread kept half a kilobyte in local memory."""
-    (kernels,) = compile_in_process(launch_wide, 80).values()
+    kernels = compiled[launch_wide, 80]
     for kernel in kernels:
         assert kernel.stack_bytes == 0, kernel
         assert kernel.shared_bytes <= SHARED_BYTES[86], kernel
     assert _by_name(kernels)["prefill_kernel"].products == ((2, 1, 8),)
 
 
-def test_exact_chunks_are_computed_by_the_instruction_of_decode() -> None:
-    kernels = _by_name(compile_in_process(launch_exact, 90)[90])
+def test_exact_chunks_are_computed_by_the_instruction_of_decode(compiled: AllCompiled) -> None:
+    kernels = _by_name(compiled[launch_exact, 90])
     assert kernels["prefill_kernel"].products == kernels["decode_kernel"].products != ()
 
 
-def test_products_of_any_number_of_rows_are_one_instruction() -> None:
-    for capability, kernels in compile_in_process(launch_products, 80, 90).items():
+def test_products_of_any_number_of_rows_are_one_instruction(compiled: AllCompiled) -> None:
+    for capability in (80, 90):
+        kernels = compiled[launch_products, capability]
         assert len(kernels) == 3
         assert {generation for kernel in kernels for generation, _, _ in kernel.products} == {
             2 if capability == 80 else 3

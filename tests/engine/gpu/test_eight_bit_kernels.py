@@ -16,7 +16,7 @@ from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.gpu.weights import FP8, EightBitRows, eight_bit_rows
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from tests.helpers.gpu.compile_kernels import compile_in_process
+from tests.helpers.gpu.compile_kernels import compile_together
 from tests.helpers.gpu.eight_bit_launches import launch_eight_bits, launch_whole_numbers
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
 from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
@@ -112,8 +112,7 @@ def _refuse(x: torch.Tensor, dtype: torch.dtype) -> Any:
 
 
 def test_they_compile_for_hopper_and_whole_numbers_for_ampere() -> None:
-    (kernels,) = compile_in_process(launch_eight_bits, 90).values()
-    (older,) = compile_in_process(launch_whole_numbers, 80).values()
+    kernels, older = compile_together((launch_eight_bits, 90), (launch_whole_numbers, 80)).values()
     names = {"residual_norm_kernel", "gate_in_eight_bits_kernel", "quantize_kernel", "scaled_matmul_kernel"}
     assert {kernel.name for kernel in kernels} == {kernel.name for kernel in older} == names
     for kernel in kernels + older:

@@ -44,18 +44,30 @@ class Compiled:
     """That its source asks for; the compiler adds others, for shared memory."""
 
 
-def compile_in_process(launch: Callable[[int], None], *capabilities: int) -> dict[int, list[Compiled]]:
-    """What the calls in `launch` (a function at the top of a module) would launch on a GPU of each compute capability
-    (90: Hopper), which it is given. Raises CalledProcessError, with the compiler's words on stderr, if one fails."""
-    command = [sys.executable, __file__, launch.__module__, launch.__name__, *map(str, capabilities)]
+Launch = Callable[[int], None]
+"""A function at the top of a module: it launches kernels for a GPU of the compute capability that it is given."""
+
+
+def compile_in_process(launch: Launch, *capabilities: int) -> dict[int, list[Compiled]]:
+    """What the calls in `launch` would launch on a GPU of each compute capability (90: Hopper). Raises
+    CalledProcessError, with the compiler's words on stderr, if one fails."""
+    found = compile_together(*((launch, capability) for capability in capabilities))
+    return {capability: kernels for (_, capability), kernels in found.items()}
+
+
+def compile_together(*launches: tuple[Launch, int]) -> dict[tuple[Launch, int], list[Compiled]]:
+    """The same for several functions, each with a capability, in one process: to import torch takes it seconds."""
+    named = [(launch.__module__, launch.__name__, capability) for launch, capability in launches]
+    command = [sys.executable, __file__, json.dumps(named)]
     paths = os.pathsep.join(sys.path)
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE).stdout
-    return {
-        int(capability): [Compiled(**{**entry, "products": tuple(map(tuple, entry["products"]))}) for entry in entries]
-        for capability, entries in json.loads(output).items()
-    }
+    kernels = (
+        [Compiled(**{**entry, "products": tuple(map(tuple, entry["products"]))}) for entry in entries]
+        for entries in json.loads(output)
+    )
+    return dict(zip(launches, kernels, strict=True))
 
 
 @contextmanager
@@ -108,15 +120,14 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def _main(module: str, function: str, *capabilities: str) -> None:
-    launch = getattr(import_module(module), function)
-    compiled = {}
-    for capability in map(int, capabilities):
-        with recorded_launches(capability) as launches:
-            launch(capability)
-        compiled[capability] = [asdict(describe(kernel)) for kernel in launches]
+def _main(launches: list[tuple[str, str, int]]) -> None:
+    compiled = []
+    for module, function, capability in launches:
+        with recorded_launches(capability) as kernels:
+            getattr(import_module(module), function)(capability)
+        compiled.append([asdict(describe(kernel)) for kernel in kernels])
     json.dump(compiled, sys.stdout)
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _main(json.loads(sys.argv[1]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.gpu import start as gpu_start
 from llmbackend.engine.gpu.device import Device
 from llmbackend.engine.gpu.device_rows import DeviceRows
 from llmbackend.engine.gpu.fake_device import FakeDevice
@@ -33,10 +37,13 @@ def config_for(path: Path, **options: Any) -> EngineConfig:
 def gpu_runner(
     config: EngineConfig, device: Device | None = None, sampling: Sampling | None = None, triton: bool = False
 ) -> GpuRunner:
-    """triton: with its kernels, under the interpreter."""
+    """triton: with its kernels; under the interpreter without the steps of the warm-up, which take seconds there and
+    have nothing to compile."""
     loaded = load_model(config, dense=True)
     ops, matmul, own_sampling = choose(config, loaded, triton)
-    return start(config, loaded, device or FakeDevice(), ops, matmul, sampling or own_sampling, 0.0)
+    is_interpreted = triton and bool(os.environ.get("TRITON_INTERPRET"))
+    with mock.patch.object(gpu_start, "warm_up") if is_interpreted else nullcontext():
+        return start(config, loaded, device or FakeDevice(), ops, matmul, sampling or own_sampling, 0.0)
 
 
 class GreedyOnDevice:

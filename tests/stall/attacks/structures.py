@@ -8,8 +8,9 @@ from typing import Any
 
 from .attack import Attack, HttpSent, Sent
 
-_REQUESTS = 12
-"""With that many different constraints, so that none is answered from those compiled before."""
+_REQUESTS, _FEW = 12, 3
+"""With that many different constraints, so that none is answered from those compiled before; `_FEW` of a small size."""
+_SMALL_BYTES = 1 << 20
 _MAX_BYTES = 240 << 10
 """Sampling parameters have at most 256 KiB."""
 
@@ -19,7 +20,8 @@ def _asks(constraint: Callable[[int, int], dict[str, Any]]) -> Callable[[int], l
 
     def make(size: int) -> list[Sent]:
         body = {"model": "steady", "max_tokens": 2, "messages": [{"role": "user", "content": "hi"}]}
-        forms = [body | {"structured_outputs": constraint(size, number)} for number in range(_REQUESTS)]
+        count = _FEW if size < _SMALL_BYTES else _REQUESTS
+        forms = [body | {"structured_outputs": constraint(size, number)} for number in range(count)]
         return [HttpSent("/v1/chat/completions", json.dumps(form).encode()) for form in forms]
 
     return make
