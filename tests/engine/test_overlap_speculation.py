@@ -104,12 +104,13 @@ def test_the_next_step_with_drafts_is_launched_before_the_last_one_is_read() -> 
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
-def test_a_text_that_does_not_repeat_is_seldom_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_that_do_not_repeat_are_looked_up_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By few drafts: one of all texts in two steps, beside the first tries."""
     monkeypatch.undo()
-    request = make_request("r", (1, 2, 3), max_tokens=400, ignore_eos=True)
-    core = drafting(speculative_config=SpeculativeConfig(max_step_tokens=4))
-    stats = run(core, [request])
-    assert 0 < stats.num_draft_tokens < 60
+    requests = [make_request(f"r{i}", (i, 2, 3), max_tokens=200, ignore_eos=True) for i in range(4)]
+    stats = run(drafting(speculative_config=SpeculativeConfig(max_step_tokens=16)), requests)
+    assert stats.num_steps <= 210
+    assert 50 < stats.num_draft_tokens < 250
 
 
 def test_a_request_ends_where_it_would_alone() -> None:

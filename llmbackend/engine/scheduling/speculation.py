@@ -25,6 +25,9 @@ MAX_INDEXED_TOKENS = 8192
 """A row that begins to draft searches its last tokens up to this many, which bounds its index (~5 MB)."""
 MAX_PAUSE_STEPS = 32
 """Rows whose drafts do not pay try again seldom: together once in this many steps."""
+MAX_LOOKUP_PAUSE_STEPS = 2
+"""The same where the runner looks drafts up: it is not known whether a text repeats before a draft is tried, and most
+tries fail because it does not yet."""
 FIRST_ACCEPTED_SHARE, NEWS_WEIGHT = 0.5, 0.25
 """The assumed accepted share of a new row's drafts, and the weight of each try in the running mean."""
 
@@ -57,6 +60,7 @@ class Speculator:
         drafts up, and this says only how many: a try that finds nothing costs as much as one that fails there."""
         self._table = table
         self._looks_up = looks_up
+        self._max_pause_steps = MAX_PAUSE_STEPS if looks_up else MAX_LOOKUP_PAUSE_STEPS
         self._num_drafts_max = config.num_speculative_tokens
         self._max_step_tokens = max_step_tokens
         self._lengths = range(config.lookup_min, config.lookup_max + 1)
@@ -98,7 +102,7 @@ class Speculator:
         if state.accepted_share * self._max_step_tokens > num_rows:
             state.pause_tokens = 0
         else:
-            state.pause_tokens = min(2 * state.pause_tokens or 1, MAX_PAUSE_STEPS * num_rows)
+            state.pause_tokens = min(2 * state.pause_tokens or 1, self._max_pause_steps * num_rows)
             state.resume_at = int(self._table.num_tokens[row]) + state.pause_tokens
 
     def _draft_row(self, row: int, num_tokens: int, limit: int) -> int:
