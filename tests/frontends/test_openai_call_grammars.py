@@ -15,7 +15,9 @@ from llmbackend.frontends.openai.answer_plan import AnswerPlan
 from llmbackend.frontends.openai.call_grammars import required_calls, voluntary_calls
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
+from llmbackend.frontends.openai.tagged_parameters import value_end
 from llmbackend.frontends.openai.tools import INPUT, Function, InputGrammar, ToolUse
+from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.helpers import byte_grammars
 
@@ -38,7 +40,10 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 MARKERS = {"openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")}
 """Those that are read only as special tokens."""
-ENFORCED = sorted(name for name, table in TOOL_CALL_FORMATS.items() if table.grammar)
+READ_AS_TOKENS = {"minimax_m3"}
+"""Formats whose section's end and next call begin with the same text: where `</tool_call>` is a special token of the
+vocabulary, a grammar of several calls has the model write it as that token only."""
+ENFORCED = sorted(name for name in distinct_formats() if name in TOOL_CALL_FORMATS and TOOL_CALL_FORMATS[name].grammar)
 TAGGED = [name for name in ENFORCED if (grammar := TOOL_CALL_FORMATS[name].grammar) and grammar.key_begin]
 COMPILER = byte_grammars.compiler()
 
@@ -87,13 +92,14 @@ def test_what_the_grammar_lets_through_is_read(name: str) -> None:
 def test_a_text_cannot_hold_what_would_end_it(name: str) -> None:
     grammar = grammar_of(name)
     for text, is_possible in (("Zürich <b>\n", True), *((f"a{end}b", False) for end in grammar.text_excludes)):
-        values = (("city", text), ("unit", '"C"'))
+        values = (("city", grammar.key_end, text), ("unit", grammar.json_key_end or grammar.key_end, '"C"'))
         written = "".join(
-            f"{grammar.key_begin}{key}{grammar.key_end}{value}{grammar.value_end}" for key, value in values
+            f"{grammar.key_begin}{key}{key_end}{value}{value_end(key, grammar)}" for key, key_end, value in values
         )
         call = f"{grammar.call_begin}get_weather{grammar.name_end}{written}{grammar.call_end}"
         whole = f"{grammar.begin}{call}{grammar.end}"
-        assert byte_grammars.accepts(COMPILER, whole, **structure(name)) == is_possible, whole
+        accepted = byte_grammars.accepts(COMPILER, whole, special=name in READ_AS_TOKENS, **structure(name))
+        assert accepted == is_possible, whole
 
 
 @pytest.mark.parametrize(
@@ -151,7 +157,7 @@ def call_text(name: str, text: str) -> str:
     if grammar.key_end:
         quoted = json.dumps(text, ensure_ascii=False)
         value = quoted if grammar.text_quote is None else grammar.text_quote + text + grammar.text_quote
-        arguments = f"{grammar.key_begin}{INPUT}{grammar.key_end}{value}{grammar.value_end}"
+        arguments = f"{grammar.key_begin}{INPUT}{grammar.key_end}{value}{value_end(INPUT, grammar)}"
     return f"{grammar.begin}{grammar.call_begin}patch{grammar.name_end}{arguments}{grammar.call_end}{grammar.end}"
 
 
@@ -160,7 +166,7 @@ def test_the_input_of_a_custom_tool_follows_its_grammar(name: str) -> None:
     """What the grammar lets through is read as such an input, and a patch that a person would write is let through."""
     random, parameters = Random(name), custom_structure(name, custom_use())
     compiled = byte_grammars.grammar(COMPILER, **parameters)
-    hints = [*HINTS, *(json.dumps(hint)[1:-1] for hint in HINTS), grammar_of(name).value_end or '"']
+    hints = [*HINTS, *(json.dumps(hint)[1:-1] for hint in HINTS), value_end(INPUT, grammar_of(name)) or '"']
     texts = [byte_grammars.walk(COMPILER, random, compiled, 600, hints) for _ in range(12)]
     whole = [text for text in texts if text is not None]
     assert len(whole) > 2
