@@ -142,7 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     KV memory:
     block_size                    tokens of a KV block
-    num_kv_blocks                 None = as many as kv_cache_memory_bytes holds
+    num_kv_blocks                 each of one group of layers; None = as many as kv_cache_memory_bytes holds
     kv_cache_memory_bytes         None = 1 GiB on CPU; on a GPU what weights, largest step and graphs leave
     kv_cache_dtype                "fp8" = keys and values in 8 bits, on a GPU; "auto" = dtype
     gpu_memory_utilization        share of the GPU's memory that may be used, above 0 and up to 1

@@ -83,7 +83,8 @@ class EngineCore:
         self._now_s = now_s
         self.info: ModelInfo = runner.info
         self._runner = runner
-        self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size)
+        num_groups = self.info.kv_groups.count
+        self._table = RowTable(config.max_num_seqs, self.info.max_model_len, self.info.block_size, num_groups)
         self._constraints = Constraints(self.info, self._table)
         self._rows = Rows(self._table, runner)
         self._offloading_runner = _offloading_runner(config, runner)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -32,10 +33,9 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
     num_windowed: int = 0
     window: int = 0
 
-    @classmethod
-    def of(cls, windows: Sequence[int]) -> KVGroups:
-        """windows: of each layer; 0: it sees all. All layers are one group, which sees what the widest window shows."""
-        return cls() if not windows or 0 in windows else cls(0, 1, max(windows))
+    @property
+    def count(self) -> int:
+        return self.num_full + self.num_windowed
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
         """That a request of so many tokens holds at once, when it is computed in chunks of so many."""
@@ -51,7 +51,7 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
     def most_chunk(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
         """The largest chunks in which a request of so many tokens can be computed in that many blocks; 0: it cannot."""
         columns = -(-num_tokens // block_size)
-        if (self.num_full + self.num_windowed) * columns <= num_blocks:
+        if self.count * columns <= num_blocks:
             return num_tokens
         if not self.num_windowed:
             return 0
@@ -61,10 +61,54 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
     def most_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
         """The longest request that can be computed in that many blocks, in chunks of so many tokens; sys.maxsize: any
         length."""
-        columns = num_blocks // (self.num_full + self.num_windowed)
+        columns = num_blocks // self.count
         at_once = self.most_windowed(chunk_tokens, block_size)
         if self.num_windowed and at_once <= columns:
             if not self.num_full:
                 return sys.maxsize
             columns = (num_blocks - self.num_windowed * at_once) // self.num_full
         return columns * block_size
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroups:
+    """Where each layer's keys and values are: in the blocks of its group, at its place among the layers of a block.
+
+    groups      those that see all come first
+    group_of    of each layer
+    place_of    of each layer, from 0
+    num_places  layers that a block has room for
+    """
+
+    groups: KVGroups
+    group_of: tuple[int, ...]
+    place_of: tuple[int, ...]
+    num_places: int
+
+    def share_of_block(self, num_bytes: int) -> int:
+        """Of the bytes that all layers keep for a position, those of the layers of one block."""
+        return num_bytes * self.num_places // len(self.place_of)
+
+
+def layer_groups(windows: Sequence[int], max_model_len: int, are_alike: bool) -> LayerGroups:
+    """windows: of each layer, the positions that a query sees, itself included; 0: all. are_alike: whether all layers
+    keep as many bytes for a position.
+
+    Layers with a window get groups of as many layers as there are without one, neighbours together. All layers are one
+    group, which sees what the widest window shows, where layers are not alike, or more than a fifth of the memory of
+    two kinds of blocks would be for no layer. Raises ValueError where there is no layer.
+    """
+    if not windows:
+        raise ValueError("the model has no layers")
+    windows = [window if window < max_model_len else 0 for window in windows]
+    num_full = windows.count(0)
+    num_windowed = len(windows) - num_full
+    num_groups = -(-num_windowed // num_full) if num_full else 1
+    num_unused = num_groups * num_full - num_windowed
+    if not num_full or not num_windowed or not are_alike or 5 * num_unused > (1 + num_groups) * num_full:
+        one = KVGroups() if num_full else KVGroups(0, 1, max(windows))
+        return LayerGroups(one, (0,) * len(windows), tuple(range(len(windows))), len(windows))
+    order = [i for i, window in enumerate(windows) if not window] + [i for i, window in enumerate(windows) if window]
+    places = {layer: divmod(at, num_full) for at, layer in enumerate(order)}
+    group_of, place_of = zip(*(places[layer] for layer in range(len(windows))), strict=True)
+    return LayerGroups(KVGroups(1, num_groups, max(windows)), group_of, place_of, num_full)

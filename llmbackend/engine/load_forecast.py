@@ -7,11 +7,15 @@ load itself does. Invariant: nothing is decided here; what is said comes from th
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from .config import EngineConfig
+from .kv_groups import KVGroups
+
+if TYPE_CHECKING:
+    from .model.unloaded_model import UnloadedModel
 
 
 class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,21 +84,25 @@ def forecast(config: EngineConfig) -> LoadForecast:
         max_num_seqs=config.max_num_seqs,
         kernels=model.kernels,
         weight_cache=_weight_cache(config) if is_native else "",
-        **_kv_memory(config, model.kv_bytes_per_token, model.max_model_len),
+        **_kv_memory(config, model),
     )
 
 
-def _kv_memory(config: EngineConfig, bytes_per_token: int | None, max_model_len: int) -> dict[str, Any]:
+def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
+    bytes_per_token, max_model_len = model.kv_bytes_per_token, model.max_model_len
     if bytes_per_token is None or config.device != "cpu":
         return {"kv_bytes_per_token": bytes_per_token}
     from .cpu.kv_memory import num_kv_blocks
 
-    num_blocks = num_kv_blocks(config, bytes_per_token, max_model_len)
+    groups = KVGroups() if model.layers is None else model.layers.groups
+    bytes_of_block = bytes_per_token if model.layers is None else model.layers.share_of_block(bytes_per_token)
+    num_blocks = num_kv_blocks(config, bytes_of_block, max_model_len, groups)
+    at_once = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
     return {
         "kv_bytes_per_token": bytes_per_token,
         "num_kv_blocks": num_blocks,
-        "kv_bytes": num_blocks * config.block_size * bytes_per_token,
-        "full_length_requests": min(num_blocks // -(-max_model_len // config.block_size), config.max_num_seqs),
+        "kv_bytes": num_blocks * config.block_size * bytes_of_block,
+        "full_length_requests": min(num_blocks // at_once, config.max_num_seqs),
     }
 
 

@@ -44,18 +44,21 @@ class RowTable:
     num_pending_drafts   int32 [max_num_seqs]                     drafts of launched steps that are not read yet:
                                                                   num_tokens and num_computed_tokens count them as if
                                                                   they were accepted, and may turn out to be less
-    block_table          int32 [max_num_seqs, max_blocks_per_seq] KV block ids, each in 0..num_blocks-1
+    block_tables         int32 [groups, max_num_seqs, max_blocks_per_seq]
+                                                                  KV block ids, each in 0..num_blocks-1, for each
+                                                                  group of layers (ModelInfo.kv_groups)
+    block_table          block_tables[0], the only one where all layers are one group
 
     prompt_logprobs: by row, for rows that need logprobs of their prompt; a step gives those of the tokens whose
     predecessors it computes (sampling/prompt_logprobs.py).
 
-    During `execute` a row's block_table is valid for positions below num_computed_tokens + the tokens scheduled; later
-    entries are stale. Where a group of layers has a window, an entry may be -1, whose positions none of the step's
-    queries sees: it is not read. Position p of a row has slot block_table[row, p // block_size] * block_size + p %
-    block_size. Rows that hold no request have stale contents.
+    During `execute` a row's block tables are valid for positions below num_computed_tokens + the tokens scheduled;
+    later entries are stale. Where a group of layers has a window, an entry may be -1, whose positions none of the
+    step's queries sees: it is not read. Position p of a row has slot block_tables[group, row, p // block_size] *
+    block_size + p % block_size. Rows that hold no request have stale contents.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, block_size: int, num_groups: int = 1) -> None:
         max_blocks_per_seq = -(-max_model_len // block_size)
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -65,7 +68,8 @@ class RowTable:
         self.num_prompt_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
         self.num_pending_drafts: Int32Array = np.zeros(max_num_seqs, np.int32)
-        self.block_table: Int32Array = np.zeros((max_num_seqs, max_blocks_per_seq), np.int32)
+        self.block_tables: Int32Array = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
+        self.block_table: Int32Array = self.block_tables[0]
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
 
 
@@ -275,7 +279,7 @@ class FlatStep:
     query_start     [n + 1]    where each row's tokens begin in the batch
     token_ids       [tokens]
     positions       [tokens]   in their rows
-    slots           [tokens]   of their KV
+    slots           [tokens]   of their KV, in the first group of layers
     sampled_tokens  [samples]  the tokens in the batch whose logits are sampled, in the order of `plan.samples`
     """
 
@@ -296,10 +300,18 @@ class FlatStep:
         return places
 
     def blocks_in_use(self, table: RowTable) -> Int32Array:
-        """The block tables of the step's rows, as wide as the longest of them needs; int32 [rows, blocks]."""
+        """The block tables of the step's rows, as wide as the longest of them needs; int32 [groups, rows, blocks]."""
         width = -(-int(self.seq_lens.max()) // table.block_size)
-        blocks: Int32Array = np.take(table.block_table[:, :width], self.rows, axis=0)
+        blocks: Int32Array = np.take(table.block_tables[:, :, :width], self.rows, axis=1)
         return blocks
+
+    def slots_of_groups(self, table: RowTable) -> Int32Array:
+        """As `slots`, of each group of layers; int32 [groups, tokens]."""
+        if len(table.block_tables) == 1:
+            return self.slots[None]
+        token_rows, columns = np.repeat(self.rows, self.query_lens), self.positions // table.block_size
+        blocks = np.stack([one[token_rows, columns] for one in table.block_tables])
+        return blocks * np.int32(table.block_size) + self.positions % table.block_size
 
 
 def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) -> FlatStep:

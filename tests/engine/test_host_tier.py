@@ -15,7 +15,7 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.memory.kv_cache import HostTier
+from llmbackend.engine.memory.host_tier import HostTier
 from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import KVCopies, RowTable, SampledTokens, StepPlan

@@ -125,7 +125,7 @@ def test_cached_blocks_are_reused_only_when_no_others_are_left_the_end_of_a_text
     kv_cache.reserve(int32(1), int32(4))
     assert table.block_table[1, 0] not in blocks
     kv_cache.reserve(int32(2), int32(8))
-    assert table.block_table[2, :2].tolist() == [blocks[2], blocks[1]]
+    assert set(table.block_table[2, :2].tolist()) == {blocks[2], blocks[1]}
     assert kv_cache.find(np.arange(12, dtype=np.int32), ()).blocks == blocks[:1]
     kv_cache.check()
 

@@ -6,13 +6,17 @@ import sys
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import InferRequest
 from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_to_end
 from tests.helpers.windowed_mock import windowed_core
 
 WINDOW = KVGroups(0, 1, 10)
+MIXED = KVGroups(1, 2, 10)
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 7])
@@ -67,6 +71,74 @@ def test_requests_that_outgrew_the_memory_are_preempted_and_go_on(caching: bool,
     assert core._kv_cache.num_free_blocks == 13
 
 
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize("seed", range(2))
+def test_where_some_layers_see_all_tokens_and_bounds_stay(seed: int, budget: int) -> None:
+    """Prompts that begin alike, preemptions, and requests that take up others' outputs."""
+    draw = np.random.default_rng(seed)
+    texts = draw.integers(0, 200, (2, 60))
+    block_size = int(draw.integers(2, 6))
+    core = windowed_core(
+        MIXED, block_size=block_size, num_kv_blocks=200 // block_size, max_num_seqs=5, max_num_batched_tokens=budget
+    )
+    outcomes = Outcomes()
+    requests: list[InferRequest] = []
+    for i in range(16):
+        length, tail = draw.integers(0, 60), draw.integers(0, 200, draw.integers(1, 20))
+        prompt = [*texts[draw.integers(2)][:length].tolist(), *tail.tolist()]
+        if i > 8 and i % 3 == 0:
+            earlier = requests[i - 8]
+            prompt = [*earlier.prompt_token_ids, *outcomes[earlier.request_id].token_ids, *tail.tolist()]
+        request = make_request(f"r{i}", prompt[:90], max_tokens=int(draw.integers(20, 50)), ignore_eos=True)
+        requests.append(request)
+        core.add(request)
+        for _ in range(int(draw.integers(6))):
+            if core.has_work:
+                stats = outcomes.add(core.step()).stats
+                core.check()
+                expect_bounded(core, budget)
+    while core.has_work:
+        stats = outcomes.add(core.step()).stats
+        core.check()
+        expect_bounded(core, budget)
+    for request in requests:
+        expect_oracle(outcomes[request.request_id], request)
+    assert stats.num_preemptions > 0
+    assert stats.prefix_cache_hits > 50
+
+
+def expect_bounded(core: EngineCore, budget: int) -> None:
+    """No more blocks are held than the formula says."""
+    groups, block_size = core.info.kv_groups, core.info.block_size
+    rows = [sequence.row for sequence in core._scheduler._running]
+    most = [groups.most_blocks(int(core._table.num_tokens[row]), budget, block_size) for row in rows]
+    assert core.info.num_blocks - core._kv_cache.num_free_blocks <= sum(most)
+
+
+def test_a_long_request_holds_windowed_blocks_of_its_window_alone() -> None:
+    core = windowed_core(MIXED, block_size=4, num_kv_blocks=200, max_num_batched_tokens=8)
+    core.add(make_request("r", range(100), max_tokens=90, ignore_eos=True))
+    held = 0
+    while core.has_work:
+        core.step()
+        held = max(held, 200 - core._kv_cache.num_free_blocks)
+    assert 48 < held <= MIXED.most_blocks(190, 1, 4) < 3 * 48
+
+
+def test_a_text_whose_windowed_blocks_were_reused_is_found_again_after_it_was_computed_once_more() -> None:
+    core = windowed_core(MIXED, block_size=4, num_kv_blocks=40, max_num_batched_tokens=16)
+    hits = [0]
+    for i, prompt in enumerate([range(40), range(40), range(100, 160), range(40), range(40)]):
+        core.add(make_request(f"r{i}", prompt, max_tokens=1))
+        while core.has_work:
+            stats = core.step().stats
+            core.check()
+        hits.append(stats.prefix_cache_hits)
+    first, second, other, third, fourth = np.diff(hits).tolist()
+    assert (first, second, other, fourth) == (0, 36, 0, 36)
+    assert third < 36
+
+
 @pytest.mark.parametrize("num_blocks", [4, 5, 9])
 def test_a_prompt_longer_than_the_memory_is_computed_in_chunks_that_fit(num_blocks: int) -> None:
     request = make_request("r", range(100), max_tokens=20, ignore_eos=True)
@@ -89,6 +161,7 @@ def test_what_never_fits_is_refused_by_name() -> None:
     request = make_request("r", range(20), max_tokens=90)
     core = windowed_core(WINDOW, block_size=4, num_kv_blocks=3)
     assert core.info.max_request_tokens == 12
+    assert MIXED.most_tokens(4, 20) == 48
     assert "have 20 tokens, expected at most 12" in run_to_end(core, [request])["r"].error
     core = make_core(block_size=4, num_kv_blocks=3)
     assert core.info.max_request_tokens == 12

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from llmbackend.engine.kv_groups import KVGroups
-from llmbackend.engine.memory.kv_cache import FREED_BLOCK, KVCacheManager
+from llmbackend.engine.kv_groups import KVGroups, layer_groups
+from llmbackend.engine.memory.kv_cache import KVCacheManager
+from llmbackend.engine.memory.window_parts import FREED_BLOCK
 from llmbackend.engine.step import Int32Array, RowTable
 
 ROWS, LENGTH, MOST_CHUNK = 4, 48, 5
@@ -54,8 +55,8 @@ def test_a_text_that_failed_is_not_found_by_the_blocks_that_were_free_already() 
 
 
 def test_one_layer_that_sees_all_keeps_all() -> None:
-    assert KVGroups.of([4, 9, 4]) == KVGroups(0, 1, 9)
-    assert KVGroups.of([4, 0]) == KVGroups.of([]) == KVGroups()
+    assert layer_groups([4, 9, 4], 100, True).groups == KVGroups(0, 1, 9)
+    assert layer_groups([4, 0], 100, are_alike=False).groups == KVGroups()
 
 
 @dataclass
@@ -63,7 +64,7 @@ class Simulation:
     """Rows that advance by chunks as in an engine with up to two steps in flight; each slot knows the text whose key it
     holds."""
 
-    window: int
+    groups: KVGroups
     block_size: int
     num_blocks: int
     caching: bool
@@ -73,8 +74,8 @@ class Simulation:
     computed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.table, groups = RowTable(ROWS, LENGTH, self.block_size), KVGroups(0, 1, self.window)
-        self.kv_cache = KVCacheManager(self.num_blocks, self.table, self.caching, self.num_host_blocks, groups)
+        self.table = RowTable(ROWS, LENGTH, self.block_size, self.groups.count)
+        self.kv_cache = KVCacheManager(self.num_blocks, self.table, self.caching, self.num_host_blocks, self.groups)
         self.slots: list[Text] = [()] * (self.num_blocks * self.block_size)
         self.host_slots: list[Text] = [()] * (self.num_host_blocks * self.block_size)
         self.num_hits = 0
@@ -113,10 +114,12 @@ class Simulation:
             reaches.append(reach)
         self.copy()
         for row, reach in zip(rows, reaches, strict=True):
-            for position in range(self.computed[row], reach):
-                self.slots[self.slot(row, position)] = self.text(row, position)
-                for seen in range(max(0, position - self.window + 1), position + 1):
-                    assert self.slots[self.slot(row, seen)] == self.text(row, seen)
+            for group in range(self.groups.count):
+                window = LENGTH if group < self.groups.num_full else self.groups.window
+                for position in range(self.computed[row], reach):
+                    self.slots[self.slot(group, row, position)] = self.text(row, position)
+                    for seen in range(max(0, position - window + 1), position + 1):
+                        assert self.slots[self.slot(group, row, seen)] == self.text(row, seen)
             self.computed[row] = reach
         self.launched.append((int32(*rows), int32(*reaches)))
 
@@ -124,9 +127,12 @@ class Simulation:
         rows, reaches = self.launched.popleft()
         self.kv_cache.register(rows, reaches)
         if not self.launched:
-            _, holders, _ = self.kv_cache.contents()
-            most = (self.window + self.block_size - 2) // self.block_size + 1
-            assert int(holders.sum()) <= most * len(self.computed)
+            states, holders, rows = self.kv_cache.contents()
+            assert np.count_nonzero(states == 2) == self.num_blocks - self.kv_cache.num_free_blocks
+            assert np.count_nonzero(states == 1) == self.kv_cache.num_cached_blocks
+            assert ((states == 2) == (holders > 0)).all() and ((rows >= 0) == (holders > 0)).all()
+            most = [self.groups.most_blocks(reach, 1, self.block_size) for reach in self.computed.values()]
+            assert int(holders.sum()) <= sum(most)
 
     def end(self, row: int, failed: bool = False) -> None:
         """A preemption, or the end."""
@@ -147,8 +153,8 @@ class Simulation:
                 else:
                     self.slots[here] = self.host_slots[there]
 
-    def slot(self, row: int, position: int) -> int:
-        block = int(self.table.block_table[row, position // self.block_size])
+    def slot(self, group: int, row: int, position: int) -> int:
+        block = int(self.table.block_tables[group, row, position // self.block_size])
         assert block != FREED_BLOCK
         return block * self.block_size + position % self.block_size
 
@@ -157,14 +163,15 @@ class Simulation:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_query_misses_a_key_and_memory_is_bounded(seed: int) -> None:
+@pytest.mark.parametrize(("num_full", "num_windowed"), [(0, 1), (1, 1), (1, 3)])
+def test_no_query_misses_a_key_and_memory_is_bounded(num_full: int, num_windowed: int, seed: int) -> None:
     draw = np.random.default_rng(seed)
     simulation = Simulation(
-        window=int(draw.integers(1, 14)),
+        groups=KVGroups(num_full, num_windowed, int(draw.integers(1, 14))),
         block_size=int(draw.integers(1, 5)),
-        num_blocks=int(draw.integers(24, 50)),
+        num_blocks=int(draw.integers(24, 50)) * (num_full + num_windowed),
         caching=seed % 3 > 0,
-        num_host_blocks=[0, 0, 20][seed % 3],
+        num_host_blocks=0 if num_full else [0, 0, 20][seed % 3],
         draw=draw,
     )
     simulation.run(60)

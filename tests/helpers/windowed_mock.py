@@ -45,18 +45,22 @@ class WindowedRunner(MockRunner):
 
     def _write(self, table: RowTable, row: int, begin: int, texts: np.ndarray) -> None:
         positions = np.arange(begin, len(texts), dtype=np.int32)
-        self._texts[slots_of(table, row, positions)] = texts[begin:]
+        slots = [slots_of(table, group, row, positions) for group in range(self.info.kv_groups.count)]
+        assert len(np.unique(slots)) == np.size(slots), f"groups of row {row} share blocks"
+        for one in slots:
+            self._texts[one] = texts[begin:]
 
     def _read(self, table: RowTable, row: int, begin: int, texts: np.ndarray) -> None:
         groups = self.info.kv_groups
-        first = max(begin - groups.window + 1, 0) if groups.num_windowed else 0
-        positions = np.arange(first, len(texts), dtype=np.int32)
-        found = self._texts[slots_of(table, row, positions)]
-        assert (found == texts[first:]).all(), f"row {row} does not find its keys"
+        for group in range(groups.count):
+            first = 0 if group < groups.num_full else max(begin - groups.window + 1, 0)
+            positions = np.arange(first, len(texts), dtype=np.int32)
+            found = self._texts[slots_of(table, group, row, positions)]
+            assert (found == texts[first:]).all(), f"row {row} does not find its keys"
 
 
-def slots_of(table: RowTable, row: int, positions: Int32Array) -> Int32Array:
-    blocks = table.block_table[row, positions // table.block_size]
+def slots_of(table: RowTable, group: int, row: int, positions: Int32Array) -> Int32Array:
+    blocks = table.block_tables[group, row, positions // table.block_size]
     assert (blocks >= 0).all(), f"row {row} would read a block that was freed"
     slots: Int32Array = blocks * table.block_size + positions % table.block_size
     return slots

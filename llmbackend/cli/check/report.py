@@ -109,7 +109,7 @@ def _kv_memory(engine: Mapping[str, Any]) -> str:
     text = f"{_size(engine['kv_bytes_per_token'])} per token"
     if engine["num_kv_blocks"] is None:
         return f"{text}; how many tokens fit is known when the weights are loaded"
-    tokens = engine["num_kv_blocks"] * engine["block_size"]
+    tokens = engine["kv_bytes"] // engine["kv_bytes_per_token"]
     return (
         f"{text}; {_size(engine['kv_bytes'])} for {tokens:,} tokens: {engine['full_length_requests']} requests of full "
         f"length at once, {engine['max_num_seqs']} at most"

@@ -1,4 +1,5 @@
-"""A decoder-only model as a flat list of native operations: one call computes a whole step.
+"""A decoder-only model as a flat list of native operations: one call computes a whole step, or one for each run of
+neighbouring layers that share KV blocks, where not all do.
 
 For: the native runner, and the packer, which compares a program with the model's modules. Does not know: families,
 torch, requests, sampling. Invariants: all buffers are made once, for the largest step; the residual stream is float32
@@ -9,7 +10,7 @@ description (cpu/packed_decoder.py).
 from __future__ import annotations
 
 import ctypes
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +51,14 @@ class _Buffer:
         return self._memory.view(np.float32).reshape(-1, self.stride)[:rows, :width]
 
 
+class _Part(NamedTuple):
+    """Operations that one native call runs: of neighbouring layers whose keys and values are in blocks of one group."""
+
+    group: int
+    pointers: Any
+    num_ops: int
+
+
 class DecoderProgram:
     def __init__(
         self,
@@ -71,35 +80,49 @@ class DecoderProgram:
         # Where weights are widened to be multiplied, activations are kept in float32.
         rounded = kernels.library.multiplies_bfloat16 and decoder.dtype == "bfloat16"
         self._activation = Type.BFLOAT16 if rounded else Type.FLOAT32
-        shapes = [LayerKV(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in decoder.layers]
+        self._layer_groups = decoder.layer_groups
+        of_first_group = zip(decoder.layers, self._layer_groups.group_of, strict=True)
+        attentions = [layer.attention for layer, group in of_first_group if group == 0]
+        shapes = [LayerKV(attention.num_kv_heads, attention.head_dim) for attention in attentions]
         self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
         self._ops: list[ctypes.Structure] = []
+        self._starts: list[tuple[int, int]] = []
+        """The first operation of each part, and its group."""
         self._add_operations()
-        self._pointers = op_pointers(self._ops)
+        ends = [first for first, _ in self._starts[1:]] + [len(self._ops)]
+        self._parts = [
+            _Part(group, op_pointers(self._ops[first:end]), end - first)
+            for (first, group), end in zip(self._starts, ends, strict=True)
+        ]
         self._head_pointers = op_pointers(self._ops[-2:])
 
-    def forward(self, step: FlatStep, block_table: npt.NDArray[np.int32]) -> Float32Array:
+    def forward(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float32Array:
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
 
-        block_table int32 [rows, blocks]: of the step's rows, contiguous.
+        Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
+        rows.
         """
-        arrays = (
-            step.token_ids, step.positions, self._kv.kernels_slots(step.slots), step.query_start, step.seq_lens,
-            self._kv.kernels_blocks(block_table), step.sampled_tokens,
-        )  # fmt: skip
-        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
             raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
-        native_step = Step(
-            len(step.token_ids), len(step.rows), num_samples, block_table.shape[1],
+        slots, blocks = self._kv.kernels_slots(slots), self._kv.kernels_blocks(block_tables)
+        tables = zip(slots, blocks, strict=True)
+        steps = [self._native_step(step, *tables_of_group) for tables_of_group in tables]
+        for part in self._parts[:-1]:
+            self._kernels.run(part.pointers, part.num_ops, steps[part.group])
+        last = self._parts[-1]
+        self._kernels.run(last.pointers, last.num_ops if num_samples else last.num_ops - 2, steps[last.group])
+        return self._finished(self._logits.floats(num_samples, self._vocab_size))
+
+    def _native_step(self, step: FlatStep, slots: Int32Array, blocks: Int32Array) -> Step:
+        arrays = (step.token_ids, step.positions, slots, step.query_start, step.seq_lens, blocks, step.sampled_tokens)
+        assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in arrays)
+        return Step(
+            len(step.token_ids), len(step.rows), len(step.sampled_tokens), blocks.shape[1],
             *(array.ctypes.data for array in arrays),
         )  # fmt: skip
-        num_ops = len(self._ops) if num_samples else len(self._ops) - 2
-        self._kernels.run(self._pointers, num_ops, native_step)
-        return self._finished(self._logits.floats(num_samples, self._vocab_size))
 
     def logits_behind(self, step: FlatStep, tokens: Int32Array) -> Float32Array:
         """Logits float32 [tokens, vocab] behind these tokens of the batch, the one that was computed last; valid until
@@ -136,9 +159,13 @@ class DecoderProgram:
 
     def _add_operations(self) -> None:
         decoder = self._decoder
+        groups = self._layer_groups
+        self._starts.append((0, groups.group_of[0]))
         self._add_embedding()
-        for layer, cache in zip(decoder.layers, self._kv.layers, strict=True):
-            self._add_attention(layer, cache)
+        for layer, group, place in zip(decoder.layers, groups.group_of, groups.place_of, strict=True):
+            if group != self._starts[-1][1]:
+                self._starts.append((len(self._ops), group))
+            self._add_attention(layer, self._kv.layers[place])
             self._add_mlp(layer)
         self._add_norm(decoder.norm, self._hidden, self._sampled, Rows.SAMPLED)
         self._add_linear(decoder.head, self._sampled, self._logits, rows=Rows.SAMPLED)

@@ -16,6 +16,7 @@ import numpy as np
 from ..config import EngineConfig
 from ..kernels.abi import Type
 from ..kernels.library import KernelLibrary
+from ..kv_groups import KVGroups
 from ..step import Int32Array
 
 BLOCK_MULTIPLE: Final = 32
@@ -49,7 +50,7 @@ class NativeLayerCache:
 
 
 class NativeKVMemory:
-    """KV memory of all layers.
+    """KV memory of the layers that a block has room for; those at one place in blocks of different groups share it.
 
     Where layers are alike, a block's keys and values of all layers lie side by side, and the kernels get block ids that
     count in single halves of layers: an engine with few blocks in use then has few pages in use, also where these are
@@ -99,8 +100,8 @@ def check_kv_dtype(config: EngineConfig) -> None:
         )
 
 
-def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """bytes_per_token: of all layers. Raises ValueError where there is no room for one block."""
+def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int, groups: KVGroups = KVGroups()) -> int:
+    """bytes_per_token: of the layers of one block. Raises ValueError where there is no room for one block."""
     check_kv_dtype(config)
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
@@ -112,5 +113,5 @@ def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int
             f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
             f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
         )
-    # More than all rows at full length need is never used.
-    return min(num_blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
+    # More than all rows at full length fill is never used.
+    return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))

@@ -16,7 +16,6 @@ from ..errors import ProgramUnsupportedError
 from ..infer_request import InferRequest, ModelInfo
 from ..kernels.library import NativeKernels, load
 from ..kernels.sampling import NativeSampling
-from ..kv_groups import KVGroups
 from ..sampling.host_step import HostSteps
 from ..sampling.prompt_logprobs import PIECE_TOKENS
 from ..sampling.rows import SamplingRows
@@ -39,7 +38,9 @@ class NativeRunner:
             raise ProgramUnsupportedError(reason)
         decoder = packed.decoder
         self._kernels = _kernels(config, decoder.kernel_variant)
-        num_blocks = num_kv_blocks(config, decoder.kv_bytes_per_token, decoder.max_model_len)
+        layers = decoder.layer_groups
+        bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)
+        num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
         self._sampler = Sampler(rows, NativeSampling(self._kernels, rows))
         forward = _Forward(config, self._kernels, packed, num_blocks)
@@ -61,7 +62,7 @@ class NativeRunner:
             ),
             weight_bytes=packed.memories.resident.nbytes,
             kv_bytes_per_token=decoder.kv_bytes_per_token,
-            kv_groups=KVGroups.of([layer.attention.sliding_window for layer in decoder.layers]),
+            kv_groups=layers.groups,
         )
 
     @property
@@ -108,7 +109,8 @@ class _Forward:
         self._step = flatten(plan, table)
         if self._tables is not None:
             self._tables.read(len(self._step.token_ids))
-        logits = self._program.forward(self._step, self._step.blocks_in_use(table))
+        slots, blocks = self._step.slots_of_groups(table), self._step.blocks_in_use(table)
+        logits = self._program.forward(self._step, slots, blocks)
         return logits if len(logits) else None
 
     def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ..kernels.abi import Type
 from ..kernels.library import packed_bytes
+from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
 Dtype = Literal["float32", "bfloat16", "int8"]
@@ -168,6 +169,13 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
         """Of all layers."""
         shapes = ((layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers)
         return sum(2 * heads * dim for heads, dim in shapes) * ITEM_BYTES[self.dtype]
+
+    @property
+    def layer_groups(self) -> LayerGroups:
+        """Which layers share KV blocks."""
+        attentions = [layer.attention for layer in self.layers]
+        are_alike = len({(each.num_kv_heads, each.head_dim) for each in attentions}) == 1
+        return layer_groups([each.sliding_window for each in attentions], self.max_model_len, are_alike)
 
     def check(self, memories: Memories) -> None:
         """Raises ValueError where the weights do not lie in the memories, or do not fit each other or the model's

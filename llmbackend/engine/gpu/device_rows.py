@@ -134,15 +134,16 @@ class StepMessages:
         block_size: int,
         max_sequences: int,
         max_steps_in_flight: int,
+        num_groups: int = 1,
     ) -> None:
-        """max_sequences: of a step."""
+        """max_sequences: of a step. num_groups: of layers."""
         self._device = device
         self._section_words = section_words(max_sequences)
         self._step_words = NUM_SECTIONS * self._section_words
-        self.max_words = self._step_words + (8 + NUM_FIELDS) * max_sequences + max_model_len
+        self.max_words = self._step_words + (2 + 6 * num_groups + NUM_FIELDS) * max_sequences + max_model_len
         """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
-        self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size))
+        self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size), num_groups)
         self._new_rows: set[int] = set()
         self._adapter_of_row: Int32Array = np.full(max_num_seqs, NO_ADAPTER, np.int32)
 
@@ -241,8 +242,8 @@ def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
 
 class DeviceRows:
     """The rows on the device. As in RowTable, all int32: token_table [max_num_seqs, max_model_len], num_prompt_tokens
-    [max_num_seqs], block_table [max_num_seqs, max_blocks_per_seq]; and adapter_of_row [max_num_seqs], the slot of each
-    row's LoRA adapter."""
+    [max_num_seqs], block_tables [groups, max_num_seqs, max_blocks_per_seq or more], block_table of the first group; and
+    adapter_of_row [max_num_seqs], the slot of each row's LoRA adapter."""
 
     def __init__(
         self,
@@ -255,6 +256,7 @@ class DeviceRows:
         max_words: int,
         max_tokens: int,
         lookup: LookupLengths | None = None,
+        num_groups: int = 1,
     ) -> None:
         """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None
         where no drafts are looked up. Raises torch.OutOfMemoryError."""
@@ -264,12 +266,16 @@ class DeviceRows:
         self.token_table = torch.zeros((max_num_seqs, max_model_len), **numbers)
         self.num_prompt_tokens = torch.zeros(max_num_seqs, **numbers)
         self.adapter_of_row = torch.full((max_num_seqs,), NO_ADAPTER, **numbers)
-        self.block_table = torch.zeros((max_num_seqs, -(-max_model_len // block_size)), **numbers)
+        num_columns = -(-max_model_len // block_size)
+        if num_groups > 1:  # kernels are compiled for addresses that are multiples of 16 bytes
+            num_columns = -(-num_columns // 4) * 4
+        self.block_tables = torch.zeros((num_groups, max_num_seqs, num_columns), **numbers)
+        self.block_table = self.block_tables[0]
         self._message = torch.zeros(max_words, **numbers)
         self._step_words = NUM_SECTIONS * section_words(max_sequences)
         self._sections = self._message[: self._step_words].view(NUM_SECTIONS, -1)
-        self._inputs = torch.zeros((4, section_words(max_tokens)), **numbers)
-        """Token ids, positions, slots and adapters of a step."""
+        self._inputs = torch.zeros((3 + num_groups, section_words(max_tokens)), **numbers)
+        """Token ids, positions and adapters of a step, and its slots in each group of layers."""
         self._places = torch.arange(section_words(max_sequences), **numbers)
         self.looks_up = lookup is not None
         self._lookup = lookup
@@ -299,7 +305,7 @@ class DeviceRows:
         changes = changes[NUM_FIELDS * message.num_drafted :]
         if message.num_blocks:
             rows, columns, values = changes[: 3 * message.num_blocks].view(3, -1)
-            self.block_table[rows, columns] = values
+            self.block_tables.view(-1, self.block_tables.shape[2])[rows, columns] = values
         changes = changes[3 * message.num_blocks :]
         if message.num_drafts:
             rows, positions, token_ids = changes[: 3 * message.num_drafts].view(3, -1)
@@ -316,20 +322,23 @@ class DeviceRows:
         rows, query_start, seq_lens = self._sections[:3]
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
-        token_ids, positions, slots, adapters = inputs = self._inputs[:, : shape.num_tokens]
-        tables = self.token_table, self.block_table, self._block_size, self.adapter_of_row
-        self._ops.step_inputs(rows, query_start, seq_lens, *tables, *inputs)
+        token_ids, positions, adapters, *slots = self._inputs[:, : shape.num_tokens]
+        for block_table, slots_of_group in zip(self.block_tables, slots, strict=True):
+            tables = self.token_table, block_table, self._block_size, self.adapter_of_row
+            inputs = token_ids, positions, slots_of_group, adapters
+            self._ops.step_inputs(rows, query_start, seq_lens, *tables, *inputs)
         return StepLayout(
             rows=rows,
             query_start=query_start,
             seq_lens=seq_lens,
             token_ids=token_ids,
             positions=positions,
-            slots=slots,
+            slots=slots[0],
             sampled_tokens=self.sampled_tokens(shape.num_samples),
             max_query_len=shape.max_query_len,
             max_seq_len=shape.max_seq_len,
             adapters=adapters if shape.adapts else None,
+            other_groups=tuple(zip(slots[1:], self.block_tables[1:], strict=True)),
         )
 
     def sampled_tokens(self, count: int) -> torch.Tensor:

@@ -56,6 +56,9 @@ class StepLayout:
     """As max_query_len."""
     adapters: torch.Tensor | None = None
     """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for one without; None: all are without."""
+    other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+    """Of the groups of layers behind the first one: slots [tokens], and block tables [max_num_seqs,
+    max_blocks_per_seq]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -175,17 +175,20 @@ class GpuProgram:
         matmul: Matmul = library_matmul,
         stages: Stages = WHOLE,
         loras: LoraSlots | None = None,
+        group_of: Sequence[int] = (),
     ) -> None:
-        """caches: KV memory by attention module. max_tokens, max_samples: the largest step. Weights and caches are on
-        one device, weights as DeviceWeight. stages: where the decoder is the part of a pipeline. loras: for adapters of
-        every product but the head's. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what this cannot
-        compute."""
+        """caches: KV memory by attention module; layers of different groups may share it. max_tokens, max_samples: the
+        largest step. Weights and caches are on one device, weights as DeviceWeight. stages: where the decoder is the
+        part of a pipeline. loras: for adapters of every product but the head's. group_of: each layer's group; the
+        layers of a group have block tables of their own. Empty: all are one. Raises torch.OutOfMemoryError, and
+        ProgramUnsupportedError for what this cannot compute."""
         self._stages, self._loras = stages, loras
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
         self._embedding, self._embedding_factor = decoder.embedding, decoder.embedding_factor
         self._width = decoder.embedding.shape[1]
         self._modules = [layer.module for layer in decoder.layers]
+        self._group_of = tuple(group_of) or (0,) * len(decoder.layers)
         self.use_caches(caches)
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
         self._norm, self._head = _norm_spec(decoder.norm), self._base(decoder.head)
@@ -193,18 +196,13 @@ class GpuProgram:
         self._max_tokens, self.max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
 
-    @property
-    def windows(self) -> list[int]:
-        """Of each layer: the positions that a query sees, itself included; 0: all."""
-        return [layer.attend.window for layer in self._layers]
-
     def use_caches(self, caches: Mapping[nn.Module, LayerCache]) -> None:
         """Uses other KV memory of the same kind from now on."""
         self._caches = [caches[module] for module in self._modules]
 
     @torch.inference_mode()
     def forward(self, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
-        """Computes the step and writes its KV. block_table int32 [rows, blocks].
+        """Computes the step and writes its KV. block_table int32 [rows, blocks], of the first group of layers.
 
         Logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until the next
         call; [0, vocab] when no row samples, and then the head is not computed. [samples, 0] where another stage has
@@ -229,9 +227,11 @@ class GpuProgram:
         if self._lora_room is not None and layout.adapters is not None:
             self._ops.group_by_adapter(layout.adapters, self._lora_room)
         pending = _Pending()
-        for layer, cache in zip(self._layers, self._caches, strict=True):
+        tables = [(layout, block_table)]
+        tables += [(replace(layout, slots=slots), table) for slots, table in layout.other_groups]
+        for layer, cache, group in zip(self._layers, self._caches, self._group_of, strict=True):
             x = self._input(residual, pending, layer.attention_norm, layer.qkv)
-            block = self._attention(layer, x, layout, block_table, cache)
+            block = self._attention(layer, x, *tables[group], cache)
             pending = _Pending(block, layer.attention_out_norm, layer.residual_factor)
             x = self._input(residual, pending, layer.mlp_norm, layer.mlp.first)
             pending = _Pending(self._feed_forward(layer.mlp, x, layout), layer.mlp_out_norm, layer.residual_factor)
@@ -244,8 +244,10 @@ class GpuProgram:
         ProgramUnsupportedError."""
 
         def all_logits(token_ids: torch.Tensor) -> torch.Tensor:
-            blocks = torch.arange(-(-len(token_ids) // block_size), dtype=torch.int32, device=token_ids.device)
-            return self.forward(_whole_sequence(token_ids), blocks[None]).clone()
+            num_groups, count = max(self._group_of) + 1, -(-len(token_ids) // block_size)
+            blocks = torch.arange(num_groups * count, dtype=torch.int32, device=token_ids.device)
+            tables = blocks.view(num_groups, 1, count)
+            return self.forward(_whole_sequence(token_ids, tables, block_size), tables[0]).clone()
 
         checked.verify(all_logits)
 
@@ -425,22 +427,24 @@ def _attend_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_d
     )
 
 
-def _whole_sequence(token_ids: torch.Tensor) -> StepLayout:
-    """One sequence from its start, in blocks 0, 1, 2, …; samples follow each of its tokens."""
+def _whole_sequence(token_ids: torch.Tensor, tables: torch.Tensor, block_size: int) -> StepLayout:
+    """One sequence from its start; samples follow each of its tokens. tables int32 [groups, 1, blocks]"""
 
     def numbers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=token_ids.device)
 
     length = len(token_ids)
     places = torch.arange(length, dtype=torch.int32, device=token_ids.device)
+    slots = [table[0, places // block_size] * block_size + places % block_size for table in tables]
     return StepLayout(
         rows=numbers(0),
         query_start=numbers(0, length),
         seq_lens=numbers(length),
         token_ids=token_ids.to(torch.int32),
         positions=places,
-        slots=places,
+        slots=slots[0],
         sampled_tokens=places,
         max_query_len=length,
         max_seq_len=length,
+        other_groups=tuple(zip(slots[1:], tables[1:], strict=True)),
     )

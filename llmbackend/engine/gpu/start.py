@@ -13,12 +13,14 @@ import logging
 import time
 
 import msgspec
+import torch
 from torch import nn
 
+from ..attention.interface import LayerShape
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
 from ..infer_request import ModelInfo
-from ..kv_groups import KVGroups
+from ..kv_groups import KVGroups, LayerGroups, layer_groups
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
@@ -61,17 +63,17 @@ def start(
     Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
     torch.OutOfMemoryError when there is no room for it.
     """
-    parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages)
-    num_blocks = _num_blocks(config, loaded, parts, stages)
-    caches = _caches(config, loaded, device, num_blocks)
+    layers = _layer_groups(config, loaded, stages)
+    parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages, layers)
+    num_blocks = _num_blocks(config, loaded, parts, stages, layers)
+    caches = _caches(loaded, layers, num_blocks, config.block_size, kv_memory.kv_dtype(config, loaded.dtype, device))
     parts.program.use_caches(caches)
     host_blocks = HostBlocks.make(config, device, caches.values())
     capture_s = parts.graphs.capture(_graph_sizes(config))
     device.trim()
     how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
-    info = _info(config, loaded, device, num_blocks, how, start_s)
-    info = msgspec.structs.replace(info, kv_groups=_groups(parts, stages))
+    info = _info(config, loaded, device, layers.groups, num_blocks, how, start_s)
     if host_blocks is not None:
         parts = dataclasses.replace(parts, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
@@ -86,48 +88,70 @@ def _make_parts(
     matmul: Matmul,
     sampling: Sampling,
     stages: Stages,
+    layers: LayerGroups,
 ) -> RunnerParts:
     """All but the KV memory: a program that was verified with a few blocks, rows, and no graphs yet."""
-    if loaded.decoder is None:
-        raise ProgramUnsupportedError(loaded.why_modules)
+    assert loaded.decoder is not None
     max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
     max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
-    few = -(-MAX_PROBE_TOKENS // config.block_size)
-    precise = kv_memory.kv_caches(loaded.layer_shapes, few, config.block_size, loaded.dtype, device.torch_device)
-    loras = slots_for(config, loaded)
-    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages, loras)
+    few, num_groups = layers.groups.count * -(-MAX_PROBE_TOKENS // config.block_size), layers.groups.count
+    precise = _caches(loaded, layers, few, config.block_size, loaded.dtype)
+    loras, group_of = slots_for(config, loaded), layers.group_of
+    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages, loras, group_of)
     program.verify(loaded.checked, config.block_size)
-    program.use_caches(_caches(config, loaded, device, few))
+    dtype = kv_memory.kv_dtype(config, loaded.dtype, device)
+    program.use_caches(_caches(loaded, layers, few, config.block_size, dtype))
     limits = config.max_num_seqs, loaded.max_model_len, config.block_size, max_sequences(config)
-    messages = StepMessages(device, *limits, sampling.max_steps_in_flight)
+    messages = StepMessages(device, *limits, sampling.max_steps_in_flight, num_groups)
     speculation = config.speculative_config
     lookup = None if speculation is None else LookupLengths.of(speculation)
-    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup)
+    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup, num_groups)
     graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
     adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
     return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)
 
 
-def _caches(config: EngineConfig, loaded: LoadedModel, device: Device, num_blocks: int) -> dict[nn.Module, LayerCache]:
-    dtype = kv_memory.kv_dtype(config, loaded.dtype, device)
-    return kv_memory.kv_caches(loaded.layer_shapes, num_blocks, config.block_size, dtype, device.torch_device)
+def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> LayerGroups:
+    """One group where a stage does not know the others' layers, and it sees all there; one where blocks are copied to
+    host memory. Raises ProgramUnsupportedError when the model must run as modules."""
+    if loaded.decoder is None:
+        raise ProgramUnsupportedError(loaded.why_modules)
+    layers = loaded.decoder.layers
+    windows = [layer.attention.options.sliding_window or 0 if stages is WHOLE else 0 for layer in layers]
+    are_alike = len({loaded.layer_shapes[layer.module] for layer in layers}) == 1
+    return layer_groups(windows, loaded.max_model_len, are_alike and not config.offloads_kv)
 
 
-def _num_blocks(config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, stages: Stages) -> int:
+def _shapes_of_block(loaded: LoadedModel, layers: LayerGroups) -> dict[nn.Module, LayerShape]:
+    """The layers of the first group."""
+    assert loaded.decoder is not None
+    of_group = zip(loaded.decoder.layers, layers.group_of, strict=True)
+    return {layer.module: loaded.layer_shapes[layer.module] for layer, group in of_group if group == 0}
+
+
+def _caches(
+    loaded: LoadedModel, layers: LayerGroups, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> dict[nn.Module, LayerCache]:
+    """Layers at one place in blocks of different groups share memory."""
+    assert loaded.decoder is not None
+    shapes = _shapes_of_block(loaded, layers)
+    by_place = [*kv_memory.kv_caches(shapes, num_blocks, block_size, dtype, loaded.device).values()]
+    places = zip(loaded.decoder.layers, layers.place_of, strict=True)
+    return {layer.module: by_place[place] for layer, place in places}
+
+
+def _num_blocks(
+    config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, stages: Stages, layers: LayerGroups
+) -> int:
     dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
     measured = config.num_kv_blocks is None
     for_graphs = stages.most(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
     parts.device.trim()
-    warm_up(config, parts, _info(config, loaded, parts.device, 1, "", 0.0))
-    bytes_per_block = stages.most(kv_memory.block_bytes(loaded.layer_shapes, config.block_size, dtype))
-    return kv_memory.num_kv_blocks(
-        config, loaded.max_model_len, bytes_per_block, parts.device.memory(), for_graphs, _groups(parts, stages)
-    )
-
-
-def _groups(parts: RunnerParts, stages: Stages) -> KVGroups:
-    """A stage does not know the windows of the others' layers: it keeps all blocks."""
-    return KVGroups.of(parts.program.windows) if stages is WHOLE else KVGroups()
+    warm_up(config, parts, _info(config, loaded, parts.device, layers.groups, 1, "", 0.0))
+    shapes = _shapes_of_block(loaded, layers)
+    bytes_per_block = stages.most(kv_memory.block_bytes(shapes, config.block_size, dtype))
+    limits = config, loaded.max_model_len, bytes_per_block
+    return kv_memory.num_kv_blocks(*limits, parts.device.memory(), for_graphs, layers.groups)
 
 
 def _graph_sizes(config: EngineConfig) -> list[Padded]:
@@ -147,7 +171,13 @@ def _graphs_text(graphs: StepGraphs) -> str:
 
 
 def _info(
-    config: EngineConfig, loaded: LoadedModel, device: Device, num_blocks: int, how: str, start_s: float
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: Device,
+    groups: KVGroups,
+    num_blocks: int,
+    how: str,
+    start_s: float,
 ) -> ModelInfo:
     dtype = str(loaded.dtype).removeprefix("torch.")
     return ModelInfo(
@@ -161,6 +191,7 @@ def _info(
         device=str(loaded.device),
         load_s=time.monotonic() - start_s,
         description=f"{device.name}, {dtype}, one program, {how}",
+        kv_groups=groups,
     )
 
 

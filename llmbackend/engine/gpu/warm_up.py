@@ -74,7 +74,7 @@ def _shares(total: int, count: int) -> Int32Array:
 
 def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
     num_rows = len(step.counts)
-    table = RowTable(num_rows, step.length, config.block_size)
+    table = RowTable(num_rows, step.length, config.block_size, runner.info.kv_groups.count)
     table.num_tokens[:] = step.length - step.drafts
     table.num_computed_tokens[:] = step.length - step.counts
     drafts = step.drafts if step.drafts.any() else None

@@ -9,126 +9,40 @@ blocks of computed tokens are registered, and no step writes to them after that.
 A block may be given to another row while a step in flight still writes to it, because steps run in launch order: the
 new row's writes come later, and it reads only what it has written. A late write never lands in a registered block: a
 step writes behind what earlier steps of its row computed, and a block is registered only when the step that filled it
-was committed. Where every layer has a window, a row gives back the blocks that lie wholly behind it while it goes on;
-they stay cached like others. Allocating, freeing and finding cost O(1) per block; a step costs Python time only for
-rows that need a new block or have filled one.
+was committed.
+
+Where layers have a window, a row gives back the blocks that lie wholly behind it while it goes on; they stay cached
+like others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). What is said of a row's
+blocks is then said of those of the group that sees all: they have texts, and a text's windowed blocks are the parts of
+its blocks (window_parts.py). A text is found up to where the parts that the next query sees have not been reused.
+
+Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
+have filled one.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from itertools import groupby
 from typing import Final
 
 import numpy as np
 
 from ..kv_groups import KVGroups
-from ..step import Int32Array, KVCopies, RowTable
+from ..step import BoolArray, Int32Array, RowTable
 from .block_journal import BlockJournal, Salt
+from .host_tier import HostTier
 from .prefix_cache import Key, Parent, Prefix, PrefixCache
-
-_Copy = tuple[bool, int, int]
-"""Whether to the host; the device's block; the host's block."""
+from .window_parts import FREED_BLOCK, WindowParts
 
 NEVER = np.iinfo(np.int32).max
 """A number of registered blocks that no row exceeds: its blocks are not shared."""
-FREED_BLOCK: Final = -1
-"""In a row's table, in place of a block behind the window: no step reads it."""
 NOT_SHARED: Final = 0
 """What is before the blocks of a row that does not share them: no block has this identity."""
 ONE_GROUP: Final = KVGroups()
 
 
-class HostTier:
-    """Host memory for KV blocks whose place on the device is given to others.
-
-    A text is in one place, on the device or here, and is found through the same prefix cache, where host block h has
-    the number num_device_blocks + h. Each host block is free, or kept (the least recently used is evicted first), or
-    being reloaded. The copies that follow from this are handed out once, in order; the runner makes them.
-    """
-
-    def __init__(self, prefixes: PrefixCache, num_device_blocks: int, num_host_blocks: int) -> None:
-        self.num_blocks = num_host_blocks
-        self.num_offloaded = 0
-        self.num_reloaded = 0
-        self._prefixes = prefixes
-        self._first = num_device_blocks
-        self._free = list(range(num_host_blocks - 1, -1, -1))
-        self._kept: OrderedDict[int, None] = OrderedDict()
-        self._copies: list[_Copy] = []
-
-    @property
-    def num_cached_blocks(self) -> int:
-        """Host blocks that hold a text."""
-        return len(self._kept)
-
-    def offload(self, block: int) -> None:
-        """Keeps the text of a registered device block that is about to be reused, if it can be found, and if not all
-        host blocks are being reloaded."""
-        if not (self._free or self._kept) or not self._prefixes.is_found(block):
-            self._prefixes.forget(block)
-            return
-        host_block = self._free.pop() if self._free else self._evict()
-        self._prefixes.move(block, self._first + host_block)
-        self._kept[host_block] = None
-        self._copies.append((True, block, host_block))
-        self.num_offloaded += 1
-
-    def use_later(self, number: int) -> None:
-        """A kept text is evicted after all others."""
-        self._kept.move_to_end(number - self._first)
-
-    def hold(self, numbers: list[int]) -> None:
-        """These cached prefixes are about to be reloaded: none of them is evicted for another."""
-        for number in numbers:
-            del self._kept[number - self._first]
-
-    def reload(self, number: int, block: int) -> None:
-        """Copies a held text back into a block of the device."""
-        host_block = number - self._first
-        self._prefixes.move(number, block)
-        self._free.append(host_block)
-        self._copies.append((False, block, host_block))
-        self.num_reloaded += 1
-
-    def discard(self, number: int) -> None:
-        """A kept text is not registered any more."""
-        host_block = number - self._first
-        del self._kept[host_block]
-        self._free.append(host_block)
-
-    def take_copies(self) -> list[KVCopies]:
-        """The copies that the next step needs, in order."""
-        copies, self._copies = self._copies, []
-        return list(_batches(copies))
-
-    def check(self) -> None:
-        """Raises AssertionError unless each host block is free, or kept and found as a text."""
-        if sorted([*self._free, *self._kept]) != list(range(self.num_blocks)):
-            raise AssertionError(f"host blocks are lost or held twice: {len(self._free)} free, {len(self._kept)} kept")
-        if any(self._first + host_block in self._prefixes for host_block in self._free):
-            raise AssertionError("a free host block is found as a text")
-        if any(self._first + host_block not in self._prefixes for host_block in self._kept):
-            raise AssertionError("a host block is kept and not found")
-
-    def _evict(self) -> int:
-        host_block, _ = self._kept.popitem(last=False)
-        self._prefixes.forget(self._first + host_block)
-        return host_block
-
-
-def _batches(copies: list[_Copy]) -> Iterator[KVCopies]:
-    """Runs of copies in one direction. A run reads nothing that it writes, so that of copies to one target only the
-    last counts."""
-    for to_host, run in groupby(copies, key=lambda copy: copy[0]):
-        by_target = {copy[2] if to_host else copy[1]: copy for copy in run}
-        blocks, host_blocks = zip(*((block, host_block) for _, block, host_block in by_target.values()), strict=True)
-        yield KVCopies(to_host, np.array(blocks, np.int32), np.array(host_blocks, np.int32))
-
-
 class KVCacheManager:
-    """Owns the free stack, the cached blocks and the counts of rows per block; only it writes `table.block_table`."""
+    """Owns the free stack, the cached blocks and the counts of rows per block; only it writes `table.block_tables`."""
 
     def __init__(
         self,
@@ -144,7 +58,7 @@ class KVCacheManager:
         self.block_size = table.block_size
         self._table = table
         self._block_table = table.block_table
-        # Of each row: where its blocks end in its table, and how many at the beginning are freed already.
+        # Of each row: where its blocks end in its tables, and how many at the beginning are behind the window.
         self._held: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         self._num_freed: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         self._holders: Int32Array = np.zeros(num_blocks, np.int32)
@@ -154,6 +68,11 @@ class KVCacheManager:
         self._prefixes = PrefixCache(num_blocks + num_host_blocks)
         self.host_tier = HostTier(self._prefixes, num_blocks, num_host_blocks)
         self._cached: OrderedDict[int, None] = OrderedDict()
+        """Least recently used first: blocks, and ~block for the part of a block, which may be lost before it."""
+        self._num_cached_parts = 0
+        both = groups.num_full and groups.num_windowed
+        assert not (both and num_host_blocks), "host blocks are of all layers"
+        self._parts = WindowParts(table.block_tables[1:], num_blocks) if both else None
         # Of each row: how many of its blocks are registered (they, or others of the same text), and the identity of the
         # last of them. `take` resets both.
         self._num_known: Int32Array = np.full(table.max_num_seqs, 0 if self._is_enabled else NEVER, np.int32)
@@ -162,11 +81,11 @@ class KVCacheManager:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated: cached ones are reused when no others are left."""
-        return self._num_free + len(self._cached)
+        return self._num_free + self.num_cached_blocks
 
     @property
     def num_cached_blocks(self) -> int:
-        return len(self._cached)
+        return len(self._cached) + self._num_cached_parts * (self._groups.num_windowed - 1)
 
     # --- what fits ----------------------------------------------------------------------------------------------------
 
@@ -183,30 +102,34 @@ class KVCacheManager:
         chunks of so many. What a chunk in flight will give back counts as given back."""
         num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]
         columns = -(-num_tokens // self.block_size)
-        to_come = np.maximum(columns - self._held[rows], 0)
+        missing = np.maximum(columns - self._held[rows], 0)
+        to_come = self._groups.num_full * missing
         if self._window:
             chunks = np.minimum(chunk_tokens, num_tokens - computed)
             at_once = np.minimum(columns - self._num_freed[rows], self._groups.most_windowed(chunks, self.block_size))
-            to_come = np.minimum(to_come, np.maximum(at_once - (self._held[rows] - self._num_freed[rows]), 0))
+            more = np.maximum(at_once - (self._held[rows] - self._num_freed[rows]), 0)
+            to_come = to_come + self._groups.num_windowed * np.minimum(missing, more)
         return int(to_come.sum())
 
     def blocks_to_begin(self, prefix: Prefix, num_tokens: int, chunk_tokens: int) -> int:
         """How many of the free blocks a waiting row of so many tokens takes at once at most, behind its prefix. Blocks
         of the prefix that other rows use are not free."""
-        num_hit = len(prefix.blocks) * self.block_size
-        unseen = self._first_seen(num_hit)
-        used = [block for block in prefix.blocks[unseen:] if block < self.num_blocks and self._holders[block]]
-        most = -(-num_tokens // self.block_size) - unseen - len(used)
+        groups, columns, num_hit = self._groups, -(-num_tokens // self.block_size), len(prefix.blocks) * self.block_size
+        needed = groups.num_full * (columns - _num_used(prefix.blocks, self._holders))
         if self._window:
-            most = min(most, self._groups.most_windowed(min(chunk_tokens, num_tokens - num_hit), self.block_size))
-        return most
+            unseen = self._first_seen(num_hit)
+            holders = self._holders if self._parts is None else self._parts.holders
+            most = columns - unseen - _num_used(prefix.blocks[unseen:], holders)
+            at_once = groups.most_windowed(min(chunk_tokens, num_tokens - num_hit), self.block_size)
+            needed += groups.num_windowed * min(most, at_once)
+        return needed
 
     # --- blocks of rows -----------------------------------------------------------------------------------------------
 
     def reserve(self, rows: Int32Array, num_tokens: Int32Array) -> bool:
         """Gives each row the blocks for `num_tokens[i]` tokens: all of them and True, or none and False."""
         missing = np.maximum(-(-num_tokens // self.block_size) - self._held[rows], 0)
-        if missing.sum() > self.num_free_blocks:
+        if missing.sum() * self._groups.count > self.num_free_blocks:
             return False
         for i in missing.nonzero()[0].tolist():
             self._take(int(rows[i]), int(missing[i]))
@@ -215,7 +138,11 @@ class KVCacheManager:
     def release(self, row: int) -> None:
         """Frees all blocks of a row, the last one first: the end of a text is reused before its beginning, which is
         more likely to be shared."""
-        self._give_back(self._blocks_of(row))
+        blocks = self._blocks_of(row)
+        if self._parts is not None:
+            first = int(self._num_freed[row])
+            self._give_back_parts(self._parts.leave(row, first, blocks[first:]))
+        self._give_back(blocks)
         self._held[row] = self._num_freed[row] = 0
 
     def tell(self, journal: BlockJournal | None) -> None:
@@ -234,23 +161,33 @@ class KVCacheManager:
             salt = (*salt, group)
         num_full = (len(token_ids) - 1) // self.block_size
         data = token_ids[: num_full * self.block_size].tobytes()
-        return self._prefixes.find(salt, data, self._bytes_per_block)
+        prefix = self._prefixes.find(salt, data, self._bytes_per_block)
+        return (
+            prefix if self._parts is None else self._prefixes.shortened(prefix, self._num_usable(prefix, self._parts))
+        )
 
     def take(self, row: int, prefix: Prefix) -> int:
         """Gives a row without blocks the prefix that was found; returns its tokens."""
         count = len(prefix.blocks)
         first = self._first_seen(count * self.block_size)
+        begin = 0 if self._groups.num_full else first
         self._num_known[row] = NEVER if prefix.parent == NOT_SHARED else count
         self._parent[row] = prefix.parent
-        self._use_later(prefix.blocks[:first])
-        blocks = np.array(prefix.blocks[first:], np.int32)
+        self._use_later(prefix.blocks[:begin])
+        blocks = np.array(prefix.blocks[begin:], np.int32)
         on_device = blocks < self.num_blocks
         for block in blocks.tolist():
             self._cached.pop(block, None)
         self._holders[blocks[on_device]] += 1
         if not on_device.all():
             blocks[~on_device] = self._reload(blocks[~on_device].tolist())
-        self._block_table[row, :first], self._block_table[row, first:count] = FREED_BLOCK, blocks
+        self._block_table[row, :begin], self._block_table[row, begin:count] = FREED_BLOCK, blocks
+        if self._parts is not None:
+            for block in blocks[first:].tolist():
+                if ~block in self._cached:
+                    del self._cached[~block]
+                    self._num_cached_parts -= 1
+            self._parts.take(row, first, blocks[first:])
         self._num_freed[row], self._held[row] = first, count
         return count * self.block_size
 
@@ -278,35 +215,44 @@ class KVCacheManager:
     def invalidate(self, row: int) -> None:
         """The row failed, so none of its blocks is found any more: neither those that it computed, which may be bad,
         nor those that it found, which may be the cause. Other rows that use them go on."""
-        if self._num_freed[row] and isinstance(last := self._parent[row], int):
+        if self._first_held(row) and isinstance(last := self._parent[row], int):
             for block in self._prefixes.forget_through(last):
                 self._discard(block)
         for block in self._blocks_of(row).tolist():
             self._prefixes.forget(block)
+            self._discard_part(block)
 
     def contents(self) -> tuple[Int32Array, Int32Array, Int32Array]:
         """What is in each block, int32 [num_blocks] each: 0 free, 1 cached, 2 used; by how many rows; one of them, or
         -1."""
         states: Int32Array = np.where(self._holders > 0, 2, 0).astype(np.int32)
-        if self._cached:
-            states[np.fromiter(self._cached, np.int32, len(self._cached))] = 1
+        states[[entry for entry in self._cached if entry >= 0]] = 1
         rows: Int32Array = np.full(self.num_blocks, -1, np.int32)
         for row in self._held.nonzero()[0].tolist():
             rows[self._blocks_of(row)] = row
-        return states, self._holders, rows
+        if self._parts is None:
+            return states, self._holders, rows
+        holders = self._holders.copy()
+        blocks, parts = self._parts.all()
+        holders[parts] = self._parts.holders[blocks, None]
+        states[parts] = np.where(holders[parts] > 0, 2, 1)
+        for row in self._held.nonzero()[0].tolist():
+            rows[self._table.block_tables[1:, row, self._num_freed[row] : self._held[row]]] = row
+        return states, holders, rows
 
     def check(self) -> None:
         """Raises AssertionError unless each block is exactly one of free, cached and used."""
         tables = [self._blocks_of(row) for row in range(len(self._held))]
         holders = np.bincount(np.concatenate(tables), minlength=self.num_blocks)
-        unused = np.concatenate([self._free[: self._num_free], np.array(list(self._cached), np.int32)])
-        known = np.concatenate([unused, holders.nonzero()[0]])
+        free, cached = self._free[: self._num_free], [entry for entry in self._cached if entry >= 0]
+        known = np.concatenate([free, np.array(cached, np.int32), holders.nonzero()[0]])
+        if self._parts is not None:
+            known = np.concatenate([known, self._check_parts(self._parts)])
         if len(known) != self.num_blocks or not (np.bincount(known, minlength=self.num_blocks) == 1).all():
             raise AssertionError(f"KV blocks are lost or held twice: {len(known)} known of {self.num_blocks}")
         if len(holders) != self.num_blocks or (holders != self._holders).any():
             raise AssertionError("KV blocks are lost or held twice: the counts of their holders are wrong")
-        is_registered = [block in self._prefixes for block in unused.tolist()]
-        if is_registered != [False] * self._num_free + [True] * len(self._cached):
+        if any(block in self._prefixes for block in free.tolist()) or any(one not in self._prefixes for one in cached):
             raise AssertionError("a free block is found as a text, or a cached one is not")
         self._prefixes.check()
         self.host_tier.check()
@@ -316,10 +262,23 @@ class KVCacheManager:
     def _bytes_per_block(self) -> int:
         return self.block_size * self._table.token_ids.itemsize
 
+    def _check_parts(self, parts: WindowParts) -> Int32Array:
+        """All blocks that are parts. Raises AssertionError unless each is held, or cached for a registered block."""
+        firsts = self._num_freed.tolist()
+        parts.check([(row, first, self._blocks_of(row)[first:]) for row, first in enumerate(firsts)])
+        blocks, found = parts.all()
+        cached = [~entry for entry in self._cached if entry < 0]
+        unused = blocks[parts.holders[blocks] == 0].tolist()
+        if sorted(cached) != unused or len(cached) != self._num_cached_parts:
+            raise AssertionError("a part is neither held nor cached, or both")
+        if any(block not in self._prefixes for block in cached):
+            raise AssertionError("a part is cached for a block that is not found as a text")
+        return found.reshape(-1)
+
     def _check_texts(self) -> None:
         """Raises AssertionError unless each registered block that a row holds has the row's tokens."""
-        for row, first in enumerate(self._num_freed.tolist()):
-            for index, block in enumerate(self._blocks_of(row).tolist(), first):
+        for row in range(len(self._held)):
+            for index, block in enumerate(self._blocks_of(row).tolist(), self._first_held(row)):
                 if self._prefixes.tokens_of(block) not in (None, self._tokens(row, index, index + 1)):
                     raise AssertionError(f"row {row} holds block {block} of another text")
 
@@ -330,12 +289,33 @@ class KVCacheManager:
         first, size = int(self._num_known[row]), self._bytes_per_block
         data, parent = self._tokens(row, first, num_full), self._parent[row]
         for index, block in enumerate(self._block_table[row, first:num_full].tolist()):
-            parent = self._prefixes.register(parent, data[index * size : (index + 1) * size], block)
+            tokens = data[index * size : (index + 1) * size]
+            if self._parts is not None:
+                self._replace_without_part(self._parts, parent, tokens, block)
+            parent = self._prefixes.register(parent, tokens, block)
         self._num_known[row], self._parent[row] = num_full, parent
+
+    def _replace_without_part(self, parts: WindowParts, parent: Parent, tokens: bytes, block: int) -> None:
+        """Where another block is registered for this text and has lost its part, `block` is found from now on."""
+        known = self._prefixes.block_of(parent, tokens)
+        if known is not None and known != block and not parts.has(known):
+            self._prefixes.move(known, block)
+            self._discard(known)
+
+    def _num_usable(self, prefix: Prefix, parts: WindowParts) -> int:
+        """The most of a prefix's blocks with which a row could begin: queries behind them see no part that is lost."""
+        places = np.arange(len(prefix.blocks), dtype=np.int32)
+        lost_before = np.maximum.accumulate(np.where(parts.present(prefix.blocks), -1, places))
+        first_seen = np.maximum((places + 1) * self.block_size - self._window + 1, 0) // self.block_size
+        usable = (lost_before < first_seen).nonzero()[0]
+        return int(usable[-1]) + 1 if len(usable) else 0
+
+    def _first_held(self, row: int) -> int:
+        return 0 if self._groups.num_full else int(self._num_freed[row])
 
     def _blocks_of(self, row: int) -> Int32Array:
         """The blocks that a row holds."""
-        blocks: Int32Array = self._block_table[row, self._num_freed[row] : self._held[row]]
+        blocks: Int32Array = self._block_table[row, self._first_held(row) : self._held[row]]
         return blocks
 
     def _give_back(self, blocks: Int32Array) -> None:
@@ -343,10 +323,27 @@ class KVCacheManager:
         blocks = blocks[::-1]
         self._holders[blocks] -= 1
         unused = blocks[self._holders[blocks] == 0]
-        if len(self._prefixes):
-            unused = self._keep_cached(unused)
-        self._free[self._num_free : self._num_free + len(unused)] = unused
-        self._num_free += len(unused)
+        is_registered = self._are_registered(unused)
+        self._cached.update(dict.fromkeys(unused[is_registered].tolist()))
+        self._add_free(unused[~is_registered])
+
+    def _give_back_parts(self, blocks: Int32Array) -> None:
+        """No row needs the parts of these blocks any more."""
+        assert self._parts is not None
+        blocks = blocks[::-1]
+        is_registered = self._are_registered(blocks)
+        self._cached.update(dict.fromkeys((~blocks[is_registered]).tolist()))
+        self._num_cached_parts += int(np.count_nonzero(is_registered))
+        self._add_free(self._parts.detach(blocks[~is_registered]))
+
+    def _are_registered(self, blocks: Int32Array) -> BoolArray:
+        if not len(self._prefixes):
+            return np.zeros(len(blocks), np.bool_)
+        return np.array([block in self._prefixes for block in blocks.tolist()], np.bool_)
+
+    def _add_free(self, blocks: Int32Array) -> None:
+        self._free[self._num_free : self._num_free + len(blocks)] = blocks
+        self._num_free += len(blocks)
 
     def _first_seen(self, num_tokens: int) -> int:
         """The first block that queries behind so many tokens see."""
@@ -355,8 +352,12 @@ class KVCacheManager:
     def _free_behind_window(self, row: int, num_tokens: int) -> None:
         """Frees the blocks that no query sees once so many tokens are computed."""
         first, end = int(self._num_freed[row]), self._first_seen(num_tokens)
-        self._give_back(self._block_table[row, first:end])
-        self._block_table[row, first:end] = FREED_BLOCK
+        blocks = self._block_table[row, first:end]
+        if self._parts is not None:
+            self._give_back_parts(self._parts.leave(row, first, blocks))
+        else:
+            self._give_back(blocks)
+            self._block_table[row, first:end] = FREED_BLOCK
         self._num_freed[row] = end
 
     def _use_later(self, blocks: list[int]) -> None:
@@ -373,44 +374,57 @@ class KVCacheManager:
             self.host_tier.discard(block)
         elif block in self._cached:
             del self._cached[block]
-            self._free[self._num_free] = block
-            self._num_free += 1
+            self._add_free(np.array([block], np.int32))
+
+    def _discard_part(self, block: int) -> None:
+        """The part of a block that is not registered any more is free, unless a row needs it."""
+        if ~block in self._cached:
+            assert self._parts is not None
+            del self._cached[~block]
+            self._num_cached_parts -= 1
+            self._add_free(self._parts.detach(np.array([block], np.int32)))
 
     def _take(self, row: int, count: int) -> None:
-        held = int(self._held[row])
-        self._block_table[row, held : held + count] = self._allocate(count)
+        """Gives a row so many more blocks, and their parts."""
+        held, blocks = int(self._held[row]), self._allocate(count)
+        self._block_table[row, held : held + count] = blocks
+        self._holders[blocks] = 1
+        if self._parts is not None:
+            parts = self._allocate(count * self._parts.num_groups).reshape(count, -1)
+            self._parts.attach(row, held, blocks, parts)
         self._held[row] = held + count
 
     def _reload(self, host_numbers: list[int]) -> Int32Array:
         """Copies texts from host memory into new blocks, used by one row each."""
         self.host_tier.hold(host_numbers)
         blocks = self._allocate(len(host_numbers))
+        self._holders[blocks] = 1
         for number, block in zip(host_numbers, blocks.tolist(), strict=True):
             self.host_tier.reload(number, block)
         return blocks
 
     def _allocate(self, count: int) -> Int32Array:
-        """`count` of the free blocks, used by one row each from now on."""
-        from_stack = min(count, self._num_free)
-        top = self._num_free - from_stack
-        blocks = self._free[top : self._num_free][::-1]
-        if from_stack < count:
-            blocks = np.concatenate([blocks, np.array([self._reuse() for _ in range(count - from_stack)], np.int32)])
-        self._holders[blocks] = 1
-        self._num_free = top
-        return blocks
+        """`count` of the free blocks, which are free no more."""
+        while self._num_free < count:
+            self._reuse()
+        self._num_free -= count
+        return self._free[self._num_free : self._num_free + count][::-1].copy()
 
-    def _reuse(self) -> int:
-        """Takes the least recently used cached block; its text goes to host memory, if there is any."""
-        block, _ = self._cached.popitem(last=False)
+    def _reuse(self) -> None:
+        """Frees what is cached and was used least recently: a block, whose text goes to host memory if there is any,
+        with its part, or the part alone."""
+        entry = next(iter(self._cached))
+        if entry < 0:
+            self._discard_part(~entry)
+            return
         if self.host_tier.num_blocks:
-            self.host_tier.offload(block)
+            self.host_tier.offload(entry)
         else:
-            self._prefixes.forget(block)
-        return block
+            self._prefixes.forget(entry)
+        self._discard_part(entry)
+        self._discard(entry)
 
-    def _keep_cached(self, unused: Int32Array) -> Int32Array:
-        """Keeps the unused blocks that hold a registered text in the cache; returns the others."""
-        is_registered = np.array([block in self._prefixes for block in unused.tolist()], np.bool_)
-        self._cached.update(dict.fromkeys(unused[is_registered].tolist()))
-        return unused[~is_registered]
+
+def _num_used(blocks: list[int], holders: Int32Array) -> int:
+    """How many of them rows hold. Those from len(holders) on are in host memory."""
+    return int(np.count_nonzero(holders[[block for block in blocks if block < len(holders)]]))

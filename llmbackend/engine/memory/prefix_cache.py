@@ -29,7 +29,7 @@ class Prefix:
 
     blocks   that hold it
     parent   the identity of the last of them, or the salt
-    missing  the key of the next full block, which is not registered; None = the text has no further full block
+    missing  the key of the next full block, which cannot be used; None = the text has no further full block
     """
 
     blocks: list[int]
@@ -82,6 +82,18 @@ class PrefixCache:
             blocks.append(block)
             parent = self._identity_of[block]
         return Prefix(blocks, parent, None)
+
+    def shortened(self, prefix: Prefix, num_blocks: int) -> Prefix:
+        """The first blocks of a prefix that was found."""
+        if num_blocks == len(prefix.blocks):
+            return prefix
+        missing = self._key_of[prefix.blocks[num_blocks]]
+        assert missing is not None
+        return Prefix(prefix.blocks[:num_blocks], missing[0], missing)
+
+    def block_of(self, parent: Parent, tokens: bytes) -> int | None:
+        """The block that is found for these tokens after `parent`."""
+        return self._block_of.get((parent, tokens))
 
     def register(self, parent: Parent, tokens: bytes, block: int) -> int:
         """The identity of the block that holds these tokens after `parent`: of one registered before, else of `block`.

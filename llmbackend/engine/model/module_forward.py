@@ -102,7 +102,7 @@ class _OnNative:
 
     def begin(self, plan: StepPlan, table: RowTable) -> tuple[FlatStep, AttentionContext]:
         step = flatten(plan, table)
-        self._attention.begin(step, step.blocks_in_use(table))
+        self._attention.begin(step, step.blocks_in_use(table)[0])
         return step, self._attention
 
 

@@ -65,14 +65,17 @@ def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | 
 def _verify(packed: PackedModel, loaded: LoadedModel, block_size: int) -> None:
     """Raises ProgramUnsupportedError when the program computes something else than the modules."""
     assert loaded.kernels is not None
+    num_groups = packed.decoder.layer_groups.groups.count
     try:
-        program = DecoderProgram(loaded.kernels, packed, 1, block_size, MAX_PROBE_TOKENS, MAX_PROBE_TOKENS)
+        program = DecoderProgram(loaded.kernels, packed, num_groups, block_size, MAX_PROBE_TOKENS, MAX_PROBE_TOKENS)
     except ValueError as error:
         raise ProgramUnsupportedError(str(error)) from error
 
     def logits(token_ids: torch.Tensor) -> torch.Tensor:
         step = _whole_sequence(token_ids.numpy().astype(np.int32))
-        return torch.from_numpy(program.forward(step, np.zeros((1, 1), np.int32)).copy())
+        blocks = np.arange(num_groups, dtype=np.int32)[:, None, None]  # one of each group
+        slots = blocks[:, 0] * np.int32(block_size) + step.slots
+        return torch.from_numpy(program.forward(step, slots, blocks).copy())
 
     loaded.checked.verify(logits)
 

@@ -27,6 +27,7 @@ from ..cpu.program_config import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..kernels.choice import Choice
 from ..kernels.library import NativeKernels
+from ..kv_groups import LayerGroups, layer_groups
 from .checkpoint_files import bad_checkpoint
 from .compatibility import architecture_name, check_calls
 from .decoder_description import describe
@@ -65,6 +66,8 @@ class UnloadedModel:
     embedding_bytes: int
     kv_bytes_per_token: int | None
     """None: only the weights tell."""
+    layers: LayerGroups | None
+    """Which layers share KV blocks; None: only the weights tell, or all do."""
     why_modules: str
     """Why a step runs the model's modules; "" when it would run one native program, or on an accelerator."""
     kernels: str
@@ -90,6 +93,7 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding = model.get_input_embeddings().weight
     weight_bytes = _weight_bytes(config, opened, model, choice)
+    reason = "" if opened.dense else _why_modules(config, model, shapes, options, choice, dtype)
     return UnloadedModel(
         architecture=architecture_name(opened.hf_config),
         model_type=str(opened.hf_config.model_type),
@@ -100,7 +104,8 @@ def unloaded_model(config: EngineConfig) -> UnloadedModel:
         weight_bytes=weight_bytes,
         embedding_bytes=_bytes(embedding) if choice is not None else 0,
         kv_bytes_per_token=sum(shape.bytes_per_token(dtype) for shape in shapes.values()) if shapes else None,
-        why_modules="" if opened.dense else _why_modules(config, model, shapes, options, choice, dtype),
+        layers=_layer_groups(shapes, options, opened.max_model_len) if shapes and not reason else None,
+        why_modules=reason,
         kernels="" if choice is None else choice.report,
     )
 
@@ -133,6 +138,14 @@ def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[n
         logger.info("the layers of %s are not known without weights", type(model).__name__, exc_info=error)
         return {}, {}
     return recorder.shapes, recorder.options
+
+
+def _layer_groups(
+    shapes: Mapping[nn.Module, LayerShape], options: Mapping[nn.Module, AttentionOptions], max_model_len: int
+) -> LayerGroups:
+    """Of a program."""
+    windows = [options[module].sliding_window or 0 for module in shapes]
+    return layer_groups(windows, max_model_len, are_alike=len(set(shapes.values())) == 1)
 
 
 def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, choice: Choice | None) -> int:

@@ -1,0 +1,106 @@
+"""Host memory for KV blocks: which of its blocks holds which text, and the copies that follow.
+
+For: the manager of the device's blocks. Does not know: rows, requests, the memory itself (the runner's). Invariant: a
+text is in one place, on the device or here; copies are handed out once, in the order in which they must be made.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import groupby
+
+import numpy as np
+
+from ..step import KVCopies
+from .prefix_cache import PrefixCache
+
+_Copy = tuple[bool, int, int]
+"""Whether to the host; the device's block; the host's block."""
+
+
+class HostTier:
+    """Host memory for KV blocks whose place on the device is given to others.
+
+    A text is in one place, on the device or here, and is found through the same prefix cache, where host block h has
+    the number num_device_blocks + h. Each host block is free, or kept (the least recently used is evicted first), or
+    being reloaded. The copies that follow from this are handed out once, in order; the runner makes them.
+    """
+
+    def __init__(self, prefixes: PrefixCache, num_device_blocks: int, num_host_blocks: int) -> None:
+        self.num_blocks = num_host_blocks
+        self.num_offloaded = 0
+        self.num_reloaded = 0
+        self._prefixes = prefixes
+        self._first = num_device_blocks
+        self._free = list(range(num_host_blocks - 1, -1, -1))
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._copies: list[_Copy] = []
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Host blocks that hold a text."""
+        return len(self._kept)
+
+    def offload(self, block: int) -> None:
+        """Keeps the text of a registered device block that is about to be reused, if it can be found, and if not all
+        host blocks are being reloaded."""
+        if not (self._free or self._kept) or not self._prefixes.is_found(block):
+            self._prefixes.forget(block)
+            return
+        host_block = self._free.pop() if self._free else self._evict()
+        self._prefixes.move(block, self._first + host_block)
+        self._kept[host_block] = None
+        self._copies.append((True, block, host_block))
+        self.num_offloaded += 1
+
+    def use_later(self, number: int) -> None:
+        """A kept text is evicted after all others."""
+        self._kept.move_to_end(number - self._first)
+
+    def hold(self, numbers: list[int]) -> None:
+        """These cached prefixes are about to be reloaded: none of them is evicted for another."""
+        for number in numbers:
+            del self._kept[number - self._first]
+
+    def reload(self, number: int, block: int) -> None:
+        """Copies a held text back into a block of the device."""
+        host_block = number - self._first
+        self._prefixes.move(number, block)
+        self._free.append(host_block)
+        self._copies.append((False, block, host_block))
+        self.num_reloaded += 1
+
+    def discard(self, number: int) -> None:
+        """A kept text is not registered any more."""
+        host_block = number - self._first
+        del self._kept[host_block]
+        self._free.append(host_block)
+
+    def take_copies(self) -> list[KVCopies]:
+        """The copies that the next step needs, in order."""
+        copies, self._copies = self._copies, []
+        return list(_batches(copies))
+
+    def check(self) -> None:
+        """Raises AssertionError unless each host block is free, or kept and found as a text."""
+        if sorted([*self._free, *self._kept]) != list(range(self.num_blocks)):
+            raise AssertionError(f"host blocks are lost or held twice: {len(self._free)} free, {len(self._kept)} kept")
+        if any(self._first + host_block in self._prefixes for host_block in self._free):
+            raise AssertionError("a free host block is found as a text")
+        if any(self._first + host_block not in self._prefixes for host_block in self._kept):
+            raise AssertionError("a host block is kept and not found")
+
+    def _evict(self) -> int:
+        host_block, _ = self._kept.popitem(last=False)
+        self._prefixes.forget(self._first + host_block)
+        return host_block
+
+
+def _batches(copies: list[_Copy]) -> Iterator[KVCopies]:
+    """Runs of copies in one direction. A run reads nothing that it writes, so that of copies to one target only the
+    last counts."""
+    for to_host, run in groupby(copies, key=lambda copy: copy[0]):
+        by_target = {copy[2] if to_host else copy[1]: copy for copy in run}
+        blocks, host_blocks = zip(*((block, host_block) for _, block, host_block in by_target.values()), strict=True)
+        yield KVCopies(to_host, np.array(blocks, np.int32), np.array(host_blocks, np.int32))
