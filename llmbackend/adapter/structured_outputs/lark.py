@@ -66,9 +66,11 @@ class Rules:
             token_id = self._special_tokens[match.group()]
             pieces.append(f"(<[{token_id}]> | {literal(match.group())})")
             end = match.end()
+        begins_as_text = bool(pieces) and pieces[0].startswith('"')
         if end < len(text) or not pieces:
             pieces.append(literal(text[end:]))
-        return " ".join(pieces)
+        # The lexer takes the longest match: a first piece by itself would lose to another marker that begins with it.
+        return f"({literal(text)} | {' '.join(pieces)})" if begins_as_text else " ".join(pieces)
 
     def text_until(self, end: str, excluded: tuple[str, ...] = ()) -> str:
         """Any text up to the first `end`, with it."""
