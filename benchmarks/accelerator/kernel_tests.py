@@ -29,6 +29,7 @@ TESTS = (
     "experts::test_a_token_gets_the_sum_of_its_experts",
     "experts::test_many_tokens_are_sorted_in_several_passes_into_several_tiles",
     "experts::test_a_token_is_its_own_bit_by_bit",
+    "experts::test_packed_experts_are_multiplied_as_the_numbers_they_stand_for",
     "lora_kernels",
     "paged_attention",
     "device_sampler",

@@ -3,12 +3,14 @@
 For: the loader, and programs and modules that multiply by what it left in memory. Does not know: models, formats of
 checkpoints. A row's numbers lie in blocks of 2 * slab columns, padded with zeros: byte j of a block holds the block's
 number j and, in its upper half, number slab + j. Invariants: the matrix is (number - zero) * scale, with the scale as
-the checkpoint has it; a slab lies within one group; parts, neighbours and columns stand for the same numbers.
+the checkpoint has it, or, in floats of 4 bits (mxfp4), what the bits of e2m1 stand for times a power of two; a slab
+lies within one group; parts, neighbours and columns stand for the same numbers.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +23,9 @@ LEAST_GROUP = 32
 """Sizes of groups are multiples of this."""
 PLAIN_ZERO = 8
 """Of numbers without zeros of their own."""
+E8M0_BIAS = 127
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""What the bits of e2m1 stand for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,17 +43,26 @@ class Int4Weight:
     """A multiple of 32; k or more: there is one group. The last group may be smaller."""
     exact: bool = False
     """Whether a row's product must not depend on how many rows there are."""
+    is_float: bool = False
+    """Whether numbers are the bits of e2m1 (a sign, two bits of exponent, one of fraction), and scales, uint8, those of
+    e8m0 (exponents of 2, plus 127); without zeros."""
 
     @classmethod
     def of(
-        cls, numbers: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group_size: int, exact: bool = False
+        cls,
+        numbers: torch.Tensor,
+        scale: torch.Tensor,
+        zero: torch.Tensor | None,
+        group_size: int,
+        exact: bool = False,
+        is_float: bool = False,
     ) -> Int4Weight:
         """numbers uint8 [n, k] of 0 … 15; scale, zero [n, groups]; group_size: k or more for one group."""
         k = numbers.shape[1]
         if group_size >= k:
             group_size = -(-k // 64) * 64
         zeros = None if zero is None else zero.to(torch.uint8).t().contiguous()
-        return cls(_pack(numbers, _slab(group_size)), scale.t().contiguous(), zeros, k, group_size, exact)
+        return cls(_pack(numbers, _slab(group_size)), scale.t().contiguous(), zeros, k, group_size, exact, is_float)
 
     @property
     def n(self) -> int:
@@ -69,7 +83,8 @@ class Int4Weight:
             return
         from .kernels.int4_matmul import int4_matmul  # Triton, which only a GPU's torch brings
 
-        int4_matmul(x, self.data, self.scale, self.zero, self.group_size, self.slab, bias, out, self.exact)
+        parts = self.data, self.scale, self.zero, self.group_size, self.slab
+        int4_matmul(x, *parts, bias, out, self.exact, self.is_float)
 
     def numbers(self) -> torch.Tensor:
         """uint8 [n, k]"""
@@ -79,6 +94,9 @@ class Int4Weight:
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """What this stands for [n, k], computed in float32."""
         group = torch.arange(self.k, device=self.data.device) // self.group_size
+        if self.is_float:
+            values = torch.tensor(_E2M1, device=self.data.device)[self.numbers().int()]
+            return torch.ldexp(values, self.scale.t()[:, group].int() - E8M0_BIAS).to(dtype)
         whole = self.numbers().float()
         whole -= PLAIN_ZERO if self.zero is None else self.zero.t()[:, group].float()
         return (whole * self.scale.t()[:, group].float()).to(dtype)
@@ -110,15 +128,20 @@ class Int4Weight:
         group = torch.arange(columns.start, columns.stop, size, device=self.data.device) // self.group_size
         zero = None if self.zero is None else self.zero[group].t()
         numbers = self.numbers()[:, columns.start : columns.stop]
-        return Int4Weight.of(numbers, self.scale[group].t(), zero, size, self.exact)
+        return Int4Weight.of(numbers, self.scale[group].t(), zero, size, self.exact, self.is_float)
 
     def above(self, other: Int4Weight) -> Int4Weight:
-        assert (self.k, self.group_size) == (other.k, other.group_size), "neighbours are in groups of one size"
+        return Int4Weight.stacked([self, other])
+
+    @staticmethod
+    def stacked(weights: Sequence[Int4Weight]) -> Int4Weight:
+        """A copy of all of them, one above the other."""
+        assert len({(each.k, each.group_size) for each in weights}) == 1, "neighbours are in groups of one size"
         zero = None
-        if self.zero is not None or other.zero is not None:
-            zero = torch.cat((self._zeros(), other._zeros()), dim=1)
-        data, scale = torch.cat((self.data, other.data)), torch.cat((self.scale, other.scale), dim=1)
-        return replace(self, data=data, scale=scale, zero=zero)
+        if any(each.zero is not None for each in weights):
+            zero = torch.cat([each._zeros() for each in weights], dim=1)
+        data, scale = torch.cat([each.data for each in weights]), torch.cat([each.scale for each in weights], dim=1)
+        return replace(weights[0], data=data, scale=scale, zero=zero)
 
     def to(self, device: torch.device) -> Int4Weight:
         zero = None if self.zero is None else self.zero.to(device)

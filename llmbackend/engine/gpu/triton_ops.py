@@ -10,6 +10,7 @@ import torch
 import triton
 
 from ..prompt_lookup import LookupLengths
+from .expert_weights import Int4Experts
 from .gates import Activation
 from .kernels import drafts, experts, fused, lora
 from .kernels.paged_attention import PagedAttention
@@ -140,7 +141,8 @@ class TritonOps:
         """With exact products tiles are those of large steps in every step."""
         if not len(x):
             return
-        tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype)
+        is_packed = isinstance(spec.down.weight, Int4Experts)
+        tile = experts.choose_tile(_ALWAYS_LARGE if self._exact else len(x), x.dtype, is_packed)
         experts.mix_experts(x, logits, spec, activation, room, out, tile)
 
     def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:

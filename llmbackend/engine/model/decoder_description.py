@@ -20,7 +20,7 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
-from ..gpu.expert_weights import DenseExperts, ExpertProjection
+from ..gpu.expert_weights import DenseExperts, ExpertProjection, QuantizedExperts
 from ..gpu.gates import ACTIVATIONS, Activation, gated
 from ..gpu.stored_weights import StoredLinear
 from ..gpu.weights import DenseWeight, QuantizedLinear
@@ -253,7 +253,8 @@ def _experts(module: Any) -> Experts:
     _expect_children(module, {router_name, "experts"})
     router, experts = getattr(module, router_name), module.experts
     _expect_parameters(router, {"weight"}, {"bias"})
-    _expect_parameters(experts, {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"})
+    if not isinstance(experts, QuantizedExperts):
+        _expect_parameters(experts, {"gate_up_proj", "down_proj"}, {"gate_up_proj_bias", "down_proj_bias"})
     gate_up, down = (_by_expert(experts, name) for name in ("gate_up_proj", "down_proj"))
     sizes = gate_up.weight.num_experts, down.weight.n
     if router.weight.shape != sizes or (gate_up.weight.k, gate_up.weight.n) != (down.weight.n, 2 * down.weight.k):
@@ -276,6 +277,8 @@ def _expect_parameters(module: nn.Module, names: set[str], optional: set[str]) -
 
 
 def _by_expert(experts: Any, name: str) -> ExpertProjection:
+    if isinstance(experts, QuantizedExperts):
+        return experts.projection(name)
     weight, bias = getattr(experts, name).detach(), getattr(experts, f"{name}_bias", None)
     if getattr(experts, "is_transposed", False):
         weight = weight.transpose(1, 2)

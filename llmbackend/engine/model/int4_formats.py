@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol
 
 import torch
 
 from ..errors import CheckpointError
+from ..gpu.expert_weights import Int4Experts
 from ..gpu.int4_weights import LEAST_GROUP, PLAIN_ZERO
 from .checkpoint_files import TensorHeader, few
+from .mxfp4_format import Mxfp4Format
 
 Method = Literal["compressed-tensors", "gptq", "awq"]
 
@@ -57,6 +59,32 @@ class Int4Layer:
     group_size: int
 
 
+class PackedFormat(Protocol):
+    """How a checkpoint stores weights of 4 bits."""
+
+    @property
+    def bytes_per_number(self) -> float:
+        """Of packed weights, about."""
+
+    def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        """The tensors that the checkpoint would have without quantisation. Raises CheckpointError."""
+
+    def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
+        """Tensors that the model may not have."""
+
+    def linears(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        """Names of the linear layers in 4 bits."""
+
+    def has_experts(self, tensors: Mapping[str, torch.Tensor], module: str) -> bool:
+        """Whether those of this module are in 4 bits."""
+
+    def read_experts(
+        self, tensors: Mapping[str, torch.Tensor], module: str, name: str, device: torch.device, exact: bool
+    ) -> Int4Experts:
+        """Their weight of this name (gate_up_proj or down_proj), on the device. exact: as of Int4Weight. Raises
+        CheckpointError naming the tensor."""
+
+
 @dataclass(frozen=True, slots=True)
 class Int4Format:
     """What a quantization_config says of a checkpoint's weights."""
@@ -66,6 +94,10 @@ class Int4Format:
     """That layers may have; -1: one group."""
     zero_offset: int = 0
     """What is to be added to a stored zero."""
+
+    @property
+    def bytes_per_number(self) -> float:
+        return 0.5
 
     @property
     def packed_ending(self) -> str:
@@ -82,7 +114,6 @@ class Int4Format:
         return names
 
     def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
-        """The tensors that the checkpoint would have without quantisation. Raises CheckpointError."""
         layers = self.layers(tensors)
         own = {f"{layer}.{ending}" for layer in layers for ending in self._endings()}
         weights = {f"{layer}.weight": TensorHeader("F16", self._shape(tensors, layer)) for layer in layers}
@@ -91,6 +122,17 @@ class Int4Format:
     def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
         """Biases that layers may not have: some writers give every layer one of zeros."""
         return frozenset(name for layer in self.layers(tensors) if (name := f"{layer}.bias") in tensors)
+
+    def linears(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        return {name.removesuffix(self.packed_ending) for name in tensors if name.endswith(self.packed_ending)}
+
+    def has_experts(self, tensors: Mapping[str, torch.Tensor], module: str) -> bool:
+        return False
+
+    def read_experts(
+        self, tensors: Mapping[str, torch.Tensor], module: str, name: str, device: torch.device, exact: bool
+    ) -> Int4Experts:
+        raise AssertionError("it has none")
 
     def read(self, tensors: Mapping[str, torch.Tensor], layer: str) -> Int4Layer:
         """Raises CheckpointError naming the tensor."""
@@ -133,7 +175,7 @@ class Int4Format:
         raise CheckpointError(f"'{layer}' has {groups} groups of {k} inputs, expected groups of {stated}")
 
 
-def int4_format(settings: Mapping[str, Any]) -> Int4Format | None:
+def packed_format(settings: Mapping[str, Any]) -> PackedFormat | None:
     """Of a quantization_config; None: it is of another method. Raises CheckpointError naming the field."""
     reader = _READERS.get(str(settings.get("quant_method")))
     return None if reader is None else reader(settings)
@@ -176,7 +218,8 @@ def _of_awq(settings: Mapping[str, Any]) -> Int4Format:
     return Int4Format("awq", (_checked_size("group_size", settings.get("group_size", settings.get("q_group_size"))),))
 
 
-_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], Int4Format]]] = {
+_READERS: Final[Mapping[str, Callable[[Mapping[str, Any]], PackedFormat]]] = {
+    "mxfp4": lambda settings: Mxfp4Format(),
     "compressed-tensors": _of_compressed_tensors,
     "gptq": _of_gptq,
     "awq": _of_awq,

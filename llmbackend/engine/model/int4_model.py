@@ -15,10 +15,11 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
+from ..gpu.expert_weights import ExpertProjection, QuantizedExperts
 from ..gpu.int4_weights import Int4Weight
 from ..gpu.weights import NEIGHBOURS, QuantizedLinear
 from .checkpoint_files import few
-from .int4_formats import Int4Format
+from .int4_formats import Int4Format, PackedFormat
 from .meta_buffers import restore_buffers
 
 
@@ -36,9 +37,9 @@ class Int4Placement:
 
 
 @torch.no_grad()
-def fill(model: Any, form: Int4Format, tensors: Mapping[str, torch.Tensor], place: Int4Placement) -> None:
+def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], place: Int4Placement) -> None:
     """model: without memory, of the class that the tensors fit. Raises CheckpointError."""
-    layers = {name.rpartition(".")[0] for name in tensors if name.endswith(form.packed_ending)}
+    layers = form.linears(tensors)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
         raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
@@ -48,7 +49,11 @@ def fill(model: Any, form: Int4Format, tensors: Mapping[str, torch.Tensor], plac
         head.weight = embedding.weight
     for parent_name, parent in list(model.named_modules()):
         own = {name for name, child in parent.named_children() if f"{_dotted(parent_name)}{name}" in layers}
+        for name, child in list(parent.named_children()):
+            if form.has_experts(tensors, f"{_dotted(parent_name)}{name}"):
+                setattr(parent, name, _experts(child, f"{_dotted(parent_name)}{name}", form, tensors, place))
         for names in _groups(own):
+            assert isinstance(form, Int4Format), "other formats have no linear layers in 4 bits"
             linears = [getattr(parent, name) for name in names]
             _replace(parent, names, linears, [f"{_dotted(parent_name)}{name}" for name in names], form, tensors, place)
     restore_buffers(model)
@@ -112,6 +117,26 @@ def _plain(weight: Int4Weight, bias: nn.Parameter | None, place: Int4Placement) 
     linear.weight = nn.Parameter(weight.dense(place.dtype), requires_grad=False)
     linear.bias = bias  # type: ignore[assignment]
     return linear
+
+
+def _experts(
+    module: Any, full_name: str, form: PackedFormat, tensors: Mapping[str, torch.Tensor], place: Int4Placement
+) -> nn.Module:
+    """What stands in the place of the model's module, or the module with plain weights."""
+
+    def projection(name: str) -> ExpertProjection:
+        weight = form.read_experts(tensors, full_name, name, place.device, place.exact)
+        bias = getattr(module, f"{name}_bias", None)
+        return ExpertProjection(weight, None if bias is None else bias.detach().to(place.device))
+
+    if not place.dense:
+        return QuantizedExperts(projection("gate_up_proj"), projection("down_proj"), module._apply_gate)
+    for name in ("gate_up_proj", "down_proj"):
+        weight = projection(name).weight
+        matrices = torch.stack([weight.matrix(expert, place.dtype) for expert in range(weight.num_experts)])
+        stored = matrices.transpose(1, 2).contiguous() if module.is_transposed else matrices
+        setattr(module, name, nn.Parameter(stored, requires_grad=False))
+    return cast(nn.Module, module)
 
 
 def _bias(linear: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter | None:

@@ -40,7 +40,7 @@ from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
 from .decoder_description import Decoder, describe
-from .int4_formats import METHODS, Int4Format, int4_format
+from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .mapped_tensors import mapped_tensors
@@ -48,7 +48,8 @@ from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
 
-_DEQUANTIZED = ("fp8", "mxfp4")
+_PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: they are used as they are"
+_DEQUANTIZED = ("fp8",)
 """Methods by which a checkpoint may be quantised: transformers turns its weights into plain ones."""
 
 
@@ -92,7 +93,7 @@ class OpenedCheckpoint:
     device: torch.device
     dense: bool
     """Whether weights stay plain matrices."""
-    int4: Int4Format | None = None
+    int4: PackedFormat | None = None
     """How the checkpoint stores weights in 4 bits; hf_config says nothing of them any more."""
 
     @property
@@ -248,7 +249,7 @@ def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
     return "the native CPU kernels are not built"
 
 
-def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Int4Format | None:
+def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> PackedFormat | None:
     """Raises ValueError for weights in a form that neither path multiplies by. Has transformers dequantise, as it reads
     them, those that it can, and tells it nothing of those in 4 bits, which this loader reads."""
     if config.quantization == "fp8" and config.batch_invariant:
@@ -262,7 +263,7 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> In
         return None
     settings = stored if isinstance(stored, dict) else vars(stored)
     try:
-        int4 = int4_format(settings)
+        int4 = packed_format(settings)
     except CheckpointError as error:
         raise bad_checkpoint(config.model, error) from None
     if int4 is not None:
@@ -374,12 +375,14 @@ def _instantiate(
     return model
 
 
-def _int4_model(config: EngineConfig, opened: OpenedCheckpoint, int4: Int4Format) -> Any:
+def _int4_model(config: EngineConfig, opened: OpenedCheckpoint, int4: PackedFormat) -> Any:
     dtype = dtype_of(config, opened)
     files = files_of(config)
     try:
         tensors = read_headers(files) if opened.tensors is None else opened.tensors
         check_stored_tensors(config, opened, tensors)
+        if int4.plain(tensors).keys() == tensors.keys():
+            logger.warning(_PLAIN_UNDER_A_LABEL)
         model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
         place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
         fill(model, int4, mapped_tensors(files), place)
@@ -413,7 +416,7 @@ def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> 
     """Warns of a quantization_config beside plain weights, which is no reason to refuse them."""
     is_packed = any(tensor.dtype.startswith("F8_E") or tensor.dtype == "U8" for tensor in tensors.values())
     if getattr(hf_config, "quantization_config", None) is not None and not is_packed:
-        logger.warning("config.json states a quantization_config, but the weights are plain: they are used as they are")
+        logger.warning(_PLAIN_UNDER_A_LABEL)
 
 
 def dtype_of(config: EngineConfig, opened: OpenedCheckpoint) -> torch.dtype:

@@ -31,6 +31,7 @@ from ..kv_groups import LayerGroups, layer_groups
 from .checkpoint_files import bad_checkpoint
 from .compatibility import architecture_name, check_calls
 from .decoder_description import describe
+from .int4_formats import PackedFormat
 from .loader import (
     OpenedCheckpoint,
     check_stored_tensors,
@@ -41,6 +42,7 @@ from .loader import (
     why_not_native,
 )
 from .meta_buffers import restore_buffers
+from .mxfp4_format import Mxfp4Format
 from .rotary import fix_frequencies
 
 logger = logging.getLogger(__name__)
@@ -155,8 +157,7 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
         whole = sum(_bytes(parameter) for parameter in model.parameters())
         plain = next(model.parameters()).element_size()
         if opened.int4 is not None and opened.dense:
-            head = model.get_output_embeddings().weight.numel()
-            return int(whole - (linear - head) * (plain - 0.5))
+            return int(whole - _num_packed(model, opened.int4) * (plain - opened.int4.bytes_per_number))
         return int(whole - (linear * (plain - 1) if config.quantization else 0))
     asked: list[int] = []
 
@@ -172,6 +173,14 @@ def _weight_bytes(config: EngineConfig, opened: OpenedCheckpoint, model: Any, ch
     embedding = model.get_input_embeddings().weight
     others = (each for each in model.parameters() if each.dim() > 1 and each is not embedding)
     return sum(asked) + sum(map(_bytes, others))
+
+
+def _num_packed(model: Any, form: PackedFormat) -> int:
+    """Numbers of weights in 4 bits."""
+    if isinstance(form, Mxfp4Format):
+        return sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 3)
+    head = model.get_output_embeddings()
+    return sum(each.weight.numel() for each in model.modules() if type(each) is nn.Linear and each is not head)
 
 
 def _bytes(parameter: torch.Tensor) -> int:

@@ -12,8 +12,9 @@ import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection
+from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection, Int4Experts
 from llmbackend.engine.gpu.fake_device import FakeDevice
+from llmbackend.engine.gpu.int4_weights import Int4Weight
 from llmbackend.engine.gpu.kernels import experts as kernels
 from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec, Ops
 from llmbackend.engine.gpu.parallel.collectives import Collectives
@@ -22,7 +23,7 @@ from llmbackend.engine.gpu.triton_ops import TritonOps
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.model.decoder_description import Experts
 from tests.helpers.gpu.compile_kernels import compile_in_process
-from tests.helpers.gpu.expert_launches import launch_experts
+from tests.helpers.gpu.expert_launches import launch_experts, launch_packed_experts
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.tiny_models import WITH_EXPERTS, save
@@ -208,3 +209,38 @@ def test_they_compile() -> None:
         for kernel in compiled:
             assert kernel.stack_bytes == 0, kernel
             assert kernel.shared_bytes <= (227 if capability == 90 else 163) * 1024, kernel
+
+
+def test_products_of_packed_ones_compile() -> None:
+    for capability, compiled in compile_in_process(launch_packed_experts, 80, 90).items():
+        products = [kernel for kernel in compiled if kernel.name == "grouped_int4_matmul_kernel"]
+        assert products
+        for kernel in products:
+            assert kernel.stack_bytes == 0, kernel
+            assert kernel.shared_bytes <= (227 if capability == 90 else 163) * 1024, kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("is_float", "has_zero", "group_size"), [(True, False, 32), (False, True, 64)])
+def test_packed_experts_are_multiplied_as_the_numbers_they_stand_for(
+    is_float: bool, has_zero: bool, group_size: int, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(7)
+
+    def projection(n: int, k: int) -> ExpertProjection:
+        groups = EXPERTS * n, -(-k // group_size)
+        numbers = torch.randint(0, 16, (EXPERTS * n, k), dtype=torch.uint8, generator=generator)
+        scale = torch.randint(121, 126, groups, dtype=torch.uint8, generator=generator)
+        if not is_float:
+            scale = scale.float() / 4000
+        zero = torch.randint(0, 16, groups, dtype=torch.uint8, generator=generator) if has_zero else None
+        weight = Int4Weight.of(numbers, scale, zero, group_size, is_float=is_float).to(DEVICE)
+        return ExpertProjection(Int4Experts(weight, EXPERTS), draw(n, EXPERTS, n).to(dtype))
+
+    experts = ExpertSpec(projection(2 * 64, WIDTH), projection(WIDTH, 64), TOP_K, True)
+    x, logits = tokens(9, dtype)
+    exact = expected(x, logits, experts, "swigluoai")
+    tolerance = 1e-5 if dtype == torch.float32 else 3e-2
+    for exact_products in (False, True):
+        found = mixed(TritonOps(exact_products=exact_products), x, logits, experts, "swigluoai").double()
+        torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance * max(1.0, exact.std().item()))

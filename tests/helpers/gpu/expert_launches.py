@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection
+from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection, Int4Experts
 from llmbackend.engine.gpu.gates import Activation
+from llmbackend.engine.gpu.int4_weights import Int4Weight
 from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec
 from llmbackend.engine.gpu.triton_ops import TritonOps
 
@@ -14,6 +15,28 @@ def launch_experts(_capability: int) -> None:
     for count, num_experts, top_k in ((2, 128, 8), (512, 8, 2)):
         _mix(count, num_experts, top_k, "silu", is_transposed=False, has_bias=False)
         _mix(count, num_experts, top_k, "swigluoai", is_transposed=True, has_bias=True)
+
+
+def launch_packed_experts(_capability: int) -> None:
+    """In mxfp4, and in whole numbers of 4 bits with zeros in groups of 128."""
+    for count in (2, 512):
+        for is_float in (True, False):
+            _mix_packed(count, is_float)
+
+
+def _mix_packed(count: int, is_float: bool) -> None:
+    num_experts, top_k, width = 32, 4, 256
+
+    def projection(n: int, k: int) -> ExpertProjection:
+        size = 32 if is_float else 128
+        numbers, groups = torch.zeros(num_experts * n, k, dtype=torch.uint8), torch.zeros(num_experts * n, k // size)
+        zero = None if is_float else groups.to(torch.uint8)
+        weight = Int4Weight.of(
+            numbers, groups.to(torch.uint8 if is_float else torch.float16), zero, size, False, is_float
+        )
+        return ExpertProjection(Int4Experts(weight, num_experts), torch.zeros(num_experts, n, dtype=torch.bfloat16))
+
+    _launch(ExpertSpec(projection(2 * width, width), projection(width, width), top_k, True), count, "swigluoai")
 
 
 def _mix(count: int, num_experts: int, top_k: int, activation: Activation, is_transposed: bool, has_bias: bool) -> None:
@@ -26,7 +49,11 @@ def _mix(count: int, num_experts: int, top_k: int, activation: Activation, is_tr
         return ExpertProjection(DenseExperts(weight.transpose(1, 2) if is_transposed else weight), bias)
 
     spec = ExpertSpec(projection(2 * inner, width), projection(width, inner), top_k, True)
-    x = torch.zeros(count, width, dtype=torch.bfloat16)
-    logits = torch.zeros(count, num_experts, dtype=torch.bfloat16)
+    _launch(spec, count, activation)
+
+
+def _launch(spec: ExpertSpec, count: int, activation: Activation) -> None:
+    x = torch.zeros(count, spec.down.weight.n, dtype=torch.bfloat16)
+    logits = torch.zeros(count, spec.num_experts, dtype=torch.bfloat16)
     room = ExpertRoom.of(count, [spec], x.dtype, x.device)
     TritonOps().mix_experts(x, logits, spec, activation, room, torch.empty_like(x))

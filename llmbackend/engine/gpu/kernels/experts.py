@@ -15,15 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from ..expert_weights import DenseExperts, ExpertProjection
+from ..expert_weights import DenseExperts, ExpertProjection, Int4Experts
 from ..gates import Activation
 from ..ops import ExpertRoom, ExpertSpec
 from . import fused
+from .int4_matmul import half_of, sum_of_slabs
 from .matmul import Tile, dot_dtype
 
 _AT_ONCE = 1024
 """Pairs that a program reads together when it looks for an expert's."""
 _GATE_TILE = 1024
+_FEW_PACKED = Tile(rows=16, columns=64, depth=64, warps=4, stages=6)
+_MANY_PACKED = Tile(rows=64, columns=128, depth=64, warps=8, stages=4)
 
 
 @triton.jit
@@ -93,27 +96,32 @@ def place_pairs_kernel(
         tl.store(pairs + first * ROWS + place, place * 0 - 1, mask=place >= count)
 
 
+@triton.jit
+def _own_tile(n, max_tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """The tile of pairs and the columns [COLUMNS] that this program computes. Programs that run at the same time share
+    weights: GROUP tiles of pairs come before the next tile of columns."""
+    tiles_across = tl.cdiv(n, COLUMNS)
+    program = tl.program_id(0)
+    group = program // (GROUP * tiles_across)
+    height = tl.minimum(max_tiles - group * GROUP, GROUP)
+    within = program - group * GROUP * tiles_across
+    return group * GROUP + within % height, (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+
+
 @triton.jit(do_not_specialize=["max_tiles"])
 def grouped_matmul_kernel(
     x, weight, bias, pairs, tile_experts, num_tiles, out, n, k, expert_stride, n_stride, k_stride, max_tiles,
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
     HAS_BIAS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """out[pair] = x[pair // SHARED] · weight[expert]ᵀ + bias[expert], one tile per program. Programs that run at
-    the same time share weights: GROUP tiles of pairs come before the next tile of columns."""
-    tiles_across = tl.cdiv(n, COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_across)
-    height = tl.minimum(max_tiles - group * GROUP, GROUP)
-    within = program - group * GROUP * tiles_across
-    tile = group * GROUP + within % height
+    """out[pair] = x[pair // SHARED] · weight[expert]ᵀ + bias[expert], one tile per program."""
+    tile, column = _own_tile(n, max_tiles, COLUMNS, GROUP)
     if tile >= tl.load(num_tiles):
         return
     expert = tl.load(tile_experts + tile).to(tl.int64)
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
     there = pair >= 0
     row = tl.where(there, pair, 0).to(tl.int64)
-    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
     x += (row // SHARED)[:, None] * k + step[None, :]
     weight += expert * expert_stride + column.to(tl.int64)[None, :] * n_stride + step[:, None] * k_stride
@@ -127,6 +135,31 @@ def grouped_matmul_kernel(
         total += tl.load(bias + expert * n + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
     place = out + row[:, None] * n + column[None, :]
     tl.store(place, total.to(out.dtype.element_ty), mask=there[:, None] & (column < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["max_tiles"])
+def grouped_int4_matmul_kernel(
+    x, data, scale, zero, bias, pairs, tile_experts, num_tiles, out, n, k, group_size, groups_stride, max_tiles,
+    SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr,
+    HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """As grouped_matmul_kernel, by matrices of 4-bit numbers (int4_weights.py) that lie one above the other."""
+    tile, column = _own_tile(n, max_tiles, COLUMNS, GROUP)
+    if tile >= tl.load(num_tiles):
+        return
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    there = pair >= 0
+    row = tl.where(there, pair, 0).to(tl.int64)
+    inside = column < n
+    total = sum_of_slabs(
+        x + (row // SHARED)[None, :] * k, there, data, scale, zero, expert * n + column, inside, k, group_size,
+        groups_stride, ROWS, COLUMNS, SLAB, HAS_ZERO, IS_FLOAT, HALF, DOT,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias + expert * n + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place = out + row[None, :] * n + column[:, None]
+    tl.store(place, total.to(out.dtype.element_ty), mask=there[None, :] & inside[:, None])
 
 
 @triton.jit
@@ -152,11 +185,13 @@ class _Groups:
     max_tiles: int
 
 
-def choose_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
+def choose_tile(num_tokens: int, dtype: torch.dtype, is_packed: bool = False) -> Tile:
     """By the tokens of a step, as for plain products (warm_up.py runs one of each). Few tokens leave an expert with one
     or two of them: narrow tiles, limited by reading weights."""
     if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
         return Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
+    if is_packed:  # in steps of two slabs
+        return _FEW_PACKED if num_tokens <= 256 else _MANY_PACKED
     if num_tokens <= 256:
         return Tile(rows=16, columns=64, depth=128, warps=4, stages=5)
     return Tile(rows=64, columns=128, depth=64, warps=4, stages=4)
@@ -207,10 +242,32 @@ def _multiply(
     x: torch.Tensor, projection: ExpertProjection, groups: _Groups, out: torch.Tensor, shared: int, tile: Tile
 ) -> None:
     weight, bias = projection.weight, projection.bias
+    if isinstance(weight, Int4Experts):
+        _multiply_int4(x, weight, bias, groups, out, shared, tile)
+        return
     assert isinstance(weight, DenseExperts)
     grouped_matmul_kernel[(groups.max_tiles * triton.cdiv(weight.n, tile.columns),)](
         x, weight.tensor, bias, groups.pairs, groups.tile_experts, groups.num_tiles, out, weight.n, weight.k,
         *weight.tensor.stride(), groups.max_tiles, SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns,
         DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None, DOT=dot_dtype(x.dtype), num_warps=tile.warps,
         num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _multiply_int4(
+    x: torch.Tensor,
+    experts: Int4Experts,
+    bias: torch.Tensor | None,
+    groups: _Groups,
+    out: torch.Tensor,
+    shared: int,
+    tile: Tile,
+) -> None:
+    n, weight, zero = experts.n, experts.whole, experts.whole.zero
+    grouped_int4_matmul_kernel[(groups.max_tiles * triton.cdiv(n, tile.columns),)](
+        x, weight.data, weight.scale, weight.scale if zero is None else zero, bias, groups.pairs,
+        groups.tile_experts, groups.num_tiles, out, n, weight.k, weight.group_size, weight.scale.stride(0),
+        groups.max_tiles, SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns, SLAB=weight.slab, GROUP=8,
+        HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, IS_FLOAT=weight.is_float, HALF=half_of(x.dtype),
+        DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -46,36 +46,78 @@ def choose_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Tile:
     return Tile(rows=128, columns=128, warps=8, stages=4)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "zero", "bias"])
-def int4_matmul_kernel(
-    x, data, scale, zero, bias, out, num_rows, n, k, group_size, groups_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
+@triton.jit
+def sum_of_slabs(
+    x, x_there, data, scale, zero, row, inside, k, group_size, groups_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, HAS_ZERO: tl.constexpr, IS_FLOAT: tl.constexpr,
+    HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """One tile per program. A number q as the last bits of a large one's fraction (HALF) is that one plus q."""
-    LARGE: tl.constexpr = 128 if HALF == tl.bfloat16 else 1024  # noqa: SIM300
-    BITS: tl.constexpr = 0x4300 if HALF == tl.bfloat16 else 0x6400  # noqa: SIM300
-    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
-    inside = column < n
+    """float32 [COLUMNS, ROWS]: the weight's rows (row, where inside) times those whose pointers x [1, ROWS] has (where
+    x_there)."""
     step = tl.arange(0, SLAB)
-    x += row.to(tl.int64)[None, :] * k + step[:, None]
-    data += column.to(tl.int64)[:, None] * (tl.cdiv(k, 2 * SLAB) * SLAB) + step[None, :]
+    x += step[:, None]
+    data += row.to(tl.int64)[:, None] * (tl.cdiv(k, 2 * SLAB) * SLAB) + step[None, :]
     total = tl.zeros([COLUMNS, ROWS], tl.float32)
     for start in range(0, k, 2 * SLAB):
         both = tl.load(data + start // 2, mask=inside[:, None], other=0).to(tl.uint16)
         for upper in tl.static_range(2):
             first = start + upper * SLAB
-            numbers = (both >> (4 * upper)) & 15
-            place = first // group_size * groups_stride + column
+            place = first // group_size * groups_stride + row
             there = inside & (first < k)
-            if HAS_ZERO:
-                least = (tl.load(zero + place, mask=there, other=0).to(tl.float32) + LARGE).to(HALF)
+            numbers = (both >> (4 * upper)) & 15
+            if IS_FLOAT:
+                weight = _floats(numbers, HALF)
+                factor = _powers(tl.load(scale + place, mask=there, other=0))
             else:
-                least = tl.full([COLUMNS], LARGE + 8, HALF)
-            weight = ((numbers | BITS).to(HALF, bitcast=True) - least[:, None]).to(DOT)
-            a = tl.load(x + first, mask=(row < num_rows)[None, :] & (step < k - first)[:, None], other=0.0)
-            factor = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
-            total += tl.dot(weight, a.to(DOT), input_precision="ieee") * factor[:, None]
+                weight = _less_zero(numbers, zero + place, there, COLUMNS, HAS_ZERO, HALF)
+                factor = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
+            a = tl.load(x + first, mask=x_there[None, :] & (step < k - first)[:, None], other=0.0)
+            total += tl.dot(weight.to(DOT), a.to(DOT), input_precision="ieee") * factor[:, None]
+    return total
+
+
+@triton.jit
+def _less_zero(numbers, zero, there, COLUMNS: tl.constexpr, HAS_ZERO: tl.constexpr, HALF: tl.constexpr):
+    """A number q as the last bits of a large one's fraction is that one plus q."""
+    LARGE: tl.constexpr = 128 if HALF == tl.bfloat16 else 1024  # noqa: SIM300
+    BITS: tl.constexpr = 0x4300 if HALF == tl.bfloat16 else 0x6400  # noqa: SIM300
+    if HAS_ZERO:
+        least = (tl.load(zero, mask=there, other=0).to(tl.float32) + LARGE).to(HALF)
+    else:
+        least = tl.full([COLUMNS], LARGE + 8, HALF)
+    return (numbers | BITS).to(HALF, bitcast=True) - least[:, None]
+
+
+@triton.jit
+def _floats(numbers, HALF: tl.constexpr):
+    """What the bits of e2m1 stand for: as sign and lowest bits of exponent and highest of fraction they are that number
+    divided by a power of two, also where it is subnormal."""
+    SHIFT: tl.constexpr = 6 if HALF == tl.bfloat16 else 9  # noqa: SIM300
+    POWER: tl.constexpr = 2.0**126 if HALF == tl.bfloat16 else 2.0**14  # noqa: SIM300
+    bits = ((numbers & 8) << 12) | ((numbers & 7) << SHIFT)
+    return bits.to(HALF, bitcast=True) * POWER
+
+
+@triton.jit
+def _powers(scales):
+    """float32 of e8m0: 2 to the power of the number less 127."""
+    bits = scales.to(tl.int32) << 23
+    return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "zero", "bias"])
+def int4_matmul_kernel(
+    x, data, scale, zero, bias, out, num_rows, n, k, group_size, groups_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile per program."""
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
+    inside = column < n
+    total = sum_of_slabs(
+        x + row.to(tl.int64)[None, :] * k, row < num_rows, data, scale, zero, column, inside, k, group_size,
+        groups_stride, ROWS, COLUMNS, SLAB, HAS_ZERO, IS_FLOAT, HALF, DOT,
+    )  # fmt: skip
     if HAS_BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
     place_out = out + row.to(tl.int64)[None, :] * n + column[:, None]
@@ -92,10 +134,10 @@ def int4_matmul(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     exact: bool = False,
+    is_float: bool = False,
 ) -> None:
-    """out [T, n] = x [T, k] · ((number - zero) * scale)ᵀ + bias [n]. x in bfloat16, float16 or float32, contiguous;
-    data uint8 [n, blocks * slab]; scale [groups, n] in any float type and zero uint8 [groups, n], of one stride, with
-    contiguous rows; None: all are 8. A group has group_size columns, a multiple of slab, the last one maybe fewer."""
+    """out [T, n] = x [T, k] · weightᵀ + bias [n], for a weight of these parts of an Int4Weight. x in bfloat16, float16
+    or float32, contiguous."""
     (num_rows, k), n = x.shape, data.shape[0]
     if num_rows == 0:
         return
@@ -105,11 +147,11 @@ def int4_matmul(
         x, data, scale, scale if zero is None else zero, scale if bias is None else bias, out,
         num_rows, n, k, group_size, scale.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, SLAB=slab, GROUP=8, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
-        HALF=_half(x.dtype), DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        IS_FLOAT=is_float, HALF=half_of(x.dtype), DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _half(dtype: torch.dtype) -> tl.dtype:
+def half_of(dtype: torch.dtype) -> tl.dtype:
     """The type of 16 bits in which numbers are unpacked. The interpreter subtracts bits of bfloat16 as integers."""
     return tl.bfloat16 if dtype == torch.bfloat16 and not knobs.runtime.interpret else tl.float16

@@ -27,6 +27,7 @@ from ...model.stored_model import open_stored_model
 from ...model.trial import trial_of
 from .. import kv_memory
 from ..current_device import check_gpu, use_gpu
+from ..expert_weights import QuantizedExperts
 from ..program import GpuProgram
 from ..start import choose
 from ..stored_weights import StoredLinear
@@ -129,6 +130,8 @@ def _drop_weights(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             del module.quantized
+        elif isinstance(module, QuantizedExperts):
+            module.drop_weights()
         elif isinstance(module, StoredLinear):
             del module.stored
     for parameter in model.parameters():
