@@ -9,11 +9,8 @@ for that; with `batch_invariant` every token must be equal, and fewer blocks mus
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 from .engines import DecodeRun, config_of, decode_run, infer_request, requests_of
 from .section import Section, run_alone
@@ -43,6 +40,7 @@ def measure(section: Section) -> None:
 def _run(section: Section, case: str, keeps: bool = False, window: int | None = None) -> tuple[DecodeRun, bool]:
     """And whether the engine gives blocks back."""
     from llmbackend.engine.offline import OfflineEngine
+    from llmbackend.engine.runners import make_runner
 
     limits: dict[str, Any] = {"max_num_seqs": len(PROMPTS), "enable_prefix_caching": False}
     limits |= {"max_num_batched_tokens": 2048, "max_model_len": MAX_MODEL_LEN, "batch_invariant": True}
@@ -52,19 +50,22 @@ def _run(section: Section, case: str, keeps: bool = False, window: int | None = 
     own = SHAPES[section.shape]
     shape = own if window is None else replace(own, window=window)
     config = config_of(shape, section.scratch / f"{section.shape} {shape.window}", section, limits)
-    with _keeping() if keeps else contextlib.nullcontext(), OfflineEngine(config) as engine:
+    with OfflineEngine(config, _keeping if keeps else make_runner) as engine:
         run, knows_window = decode_run(engine, _requests(section)), engine.info.kv_groups.num_windowed > 0
     section.add(measure="window", case=case, blocks=float(run.most_blocks), step_s=run.step_s)
     return run, knows_window
 
 
-@contextlib.contextmanager
-def _keeping() -> Iterator[None]:
-    """Engines do not hear of the window, which attention has."""
-    from llmbackend.engine.kv_groups import KVGroups
+def _keeping(config: Any) -> Any:
+    """A runner by whose word an engine does not hear of the window, which attention has."""
+    import msgspec
 
-    with mock.patch.object(KVGroups, "of", return_value=KVGroups()):
-        yield
+    from llmbackend.engine.kv_groups import KVGroups
+    from llmbackend.engine.runners import make_runner
+
+    runner: Any = make_runner(config)
+    runner._info = msgspec.structs.replace(runner.info, kv_groups=KVGroups())
+    return runner
 
 
 def _requests(section: Section) -> list[Any]:
