@@ -10,7 +10,8 @@ for tokens that choose other experts than the call before.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,27 +21,35 @@ CHECKED_TOKENS = (1, 17, 64, 256, 2048)
 TIMED_TOKENS = (1, 16, 64, 256, 2048)
 FEW = (2,)
 """Where there is no GPU."""
+MXFP4_GROUP = 32
 MAX_ERROR, MAX_ERROR_INTERPRETED = 1e-2, 3e-2
 """Relative, of all numbers together: three roundings to bfloat16. Triton's interpreter cuts off what a GPU rounds."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """size: of an expert's inner width. is_gpt_oss: with biases, its own gate, and inputs first in memory."""
+    """size: of an expert's inner width. is_gpt_oss: with biases, its own gate, and inputs first in memory; is_mxfp4: of
+    weights."""
 
     count: int
     top_k: int
     width: int
     size: int
     is_gpt_oss: bool = False
+    is_mxfp4: bool = False
 
     @property
     def activation(self) -> Any:
         return "swigluoai" if self.is_gpt_oss else "silu"
 
 
-LAYERS = {"qwen3-30b-a3b": Sizes(128, 8, 2048, 768), "gpt-oss-20b": Sizes(32, 4, 2880, 2880, True)}
-TINY = {"tiny": Sizes(8, 2, 64, 32)}
+_GPT_OSS = Sizes(32, 4, 2880, 2880, is_gpt_oss=True)
+LAYERS = {
+    "qwen3-30b-a3b": Sizes(128, 8, 2048, 768),
+    "gpt-oss-20b": _GPT_OSS,
+    "gpt-oss-20b, mxfp4": replace(_GPT_OSS, is_mxfp4=True),
+}
+TINY = {"tiny": Sizes(8, 2, 64, 32), "tiny, mxfp4": Sizes(8, 2, 64, 32, is_gpt_oss=True, is_mxfp4=True)}
 
 
 def measure(section: Section) -> None:
@@ -68,7 +77,7 @@ class _Layer:
     def __init__(self, name: str, max_tokens: int, device: str) -> None:
         import torch
 
-        from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection
+        from llmbackend.engine.gpu.expert_weights import ExpertProjection
         from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec
 
         self.sizes = sizes = {**LAYERS, **TINY}[name]
@@ -76,14 +85,40 @@ class _Layer:
         self._random = torch.Generator(device).manual_seed(sizes.count)
 
         def projection(n: int, k: int) -> ExpertProjection:
-            weight = self.normal(sizes.count, *((k, n) if sizes.is_gpt_oss else (n, k))) * k**-0.5
-            bias = self.normal(sizes.count, n) if sizes.is_gpt_oss else None
-            return ExpertProjection(DenseExperts(weight.transpose(1, 2) if sizes.is_gpt_oss else weight), bias)
+            weight = self._mxfp4(n, k) if sizes.is_mxfp4 else self._dense(n, k)
+            return ExpertProjection(weight, self.normal(sizes.count, n) if sizes.is_gpt_oss else None)
 
         projections = projection(2 * sizes.size, sizes.width), projection(sizes.width, sizes.size)
         self.spec = ExpertSpec(*projections, sizes.top_k, renormalises=True)
         self.room = ExpertRoom.of(max_tokens, [self.spec], torch.bfloat16, self.device)
         self.expert_numbers = 3 * sizes.width * sizes.size
+
+    @property
+    def expert_bytes(self) -> float:
+        """Of one expert's weights."""
+        bits_per_number = 4 + 8 / MXFP4_GROUP if self.sizes.is_mxfp4 else 16
+        return self.expert_numbers * bits_per_number / 8
+
+    def _dense(self, n: int, k: int) -> Any:
+        from llmbackend.engine.gpu.expert_weights import DenseExperts
+
+        weight = self.normal(self.sizes.count, *((k, n) if self.sizes.is_gpt_oss else (n, k))) * k**-0.5
+        return DenseExperts(weight.transpose(1, 2) if self.sizes.is_gpt_oss else weight)
+
+    def _mxfp4(self, n: int, k: int) -> Any:
+        """Of a spread with which products keep the size of their input: without scales, numbers deviate by 2.9."""
+        import torch
+
+        from llmbackend.engine.gpu.expert_weights import Int4Experts
+        from llmbackend.engine.gpu.int4_weights import Int4Weight
+
+        def drawn(least: int, above: int, *shape: int) -> Any:
+            return torch.randint(least, above, shape, generator=self._random, device=self.device, dtype=torch.uint8)
+
+        count, exponent = self.sizes.count, 127 + round(math.log2(k**-0.5 / 2.9))
+        scale = drawn(exponent - 1, exponent + 2, count * n, k // MXFP4_GROUP)
+        numbers = drawn(0, 16, count * n, k)
+        return Int4Experts(Int4Weight.of(numbers, scale, None, MXFP4_GROUP, is_float=True), count)
 
     def normal(self, *shape: int) -> Any:
         import torch
@@ -180,8 +215,8 @@ class _Once:
 def _timed(layer: _Layer, count: int) -> dict[str, Any]:
     from llmbackend.engine.gpu.triton_ops import TritonOps
 
-    ops, expert_bytes = TritonOps(), 2 * layer.expert_numbers
-    at_most = min(layer.sizes.count, count * layer.sizes.top_k) * expert_bytes
+    ops, expert_bytes = TritonOps(), layer.expert_bytes
+    at_most = int(min(layer.sizes.count, count * layer.sizes.top_k) * expert_bytes)
     steps = [layer.tokens(count) for _ in range(copies_beyond_cache(at_most, layer.device))]
     out = steps[0][0].clone()
     try:
