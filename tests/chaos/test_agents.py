@@ -108,6 +108,15 @@ def test_what_tools_ask_for() -> None:
     assert validity(asked, answered(**wrong, finish_reason="tool_calls")).complaint
 
 
+def test_a_free_call_that_the_model_breaks_off_is_no_reason_to_end() -> None:
+    asked = spec(tools=list(TOOLS))
+    whole = {"call 0 name": "get_weather", "call 0 arguments": '{"city": "Rome"}'}
+    broken = whole | {"call 0 arguments": '{"city": "Ro'}
+    assert validity(asked, answered(**broken, finish_reason="stop")).valid == 1
+    assert validity(asked, answered(**whole, finish_reason="stop")).complaint
+    assert validity(asked, answered(finish_reason="tool_calls")).complaint
+
+
 @pytest.mark.parametrize("body", [{"n": 2}, {"logprobs": True}, {"prompt_logprobs": 1}, {"thinking_token_budget": 4}])
 def test_what_was_asked_for_beside_must_be_there(body: dict[str, Any]) -> None:
     assert validity(spec(**body), answered(content="a", finish_reason="stop")).complaint

@@ -46,17 +46,27 @@ def validity(spec: StreamSpec, seen: Outcome) -> Validity:
 def _check_choice(body: dict[str, Any], parts: dict[str, str], choice: int, reason: str | None) -> None:
     calls = [key for key in parts if key.startswith(f"{choice} call ") and key.endswith("arguments")]
     is_named = isinstance(body.get("tool_choice"), dict)  # then OpenAI's API says stop
-    expected = ("stop",) if not calls else ("stop", "tool_calls") if is_named else ("tool_calls",)
+    is_held = "tool_choice" in body  # a free call may be broken off by the model: then it is no reason to end
+    is_whole = bool(calls) and (is_held or all(_is_json(parts[key]) for key in calls))
+    expected = ("tool_calls",) if is_whole and not is_named else ("stop", "tool_calls") if calls else ("stop",)
     assert reason in expected, f"choice {choice} has {len(calls)} calls and ended by {reason}"
     if "response_format" in body:
         schema = body["response_format"]["json_schema"]["schema"]
         jsonschema.validate(json.loads(parts[f"{choice} content"]), schema)
-    if "tool_choice" in body:
+    if is_held:
         assert calls, f"choice {choice} has no call, tool_choice is {body['tool_choice']}"
     for key in calls:
         name = parts[key.replace("arguments", "name")]
-        if "tool_choice" in body:  # a free call is the model's
+        if is_held:
             jsonschema.validate(json.loads(parts[key]), PARAMETERS[name])
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _check_beside(body: dict[str, Any], parts: dict[str, str]) -> None:
