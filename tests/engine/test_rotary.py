@@ -42,11 +42,12 @@ def config(kind: str, **changes: Any) -> tf.LlamaConfig:
 
 def test_tables_are_computed_on_the_cpu() -> None:
     """Whatever precision a GPU's products have been given."""
-    rotary = random_model(config("default")).model.rotary_emb
-    expected = _RotaryTables(rotary, 40, torch.device("cpu")).of(None)
+    model = random_model(config("default")).model
+    rotary, attention = model.rotary_emb, model.layers[0].self_attn
+    expected = _RotaryTables(rotary, 40, torch.device("cpu")).of(attention)
     angles = torch.outer(torch.arange(40.0), rotary.inv_freq)
     assert torch.equal(expected, torch.cat((angles.cos(), angles.sin()), dim=-1))
-    on_device = _RotaryTables(rotary, 40, torch.device("meta")).of(None)  # which computes nothing
+    on_device = _RotaryTables(rotary, 40, torch.device("meta")).of(attention)  # which computes nothing
     assert on_device.device.type == "meta" and on_device.shape == expected.shape
 
 
