@@ -26,11 +26,14 @@ _ABOUT_OTHER_FIELDS = (
     "continue_final_message",
     "function_call",
     "previous_response_id",
+    "priority",
     "thinking_token_budget",
     "tool_choice",
     "truncate_prompt_tokens",
 )
 """Fields whose value has to fit to others, to the server's flags, to its models or to what it has stored."""
+_FROM_ELSEWHERE = ("redacted_thinking", "tool_result")
+"""Parts of a message's content that have to fit to a former answer."""
 
 
 def take_out(body: dict[str, Any]) -> None:
@@ -46,7 +49,7 @@ def take_out(body: dict[str, Any]) -> None:
             body[config].pop("format", None)
     for message in body.get("messages") or []:
         if isinstance(message.get("content"), list):
-            message["content"] = [part for part in message["content"] if part["type"] != "tool_result"]
+            message["content"] = [part for part in message["content"] if part["type"] not in _FROM_ELSEWHERE] or "x"
     for name in ("tools", "functions"):
         if body.get(name):
             body[name] = _distinct(body[name])

@@ -27,7 +27,7 @@ def before_call(context: Any, case: Any, kwargs: Any) -> None:
     case.body = _servable(case.body)
     if case.meta is None or not case.meta.generation.mode.is_positive:
         return
-    if isinstance(case.body, dict):
+    if isinstance(case.body, dict) and not case.path.startswith("/v2/"):  # there a member may be any tensor
         take_out(case.body)
     if isinstance(case.query, dict):
         take_out_of_query(case.query)
@@ -44,7 +44,7 @@ def _servable(body: Any) -> Any:
         body["n"] = 2
     if type(body.get("best_of")) is int and body["best_of"] > 0:
         body["best_of"] = body.get("n")
-    if type(body.get("prompt_logprobs")) is int and body["prompt_logprobs"] > 20:
+    if type(body.get("prompt_logprobs")) is int and not 0 <= body["prompt_logprobs"] <= 20:
         body["prompt_logprobs"] = 20
     for name in ("max_tokens", "max_completion_tokens"):
         if type(body.get(name)) is int and body[name] > _ROOM_TOKENS:
