@@ -2,8 +2,8 @@
 
 For: runners, which know their layers' windows and make the KV memory; the scheduler, which admits what fits; hosts,
 which refuse what never will. Does not know: which block is whose, how attention is computed. Invariant: a request that
-generates in a given memory is within `most_tokens`, so that it is admitted again after a preemption or on another
-engine, whatever it has generated.
+runs in a given memory never exceeds `most_tokens`, so that it is admitted again after a preemption or on another
+engine.
 """
 
 from __future__ import annotations

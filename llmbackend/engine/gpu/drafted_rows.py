@@ -1,8 +1,8 @@
 """Rows of a step that have drafts, or had some in a step whose results the host has not read.
 
-For: the message of a step. Does not know: how drafts are found, or accepted. Invariants: what the host knows of a row
-is told with every step, so that a step can be repeated whatever a failed one has done; a row that is not among these is
-as long as the host says.
+For: the message of a step. Does not know: how drafts are found, or accepted. Invariants: every step's
+message has all that the host knows of these rows, so that a step can be repeated after one that failed; any other row
+is as long as the host says.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 For: triton_ops.py. Does not know: what a step computes between these launches. Invariants: the definitions are
 prompt_lookup.py's and accepted_runs'; a row's result depends on its own text alone, and not on the number of programs.
-`drafted` int32 [FIELDS, n] is of drafted_rows.py.
+`drafted` int32 [NUM_FIELDS, n] is of drafted_rows.py.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def begin_drafts_kernel(
     drafted, num_drafted, num_tokens, token_table, token_stride, found, num_splits, seq_lens, sampled_positions,
     SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
+    """One program per row: writes the drafts found behind the row's text, moves the lengths and positions of the row's
+    sequences back by the tokens that are missing, and stores the row's length before the step."""
     place = tl.program_id(0)
     row, length, back = _num_tokens(drafted, num_drafted, place, num_tokens)
     text = token_table + row * token_stride
@@ -88,6 +90,8 @@ def begin_drafts_kernel(
 def accept_drafts_kernel(
     drafted, num_drafted, num_tokens, token_table, token_stride, token_ids, accepted, AT_ONCE: tl.constexpr
 ):
+    """One program per row: accepted[row] is how many of its first drafts equal the sampled tokens; the row's length
+    grows by these and one more."""
     place = tl.program_id(0)
     row = tl.load(drafted + place).to(tl.int64)
     first_sample = tl.load(drafted + 4 * num_drafted + place)

@@ -20,7 +20,7 @@ from ..gates import Activation
 from ..ops import ExpertRoom, ExpertSpec
 from . import fused
 from .int4_matmul import half_of, sum_of_slabs
-from .matmul import Tile, dot_dtype
+from .matmul import Tile, dot_dtype, own_place
 
 _AT_ONCE = 1024
 """Pairs that a program reads together when it looks for an expert's."""
@@ -97,15 +97,11 @@ def place_pairs_kernel(
 
 
 @triton.jit
-def _own_tile(n, max_tiles, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """The tile of pairs and the columns [COLUMNS] that this program computes. Programs that run at the same time share
-    weights: GROUP tiles of pairs come before the next tile of columns."""
-    tiles_across = tl.cdiv(n, COLUMNS)
-    program = tl.program_id(0)
-    group = program // (GROUP * tiles_across)
-    height = tl.minimum(max_tiles - group * GROUP, GROUP)
-    within = program - group * GROUP * tiles_across
-    return group * GROUP + within % height, (within // height) * COLUMNS + tl.arange(0, COLUMNS)
+def _pairs_of(pairs, tile_experts, tile, ROWS: tl.constexpr):
+    """The expert of a tile, the pairs [ROWS] that it multiplies, and which of these are there."""
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    there = pair >= 0
+    return tl.load(tile_experts + tile).to(tl.int64), tl.where(there, pair, 0).to(tl.int64), there
 
 
 @triton.jit(do_not_specialize=["max_tiles"])
@@ -115,13 +111,11 @@ def grouped_matmul_kernel(
     HAS_BIAS: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARED] · weight[expert]ᵀ + bias[expert], one tile per program."""
-    tile, column = _own_tile(n, max_tiles, COLUMNS, GROUP)
+    tile, across = own_place(max_tiles, tl.cdiv(n, COLUMNS), GROUP)
     if tile >= tl.load(num_tiles):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    there = pair >= 0
-    row = tl.where(there, pair, 0).to(tl.int64)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    expert, row, there = _pairs_of(pairs, tile_experts, tile, ROWS)
     step = tl.arange(0, DEPTH)
     x += (row // SHARED)[:, None] * k + step[None, :]
     weight += expert * expert_stride + column.to(tl.int64)[None, :] * n_stride + step[:, None] * k_stride
@@ -144,13 +138,11 @@ def grouped_int4_matmul_kernel(
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """As grouped_matmul_kernel, by matrices of 4-bit numbers (int4_weights.py) that lie one above the other."""
-    tile, column = _own_tile(n, max_tiles, COLUMNS, GROUP)
+    tile, across = own_place(max_tiles, tl.cdiv(n, COLUMNS), GROUP)
     if tile >= tl.load(num_tiles):
         return
-    expert = tl.load(tile_experts + tile).to(tl.int64)
-    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    there = pair >= 0
-    row = tl.where(there, pair, 0).to(tl.int64)
+    column = across * COLUMNS + tl.arange(0, COLUMNS)
+    expert, row, there = _pairs_of(pairs, tile_experts, tile, ROWS)
     inside = column < n
     total = sum_of_slabs(
         x + (row // SHARED)[None, :] * k, there, data, scale, zero, expert * n + column, inside, k, group_size,

@@ -43,17 +43,21 @@ def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
 
 
 @triton.jit
-def own_tile(num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """[ROWS] and [COLUMNS]: the product's rows and columns that this program computes. Programs that run at the same
-    time share weights: GROUP tiles of rows come before the next tile of columns."""
-    tiles_down, tiles_across = tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS)
+def own_place(tiles_down, tiles_across, GROUP: tl.constexpr):
+    """The tile that this program computes, counted down and across. Programs that run at the same time share weights:
+    GROUP tiles of rows come before the next tile of columns."""
     program = tl.program_id(0)
     group = program // (GROUP * tiles_across)
     height = tl.minimum(tiles_down - group * GROUP, GROUP)
     within = program - group * GROUP * tiles_across
-    row = (group * GROUP + within % height) * ROWS + tl.arange(0, ROWS)
-    column = (within // height) * COLUMNS + tl.arange(0, COLUMNS)
-    return row, column
+    return group * GROUP + within % height, within // height
+
+
+@triton.jit
+def own_tile(num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
+    """[ROWS] and [COLUMNS]: the product's rows and columns that this program computes."""
+    down, across = own_place(tl.cdiv(num_rows, ROWS), tl.cdiv(n, COLUMNS), GROUP)
+    return down * ROWS + tl.arange(0, ROWS), across * COLUMNS + tl.arange(0, COLUMNS)
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -30,7 +30,7 @@ class ValueWriter:
         self._is_string = False
 
     def begin_string(self) -> None:
-        """The value is a string, whatever it looks like."""
+        """The value is a string, even where its text is a number or JSON."""
         self._is_string = True
         self._sink.arguments('"' + quoted("".join(self._pieces))[1:-1])
 
