@@ -10,26 +10,26 @@ policy.)
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any, Final
+from typing import Final
 
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
-from pygments import highlight
-from pygments.formatters import HtmlFormatter
-from pygments.lexers import get_lexer_by_name
-from pygments.util import ClassNotFound
+
+from .highlighting import Code
 
 _MAX_BLOCK_CHARACTERS: Final = 64 << 10
 """A longer block is shown as plain text."""
-_MAX_HIGHLIGHTED_CHARACTERS: Final = 24 << 10
 _LINK: Final = re.compile(r"(https?|mailto):", re.IGNORECASE)
+_FENCE: Final = re.compile("```|~~~")
+_MAX_LANGUAGE_CHARACTERS: Final = 32
 _REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
 """Characters that make code read otherwise than it runs."""
-_FORMATTER: Final = HtmlFormatter(nowrap=True, classprefix="hl-")
+_COLOURED: Final = "coloured"
+"""Key of a rendering's environment: the HTML of code, by Code."""
 
 
 class _Renderer(RendererHTML):
@@ -43,11 +43,11 @@ class _Renderer(RendererHTML):
         return f"<a {_link_attributes(url)}>[image: {name}]</a>"
 
     def fence(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        language = tokens[idx].info.split(maxsplit=1)[0] if tokens[idx].info.strip() else ""
-        return _code(tokens[idx].content, language)
+        code = _code(tokens[idx])
+        return _code_html(code, env.get(_COLOURED, {}).get(code))
 
     def code_block(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
-        return _code(tokens[idx].content, "")
+        return _code_html(_code(tokens[idx]), None)
 
     def link_open(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         return f"<a {_link_attributes(str(tokens[idx].attrGet('href') or ''))}>"
@@ -72,11 +72,19 @@ def last_block(text: str) -> int:
     return begin
 
 
-def to_html(text: str) -> str:
-    """`text` rendered."""
+def to_html(text: str, coloured: Mapping[Code, str] | None = None) -> str:
+    """`text` rendered. coloured: the HTML of those of its `codes` that have colours."""
     if len(text) > _MAX_BLOCK_CHARACTERS:
         return plain(text)
-    return str(_PARSER.render(text))
+    return str(_PARSER.render(text, {_COLOURED: coloured or {}}))
+
+
+def codes(text: str) -> list[Code]:
+    """The code in `text` whose language is named, as it is shown."""
+    if len(text) > _MAX_BLOCK_CHARACTERS or not _FENCE.search(text):
+        return []
+    fences = (token for token in _PARSER.parse(text) if token.type == "fence")
+    return [code for code in map(_code, fences) if code.language]
 
 
 def plain(text: str) -> str:
@@ -89,32 +97,15 @@ def _link_attributes(url: str) -> str:
     return f'href="{target}" title="{target}" rel="noopener noreferrer nofollow" referrerpolicy="no-referrer"'
 
 
-def _code(code: str, language: str) -> str:
-    shown = _REORDERING.sub(lambda found: f"[U+{ord(found[0]):04X}]", code)
-    label = escape(language[:32]) or "text"
+def _code(token: Token) -> Code:
+    language = token.info.split(maxsplit=1)[0][:_MAX_LANGUAGE_CHARACTERS] if token.info.strip() else ""
+    return Code(language, _REORDERING.sub(lambda found: f"[U+{ord(found[0]):04X}]", token.content))
+
+
+def _code_html(code: Code, coloured: str | None) -> str:
+    label = escape(code.language) or "text"
     return (
         f'<div class="code"><div class="code__bar"><span>{label}</span>'
         f'<button type="button" class="code__copy">Copy</button></div>'
-        f'<pre dir="ltr" tabindex="0"><code>{_highlighted(shown, language)}</code></pre></div>'
-    )
-
-
-def _highlighted(code: str, language: str) -> str:
-    if language and len(code) <= _MAX_HIGHLIGHTED_CHARACTERS:
-        try:
-            return str(highlight(code, get_lexer_by_name(language, stripnl=False), _FORMATTER))
-        except ClassNotFound:
-            pass
-    return escape(code)
-
-
-def highlight_css() -> str:
-    """The colours of code in both themes."""
-    light: Any = HtmlFormatter(style="default", classprefix="hl-")
-    dark: Any = HtmlFormatter(style="github-dark", classprefix="hl-")
-    return "\n".join(
-        line
-        for formatter, place in ((light, "body--light"), (dark, "body--dark"))
-        for line in formatter.get_style_defs(f".{place} .code").splitlines()
-        if ".hl-" in line
+        f'<pre dir="ltr" tabindex="0"><code>{escape(code.text) if coloured is None else coloured}</code></pre></div>'
     )

@@ -20,7 +20,7 @@ from .chat_list import ChatActions, ChatList
 from .composer import Composer
 from .conversation import Chat, ChatSettings, Turn
 from .generation import Generation
-from .markdown import highlight_css
+from .highlighting import highlight_css
 from .settings_panel import SettingsPanel
 from .turn_views import AnswerView, TurnActions, show_tool_result, show_user
 

@@ -15,7 +15,8 @@ from typing import Final
 from nicegui import ui
 
 from .conversation import Timing, TokenProbability, ToolCall, Turn
-from .markdown import last_block, plain, to_html
+from .markdown import last_block
+from .markdown_view import MarkdownView
 
 _MAX_GROWING_CHARACTERS: Final = 32 << 10
 """A longer last block is shown as plain text until it is complete."""
@@ -74,7 +75,7 @@ class AnswerView:
         self._actions = actions
         self._rendered = 0
         """Characters of the content that are in blocks which stay."""
-        self._tail: ui.html | None = None
+        self._tail: MarkdownView | None = None
         with ui.element("section").classes("turn turn--answer").props('aria-label="Answer"') as self._section:
             with ui.element("details").classes("fold") as self._reasoning_fold:
                 with ui.element("summary"):
@@ -97,14 +98,14 @@ class AnswerView:
         self._show_reasoning(reasoning, "Reasoning …" if not content else "Reasoning")
         tail = content[self._rendered :]
         if len(tail) > _MAX_GROWING_CHARACTERS:
-            self._set_tail(plain(tail))
+            self._show_tail(tail, is_plain=True)
         elif tail:
             begin = last_block(tail)
             if begin:
-                self._set_tail(to_html(tail[:begin]))
+                self._show_tail(tail[:begin])
                 self._tail = None
                 self._rendered += begin
-            self._set_tail(to_html(tail[begin:]))
+            self._show_tail(tail[begin:])
         if calls:
             self._show_calls(calls)
 
@@ -115,7 +116,7 @@ class AnswerView:
         self._blocks.clear()
         self._tail = None
         if turn.content:
-            self._set_tail(to_html(turn.content))
+            self._show_tail(turn.content)
         self._show_calls(turn.tool_calls)
         with self._section:
             if turn.error:
@@ -126,12 +127,11 @@ class AnswerView:
         with self._foot:
             self._show_foot(turn)
 
-    def _set_tail(self, html: str) -> None:
+    def _show_tail(self, text: str, *, is_plain: bool = False) -> None:
         if self._tail is None:
             with self._blocks:
-                self._tail = ui.html(html, sanitize=True).props("dir=auto")
-        else:
-            self._tail.set_content(html)
+                self._tail = MarkdownView()
+        self._tail.show(text, is_plain=is_plain)
 
     def _show_reasoning(self, reasoning: str, title: str) -> None:
         if reasoning:

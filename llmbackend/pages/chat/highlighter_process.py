@@ -1,0 +1,55 @@
+"""Colours code for the pages: `python -m llmbackend.pages.chat.highlighter_process`, started by highlighting.py.
+
+For: the page process, which must not run these patterns itself: some of Pygments' take exponential time on a text that
+a model may write. Invariants: one line of JSON in, `[language, code]`; one line out, the HTML or null for a language
+that is not known; code that takes more CPU time or memory than its bound ends this process, and so does the end of its
+input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+from typing import Final
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from pygments.util import ClassNotFound
+
+CLASS_PREFIX: Final = "hl-"
+MAX_CPU_S: Final = 0.4
+"""Of one piece of code."""
+_MAX_MEMORY_BYTES: Final = 512 << 20
+_NICENESS: Final = 10
+"""Engines on the same cores come first."""
+_FORMATTER: Final = HtmlFormatter(nowrap=True, classprefix=CLASS_PREFIX)
+
+
+def main() -> None:
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a handler of Python's would wait for the pattern
+    for line in sys.stdin.buffer:
+        language, code = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)
+        answer = coloured(language, code)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+def coloured(language: str, code: str) -> str | None:
+    """`code` as HTML; None: the language is not known."""
+    try:
+        lexer = get_lexer_by_name(language, stripnl=False)
+    except ClassNotFound:
+        return None
+    return str(highlight(code, lexer, _FORMATTER))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""MarkdownView: one element with a model's Markdown, whose code gets its colours when they are there.
+
+For: turn_views.py. Does not know: turns. Invariants: a text is shown at once, one that has grown within `_WAIT_S`; its
+colours come from another process, which is asked about the newest text alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from nicegui import background_tasks, ui
+
+from .highlighting import Code, Highlighter
+from .markdown import codes, plain, to_html
+
+_HIGHLIGHTER: Final = Highlighter()
+"""All viewers' code is coloured by one process."""
+_WAIT_S: Final = 1.0
+"""For the colours of a text, before it is shown with those that are there."""
+
+
+class MarkdownView:
+    def __init__(self) -> None:
+        self._element = ui.html("", sanitize=True).props("dir=auto")
+        self._text = ""
+        self._is_complete = False
+        """Whether the newest text is shown as it shall stay."""
+        self._is_colouring = False
+
+    def show(self, text: str, *, is_plain: bool = False) -> None:
+        """is_plain: the text is not rendered."""
+        is_first, self._text = not self._text, text
+        found = [] if is_plain else codes(text)
+        self._is_complete = not any(map(_HIGHLIGHTER.takes, found))
+        if self._is_complete or is_first:
+            self._element.set_content(plain(text) if is_plain else to_html(text, _known(found)))
+        if not self._is_complete and not self._is_colouring:
+            self._is_colouring = True
+            background_tasks.create(self._colour(), name="colours of code")
+
+    async def _colour(self) -> None:
+        """Shows the newest text once its code has been coloured: without colours first, growing code would flicker."""
+        try:
+            while not self._is_complete and not self._element.is_deleted:
+                text = self._text
+                asking = asyncio.ensure_future(_ask(codes(text)))
+                while not asking.done():
+                    await asyncio.wait((asking,), timeout=_WAIT_S)
+                    self._show_newest()
+                self._is_complete |= text == self._text
+        finally:
+            self._is_colouring = False
+
+    def _show_newest(self) -> None:
+        if not self._is_complete and not self._element.is_deleted:
+            self._element.set_content(to_html(self._text, _known(codes(self._text))))
+
+
+async def _ask(found: list[Code]) -> None:
+    for code in found:
+        await _HIGHLIGHTER.coloured(code)
+
+
+def _known(found: list[Code]) -> dict[Code, str]:
+    return {code: html for code in found if (html := _HIGHLIGHTER.known(code)) is not None}
