@@ -44,7 +44,7 @@ from .metrics import LlmMetrics
 from .model_limits import ModelLimits
 from .prefix_routing import PrefixRouting
 from .resuming import Piece
-from .schemas.sampling import NO_DEFAULTS, read_sampling_defaults
+from .schemas.sampling import AUTO, NO_DEFAULTS, VLLM_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
 from .task_map import EngineAssignment, TaskMap
 from .text.tokenizer import NoTokenizer
@@ -72,9 +72,7 @@ class ModelState:
         self.schema = schema
         self.arguments = read_model_arguments(model)
         check_checkpoint(self.arguments.engine)
-        self._sampling_defaults = (
-            read_sampling_defaults(self.arguments.engine) if schema.has_vllm_defaults else NO_DEFAULTS
-        )
+        self._sampling_defaults = _sampling_defaults(model.name, schema, self.arguments.engine)
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
         self.metrics = LlmMetrics(model.backend, model.name, model.version, self.arguments.reports_metrics)
         self.prefixes = PrefixRouting(self.arguments.engine.enable_prefix_caching)
@@ -419,3 +417,17 @@ class ModelState:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
         task.count_end(reason)
+
+
+def _sampling_defaults(model_name: str, schema: Schema, config: EngineConfig) -> dict[str, Any]:
+    """The model's own defaults, where its schema has them; otherwise engine arguments that ask for some are warned of.
+    Raises TritonError INVALID_ARG for an engine argument with a bad value."""
+    if schema.has_model_defaults:
+        return read_sampling_defaults(config)
+    if config.generation_config not in (AUTO, VLLM_DEFAULTS) or config.override_generation_config:
+        logger.warning(
+            "model '%s': generation_config and override_generation_config have no effect: requests of its backend get "
+            "no sampling defaults from a model; the backend 'llm' applies them",
+            model_name,
+        )
+    return dict(NO_DEFAULTS)

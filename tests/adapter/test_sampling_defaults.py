@@ -107,6 +107,19 @@ def test_a_served_model_has_its_defaults_and_relative_folders_are_the_versions(t
         assert num_tokens(host, sampling=GREEDY) == 16
 
 
+def test_the_backend_name_vllm_has_vllm_backends_defaults(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vllm_backend makes SamplingParams of what a request says, and never asks the model for defaults."""
+    own = str(folder(tmp_path / "own", max_new_tokens=6, temperature=0.0))
+    with llm_host(tmp_path / "a", generation_config=own) as host:
+        assert num_tokens(host) == 6
+    assert not caplog.text
+    arguments = {"generation_config": own, "override_generation_config": {"max_new_tokens": 5}}
+    with llm_host(tmp_path / "b", backend="vllm", **arguments) as host:
+        assert num_tokens(host) == 16
+        assert num_tokens(host, sampling={"max_tokens": 2}) == 2
+    assert "'mock_llm': generation_config and override_generation_config have no effect" in caplog.text
+
+
 def test_tensorrtllms_tensors_keep_tensorrtllms_defaults(tmp_path: Path) -> None:
     pbtxt = 'parameters { key: "tensor_schema" value { string_value: "tensorrtllm" } }'
     with llm_host(tmp_path, pbtxt, override_generation_config={"repetition_penalty": 2.0, "max_new_tokens": 5}) as host:

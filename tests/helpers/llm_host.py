@@ -143,17 +143,17 @@ def tensor(name: str, value: Any) -> Tensor:
     return Tensor.of(name, np.array(value, np.int32))
 
 
-def write_model(repository: Path, pbtxt: str = "", **engine: Any) -> None:
+def write_model(repository: Path, pbtxt: str = "", backend: str = "llm", **engine: Any) -> None:
     version = repository / MODEL / "1"
     version.mkdir(parents=True)
     (version / "model.json").write_text(json.dumps({**ENGINE, **engine}))
-    (version.parent / "config.pbtxt").write_text(f'backend: "llm"\n{pbtxt}')
+    (version.parent / "config.pbtxt").write_text(f'backend: "{backend}"\n{pbtxt}')
 
 
 @contextmanager
-def llm_host(repository: Path, pbtxt: str = "", **engine: Any) -> Iterator[LlmHost]:
+def llm_host(repository: Path, pbtxt: str = "", backend: str = "llm", **engine: Any) -> Iterator[LlmHost]:
     """A started server with one mock model; stopped, and found clean, at the end."""
-    write_model(repository, pbtxt, **engine)
+    write_model(repository, pbtxt, backend, **engine)
     server = InferenceServer(ServerOptions(model_repositories=(repository,), model_control_mode="none"))
     server.start()
     try:

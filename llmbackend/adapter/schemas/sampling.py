@@ -3,7 +3,8 @@
 For: request conversion; the one place with each parameter's name, type and range. Does not know: tensors, engines.
 Invariants: the result is complete and self-contained (a seed is always drawn); every refusal names parameter, value and
 range.
-Sources: vLLM's SamplingParams and ModelConfig.get_diff_sampling_param. Values may be strings, as in vllm_backend.
+Sources: vLLM's SamplingParams and ModelConfig.get_diff_sampling_param (applied by vLLM's OpenAI server, not by
+vllm_backend). Values may be strings, as in vllm_backend.
 """
 
 from __future__ import annotations

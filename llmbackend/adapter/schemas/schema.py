@@ -157,8 +157,8 @@ class Schema(Protocol):
     """False: prompts and outputs are token ids, and the model needs no tokenizer."""
     outputs_of_prompt: frozenset[str]
     """Outputs that say something about the prompt: equal for all its generations."""
-    has_vllm_defaults: bool
-    """Whether vLLM's rules say what a request leaves out; then the model's generation_config.json counts."""
+    has_model_defaults: bool
+    """Whether the model's generation_config.json gives the sampling parameters that a request omits."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """A copy of `config` with what it does not declare. Raises TritonError INVALID_ARG for a declared tensor that

@@ -81,7 +81,7 @@ class TensorRtLlmSchema:
     """
 
     outputs_of_prompt = frozenset({"num_input_tokens"})
-    has_vllm_defaults = False
+    has_model_defaults = False
 
     def __init__(self, config: ModelConfig, *, is_core: bool) -> None:
         """is_core: token ids in and out; otherwise text."""

@@ -142,11 +142,11 @@ class VllmSchema:
 
     needs_tokenizer = True
     outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens", *PROMPT_OUTPUTS})
-    has_vllm_defaults = True
 
     def __init__(self, config: ModelConfig) -> None:
         self._decoupled = config.model_transaction_policy.decoupled
         self._is_vllm_backend = config.backend == VLLM_BACKEND
+        self.has_model_defaults = not self._is_vllm_backend
 
     def complete(self, config: ModelConfig) -> ModelConfig:
         """A copy of `config` with the tensors above, all inputs optional, max_batch_size 0 and, unless the model says
