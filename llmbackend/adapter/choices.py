@@ -39,7 +39,7 @@ class CollectedChoices(ResponseSender):
         of_prompt: outputs that are equal for all choices, and are there once in a joined response
         known: as of ResponseSender; the first response's delta holds all choices
         """
-        super().__init__(request, instance, exec_start_ns, client_error, num_tasks, known=known)
+        super().__init__(request, instance, exec_start_ns, client_error, num_tasks, known=known, num_choices=count)
         self._count = count
         self._is_ranked = count < num_tasks
         self._joins = joins

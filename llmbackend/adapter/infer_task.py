@@ -134,6 +134,11 @@ class InferTask:
         return 0 if self._choice else self.num_prompt_tokens
 
     @property
+    def num_own_choices(self) -> int:
+        """How many choices its client gets of its prompt; 0 where another task of the prompt counts them."""
+        return 0 if self._choice else self._sender.num_choices
+
+    @property
     def num_cached_tokens(self) -> int:
         """Prompt tokens that the prefix cache of the first engine had."""
         return self._num_cached_tokens or 0

@@ -31,6 +31,8 @@ _SECONDS_REQUEST = (
     *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+_SECONDS_PER_TOKEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 
 _RECOVERED = "llmbackend:recovered_requests_total"
@@ -41,6 +43,8 @@ _CONTEXT = "llmbackend:max_model_len_tokens"
 _LOAD = "llmbackend:engine_load_seconds"
 _RESTARTS = "llmbackend:engine_restarts_total"
 _ADAPTERS = "llmbackend:lora_adapters"
+_PER_TOKEN = "vllm:time_per_output_token_seconds"
+_CHOICES_ASKED = "vllm:request_params_n"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
@@ -76,6 +80,7 @@ _COUNTED_BY_ENGINES = {
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_FIRST_TOKEN),
     "vllm:inter_token_latency_seconds": ("Time between two outputs of a request.", _SECONDS_SHORT),
+    _PER_TOKEN: ("Time between two outputs of a request, by vllm_backend's name.", _SECONDS_PER_TOKEN),
     "vllm:e2e_request_latency_seconds": ("Arrival to last token.", _SECONDS_REQUEST),
     "vllm:request_queue_time_seconds": ("Arrival to being taken by an engine.", _SECONDS_REQUEST),
     "vllm:request_prefill_time_seconds": ("Being taken by an engine to the first token.", _SECONDS_REQUEST),
@@ -83,6 +88,7 @@ _HISTOGRAMS = {
     "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
     _RECOVERY: ("Death of a request's engine to its next output.", _SECONDS_FIRST_TOKEN),
     "vllm:request_generation_tokens": ("Tokens generated for a request.", _TOKENS),
+    _CHOICES_ASKED: ("Choices asked for of a prompt: the parameter n.", _CHOICES),
 }
 _SUCCESS = "vllm:request_success_total"
 _DEATHS = get_args(DeathKind)
@@ -164,7 +170,7 @@ class LlmMetrics:
             MetricKind.GAUGE, _ADAPTERS, "1: LoRA adapters that were loaded at run time.", (*_LABELS, "lora_name")
         )
         self._first_token = self._families["vllm:time_to_first_token_seconds"]
-        self._inter_token = self._families["vllm:inter_token_latency_seconds"]
+        self._next_token = [self._families[name] for name in ("vllm:inter_token_latency_seconds", _PER_TOKEN)]
         self._kv_blocks = KvBlockMetrics(backend, self._labels)
         self._create_series()
 
@@ -233,12 +239,15 @@ class LlmMetrics:
         if first_s:
             self._first_token.observe_all(first_s, **self._labels)
         if next_s:
-            self._inter_token.observe_all(next_s, **self._labels)
+            for family in self._next_token:
+                family.observe_all(next_s, **self._labels)
 
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
         self._success.increment(1, finished_reason=reason, **self._labels)
         self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._labels)
         self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._labels)
+        if task.num_own_choices:
+            self._families[_CHOICES_ASKED].observe(task.num_own_choices, **self._labels)
         times = task.times
         self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - times.exec_start_ns)
         if times.first_token_ns:

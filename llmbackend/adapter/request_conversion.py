@@ -190,7 +190,9 @@ class RequestConverter:
                 param="best_of",
             )
         if options.stream or not (is_ranked or joins):
-            return ResponseSender(request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known)
+            return ResponseSender(
+                request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known, params.n
+            )
         return CollectedChoices(
             request,
             instance,

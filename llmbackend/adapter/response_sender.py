@@ -58,9 +58,11 @@ class ResponseSender:
         num_tasks: int = 1,
         num_prompts: int = 1,
         known: Known | None = None,
+        num_choices: int = 1,
     ) -> None:
         """client_error: gives an error the text that the client expects
         num_prompts: the request's batch size
+        num_choices: that the client gets of each prompt
         known: of a resumable request, with the seeds of its prompts; None = it is none
         """
         self.client_id = request.id
@@ -69,6 +71,7 @@ class ResponseSender:
         """Of the instance that has the request; it changes when another engine takes it."""
         self.tenant = request.tenant
         self.timeout_us = request.timeout_us
+        self.num_choices = num_choices
         self._request = request
         self._instance = instance
         self._factory = request.response_factory()

@@ -257,6 +257,8 @@ def test_metrics_and_statistics_count_what_happened(tmp_path: Path) -> None:
             assert host.metric(f"vllm:request_{name}_tokens_sum") == total
         assert host.metric("vllm:time_to_first_token_seconds_count") == 2
         assert host.metric("vllm:inter_token_latency_seconds_count") == 46
+        assert host.metric("vllm:time_per_output_token_seconds_count") == 46
+        assert host.metric("vllm:request_params_n_count") == 2
         assert host.metric("vllm:e2e_request_latency_seconds_count") == 2
         (statistics,) = host.server.model_statistics(MODEL)
     inference = statistics.inference_stats
@@ -264,6 +266,29 @@ def test_metrics_and_statistics_count_what_happened(tmp_path: Path) -> None:
     assert (statistics.inference_count, statistics.execution_count) == (2, 2)
     assert inference.compute_infer.ns > 0
     assert inference.success.ns >= inference.compute_infer.ns
+
+
+def test_metrics_of_vllm_backend(tmp_path: Path) -> None:
+    """Names, labels and buckets of its src/utils/metrics.py, commit 8de0c14."""
+    with llm_host(tmp_path) as host:
+        for sampling in ({}, {"n": 3}, {"n": 2, "best_of": 4}):
+            host.infer(text_input="four", sampling=GREEDY | sampling, stream="best_of" not in sampling)
+        assert host.metric("vllm:request_params_n_count") == 3
+        assert host.metric("vllm:request_params_n_sum") == 6
+        buckets = {
+            name: sorted(bounds_of(host, f"vllm:{name}"))
+            for name in ("request_params_n", "time_per_output_token_seconds")
+        }
+    per_token = [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5]
+    assert buckets == {
+        "request_params_n": [1.0, 2.0, 5.0, 10.0, 20.0, float("inf")],
+        "time_per_output_token_seconds": [*per_token, float("inf")],
+    }
+
+
+def bounds_of(host: LlmHost, name: str) -> set[float]:
+    families = host.server.metrics_registry.collect()
+    return {float(s.labels["le"]) for family in families for s in family.samples if s.name == f"{name}_bucket"}
 
 
 def test_what_a_request_tells_of_its_prompt(host: LlmHost) -> None:
