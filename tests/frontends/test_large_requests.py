@@ -168,6 +168,19 @@ def test_typed_contents_of_any_size_are_answered_alike(running: Running, count: 
             stub.ModelInfer(both, timeout=60)
 
 
+def test_typed_contents_may_fill_the_whole_message(running: Running) -> None:
+    """Triton has no bound of its own for them: only the message's."""
+    numbers = range(-1_500_000, 1_500_000)
+    request = pb.ModelInferRequest(model_name="multi")
+    request.inputs.add(name="S", datatype="BYTES", shape=[1]).contents.bytes_contents.append(b"x")
+    request.inputs.add(name="I", datatype="INT32", shape=[2, len(numbers) // 2]).contents.int_contents.extend(numbers)
+    assert request.ByteSize() > 16 << 20
+    with triton_grpc.InferenceServerClient(running.grpc) as client:
+        answer = client._client_stub.ModelInfer(request, timeout=60)
+    echoed = dict(zip([output.name for output in answer.outputs], answer.raw_output_contents, strict=True))
+    assert echoed["I"] == np.array(numbers, np.int32).tobytes()
+
+
 def test_large_raw_tensors_are_found_without_parsing(running: Running) -> None:
     count = 1 << 18
     request = pb.ModelInferRequest(model_name="multi", id="raw")
@@ -195,14 +208,22 @@ def test_large_grpc_messages_are_refused_by_what_they_hold(running: Running) -> 
             (head + parts(1 << 20, inputs=many.inputs), grpc.StatusCode.INVALID_ARGUMENT, "more than 20000 fields"),
             (head + b"\xa2\x06" + parts(1 << 20, id="x")[:3], grpc.StatusCode.INTERNAL, "Unable to parse request"),
             (b"\xff" * (1 << 20), grpc.StatusCode.INTERNAL, "Unable to parse request"),
-            (typed(3, id="i" * (1 << 20)).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "id has 1048576 char"),
+            (
+                typed(3, id="i" * (1 << 20)).SerializeToString(),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the id, names, shapes",
+            ),
             (
                 typed(3, model_version="1" * (1 << 20)).SerializeToString(),
                 grpc.StatusCode.INVALID_ARGUMENT,
-                "names and parameters of the request take",
+                "id, names, shapes and parameters of the request take",
             ),
             (b"\0" * (17 << 20), grpc.StatusCode.INVALID_ARGUMENT, "more than 20000 fields"),
-            (typed(3, id="i" * (17 << 20)).SerializeToString(), grpc.StatusCode.INVALID_ARGUMENT, "raw_input_contents"),
+            (
+                typed(3, id="i" * (17 << 20)).SerializeToString(),
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "the id, names, shape",
+            ),
         ]:
             with pytest.raises(grpc.RpcError, match=text) as caught:
                 infer(message, timeout=60)

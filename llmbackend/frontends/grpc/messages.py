@@ -1,7 +1,8 @@
 """Messages of inference as they come from gRPC: small ones parsed, large ones parsed off the event loop.
 
-For: the gRPC server's deserialisers, and the handlers of inference. Does not know: models, the host. Invariant: nothing
-that takes more than milliseconds is parsed on the event loop, where gRPC calls deserialisers.
+For: the gRPC server's deserialisers, and the handlers of inference. Does not know: models, the host. Invariants:
+nothing that takes more than milliseconds is parsed on the event loop, where gRPC calls deserialisers; tensors may fill
+a message of any size, and the work on them is numpy's.
 Source: the wire format of protocol buffers; grpc_service.proto; Triton's infer_handler, texts as recorded from 2.51.
 """
 
@@ -30,9 +31,8 @@ from llmbackend.core.tensors import NUMPY_DTYPE
 
 from ..errors import MalformedError
 from ..inference_gate import LARGE_BODY_BYTES, InferenceGate
+from .wire_format import LENGTH, fields, packed_varints, write_length_field
 
-MAX_UNPARSED_BYTES: Final = 16 << 20
-"""Beside raw tensors. Typed contents of this size take a worker process a second and a GiB."""
 _CONTENTS_FIELD: Final[Mapping[str, str]] = {
     "BOOL": "bool_contents",
     "INT8": "int_contents",
@@ -60,9 +60,11 @@ _DATATYPE_OF_FIELD: Final[Mapping[str, str]] = {
 MAX_FIELDS: Final = 20_000
 """Of a message, each nested message counted as one: inputs, outputs, raw contents, parameters, ids."""
 RAW_INPUT_CONTENTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
-_VARINT, _FIXED_64, _LENGTH, _FIXED_32 = 0, 1, 2, 5
-_WIDTHS: Final = {_FIXED_64: 8, _FIXED_32: 4}
-_MAX_VARINT_BYTES: Final = 10
+_INPUTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["inputs"].number
+_CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
+_FIELD_NAMES: Final = {
+    number: field.name for number, field in pb.InferTensorContents.DESCRIPTOR.fields_by_number.items()
+}
 UNPARSABLE: Final = "Unable to parse request"
 
 
@@ -107,50 +109,63 @@ async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
         _check_bounds(request)
         return OpenRequest(request, request.raw_input_contents)
     try:
-        rest, raws = split_raw_contents(request.data)
+        rest, raws = split_off(memoryview(request.data), RAW_INPUT_CONTENTS)
         if len(rest) <= LARGE_BODY_BYTES:
             message = pb.ModelInferRequest.FromString(rest)
             _check_bounds(message)
             return OpenRequest(message, raws)
     except DecodeError:
         raise MalformedError(UNPARSABLE) from None
-    if len(rest) > MAX_UNPARSED_BYTES:
-        raise invalid_argument(
-            f"the request has {len(rest)} bytes beside raw_input_contents, at most {MAX_UNPARSED_BYTES} are accepted; "
-            f"send large tensors as raw_input_contents"
-        )
     parsed: Any = await gate.decode_in_process(
         len(rest), parse_contents, rest, bool(raws)
     )  # PickleBuffers arrive as bytes
     if parsed is None:
         raise MalformedError(UNPARSABLE)
     small, contents = parsed
-    if len(small) > LARGE_BODY_BYTES:
-        raise invalid_argument(
-            f"the names and parameters of the request take {len(small)} bytes, at most {LARGE_BODY_BYTES} are accepted"
-        )
     return OpenRequest(pb.ModelInferRequest.FromString(small), raws, contents)
 
 
 def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, PickleBuffer]] | None:
     """For a worker process: the message without its typed contents, and these as raw bytes. None if it is no message.
 
-    With `has_raws` the contents are only removed: such a request is refused anyway.
+    With `has_raws` the contents are only removed: such a request is refused anyway. Raises TritonError INVALID_ARG for
+    a message that holds too much of something, or contents that are not the datatype's.
     """
     try:
-        message = pb.ModelInferRequest.FromString(data)
+        small, parts = _split_contents(memoryview(data))
+        if len(small) > LARGE_BODY_BYTES:
+            raise invalid_argument(
+                f"the id, names, shapes and parameters of the request take {len(small)} bytes, at most "
+                f"{LARGE_BODY_BYTES} are accepted"
+            )
+        message = pb.ModelInferRequest.FromString(small)
+        _check_bounds(message)
+        if has_raws:
+            return small, {}
+        return small, {
+            index: PickleBuffer(_unpacked(message.inputs[index], contents, message.model_name))
+            for index, contents in parts.items()
+        }
     except DecodeError:
         return None
-    _check_bounds(message)
-    contents: dict[int, PickleBuffer] = {}
-    for index, tensor in enumerate(message.inputs):
-        if not tensor.HasField("contents"):
+
+
+def _split_contents(data: memoryview) -> tuple[bytes, dict[int, bytes]]:
+    """The message with empty typed contents, and the contents of the inputs that have some, by position."""
+    rest: list[bytes | memoryview] = []
+    contents: dict[int, bytes] = {}
+    num_inputs = 0
+    for part in fields(data):
+        if (part.number, part.kind) != (_INPUTS, LENGTH):
+            rest.append(data[part.start : part.end])
             continue
-        if not has_raws:
-            contents[index] = PickleBuffer(raw_contents(tensor, message.model_name))
-        tensor.contents.Clear()  # the field stays set, without elements
-        tensor.contents.SetInParent()
-    return message.SerializeToString(), contents
+        tensor, found = split_off(data[part.value : part.end], _CONTENTS)
+        if found:
+            contents[num_inputs] = b"".join(found)  # a message that was sent in parts is their sum
+            tensor += write_length_field(_CONTENTS, b"")
+        rest.append(write_length_field(_INPUTS, tensor))
+        num_inputs += 1
+    return b"".join(rest), contents
 
 
 def _check_well_formed(request: Any) -> None:
@@ -193,46 +208,45 @@ def raw_contents(tensor: Any, model_name: str) -> bytes:
     return np.fromiter(values, wide, len(values)).astype(NUMPY_DTYPE[tensor.datatype]).tobytes()
 
 
-def split_raw_contents(data: bytes) -> tuple[bytes, list[memoryview]]:
-    """The serialised message without its raw_input_contents, and views of these, in order; by work in proportion to the
-    number of fields, which is bounded, and not to their bytes.
+def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
+    """As `raw_contents`, of serialised contents: a buffer. Raises DecodeError, too.
+
+    Packed numbers are left to numpy, all else to the protocol buffers' own parser, which takes 30 bytes of memory for a
+    byte of empty strings.
+    """
+    packed = _packed_numbers(memoryview(contents), _CONTENTS_FIELD.get(tensor.datatype, ""))
+    if packed is None:
+        tensor.contents.MergeFromString(contents)
+        return raw_contents(tensor, model_name)
+    dtype = NUMPY_DTYPE[tensor.datatype]
+    if dtype.kind != "f":
+        return packed_varints(packed, dtype)
+    if len(packed) % dtype.itemsize:
+        raise DecodeError("a number is cut short")
+    return packed
+
+
+def _packed_numbers(contents: memoryview, name: str) -> memoryview | None:
+    """What the field `name` of numbers holds, if it is all that the message has."""
+    found = next(fields(contents), None)
+    if found is None or (_FIELD_NAMES.get(found.number), found.kind) != (name, LENGTH) or found.end < len(contents):
+        return None
+    return None if name == "bytes_contents" else contents[found.value :]
+
+
+def split_off(data: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
+    """The serialised message without its fields `number`, which are messages or bytes, and views of these, in order; by
+    work in proportion to the number of fields, which is bounded, and not to their bytes.
 
     Raises DecodeError for what is no message, TritonError INVALID_ARG for a message of too many fields.
     """
-    view = memoryview(data)
     rest: list[memoryview] = []
-    raws: list[memoryview] = []
-    offset = fields = 0
-    while offset < len(data):
-        fields += 1
-        if fields > MAX_FIELDS:
+    found: list[memoryview] = []
+    for count, part in enumerate(fields(data), 1):
+        if count > MAX_FIELDS:
             raise invalid_argument(f"the request has more than {MAX_FIELDS} fields, at most so many are accepted")
-        start = offset
-        tag, offset = _varint(data, offset)
-        kind = tag & 7
-        if kind == _LENGTH:
-            length, offset = _varint(data, offset)
-            offset += length
-        elif kind == _VARINT:
-            _, offset = _varint(data, offset)
-        elif kind in _WIDTHS:
-            offset += _WIDTHS[kind]
+        if (part.number, part.kind) == (number, LENGTH):
+            found.append(data[part.value : part.end])
         else:
-            raise DecodeError(f"field of wire type {kind}")
-        if offset > len(data):
-            raise DecodeError("cut short")
-        if tag == RAW_INPUT_CONTENTS << 3 | _LENGTH:
-            raws.append(view[offset - length : offset])
-        else:
-            rest.append(view[start:offset])
-    return b"".join(rest), raws
-
-
-def _varint(data: bytes, offset: int) -> tuple[int, int]:
-    """The number at `offset`, and the offset behind it."""
-    value = 0
-    for index, byte in enumerate(data[offset : offset + _MAX_VARINT_BYTES]):
-        value |= (byte & 0x7F) << 7 * index
-        if byte < 0x80:
-            return value, offset + index + 1
-    raise DecodeError("no end of a number")
+            rest.append(data[part.start : part.end])
+    return b"".join(rest), found
