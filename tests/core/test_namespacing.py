@@ -199,6 +199,41 @@ def test_an_ensemble_means_the_model_of_its_own_namespace(tmp_path: Path) -> Non
         assert server.model_is_ready("d")
 
 
+def test_an_ensemble_goes_to_another_namespace_and_back_without_a_gap(tmp_path: Path) -> None:
+    """When the model of its own namespace leaves, and returns (qa/L0_model_namespacing, test_dynamic_resolution)."""
+    first, second = (Repository(make_directory(tmp_path / name)) for name in ("first", "second"))
+    for repository, does in ((first, "add"), (second, "tell")):
+        part(repository, "c", does)
+        chain(repository, f"e {repository.models.parent.name}", "c")
+    settings = {"model_repositories": [first.models, second.models], "model_control_mode": "poll"}
+    with serving(first, **settings, model_namespacing=True, repository_poll_secs=0.03) as server:
+        assert [value_of(server, name) for name in ("e first", "e second")] == [2, 1]
+        for path, aim, value in (
+            (first.models / "c", tmp_path / "aside", 1),
+            (tmp_path / "aside", first.models / "c", 2),
+        ):
+            path.rename(aim)
+            eventually(lambda value=value: value_of(server, "e first") == value)  # each answer is one, never an error
+            assert value_of(server, "e second") == 1
+        eventually(lambda: codes(server, "c")[1] == AMBIGUOUS.replace("'m'", "'c'"))
+
+
+def test_a_load_links_an_ensemble_to_a_model_that_was_loaded_meanwhile(tmp_path: Path) -> None:
+    first, second = (Repository(make_directory(tmp_path / name)) for name in ("first", "second"))
+    for repository, does in ((first, "add"), (second, "tell")):
+        part(repository, "c", does)
+    chain(first, "e", "c")
+    settings = {"model_repositories": [first.models, second.models], "model_control_mode": "explicit"}
+    with serving(first, **settings, model_namespacing=True) as server:
+        (first.models / "c").rename(tmp_path / "aside")
+        server.load_model("e")
+        assert value_of(server, "e") == 1
+        (tmp_path / "aside").rename(first.models / "c")
+        server.load_model("c")
+        server.load_model("e")
+        assert value_of(server, "e") == 2
+
+
 def make_directory(path: Path) -> Path:
     path.mkdir()
     return path

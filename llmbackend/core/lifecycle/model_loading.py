@@ -149,6 +149,11 @@ class ModelLoader:
         loaded = self.lifecycle.versions.loaded_spec(source.key)
         return loaded is not None and loaded.signature == self.repository.signature(source)
 
+    def is_linked(self, key: str) -> bool:
+        """False for a loaded ensemble whose steps now mean models of other namespaces."""
+        loaded = self.lifecycle.versions.loaded_spec(key)
+        return loaded is None or self.repository.is_linked(loaded)
+
     def leaked_resources(self) -> dict[str, int]:
         """Counts that are 0 while nothing is loaded or unloaded."""
         return {"loads waiting for each other": len(self._locks), **self.lifecycle.versions.leaked_resources()}
@@ -287,8 +292,10 @@ class LoadOperation:
 
     def _is_current(self, spec: ModelSpec) -> bool:
         loaded = self._lifecycle.versions.loaded_spec(spec.key)
-        is_same = loaded is not None and not spec.has_override and loaded.signature == spec.signature
-        return is_same and self.changed.isdisjoint(self._parts[spec.key])
+        if loaded is None or spec.has_override or loaded.signature != spec.signature:
+            return False
+        parts = self._parts[spec.key]
+        return parts == list(composing_models(loaded.config)) and self.changed.isdisjoint(parts)
 
     def _reject(self, name: str, reason: str) -> None:
         log.error("%s", reason)

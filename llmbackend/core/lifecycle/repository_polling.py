@@ -26,6 +26,8 @@ class Changes:
 
     load: Sequence[str]
     """Names of models that are new or have changed."""
+    link: Sequence[str]
+    """Keys of ensembles whose steps now mean models of other namespaces."""
     unload: Sequence[str]
     """Keys of models that are gone, or are now in several repositories."""
 
@@ -38,7 +40,7 @@ def find_changes(loader: ModelLoader) -> Changes:
         if len(sources) > 1:
             log.error("failed to poll model '%s': not unique across all model repositories", key)
     gone = [key for key in loader.names.known() if key not in single]
-    return Changes(_changed(loader, single), gone)
+    return Changes(_changed(loader, single), [key for key in single if not loader.is_linked(key)], gone)
 
 
 def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[str]:
@@ -80,6 +82,8 @@ class RepositoryPoller:
         except OSError as error:
             log.error("failed to poll model repository '%s': %s", error.filename, error.strerror)
             return
+        # Before the models that they have used go, so that they serve throughout.
+        self._loader.load_together(dict.fromkeys(changes.link))
         for key in changes.unload:
             self._loader.unload_key(key)
         for failure in self._loader.load_together(dict.fromkeys(changes.load)).values():

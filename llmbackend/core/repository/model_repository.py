@@ -63,6 +63,8 @@ class ModelSpec:
     """The repository's path with --model-namespacing, else ""."""
     config_file: str = CONFIG_FILE_NAME
     """Path of the configuration, relative to `home`."""
+    step_names: tuple[str, ...] = ()
+    """With namespacing: the models of an ensemble's steps as its configuration names them; `config` has their keys."""
     agents: AgentChain | None = None
     """The repository agents to be told how the load ends."""
     _temporary: weakref.finalize[Any, ModelSpec] | None = field(default=None, repr=False)
@@ -120,6 +122,11 @@ class ModelRepository:
                     source = self._source(root, entry.name)
                     found.setdefault(source.key, []).append(source)
         return dict(sorted(found.items()))
+
+    def is_linked(self, spec: ModelSpec) -> bool:
+        """Whether the steps of an ensemble still mean the models that they meant when `spec` was read."""
+        links = [self._composing_key(spec.namespace, name) for name in spec.step_names]
+        return not links or links == [step.model_name for step in spec.config.ensemble_scheduling.step]
 
     def signature(self, source: ModelSource) -> Signature:
         """Raises TritonError INTERNAL when the directory cannot be read."""
@@ -208,14 +215,19 @@ class ModelRepository:
         return spec
 
     def _resolve_steps(self, spec: ModelSpec) -> None:
-        """With namespacing, gives steps the keys of their models: of the ensemble's own repository, else of the only
-        one."""
-        for step in spec.config.ensemble_scheduling.step if self._is_namespacing else ():
-            homes = [root for root in self._roots if (root / step.model_name).is_dir()]
-            if Path(spec.namespace) in homes:
-                homes = [Path(spec.namespace)]
-            if len(homes) == 1:
-                step.model_name = identifier(str(homes[0]), step.model_name)
+        """With namespacing, gives steps the keys of their models."""
+        if self._is_namespacing:
+            spec.step_names = tuple(step.model_name for step in spec.config.ensemble_scheduling.step)
+            for step in spec.config.ensemble_scheduling.step:
+                step.model_name = self._composing_key(spec.namespace, step.model_name)
+
+    def _composing_key(self, namespace: str, name: str) -> str:
+        """Of the model that an ensemble of `namespace` means: that of its own repository, else the only one. The name
+        where there is none, or several."""
+        homes = [root for root in self._roots if (root / name).is_dir()]
+        if Path(namespace) in homes:
+            homes = [Path(namespace)]
+        return identifier(str(homes[0]), name) if len(homes) == 1 else name
 
     def _config(self, name: str, path: Path) -> ModelConfig:
         if path.is_file():
