@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,10 @@ def test_an_ensemble_goes_to_another_namespace_and_back_without_a_gap(tmp_path: 
     settings = {"model_repositories": [first.models, second.models], "model_control_mode": "poll"}
     with serving(first, **settings, model_namespacing=True, repository_poll_secs=0.03) as server:
         assert [value_of(server, name) for name in ("e first", "e second")] == [2, 1]
-        for path, aim, value in (
-            (first.models / "c", tmp_path / "aside", 1),
-            (tmp_path / "aside", first.models / "c", 2),
-        ):
+        moves = [(first.models / "c", tmp_path / "aside", 1), (tmp_path / "aside", first.models / "c", 2)]
+        for path, aim, value in moves:
             path.rename(aim)
-            eventually(lambda value=value: value_of(server, "e first") == value)  # each answer is one, never an error
+            eventually(partial(is_value, server, "e first", value))  # each answer is one, never an error
             assert value_of(server, "e second") == 1
         eventually(lambda: codes(server, "c")[1] == AMBIGUOUS.replace("'m'", "'c'"))
 
@@ -232,6 +231,10 @@ def test_a_load_links_an_ensemble_to_a_model_that_was_loaded_meanwhile(tmp_path:
         server.load_model("c")
         server.load_model("e")
         assert value_of(server, "e") == 2
+
+
+def is_value(server: InferenceServer, name: str, value: float) -> bool:
+    return value_of(server, name) == value
 
 
 def make_directory(path: Path) -> Path:
