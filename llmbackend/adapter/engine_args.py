@@ -63,10 +63,12 @@ LORA_MODULES = "lora_modules"
 MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model lists its adapters."""
+SAMPLING_DEFAULTS = "sampling_defaults"
+"""The config.pbtxt parameter in which a loaded model has its own sampling parameters, as a JSON object."""
 TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
 """Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
 template as its text."""
-_OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, REPORT_METRICS})
+_OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, SAMPLING_DEFAULTS, REPORT_METRICS})
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),

@@ -8,6 +8,7 @@ removed. Names and roles are MindIE's.
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import threading
 import time
@@ -35,7 +36,7 @@ from llmbackend.waiting.timer import Alarm, Timer
 from .activity import NO_ENGINE, NO_ROW, received
 from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
-from .engine_args import LORA_NAMES, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
+from .engine_args import LORA_NAMES, SAMPLING_DEFAULTS, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
 from .engine_handle import EngineHandle
 from .infer_task import InferTask
 from .lora_changes import LoraChange
@@ -99,11 +100,12 @@ class ModelState:
 
     def public_parameters(self) -> dict[str, str]:
         """What frontends may know of the model, as parameters of its configuration: its adapters, its chat template,
-        and how it writes tool calls and reasoning."""
+        how it writes tool calls and reasoning, and its sampling defaults (a JSON object)."""
         engine = self.arguments.engine
         values = {name: getattr(engine, name) for name in TEXT_PARAMETERS}
         values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
         values[LORA_NAMES] = ",".join(engine.lora_modules if engine.enable_lora else ())
+        values[SAMPLING_DEFAULTS] = json.dumps(dict(self._sampling_defaults)) if self._sampling_defaults else ""
         return {name: value for name, value in values.items() if value}
 
     def describe_text(self) -> dict[str, Any]:

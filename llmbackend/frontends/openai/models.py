@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import orjson
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
@@ -23,6 +25,8 @@ from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INP
 
 _ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
 """A model needs one of these inputs; `input_ids` is another form of a completion's prompt."""
+_SAMPLING_DEFAULTS = "sampling_defaults"
+"""The parameter of a model's configuration that holds its own sampling parameters, as a JSON object."""
 MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 """The metric in which a model reports the length of its context, with the label `model`."""
 LORA_NAMES = "lora_names"
@@ -41,6 +45,8 @@ class LanguageModel:
     """OpenAI's `system_fingerprint`; "" when the host has none."""
     formats: OutputFormats = NO_FORMATS
     """How it writes tool calls and reasoning."""
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
+    """Its own values of sampling parameters that a request leaves out."""
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
@@ -56,7 +62,8 @@ class LanguageModel:
             return None
         usable = {name: len(tensor.shape) for name, tensor in known.items() if name in OPTION_INPUTS or name in prompts}
         fingerprint = f"fp_{metadata.fingerprint}" if metadata.fingerprint else ""
-        return cls(usable, fingerprint, OutputFormats.of(parameters))
+        defaults = orjson.loads(parameters.get(_SAMPLING_DEFAULTS, "{}"))
+        return cls(usable, fingerprint, OutputFormats.of(parameters), defaults)
 
     def takes(self, name: str) -> bool:
         return name in self.ranks

@@ -215,6 +215,9 @@ class _UnknownPath:
 
     async def _refuse(self, request: Request) -> Response:
         path = request.url.path
+        if request.headers.get("upgrade", "").lower() == "websocket":
+            message = f"WebSocket mode is not supported: send a POST with 'stream': true to {path}"
+            raise OpenAIError(message, status=501, code="unsupported")
         if allowed := self._methods(request.scope):
             error = OpenAIError(f"{request.method} is not allowed on {path}", status=405, code="method_not_allowed")
             response = error.response()

@@ -13,6 +13,7 @@ from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.requests import GenerationRequest
 from llmbackend.frontends.openai.response_format import STRUCTURED_OUTPUTS
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS, REFUSED_ITEMS
+from llmbackend.frontends.openai.responses_api.parsing import effective_sampling
 from llmbackend.frontends.openai.responses_api.request import History
 from llmbackend.frontends.openai.responses_api.schema import INCLUDABLE, ResponsesBody
 from llmbackend.frontends.openai.responses_api.tool_fields import REFUSED_TOOLS, WEB_SEARCHES
@@ -125,22 +126,29 @@ def test_labels_are_bounded() -> None:
 
 def test_the_echo_has_every_field() -> None:
     assert parsed().echo == {
-        "background": False, "conversation": None, "frequency_penalty": None, "instructions": None,
+        "background": False, "conversation": None, "frequency_penalty": 0.0, "instructions": None,
         "max_output_tokens": None, "max_tool_calls": None, "metadata": {}, "parallel_tool_calls": True,
-        "presence_penalty": None, "previous_response_id": None, "prompt_cache_key": None,
+        "presence_penalty": 0.0, "previous_response_id": None, "prompt_cache_key": None,
         "prompt_cache_retention": None, "reasoning": {"effort": None, "summary": None}, "safety_identifier": None,
-        "service_tier": "default", "store": True, "temperature": None,
+        "service_tier": "default", "store": True,
         "text": {"format": {"type": "text"}, "verbosity": "medium"}, "tool_choice": "auto", "tools": [],
-        "top_logprobs": 0, "top_p": None, "truncation": "disabled", "user": None,
+        "top_logprobs": 0, "truncation": "disabled", "user": None,
     }  # fmt: skip
+
+
+def test_the_effective_sampling_is_the_requests_then_the_models() -> None:
+    assert effective_sampling({}, {}) == {"temperature": 1.0, "top_p": 1.0}
+    assert effective_sampling({}, {"temperature": 0.6, "top_k": 20}) == {"temperature": 0.6, "top_p": 1.0}
+    asked = generation(temperature=0.0, top_p=0.5).sampling
+    assert effective_sampling(asked, {"temperature": 0.6}) == {"temperature": 0.0, "top_p": 0.5}
 
 
 def test_the_echo_has_what_was_sent() -> None:
     sent: dict[str, Any] = {
         "background": True, "frequency_penalty": 0.5, "instructions": "Be brief.", "max_output_tokens": 5,
         "max_tool_calls": 2, "metadata": {"a": "b"}, "parallel_tool_calls": False, "presence_penalty": 1.0,
-        "prompt_cache_key": "k", "safety_identifier": "s", "store": True, "temperature": 0.0, "top_logprobs": 2,
-        "tool_choice": "none", "top_p": 0.5, "truncation": "auto", "user": "u",
+        "prompt_cache_key": "k", "safety_identifier": "s", "store": True, "top_logprobs": 2,
+        "tool_choice": "none", "truncation": "auto", "user": "u",
     }  # fmt: skip
     echo = parsed(**sent, include=[LOGPROBS]).echo
     assert {name: echo[name] for name in sent} == sent
@@ -245,3 +253,10 @@ def test_a_prompt_that_is_too_long_is_the_input() -> None:
     told = invalid_argument("input 'messages' has 5331850 bytes, expected at most 4194304")
     error = parsed().generation.in_own_fields(OpenAIError.of(told))
     assert (error.param, error.message) == ("input", "'input' has 5331850 bytes, expected at most 4194304")
+
+
+def test_an_empty_input_is_said_to_be_empty() -> None:
+    with pytest.raises(OpenAIError, match="'input' is empty, expected a text or a list of at least one item"):
+        parsed(input=[])
+    with pytest.raises(OpenAIError, match="missing required field 'input'"):
+        parsed(input=None)

@@ -37,7 +37,7 @@ from ..sealed_reasoning import FIXED_KEY, SealingKey
 from .conversations import Conversations
 from .event_writer import ResponseWriter
 from .item_ids import ID_PREFIX
-from .parsing import ReadBody, parse_responses, read_responses
+from .parsing import ReadBody, effective_sampling, parse_responses, read_responses
 from .request import History, ResponsesRequest
 from .response_state import ResponseState
 from .stored_history import fetch_history, with_ids
@@ -73,12 +73,13 @@ class PreparedResponse:
             parts = [part[1:-1] for part in (self.items, answered) if len(part) > len(b"[]")]
             await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]")
 
-    def state(self, identity: Identity, plan: AnswerPlan | None, key: SealingKey) -> ResponseState:
+    def state(self, identity: Identity, plan: AnswerPlan | None, key: SealingKey, target: Target) -> ResponseState:
         request = self.request
+        sampling = effective_sampling(request.generation.sampling, target.model.sampling_defaults)
         return ResponseState(
             identity,
             plan,
-            echo=self.echo,
+            echo=orjson.dumps(sampling)[:-1] + b"," + self.echo[1:],
             tools=request.tools,
             logprobs=request.generation.logprobs,
             seal=key.seal if request.includes_encrypted_reasoning else None,
@@ -146,7 +147,7 @@ class ResponseCreation:
         asked = prepared.request.generation
         identity = Identity.of(asked, target.model.fingerprint, prepared.identity_suffix)
         plan = plan_answer(asked, target)
-        state = prepared.state(identity, plan, self._key)
+        state = prepared.state(identity, plan, self._key, target)
         generation = Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
         release_body(http)
         keep = self._keeper(prepared, identity, state)

@@ -131,7 +131,10 @@ def _messages(read: ReadBody, history: History, own: list[JsonObject], key: Seal
         conversation.add(item, f"input[{index}]")
     messages = conversation.messages()
     if not messages or (not own and read.wanted.is_empty):
-        raise missing("input")
+        if fields.input is None:
+            raise missing("input")
+        text = "'input' is empty, expected a text or a list of at least one item"
+        raise OpenAIError(text, param="input", code="missing_required_parameter")
     if fields.reasoning is not None and fields.reasoning.context == "current_turn":
         return without_former_reasoning(messages)
     return messages
@@ -212,18 +215,18 @@ def _labels(fields: ResponsesBody) -> dict[str, Any]:
 
 
 def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
-    """The body's own fields in the response; what was not sent has OpenAI's default, or null where the model's
-    configuration has one."""
+    """The body's own fields in the response, with OpenAI's defaults for those that were not sent. `temperature` and
+    `top_p`, whose defaults are the model's, are told by `effective_sampling`."""
     return {
         "background": bool(fields.background),
         "conversation": None if fields.conversation is None else {"id": fields.conversation.id},
-        "frequency_penalty": fields.frequency_penalty,
+        "frequency_penalty": fields.frequency_penalty or 0.0,
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,
         "max_tool_calls": fields.max_tool_calls,
         "metadata": fields.metadata or {},
         "parallel_tool_calls": fields.parallel_tool_calls is not False,
-        "presence_penalty": fields.presence_penalty,
+        "presence_penalty": fields.presence_penalty or 0.0,
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
         "prompt_cache_retention": fields.prompt_cache_retention,
@@ -231,15 +234,18 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
-        "temperature": fields.temperature,
         "text": _shown_text(body.get("text") or {}),
         "tool_choice": body.get("tool_choice") or "auto",
         "tools": shown_tools(body.get("tools") or ()),
         "top_logprobs": fields.top_logprobs or 0,
-        "top_p": fields.top_p,
         "truncation": fields.truncation or "disabled",
         "user": fields.user,
     }
+
+
+def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
+    """asked: a request's sampling parameters; defaults: its model's own"""
+    return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
 
 
 def _shown_reasoning(sent: Mapping[str, Any]) -> JsonObject:
