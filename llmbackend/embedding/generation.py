@@ -38,6 +38,8 @@ class Logprob:
     rank: int | None
     """From 1 on; None for a token of `logprob_token_ids`."""
     decoded_token: str
+    bytes: Sequence[int] | None = None
+    """Of a token that is part of a character."""
 
 
 Position = Mapping[int, Logprob]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.text.chat_template import ChatTemplate
-from llmbackend.adapter.text.tokenizer import ByteTokenizer, TooManyTokensError
+from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TooManyTokensError
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from tests.helpers.tokenizers_for_tests import byte_level_tokenizer
+from tests.helpers.tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
@@ -175,3 +175,22 @@ def test_a_text_of_too_many_tokens_is_told_by_their_number(tmp_path: Path) -> No
         with pytest.raises(TooManyTokensError) as caught:
             text.encode("hello " * 2000, add_special_tokens=False, below=num_tokens)
         assert caught.value.num_tokens == num_tokens
+
+
+def test_the_bytes_of_a_token_that_is_part_of_a_character() -> None:
+    weather = "é🌦"
+    tokenizers = (
+        ByteTokenizer(),
+        HuggingFaceTokenizer(byte_level_tokenizer()),
+        HuggingFaceTokenizer(byte_fallback_tokenizer()),
+    )
+    for tokenizer in tokenizers:
+        tokens = tokenizer.encode(weather, add_special_tokens=False)
+        parts = [tokenizer.partial_bytes(one) for one in tokens]
+        found = [
+            tokenizer.token_text(one).encode() if part is None else part
+            for one, part in zip(tokens, parts, strict=True)
+        ]
+        assert b"".join(found).decode().strip() == weather and len([one for one in parts if one]) >= 3
+        plain = tokenizer.encode("hello", add_special_tokens=False)
+        assert [tokenizer.partial_bytes(one) for one in plain] == [None] * len(plain)

@@ -332,3 +332,21 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, fields: dict[str, Any], p
     with pytest.raises(openai.BadRequestError) as caught:
         ask(client, "x", **fields)
     assert caught.value.param == param and param in caught.value.message
+
+
+def test_logprobs_have_the_bytes_of_tokens_inside_a_character(client: openai.OpenAI) -> None:
+    said = "aé🌦b"
+    chat = ask(client, said, logprobs=True, top_logprobs=2)
+    positions = chat.choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in positions).decode() == said + "<eos>"
+    assert [one.bytes for one in positions[3:7]] == [[byte] for byte in "🌦".encode()]
+    assert all(one.top_logprobs[0].bytes == one.bytes for one in positions)
+    prompt = f"{SAY}{said}\x1c"
+    whole = client.completions.create(model=MODEL, prompt=prompt, temperature=0, logprobs=1)
+    assert whole.choices[0].text == said
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.text_offset == [0, 1, 1, 2, 2, 2, 2, 3, 4]
+    stream = client.completions.create(model=MODEL, prompt=prompt, temperature=0, logprobs=1, stream=True)
+    pieces = [chunk.choices[0].logprobs for chunk in stream if chunk.choices]
+    offsets = [offset for piece in pieces if piece is not None for offset in piece.text_offset or ()]
+    assert offsets == whole.choices[0].logprobs.text_offset

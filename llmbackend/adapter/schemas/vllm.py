@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ from llmbackend.engine.infer_request import TokenLogprobs
 
 from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk
-from ..text.tokenizer import ModelTokenizer
+from ..text.tokenizer import REPLACEMENT, ModelTokenizer
 from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS, SAMPLING_PARAMETERS
 from .schema import (
     PROMPT_OUTPUTS,
@@ -202,7 +202,7 @@ class VllmSchema:
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
             wants_logprobs=any(inputs.sampling.get(one) is not None for one in ("logprobs", "logprob_token_ids")),
             prompt_as_text=_as_text(prompt, tokenizer) if "prompt_text" in inputs.options.outputs else "",
-            token_text=tokenizer.token_text,
+            tokenizer=tokenizer,
         )
 
     def _read_options(self, request: Request, source: str, sampling: Mapping[str, Any]) -> OutputOptions:
@@ -311,7 +311,7 @@ class VllmReply:
     __slots__ = (
         "_has_prompt_outputs", "_is_first", "_outputs", "_prompt_as_text", "_prompt_logprobs",
         "_prompt_logprobs_json", "_prompt_text", "_prompt_token_ids", "_sequence_index", "_stream", "_text_layout",
-        "_token_text", "_wants_logprobs", "waits_for_text",
+        "_tokenizer", "_wants_logprobs", "waits_for_text",
     )  # fmt: skip
 
     def __init__(
@@ -322,12 +322,12 @@ class VllmReply:
         prompt_text: str,
         prompt_as_text: str,
         wants_logprobs: bool,
-        token_text: Callable[[int], str],
+        tokenizer: ModelTokenizer,
     ) -> None:
         """prompt_text: prepended to the first text
         prompt_as_text: where it is an output of its own
         wants_logprobs: whether the request has a `logprobs` parameter
-        token_text: the text of one token, for logprobs
+        tokenizer: names tokens in logprobs
         """
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
@@ -347,7 +347,7 @@ class VllmReply:
         """No usage has been sent."""
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
-        self._token_text = token_text
+        self._tokenizer = tokenizer
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         text, layout = "".join(chunk.text), self._text_layout
@@ -379,7 +379,7 @@ class VllmReply:
         if "prompt_text" in self._outputs:
             tensors.append(Tensor.text("prompt_text", self._prompt_as_text))
         if "prompt_first_token" in self._outputs:
-            tensors.append(Tensor.text("prompt_first_token", self._token_text(self._prompt_token_ids[0])))
+            tensors.append(Tensor.text("prompt_first_token", self._tokenizer.token_text(self._prompt_token_ids[0])))
         if "prompt_logprobs" in self._outputs:
             positions = (None, *self._prompt_logprobs)
             text = b"[%b]" % b",".join((b"null", *self._prompt_logprobs_json))
@@ -427,4 +427,8 @@ class VllmReply:
     def _logprob(self, token_id: int, logprob: float, rank: int | None) -> dict[str, object]:
         # JSON has no minus infinity, and a client in this process gets what others get.
         shown = logprob if logprob > -math.inf else None
-        return {"logprob": shown, "rank": rank, "decoded_token": self._token_text(token_id)}
+        text = self._tokenizer.token_text(token_id)
+        entry: dict[str, object] = {"logprob": shown, "rank": rank, "decoded_token": text}
+        if REPLACEMENT in text and (data := self._tokenizer.partial_bytes(token_id)) is not None:
+            entry["bytes"] = list(data)
+        return entry

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +29,8 @@ MAX_UTF8_BYTES = 4
 CONTEXT_TOKENS = 6
 """How many tokens of the prompt's end WindowDetokenizer decodes with the output."""
 _CACHED_TOKEN_TEXTS = 1 << 16
+_FALLBACK_BYTE = re.compile("<0x([89A-F][0-9A-F])>")
+"""The name of a token that is one byte of a character, in vocabularies with byte fallback."""
 _SHORT_CHARS = 4096
 """Texts of so many characters, and as many tokens, are converted on the calling thread. Longer ones go to the library's
 own threads, which release the GIL, but on which a short text would wait for long ones."""
@@ -77,6 +80,9 @@ class ModelTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        """The bytes of a token that is not made of whole characters; None for one that is."""
 
     def special_text(self, token_id: int) -> str | None:
         """The own text of a special token; None for a token of any other kind."""
@@ -136,6 +142,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self._with_special(token_id).decode("utf-8", "replace")
 
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        return self._bytes(token_id) if 0x80 <= token_id < 256 else None
+
     def special_text(self, token_id: int) -> str | None:
         name = self._NAMES.get(token_id)
         return None if name is None else name.decode()
@@ -185,6 +194,9 @@ class NoTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return ""
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        return None
 
     def special_text(self, token_id: int) -> str | None:
         return None
@@ -280,6 +292,12 @@ class HuggingFaceTokenizer:
         window = WindowDetokenizer(self._decode_all, prompt_token_ids[-CONTEXT_TOKENS:], skip)
         is_plain = spaces_between_special_tokens or skip_special_tokens
         return window if is_plain else TightSpecialTokens(window, self.special_text)
+
+    def partial_bytes(self, token_id: int) -> bytes | None:
+        if not self._byte_level:
+            byte = _FALLBACK_BYTE.fullmatch(self.token_name(token_id))
+            return None if byte is None else bytes.fromhex(byte[1])
+        return self._token_bytes(token_id) if self._texts_with_special[token_id] is None else None
 
     def special_text(self, token_id: int) -> str | None:
         return self._special_texts.get(token_id)

@@ -6,6 +6,7 @@ return, put together, is what one call with all positions returns.
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -72,16 +73,17 @@ class ChatLogprobs:
         return chosen
 
     def _token(self, token_id: str, entry: dict[str, Any]) -> JsonObject:
-        text: str = entry["decoded_token"] or ""
-        return {"token": self._form.token(token_id, entry), "logprob": _logprob(entry), "bytes": list(text.encode())}
+        return {"token": self._form.token(token_id, entry), "logprob": _logprob(entry), "bytes": list(_bytes(entry))}
 
 
 class CompletionLogprobs:
-    """Completions': four lists; remembers where in the text the next token starts."""
+    """Completions': four lists; remembers where in the text the next token starts. A token inside a character starts
+    where its character does."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
         self._offset_chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def render(self, positions: list[TokenEntries]) -> JsonObject:
         result: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
@@ -94,8 +96,13 @@ class CompletionLogprobs:
             named = {self._form.token(*item): _logprob(item[1]) for item in best}
             result["top_logprobs"].append(None if is_first else named)
             result["text_offset"].append(self._offset_chars)
-            self._offset_chars += len(chosen[1]["decoded_token"] or "")
+            self._offset_chars += len(self._decoder.decode(_bytes(chosen[1])))
         return result
+
+
+def _bytes(entry: dict[str, Any]) -> bytes:
+    """Of a token that is part of a character, its own ones; else those of its text."""
+    return bytes(entry["bytes"]) if "bytes" in entry else (entry["decoded_token"] or "").encode()
 
 
 def _logprob(entry: dict[str, Any]) -> float:
