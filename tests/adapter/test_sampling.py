@@ -28,6 +28,11 @@ def test_defaults_are_vllms() -> None:
     assert (params.stop, params.include_stop_str_in_output, params.skip_special_tokens) == ((), False, True)
 
 
+def test_top_p_of_0_is_greedy() -> None:
+    sampling = parse(top_p=0, temperature=1.5).sampling
+    assert (sampling.temperature, sampling.top_p) == (0.0, 1.0)
+
+
 def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
     params = parse(
         temperature="0",
@@ -63,8 +68,8 @@ def test_values_may_be_strings_as_vllm_backends_clients_send_them() -> None:
         ("temperature", "warm", "a number"),
         ("temperature", [1], "a number"),
         ("top_k", -2, "of at least -1"),
-        ("top_p", 0, "above 0.0 and at most 1.0"),
-        ("top_p", 1.01, "above 0.0 and at most 1.0"),
+        ("top_p", -0.1, "from 0.0 to 1.0"),
+        ("top_p", 1.01, "from 0.0 to 1.0"),
         ("min_p", 2, "from 0.0 to 1.0"),
         ("repetition_penalty", 0, "above 0.0"),
         ("presence_penalty", 2.5, "from -2.0 to 2.0"),

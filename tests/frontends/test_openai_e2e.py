@@ -221,7 +221,7 @@ def test_refusals_of_the_model(client: openai.OpenAI, stream: bool) -> None:
         client.chat.completions.create(model=MODEL, messages=[{"role": "user", "content": too_long}], stream=stream)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=0)
+        client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=-1)
     assert caught.value.param == "top_p"
     with pytest.raises(openai.BadRequestError, match="logit_bias"):
         client.completions.create(model=MODEL, prompt="hi", stream=stream, logit_bias={"999999": 1})

@@ -54,7 +54,7 @@ def refusal(response: httpx.Response, status: int) -> dict[str, Any]:
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
         ({"top_p": -0.1}, "top_p"),
-        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
         ({"top_k": -2}, "top_k"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"max_tokens": 1.5}, "max_tokens"),
@@ -253,8 +253,8 @@ def test_errors_of_the_model_come_before_the_status(client: openai.OpenAI, strea
         client.completions.create(model=MODEL, prompt="too long", stream=stream)
     assert caught.value.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(model=MODEL, prompt="hi", stream=stream, top_p=0)
-    assert caught.value.param == "top_p"
+        client.completions.create(model=MODEL, prompt="hi", stream=stream, seed=13)
+    assert caught.value.param == "seed"
     with pytest.raises(openai.InternalServerError) as overloaded:
         client.completions.create(model=MODEL, prompt="overloaded", stream=stream)
     assert overloaded.value.status_code == 503

@@ -135,8 +135,8 @@ def _send_all(request: InferenceRequest, callback: ResponseCallback, asked: dict
     said = asked["said"]
     if "too long" in said:
         raise invalid_argument("the prompt has 99999 tokens, the model's context is 2048")
-    if asked["sampling"].get("top_p") == 0:
-        raise invalid_argument("sampling parameter 'top_p' is 0, expected a number above 0 and at most 1")
+    if asked["sampling"].get("seed") == 13:
+        raise invalid_argument("sampling parameter 'seed' is 13, which this model refuses", param="seed")
     if "silent" in said:
         handle.cancelled.wait()
         raise cancelled("Request was cancelled")

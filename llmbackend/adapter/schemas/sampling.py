@@ -262,7 +262,7 @@ _PARSERS: dict[str, Parser] = {
     "min_tokens": _integer(0),
     "temperature": _number(0.0),
     "top_k": _integer(-1),
-    "top_p": _number(0.0, 1.0, open_minimum=True),
+    "top_p": _number(0.0, 1.0),
     "min_p": _number(0.0, 1.0),
     "repetition_penalty": _number(0.0, open_minimum=True),
     "presence_penalty": _number(-2.0, 2.0),
@@ -345,6 +345,8 @@ def parse_sampling_parameters(
     max_tokens = _max_tokens(fields, defaults, room_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
+    if chosen.get("top_p") == 0.0:  # only the most likely token is left
+        chosen |= {"temperature": 0.0, "top_p": 1.0}
     _check_min_tokens(chosen, values, max_tokens, room_tokens)
     _check_vocabulary(chosen, vocab_size)
     _check_logprobs(chosen, vocab_size, max_logprobs)

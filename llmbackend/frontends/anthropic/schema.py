@@ -95,7 +95,7 @@ class MessagesRequest(PromptFields):
     stream: Flag | None = None
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_k: Annotated[int, Range(0)] | None = Field(None, description="0: off.")
-    top_p: Annotated[float, Range(0, 1, is_above=True)] | None = None
+    top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")
     metadata: Metadata | None = None
     service_tier: Annotated[Any, Only("auto", "standard_only", reason="this server has one service tier")] = None
     seed: Annotated[int, Range(-(2**63), 2**63 - 1)] | None = Field(None, description="A vLLM extra.")

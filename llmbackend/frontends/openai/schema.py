@@ -78,7 +78,7 @@ class Sampling(ClosedObject):
     """How tokens are chosen: fields that reach the model under the same name, unless they were left out."""
 
     temperature: Annotated[float, Range(0, 2)] | None = None
-    top_p: Annotated[float, Range(0, 1, is_above=True)] | None = None
+    top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")
     top_k: Annotated[int, Range(-1)] | None = Field(None, description="0 or -1: off.")
     min_p: Annotated[float, Range(0, 1)] | None = None
     presence_penalty: Annotated[float, Range(-2, 2)] | None = None
