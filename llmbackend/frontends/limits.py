@@ -41,8 +41,10 @@ class HttpLimits:
     max_connections: int = 4096
     max_connections_per_peer: int = 1024
     """From one address (IPv6: one /64); 0: no limit."""
+    max_websockets_per_peer: int = 32
+    """Of the pages, which clients open without a key; 0: no limit."""
     trusted_proxies: tuple[Network, ...] = ()
-    """Addresses that many clients come through, for which max_connections_per_peer does not hold."""
+    """Addresses that many clients come through, for which the limits per peer do not hold."""
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128

@@ -26,6 +26,7 @@ from ..frontends.counts import Counts
 from ..frontends.grpc.server import create_grpc_server
 from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
+from ..frontends.http.routing import without_trailing_slash
 from ..frontends.http_app import create_http_app, with_cors
 from ..frontends.inference_gate import InferenceGate
 from ..frontends.journals.resumable_streams import ResumableStreams
@@ -139,7 +140,9 @@ class FrontendServer:
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:
                 served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
-            self._http = HttpEndpoint(served, claims.http, self._access.http_tls_context, tunnels)
+            self._http = HttpEndpoint(
+                without_trailing_slash(served), claims.http, self._access.http_tls_context, tunnels
+            )
             self.http_port = self._http.port
         if claims.metrics is not None:
             self._metrics = HttpEndpoint(create_metrics_app(registry), claims.metrics, lambda: None)

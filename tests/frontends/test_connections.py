@@ -157,3 +157,15 @@ def test_a_connection_whose_descriptor_is_reserved_is_refused_at_once(caplog: py
 
     asyncio.run(run())
     assert len(caplog.records) == 1 and "kept for engines and files" in caplog.text
+
+
+def test_websockets_are_counted_per_peer_and_bounded() -> None:
+    places = Places(MANY, 0, networks(["192.0.2.7"]), websockets_per_peer=2)
+    first, second, third = (enter(places, "10.0.0.1") for _ in range(3))
+    assert not first.enter_websocket() and not second.enter_websocket()
+    assert third.enter_websocket() == "the server is at its limit of 2 websockets from one address"
+    assert not enter(places, "10.0.0.2").enter_websocket()
+    for place in (first, first, third):
+        place.leave()
+    assert not enter(places, "10.0.0.1").enter_websocket() and enter(places, "10.0.0.1").enter_websocket()
+    assert not any(enter(places, "192.0.2.7").enter_websocket() for _ in range(5))

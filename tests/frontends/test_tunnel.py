@@ -54,7 +54,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 @asynccontextmanager
-async def serving(path: Path) -> AsyncIterator[tuple[Tunnels, HttpEndpoint]]:
+async def serving(path: Path, limits: HttpLimits | None = None) -> AsyncIterator[tuple[Tunnels, HttpEndpoint]]:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
@@ -63,7 +63,7 @@ async def serving(path: Path) -> AsyncIterator[tuple[Tunnels, HttpEndpoint]]:
     far = await asyncio.start_unix_server(echo, str(path))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         endpoint = HttpEndpoint(app, listener, lambda: None, tunnels)
-        await endpoint.start(HttpLimits(), GuardedProtocol, 1 << 20)
+        await endpoint.start(limits or HttpLimits(), GuardedProtocol, 1 << 20)
         yield tunnels, endpoint
         await endpoint.stop(0.2)
     await eventually_async(lambda: not tunnels.num_open, 10)
@@ -124,5 +124,19 @@ def test_an_endpoint_that_stops_closes_its_tunnels(tmp_path: Path) -> None:
             await reader.readuntil(b"\r\n\r\n")
         assert await reader.read() == b""
         writer.close()
+
+    asyncio.run(check())
+
+
+def test_more_websockets_than_an_address_may_have_are_refused_at_the_handshake(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with serving(tmp_path / "far.sock", HttpLimits(max_websockets_per_peer=2)) as (tunnels, endpoint):
+            served = [await opened(endpoint) for _ in range(2)]
+            for reader, _ in served:
+                await reader.readuntil(b"\r\n\r\n")
+            reader, writer = await opened(endpoint)
+            assert (await reader.read()).startswith(b"HTTP/1.1 429") and tunnels.num_open == 2
+            for _, one in (*served, (reader, writer)):
+                one.close()
 
     asyncio.run(check())

@@ -24,6 +24,7 @@ PROTOCOL_METHODS = {
     "connection_made": ["transport"],
     "connection_lost": ["exc"],
     "data_received": ["data"],
+    "eof_received": [],
     "on_message_begin": [],
     "on_header": ["name", "value"],
     "on_headers_complete": [],
@@ -37,11 +38,13 @@ PROTOCOL_METHODS = {
     "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
     "_should_upgrade_to_ws": [],
+    "_unsupported_upgrade_warning": [],
     "handle_websocket_upgrade": [],
 }
 PROTOCOL_FIELDS = ["loop", "transport", "flow", "cycle", "scope", "headers", "pipeline", "timeout_keep_alive_task"]
 PROTOCOL_FIELDS += ["connections"]
 CYCLE_FIELDS = ["scope", "transport", "message_event", "disconnected", "response_started", "response_complete"]
+CYCLE_FIELDS += ["keep_alive", "chunked_encoding", "expected_content_length"]
 
 
 async def no_app(scope: Any, receive: Any, send: Any) -> None: ...

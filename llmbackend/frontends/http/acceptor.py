@@ -33,6 +33,7 @@ _MAX_REFUSED: Final = 64
 """How many connections beyond the limit may be open at once while they are refused with a response."""
 _SERVED: Final = "connections"
 _SERVED_TO: Final = "connections of "
+_WEBSOCKETS_OF: Final = "websockets of "
 _PEER_PREFIX_V6: Final = 64
 """An IPv6 host usually has a whole /64."""
 
@@ -152,18 +153,23 @@ class Acceptor:
 class Place:
     """What one connection counts as: for the address `peer`, and as refused where `refusal` says why ("" = served)."""
 
-    __slots__ = ("_places", "peer", "refusal")
+    __slots__ = ("_places", "has_websocket", "peer", "refusal")
 
     def __init__(self, places: Places | None, peer: str, refusal: str) -> None:
         self._places = places
         self.peer = peer
         self.refusal = refusal
+        self.has_websocket = False
 
     def reconsider(self) -> str:
         """`refusal`, determined again when the client has sent a request: other connections may have ended."""
         if self.refusal and self._places is not None:
             self._places.reconsider(self)
         return self.refusal
+
+    def enter_websocket(self) -> str:
+        """Counts the connection as a websocket of its peer from now on, or says why there can be no more of them."""
+        return "" if self._places is None else self._places.enter_websocket(self)
 
     def leave(self) -> None:
         """Idempotent."""
@@ -177,12 +183,20 @@ class Places:
     its event loop alone."""
 
     def __init__(
-        self, limit: int, limit_per_peer: int, trusted: Sequence[Network] = (), counts: Counts | None = None
+        self,
+        limit: int,
+        limit_per_peer: int,
+        trusted: Sequence[Network] = (),
+        counts: Counts | None = None,
+        websockets_per_peer: int = 0,
     ) -> None:
-        """`limit_per_peer` 0: no limit. It does not hold for `trusted` addresses, from which many clients come.
-        counts: with other processes that have connections of the same endpoint."""
+        """limit_per_peer, websockets_per_peer: 0 = no limit; they do not hold for `trusted` addresses, from which many
+        clients come
+        counts: with other processes that have connections of the same endpoint
+        """
         self._limit = limit
         self._limit_per_peer = limit_per_peer
+        self._websockets_per_peer = websockets_per_peer
         self._trusted = trusted
         self._counts = counts or LocalCounts()
         self._refused = 0
@@ -194,7 +208,7 @@ class Places:
     def enter(self, address: str) -> Place | None:
         """A place for a connection from `address`, "" for one over a unix socket; None when there is no room even to
         refuse it with a response."""
-        peer = self._peer_of(address) if self._limit_per_peer and address else ""
+        peer = self._peer_of(address) if address else ""
         refusal = self._refusal(peer)
         if refusal and self._refused >= _MAX_REFUSED:
             return None
@@ -207,21 +221,35 @@ class Places:
         place.refusal = self._refusal(place.peer)
         self._count(place, 1)
 
+    def enter_websocket(self, place: Place) -> str:
+        """The refusal, or ""."""
+        name, limit = _WEBSOCKETS_OF + place.peer, self._websockets_per_peer
+        if not place.peer or not limit:
+            return ""
+        if self._counts.held(name) >= limit:
+            return f"the server is at its limit of {limit} websockets from one address"
+        self._counts.add(name, 1)
+        place.has_websocket = True
+        return ""
+
     def left(self, place: Place) -> None:
         self._count(place, -1)
+        if place.has_websocket:
+            place.has_websocket = False
+            self._counts.add(_WEBSOCKETS_OF + place.peer, -1)
 
     def _count(self, place: Place, change: int) -> None:
         if place.refusal:
             self._refused += change
             return
         self._counts.add(_SERVED, change)
-        if place.peer:
+        if place.peer and self._limit_per_peer:
             self._counts.add(_SERVED_TO + place.peer, change)
 
     def _refusal(self, peer: str) -> str:
         if self._counts.held(_SERVED) >= self._limit:
             return f"the server is at its limit of {self._limit} connections"
-        if peer and self._counts.held(_SERVED_TO + peer) >= self._limit_per_peer:
+        if peer and self._limit_per_peer and self._counts.held(_SERVED_TO + peer) >= self._limit_per_peer:
             return f"the server is at its limit of {self._limit_per_peer} connections from one address"
         return ""
 

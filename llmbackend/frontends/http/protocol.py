@@ -37,6 +37,9 @@ _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
 """How long a connection beyond the limit has to send a header, so that it can be refused in its path's protocol."""
 
 
+_INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+_RESET_LOOKED_FOR_AFTER_S: Final = 0.05
+_RESET_LOOKED_FOR_EACH_S: Final = 1.0
 _NOT_JOINED_BYTES: Final = 64 << 10
 """The beginning of a body that is this large is written by itself: copying it would cost more than one write less."""
 
@@ -112,6 +115,27 @@ class GuardedProtocol(HttpToolsProtocol):
             self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
             if self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self._end(413, "the request's body has too much around or behind it")
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
+        """A client that closes its sending half still gets its answer. Whether it has closed the connection instead
+        shows only in what comes back when something is sent: an interim response, which clients pass over."""
+        running = self._running
+        if self._receiving is not None or running is None or running.response_complete or self.scheme == "https":
+            return False
+        self.cycle.keep_alive = False
+        if not running.response_started and running.scope["http_version"] == "1.1":
+            self.transport.write(_INTERIM_RESPONSE)
+            self._clock.start(_RESET_LOOKED_FOR_AFTER_S, self._look_for_reset)
+        return True
+
+    def _look_for_reset(self) -> None:
+        """Nothing is read any more, so the event loop does not report it."""
+        if self.transport.is_closing():
+            return
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._clock.start(_RESET_LOOKED_FOR_EACH_S, self._look_for_reset)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -222,6 +246,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def _should_upgrade_to_ws(self) -> bool:
         return self._tunnels is not None and self._tunnels.takes_websocket(self.url)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Not logged: the request is served without the upgrade, and any client could fill the log."""
+
     def handle_websocket_upgrade(self) -> None:
         """From here on the connection is the tunnel's."""
         assert self._tunnels is not None
@@ -243,7 +270,9 @@ class GuardedProtocol(HttpToolsProtocol):
             return 400, "a websocket begins with a GET on a connection without another request"
         if self._framing_bytes > self._limits.max_header_bytes:
             return 431, "the request's header is too large"
-        return 403, tunnels.websocket_refusal(self.headers)
+        if message := tunnels.websocket_refusal(self.headers):
+            return 403, message
+        return 429, self._place.enter_websocket()
 
     # --- answering --------------------------------------------------------------------------------------------------
 
@@ -251,7 +280,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running = cycle
         cycle.transport = HeadJoined(self.transport, self.loop, self._close_when_received)
         DirectBody(cycle, self.flow).put_into(cycle.scope)
-        super()._start_asgi_task(cycle, self._refusal(cycle.scope) or app)
+        app = self._refusal(cycle.scope) or app
+        super()._start_asgi_task(cycle, _until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refusal(self, scope: Any) -> Any | None:
         """The application that refuses a request which is not served; None for one that is."""
@@ -304,6 +334,24 @@ class GuardedProtocol(HttpToolsProtocol):
         # Without this the kernel would keep what it holds for the client, megabytes, for as long as the client stays.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
+
+
+def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
+    """`app` for an HTTP/1.0 client, which knows no chunks: where the length of a response is not told, it ends with the
+    connection (RFC 9112, 6.3)."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        async def unchunked(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                    cycle.chunked_encoding = False
+            elif not cycle.expected_content_length:
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, unchunked)
+
+    return served
 
 
 class _Clock:

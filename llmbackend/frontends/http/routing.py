@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.routing import Router as StarletteRouter
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -32,3 +33,15 @@ class Router(StarletteRouter):
 
     def add_handler(self, path: str, handler: Handler, methods: Collection[str]) -> None:
         self.routes.append(ExactRoute(path, handler, methods))
+
+
+def without_trailing_slash(app: ASGIApp) -> ASGIApp:
+    """`app`, which finds a path under /v1 without the slash that some clients put behind it."""
+
+    def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        path: str = scope.get("path", "")
+        if path.startswith("/v1/") and path.endswith("/"):
+            scope["path"] = path.rstrip("/")
+        return app(scope, receive, send)
+
+    return served
