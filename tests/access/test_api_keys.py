@@ -147,15 +147,16 @@ def test_a_broken_file_leaves_the_last_keys_valid_and_is_logged_once(
     assert (name_of(ring, "sk-a"), name_of(ring, "sk-b")) == (None, "b")
 
 
-def test_an_account_outlives_a_reload_but_not_a_change_of_its_limits(tmp_path: Path) -> None:
+def test_an_account_outlives_a_reload_but_not_a_change_of_its_key_or_limits(tmp_path: Path) -> None:
     file, clock = tmp_path / "keys", FakeClock()
-    write(file, "a:sk-a rpm=1\nb:sk-b rpm=1\n")
+    write(file, "a:sk-a rpm=1\nb:sk-b rpm=1\nc:sk-c rpm=1\n")
     ring = KeyRing((), KeyFile(file, DEFAULTS), clock)
-    before = {key: ring.find(key.encode()) for key in ("sk-a", "sk-b")}
-    write(file, "a:sk-rotated rpm=1\nb:sk-b rpm=2\n")
+    before = {key: ring.find(key.encode()) for key in ("sk-a", "sk-b", "sk-c")}
+    write(file, "a:sk-rotated rpm=1\nb:sk-b rpm=2\nc:sk-c rpm=1\n")
     clock.now_s += 1
-    assert ring.find(b"sk-rotated") is before["sk-a"]
+    assert ring.find(b"sk-rotated") is not before["sk-a"]
     assert ring.find(b"sk-b") is not before["sk-b"]
+    assert ring.find(b"sk-c") is before["sk-c"]
 
 
 def test_wrong_keys_are_not_stored() -> None:
@@ -171,3 +172,26 @@ def test_wrong_keys_are_not_stored() -> None:
     finally:
         tracemalloc.stop()
     assert after - before < 10_000
+
+
+def test_what_is_stored_belongs_to_the_key_whatever_its_name_and_place() -> None:
+    def owner(ring: KeyRing, key: str) -> str:
+        account = ring.find(key.encode())
+        assert account is not None
+        return account.owner
+
+    both, one = (KeyRing(unnamed_keys(keys, DEFAULTS)) for keys in (("sk-a", "sk-b"), ("sk-b",)))
+    assert owner(both, "sk-a") != owner(both, "sk-b") == owner(one, "sk-b")
+    assert owner(KeyRing(parse_keys("alice:sk-b", DEFAULTS)), "sk-b") == owner(one, "sk-b")
+    assert "sk-b" not in owner(one, "sk-b") and digest_of("sk-b").hex()[:16] not in owner(one, "sk-b")
+
+
+def test_a_name_that_gets_another_key_gets_another_owner(tmp_path: Path) -> None:
+    write(tmp_path / "keys", "alice:sk-1\n")
+    clock = FakeClock()
+    ring = KeyRing([], KeyFile(tmp_path / "keys", DEFAULTS), clock)
+    before = ring.find(b"sk-1")
+    write(tmp_path / "keys", "alice:sk-2\n")
+    ring.reload()
+    after = ring.find(b"sk-2")
+    assert before is not None and after is not None and before.owner != after.owner

@@ -34,6 +34,7 @@ NO_KEY_ANTHROPIC: Final = (
 WRONG_KEY: Final = "Incorrect API key provided."
 _NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KEY: Final = re.compile(r"[!-~]{1,512}")
+_OWNER: Final = b"llmbackend: owner of what is stored"
 _MAX_FILE_BYTES: Final = 1 << 20
 _CHECK_EVERY_S: Final = 1.0
 
@@ -46,6 +47,12 @@ class ApiKey:
     digest: bytes
     limits: Limits
     role: Role = Role.USER
+
+    @property
+    def owner(self) -> str:
+        """As whose the server stores what the key makes: a hash of the key itself, the same in every server and after
+        every restart, whatever the key's name and place. No name of a key has a colon."""
+        return f"key:{hmac.digest(self.digest, _OWNER, 'sha256').hex()[:32]}"
 
 
 def digest_of(key: str) -> bytes:
@@ -156,7 +163,7 @@ class KeyRing:
     """All valid keys and their accounts. Used on the event loop alone.
 
     The file is checked for changes when a key is presented, at most once a second. An account survives a reload that
-    changes neither its limits nor its role.
+    changes neither its key, its limits nor its role.
     """
 
     def __init__(
@@ -227,10 +234,17 @@ class KeyRing:
             account.is_only_one = len(keys) == 1
 
     def _account(self, key: ApiKey, before: Account | None) -> Account:
-        if before is not None and (before.limits, before.role) == (key.limits, key.role):
+        if before is not None and (before.limits, before.role, before.owner) == (key.limits, key.role, key.owner):
             return before
-        caches, shared = self._shares_caches, self._shared
-        return Account(key.name, key.limits, self._clock, role=key.role, shares_caches=caches, shared=shared)
+        return Account(
+            key.name,
+            key.limits,
+            self._clock,
+            role=key.role,
+            owner=key.owner,
+            shares_caches=self._shares_caches,
+            shared=self._shared,
+        )
 
 
 def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:

@@ -130,11 +130,15 @@ class Account:
         clock: Clock = time.monotonic,
         *,
         role: Role = Role.USER,
+        owner: str = "",
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """shared: where the buckets are, if several processes admit requests."""
+        """owner: as whose the server stores what the key makes; "" = the name
+        shared: where the buckets are, if several processes admit requests
+        """
         self.name = name
+        self.owner = owner or name
         self.limits = limits
         self.role = role
         self.tenant = Tenant(name, is_operator=role is Role.OPERATOR, cache_name="" if shares_caches else name)

@@ -30,7 +30,7 @@ class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int = 0
     """How often it was taken up by another host."""
     owner: str = ""
-    """The name of its API key; "" where there are none."""
+    """Its API key, as `current_owner` names it; "" where there are none."""
     path: str
     """Of the requests that may come back to it."""
     headers: tuple[tuple[bytes, bytes], ...] = ()

@@ -3,8 +3,11 @@ streamed and parsed, with calls and reasoning."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,10 +18,12 @@ from openai.types.responses import Response
 from pydantic import BaseModel, TypeAdapter
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.journals.documents import Capacity, StoreError, Write
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.journals.documents import Capacity, Document, Put, StoreError, Write
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
-from llmbackend.frontends.journals.store_settings import IN_MEMORY
+from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUMENTED
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
@@ -307,3 +312,29 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
 def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="compacts no conversations"):
         client.responses.compact(model=MODEL, input="x")
+
+
+def test_a_stored_response_belongs_to_its_key_whatever_keys_the_server_has(
+    scripted_host: InferenceServer, tmp_path: Path
+) -> None:
+    @contextlib.contextmanager
+    def served(*keys: str) -> Iterator[str]:
+        store = StoreSettings(url=f"sqlite:{tmp_path / 'store'}").open()
+        with serve_openai(scripted_host, store, AccessControl(AccessSettings(api_keys=keys))) as base:
+            yield f"{base}/v1/responses"
+        asyncio.run(store.close())
+
+    def of(key: str) -> dict[str, str]:
+        return {"Authorization": f"Bearer {key}"}
+
+    storage = StoreSettings(url=f"sqlite:{tmp_path / 'store'}").open_storage()
+    storage.commit([Put(Document("api-key-1", "response", "resp_old", b"{}", 0.0, 1e12))], 1.0)  # of an older release
+    storage.close()
+    with served("sk-a", "sk-b") as url:
+        assert httpx.get(f"{url}/resp_old", headers=of("sk-a")).status_code == 404
+        id = httpx.post(url, json={"model": MODEL, "input": f"{SAY}secret"}, headers=of("sk-a")).json()["id"]
+        assert httpx.get(f"{url}/{id}", headers=of("sk-b")).status_code == 404
+    with served("sk-b") as url:  # which has the place of the other one now
+        assert httpx.get(f"{url}/{id}", headers=of("sk-b")).status_code == 404
+    with served("sk-b", "sk-a") as url:
+        assert httpx.get(f"{url}/{id}", headers=of("sk-a")).json()["id"] == id
