@@ -3,9 +3,10 @@
 For: the HTTP application, for the endpoints of inference. Does not know: what an answer says. Invariants: a request
 without the header costs one look at its headers; of requests with one key one runs, and the others get its answer's
 bytes, whole, also while it runs; another body is refused, never answered with the first one's; an answer that is no 2xx
-is given to those who wait for it and forgotten; what is kept is bounded for each API key, and ends with its time to
-live. The request goes on without its client for the grace, so that a retry finds it.
-Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; where it says 409, a retry waits here), Stripe
+is given to those who wait for it and forgotten; what is kept is bounded for each API key and for all together, and ends
+with its time to live. The request goes on without its client for the grace, so that a retry finds it.
+Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; where it says 409, a retry waits here, unless
+the first request's body does not come), Stripe
 (`Idempotent-Replayed`).
 """
 
@@ -36,6 +37,10 @@ REPLAYED: Final = (b"idempotent-replayed", b"true")
 """Header of an answer that was begun for an earlier request."""
 _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
+_BODY_WAIT_S: Final = 1.0
+"""How long a request waits for the body of an earlier one with its key, whose client may be slow."""
+_MAX_BYTES: Final = 256 << 20
+"""Of the answers of all keys together. Those that have ended go, then no request with a key is accepted."""
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
@@ -64,8 +69,8 @@ class _Answer:
     """Of the grace while it runs, then of its time to live."""
     num_body_bytes: int = 0
     """Of the request."""
-    size_bytes: int = 0
-    """Of the answer."""
+    is_listed: bool = True
+    """Whether another request may find it."""
 
     @property
     def has_ended(self) -> bool:
@@ -80,6 +85,8 @@ class IdempotentRequests:
         self._grace_s = grace_s
         self._answers: defaultdict[str, OrderedDict[str, _Answer]] = defaultdict(OrderedDict)
         """By owner and key, the oldest first."""
+        self._held_bytes = 0
+        """Of all that are listed."""
 
     def applies_to(self, scope: Scope) -> bool:
         """Whether `serve` is to be called: for a POST that begins an inference and has a key."""
@@ -99,7 +106,13 @@ class IdempotentRequests:
             return
         owner = current_owner()
         while (answer := self._answers[owner].get(key)) is not None:
-            expected = await asyncio.shield(answer.fingerprint)
+            try:
+                async with asyncio.timeout(_BODY_WAIT_S):
+                    expected = await asyncio.shield(answer.fingerprint)
+            except TimeoutError:
+                text = f"the first request with the key '{key}' of the header 'Idempotency-Key' is still being sent"
+                await refusing(409, text)(scope, receive, send)
+                return
             if expected is None:
                 self._forget(answer)  # its body was not read
                 continue
@@ -109,8 +122,7 @@ class IdempotentRequests:
             else:
                 await self._give(answer, scope, receive, send, (REPLAYED,))
             return
-        if not self._make_room(owner):
-            text = f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, more are not accepted"
+        if text := self._make_room(owner):
             await refusing(429, text)(scope, receive, send)
             return
         answer = self._answers[owner][key] = _Answer(owner, key, Journal(self._limits.max_answer_bytes))
@@ -140,8 +152,7 @@ class IdempotentRequests:
                 answer.head.set_result(message)
                 return
             if piece := message.get("body", b""):
-                answer.size_bytes += len(piece)
-                answer.journal.publish([piece])
+                self._publish(answer, piece)
             if not message.get("more_body", False):
                 self._complete(answer)
 
@@ -156,11 +167,17 @@ class IdempotentRequests:
                 answer.journal.end(_IncompleteError())
                 self._forget(answer)
 
+    def _publish(self, answer: _Answer, piece: bytes) -> None:
+        before = answer.journal.held_bytes
+        answer.journal.publish([piece])
+        if answer.is_listed:
+            self._held_bytes += answer.journal.held_bytes - before
+
     def _complete(self, answer: _Answer) -> None:
         answer.journal.end()
         message = answer.head.result()
         is_kept = message is not None and 200 <= message["status"] < 300 and answer.fingerprint.done()
-        if not is_kept or self._answers[answer.owner].get(answer.key) is not answer:
+        if not is_kept or not answer.is_listed:
             self._forget(answer)
             return
         self._set_timer(answer, self._limits.ttl_s)
@@ -233,32 +250,38 @@ class IdempotentRequests:
     def _forget(self, answer: _Answer) -> None:
         """A new request with its key runs. What has not ended is cancelled."""
         self._cancel_timer(answer)
-        of_owner = self._answers[answer.owner]
-        if of_owner.get(answer.key) is answer:
+        if answer.is_listed:
+            answer.is_listed = False
+            self._held_bytes -= answer.journal.held_bytes
+            of_owner = self._answers[answer.owner]
             del of_owner[answer.key]
-        if not of_owner:
-            del self._answers[answer.owner]
+            if not of_owner:
+                del self._answers[answer.owner]
         if not answer.has_ended:
             answer.presence.lost()
 
-    def _make_room(self, owner: str) -> bool:
-        """For one more answer; False where none can go because all are running."""
+    def _make_room(self, owner: str) -> str:
+        """For one more answer; says why there is none where all are running."""
         of_owner = self._answers[owner]
-        if len(of_owner) < self._limits.max_answers:
-            return True
-        oldest = next((one for one in of_owner.values() if one.has_ended), None)
-        if oldest is not None:
-            self._forget(oldest)
-        return oldest is not None
+        if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
+            return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, more are not accepted"
+        while self._held_bytes > _MAX_BYTES:
+            if not any(self._forget_one(answers) for answers in list(self._answers.values())):
+                return f"the answers to requests with an 'Idempotency-Key' hold more than {_MAX_BYTES} bytes"
+        return ""
 
     def _evict(self, owner: str) -> None:
-        ended = [one for one in self._answers[owner].values() if one.has_ended]
-        held = sum(one.size_bytes for one in ended)
-        for one in ended:
-            if held <= self._limits.max_bytes:
-                return
-            held -= one.size_bytes
-            self._forget(one)
+        answers = self._answers[owner]
+        held = sum(one.journal.held_bytes for one in answers.values())
+        while held > self._limits.max_bytes and (gone := self._forget_one(answers)) is not None:
+            held -= gone.journal.held_bytes
+
+    def _forget_one(self, answers: OrderedDict[str, _Answer]) -> _Answer | None:
+        """The oldest that has ended; None where all are running."""
+        oldest = next((one for one in answers.values() if one.has_ended), None)
+        if oldest is not None:
+            self._forget(oldest)
+        return oldest
 
 
 class _IncompleteError(Exception):

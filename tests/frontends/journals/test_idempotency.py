@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,10 @@ import httpx
 import pytest
 
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.api_keys import ApiKey, digest_of
+from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.journals import idempotency
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from tests.helpers.kserve_runner import Running
@@ -216,7 +220,8 @@ def test_keys_of_tenants_are_their_own(tmp_path: Path) -> None:
                 post(client, COMPLETIONS, "same", Authorization=f"Bearer sk-{name}") for name in ("one", "two", "one")
             ]
         assert answers[0].content == answers[2].content != answers[1].content
-        assert running.idempotent.num_answers("one") == running.idempotent.num_answers("two") == 1
+        owners = [ApiKey(name, digest_of(f"sk-{name}"), NO_LIMITS).owner for name in ("one", "two")]
+        assert [running.idempotent.num_answers(owner) for owner in owners] == [1, 1]
     finally:
         running.stop()
 
@@ -237,3 +242,34 @@ def test_a_client_that_leaves_while_it_sends_its_body_leaves_the_key_free(
     assert begun.is_set()
     answer = post(client, COMPLETIONS, "half")
     assert answer.status_code == 200 and "idempotent-replayed" not in answer.headers
+
+
+def test_a_request_does_not_wait_for_a_body_that_does_not_come(running: Running, client: httpx.Client) -> None:
+    host, port = running.http.split(":")
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nIdempotency-Key: slow\r\nContent-Type: application/json\r\n"
+    asked = client.build_request("POST", COMPLETIONS, json=body(COMPLETIONS)).content
+    with socket.create_connection((host, int(port)), timeout=30) as slow:
+        slow.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n".encode() + asked[:5])
+        eventually(lambda: running.idempotent.num_answers() and post(client, COMPLETIONS, "slow").status_code == 409)
+        assert "is still being sent" in post(client, COMPLETIONS, "slow").json()["error"]["message"]
+        slow.sendall(asked[5:])
+        assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200")
+    assert post(client, COMPLETIONS, "slow").headers["idempotent-replayed"] == "true"
+
+
+def test_what_is_kept_for_all_keys_together_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "_MAX_BYTES", 1000)
+    keys = tmp_path / "keys"
+    keys.write_text("one:sk-one\ntwo:sk-two\n")
+    keys.chmod(0o600)
+    access = AccessControl(AccessSettings(api_key_file=keys))
+    running = Running(tmp_path / "models", start=mock_llm_host, access=access)
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
+            one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))
+            large = post(client, STREAM, "large", body(STREAM, 30), **one)
+            assert len(large.content) > 1000
+            assert post(client, COMPLETIONS, "small", **two).status_code == 200
+            assert "idempotent-replayed" not in post(client, STREAM, "large", body(STREAM, 30), **one).headers
+    finally:
+        running.stop()
