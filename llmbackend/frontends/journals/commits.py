@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar
 
 from llmbackend.core.server_log import CAUSE, cause_of
+from llmbackend.frontends.errors import log_bug
 
 from .documents import Storage, StoreError, Write
 
@@ -57,6 +59,27 @@ class Commits:
             await asyncio.wait((self._flushing,))
         return await self._run(partial(ask, self._storage, self._clock_s()))
 
+    async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
+        """As `read`, for a request: raises StoreError also when it takes too long. `ask` must change nothing, since it
+        may go on then."""
+        async with self._answered_in_time():
+            return await self.read(ask)
+
+    async def settled(self, done: asyncio.Future[None]) -> None:
+        """Returns when what `add` gave is done. Raises StoreError, also when that takes too long; then the writes may
+        still be committed."""
+        async with self._answered_in_time():
+            await asyncio.shield(done)
+
+    @asynccontextmanager
+    async def _answered_in_time(self) -> AsyncGenerator[None, None]:
+        limit_s = self._storage.answers_within_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise StoreError(f"the response store did not answer within {limit_s:g} s") from None
+
     async def close(self) -> None:
         while self._flushing is not None:
             await asyncio.wait((self._flushing,))
@@ -71,17 +94,27 @@ class Commits:
                 writes, done = self._waiting, self._waiting_done
                 self._waiting, self._waiting_done = [], None
                 self.num_transactions += 1
-                error: StoreError | None = None
+                error: StoreError | None = StoreError("the response store was closed")
                 try:
-                    for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
-                        self.on_refused(id)
-                except StoreError as failure:
-                    log.error("%s", failure, extra={CAUSE: cause_of(failure)})
-                    error = failure
-                if done is not None and not done.done():
-                    _set(done, error)
+                    error = await self._commit(writes)
+                finally:
+                    if done is not None and not done.done():
+                        _set(done, error)
         finally:
             self._flushing = None
+
+    async def _commit(self, writes: Sequence[Write]) -> StoreError | None:
+        """Why it failed. Any error is one of the store to those who wait."""
+        try:
+            for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
+                self.on_refused(id)
+        except StoreError as failure:
+            log.error("%s", failure, extra={CAUSE: cause_of(failure)})
+            return failure
+        except Exception as failure:
+            log_bug("unexpected error in the response store", failure)
+            return StoreError(f"the response store failed: {failure!r}")
+        return None
 
     async def _run(self, work: Callable[[], T]) -> T:
         if self._threads is None:

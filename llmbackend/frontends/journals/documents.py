@@ -32,7 +32,7 @@ class Document:
     """One object of the API, as its owner gets it."""
 
     owner: str
-    """The name of its API key; "" where there are no keys."""
+    """Its API key, as `current_owner` names it; "" where there are no keys."""
     kind: Kind
     id: str
     """No other document has it, whatever its kind and owner."""
@@ -104,6 +104,9 @@ class Storage(Protocol):
 
     takes_over_each_s: float | None
     """How often `live` is asked again, where several servers share the store."""
+
+    answers_within_s: float | None
+    """How long a request waits for the store before it is refused; None: as long as it takes."""
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         """All writes in one transaction; then removes what has expired by `now_s`, and what exceeds the capacity.

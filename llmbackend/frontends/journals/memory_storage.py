@@ -19,6 +19,7 @@ class MemoryStorage:
 
     is_persistent = False
     takes_over_each_s: float | None = None
+    answers_within_s: float | None = None
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity

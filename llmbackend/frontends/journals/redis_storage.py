@@ -42,6 +42,7 @@ class RedisStorage:
 
     is_persistent = True
     takes_over_each_s: float | None = _LOOKED_FOR_EACH_S
+    answers_within_s: float | None = 1.0
 
     def __init__(self, url: str, capacity: Capacity) -> None:
         """Connects. Raises StoreError."""

@@ -29,6 +29,8 @@ HELD_EVENT_BYTES = 4 << 20
 """Events of a live document that are in memory; readers that are further behind read them from the store."""
 _WATCH_INTERVAL_S = 0.25
 """Between two looks for events that another server writes."""
+_EXPIRY_PAUSE_S = 10.0
+"""Before the store, which could not remove what has expired, is asked again."""
 _LOADED_BYTES = 1 << 20
 """Of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
@@ -53,9 +55,9 @@ class StoreOptions:
 
 
 def current_owner() -> str:
-    """Whose documents the current request may see: the name of its API key, "" where there are no keys."""
+    """Whose documents the current request may see: its API key's (see ApiKey.owner), "" where there are no keys."""
     identity = REQUEST_IDENTITY.get()
-    return "" if identity is None else identity.account.name
+    return "" if identity is None else identity.account.owner
 
 
 class Producer(Protocol):
@@ -133,23 +135,23 @@ class ResponseStore:
 
     async def put(self, document: Document) -> None:
         """Adds or replaces it; returns when it is committed. Raises StoreError."""
-        await asyncio.shield(self._add(document))
+        await self.settled(self._add(document))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
         """Raises NotStoredError, StoreError."""
-        return _of(owner, kind, id, await self._commits.read(lambda storage, now_s: storage.get(id, now_s)))
+        return _of(owner, kind, id, await self._commits.read_in_time(lambda storage, now_s: storage.get(id, now_s)))
 
     async def delete(self, owner: str, kind: Kind, id: str) -> None:
         """Removes it with its log; a live one's journal ends. Raises NotStoredError, StoreError."""
         await self.get(owner, kind, id)
         if (log := self._live.get(id)) is not None:
             log.abandon()
-        await asyncio.shield(self._commits.add([Delete(id)]))
+        await self.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
         """The document and those that it goes on behind, the oldest first. Raises NotStoredError,
         LineageTooLongError, StoreError."""
-        return await self._commits.read(partial(_lineage, owner, kind, id, max_bytes))
+        return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
     # --- logs -------------------------------------------------------------------------------------------------------
 
@@ -184,6 +186,11 @@ class ResponseStore:
     def finish(self, log: LiveLog, step: Append, document: Document) -> asyncio.Future[None]:
         """For LiveLog."""
         return self._commits.add([step, Put(document)])
+
+    async def settled(self, commit: asyncio.Future[None]) -> None:
+        """Returns when it is done. Raises StoreError, also for a store that does not answer in time, which may take the
+        writes after all."""
+        await self._commits.settled(commit)
 
     def forget(self, log: LiveLog) -> None:
         """For LiveLog."""
@@ -229,7 +236,7 @@ class ResponseStore:
         return Journal(HELD_EVENT_BYTES, next_number, partial(self._load, id))
 
     async def _load(self, id: str, first: int) -> Sequence[bytes]:
-        return await self._commits.read(lambda storage, now_s: storage.events(id, first, _LOADED_BYTES))
+        return await self._commits.read_in_time(lambda storage, now_s: storage.events(id, first, _LOADED_BYTES))
 
     # --- expiry -----------------------------------------------------------------------------------------------------
 
@@ -245,7 +252,14 @@ class ResponseStore:
 
     def _begin_expiry(self) -> None:
         self._expiry = None
-        self._expiring = asyncio.get_running_loop().create_task(self._expire())
+        self._expiring = asyncio.get_running_loop().create_task(self._expire_or_try_again())
+
+    async def _expire_or_try_again(self) -> None:
+        try:
+            await self._expire()
+        except StoreError as error:
+            log.warning("what has expired is removed later: %s", error)
+            self._expire_at(self.clock_s() + _EXPIRY_PAUSE_S)
 
     async def _expire(self) -> None:
         next_s = await self._commits.read(_expired)
@@ -293,12 +307,12 @@ class LiveLog:
     async def committed(self) -> None:
         """Waits until all that was appended is committed. Raises StoreError."""
         if self._last is not None:
-            await asyncio.shield(self._last)
+            await self._store.settled(self._last)
 
     async def room(self) -> None:
-        """Waits while much is not committed yet. Raises StoreError."""
-        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES:
-            await self.committed()
+        """Waits while much is not committed yet, however long the store takes. Raises StoreError."""
+        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES and self._last is not None:
+            await asyncio.shield(self._last)
 
     async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
         """The last events, and the document as it stays. Raises StoreError."""
@@ -310,7 +324,7 @@ class LiveLog:
         done = self._store.finish(self, step, self._document)
         done.add_done_callback(partial(self._committed, step.events))
         done.add_done_callback(lambda _: None if self._is_lost else self._end())
-        await asyncio.shield(done)
+        await self._store.settled(done)
 
     def lost(self) -> None:
         """For ResponseStore: another server writes the document now."""

@@ -46,6 +46,7 @@ class SqliteStorage:
 
     is_persistent = True
     takes_over_each_s: float | None = None
+    answers_within_s: float | None = None
 
     def __init__(self, path: Path, capacity: Capacity) -> None:
         """Opens the file, or makes it. Raises StoreError."""
@@ -54,6 +55,7 @@ class SqliteStorage:
         self._held_bytes = 0
         self._count_of: Counter[str] = Counter()
         self._connection = self._opened()
+        self._file = _identity(path)
         try:
             with self._errors():
                 self._prepare()
@@ -228,6 +230,8 @@ class SqliteStorage:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        if _identity(self._path) != self._file:  # SQLite would go on with a file that nobody can open again
+            raise StoreError(f"the response store '{self._path}' was removed or replaced; start the server again")
         try:
             yield
         except sqlite3.OperationalError as error:
@@ -236,6 +240,15 @@ class SqliteStorage:
             raise StoreError(f"the response store '{self._path}' failed: {error}") from None
         except sqlite3.Error as error:
             raise StoreError(f"the response store '{self._path}' failed: {error}") from None
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """None: there is no such file."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 def _document(row: Sequence[Any]) -> Document:

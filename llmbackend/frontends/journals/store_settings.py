@@ -55,6 +55,8 @@ class StoreSettings:
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
+        if self.url == _SQLITE + ":memory:":  # SQLite's name for what does not survive the process
+            object.__setattr__(self, "url", MEMORY)
         if self.url != MEMORY and not self._path and not self.url.startswith(_REDIS):
             raise ValueError(f"the response store is '{self.url.rpartition('@')[2]}', expected {self.FORMS}")
 

@@ -23,6 +23,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from llmbackend.core.errors import TritonError, unavailable
+from llmbackend.frontends.errors import log_bug
 
 from .stream_record import StreamDelta, StreamHead, StreamRecord
 
@@ -221,9 +222,12 @@ class StreamCopies:
         try:
             while self._waiting:
                 waiting, self._waiting = self._waiting, []
-                await self._copy([item for item, _ in waiting if item is not None])
+                try:
+                    await self._copy([item for item, _ in waiting if item is not None])
+                except Exception as error:
+                    log_bug("unexpected error while streams were copied", error)
                 for _, then in waiting:
-                    then()
+                    _call(then)
         finally:
             self._flushing = None
 
@@ -412,6 +416,14 @@ class _Taken(NamedTuple):
 
 def _age(record: StreamRecord) -> tuple[int, int]:
     return record.head.epoch, len(record.deltas)
+
+
+def _call(then: Callable[[], None]) -> None:
+    """An error in one stream must not stop the others."""
+    try:
+        then()
+    except Exception as error:
+        log_bug("unexpected error in a stream that was copied", error)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -134,3 +136,30 @@ def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
             await store.close()
 
     asyncio.run(run())
+
+
+def test_requests_do_not_wait_long_for_a_server_that_hangs(redis_url: str) -> None:
+    client = _client(redis_url)
+    pid = client.info("server")["process_id"]
+
+    async def run() -> None:
+        async with opened(RedisStorage(redis_url, CAPACITY)) as store:
+            await store.put(document("a"))
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                log = store.begin(document("live", is_live=True))
+                for work in (
+                    store.get("", "response", "a"),
+                    store.put(document("b")),
+                    store.delete("", "response", "a"),
+                    log.committed(),
+                ):
+                    with pytest.raises(StoreError, match="did not answer within 1 s"):
+                        await work
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            await log.room()
+            assert (await store.get("", "response", "a")).id == "a"
+
+    asyncio.run(run())
+    client.close()

@@ -196,3 +196,24 @@ def test_settings() -> None:
         StoreSettings(url="file:x")
     with pytest.raises(ValueError, match="'sqlite:', expected"):
         StoreSettings(url="sqlite:")
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_deleted_under_the_server_is_noticed(tmp_path: Path, is_replaced: bool) -> None:
+    path = tmp_path / "store"
+    storage = SqliteStorage(path, CAPACITY)
+    storage.commit([Put(document("a"))], 1.0)
+    path.rename(tmp_path / "gone")
+    if is_replaced:
+        path.write_bytes((tmp_path / "gone").read_bytes())
+    with pytest.raises(StoreError, match="was removed or replaced"):
+        storage.get("a", 1.0)
+    with pytest.raises(StoreError, match="was removed or replaced"):
+        storage.commit([Put(document("b"))], 1.0)
+    storage.close()
+
+
+def test_sqlites_name_for_memory_is_the_store_in_memory() -> None:
+    settings = StoreSettings(url="sqlite::memory:")
+    assert settings == StoreSettings() and not settings.open_storage().is_persistent
+    assert not Path(":memory:").exists()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import stream_copies
-from llmbackend.frontends.journals.stream_copies import HeldRecords, _Begin, _End, _Step
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.stream_copies import HeldRecords, StreamCopies, _Begin, _End, _Step
 from llmbackend.frontends.journals.stream_record import StreamHead, StreamRecord
 from tests.helpers.linked_hosts import Hosts
 from tests.helpers.mock_llm_host import MODEL
@@ -297,3 +299,34 @@ def test_a_record_can_be_taken_again_while_its_taker_may_have_ended() -> None:
     now_s = 31.0
     held.add([])
     assert held.take("k", "o", "/p") is None
+
+
+class NoPeers:
+    """Peers of a host that is alone."""
+
+    def live(self) -> Sequence[str]:
+        return ()
+
+    def are_all_live(self) -> bool:
+        return True
+
+    def on_change(self, callback: Callable[[], None]) -> None: ...
+
+    async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
+        raise unavailable("nobody")
+
+    def on_call(self, topic: str, handler: Callable[[str, bytes], Awaitable[bytes]]) -> None: ...
+
+
+def test_an_error_in_one_stream_does_not_stop_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        copies = StreamCopies(NoPeers(), {}, ResumableStreams())
+        shown = asyncio.Event()
+        copies.add("a", (), lambda: [].pop())
+        copies.add("b", (), shown.set)
+        await asyncio.wait_for(shown.wait(), 10)
+
+    asyncio.run(run())
+    assert [one.getMessage().partition(":")[0] for one in caplog.records] == [
+        "unexpected error in a stream that was copied"
+    ]

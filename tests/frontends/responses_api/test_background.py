@@ -12,6 +12,8 @@ import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.documents import Document
+from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.limits import InferenceLimits
 from tests.helpers.openai_live_server import serve_openai
@@ -200,3 +202,16 @@ def test_sealed_reasoning_can_be_asked_for_later(client: Any) -> None:
     id = create(client).id
     assert client.responses.retrieve(id, include=include).output[0].encrypted_content == sealed
     assert client.responses.retrieve(id).output[0].encrypted_content is None
+
+
+def test_a_response_that_can_not_begin_gives_back_its_place(
+    client: Any, gate: InferenceGate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: ResponseStore, document: Document) -> LiveLog:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(ResponseStore, "begin", fail)
+    for _ in range(3):
+        with pytest.raises(openai.InternalServerError):
+            create(client, background=True)
+    assert not gate.open_inferences

@@ -24,7 +24,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.errors import LimitReachedError
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document
+from llmbackend.frontends.journals.documents import Document, StoreError
 from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore, current_owner
 from llmbackend.frontends.operations.metrics import load_headers
 
@@ -123,15 +123,23 @@ class BackgroundResponses:
         )
         generation = Generation(self._gate, made.request, target, identity.id, plan=made.plan, trace=trace)
         release_body(http)
-        queued, events = made.state.json(), made.writer.begin_events()
-        document = self._document(prepared, made, continuation)
-        run = self._run(self._store.begin(document), made)
-        run.log.append(events, b"")
-        self._begin(run, generation)
+        try:
+            queued, events = made.state.json(), made.writer.begin_events()
+            run = self._run(self._store.begin(self._document(prepared, made, continuation)), made)
+            run.log.append(events, b"")
+            self._begin(run, generation)
+        except BaseException:
+            self._runs.pop(identity.id, None)
+            generation.close()
+            raise
         headers = load_headers(self._gate.server, http, target.name)
         if prepared.request.generation.stream is not None:
             return JournalStream(run.log.journal, headers=headers)
-        await run.log.committed()
+        try:
+            await run.log.committed()
+        except StoreError as error:
+            run.log.on_failure(error)  # nobody would know of it
+            raise
         return Response(queued, headers=headers, media_type="application/json")
 
     async def cancel(self, id: str) -> None:
@@ -212,7 +220,7 @@ class BackgroundResponses:
             sampling=asked.sampling | {"seed": seed},
             return_token_ids=True,
         )
-        state = prepared.state(identity, plan, self._key)
+        state = prepared.state(identity, plan, self._key, target)
         return _Made(prepared, request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
 
     def _document(self, prepared: PreparedResponse, made: _Made, continuation: bytes) -> Document:
