@@ -199,7 +199,17 @@ class ModelInstanceState:
                 self._metrics.taken_by_engine(task, now_ns)
             task.times.taken_ns = task.times.taken_ns or now_ns
         self._reports.taken(tasks)
-        return [task.resume_request() for task in tasks]
+        return [request for task in tasks if (request := self._resumed(task)) is not None]
+
+    def _resumed(self, task: InferTask) -> InferRequest | None:
+        """What the engine gets of a task; None when that cannot be made, and the task was answered."""
+        try:
+            return task.resume_request()
+        except Exception as error:
+            logger.exception("request %s: it could not be given to an engine", task.request_id)
+            self._tasks.pop(task.request_id)
+            self._model.fail(task, internal(f"the request could not be given to an engine: {error}"))
+            return None
 
     def _send_responses(self, outputs: Sequence[StepOutput]) -> None:
         step = StepTimes(time.monotonic_ns())
@@ -223,10 +233,7 @@ class ModelInstanceState:
         if controls is NO_CONTROLS:
             return ()
         for task, error in controls.ended:
-            if error is None:
-                self._finish_early(task)
-            else:
-                self._model.fail(task, error, "abort")
+            self._end_stopped(task, error)
         for assignment in controls.elsewhere:
             assignment.wake()
         if controls.ended:
@@ -236,20 +243,26 @@ class ModelInstanceState:
     def _engine_lost(self, request_ids: Sequence[str], cause: EngineDeadError) -> None:
         """The dead engine's requests go on in the next engine that has room, except one that keeps killing engines."""
         engine, model = self._engine, self._model
-        model.loras.engine_ended(engine.index)
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)
-        for task in lost.requeued:
+        try:
+            self._report_lost(lost.requeued, cause)
+        finally:  # a report that fails keeps no request from another engine, or from its answer
+            if lost.blamed is not None:
+                engine.manager.reset_failures()
+                self._fail_blamed(lost.blamed, cause)
+            if model.why_no_engine():
+                model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
+            model.wake_engines()
+
+    def _report_lost(self, requeued: Sequence[InferTask], cause: EngineDeadError) -> None:
+        engine, model = self._engine, self._model
+        model.prefixes.ended(engine)
+        model.loras.engine_ended(engine.index)
+        for task in requeued:
             task.engine_died(cause.kind)
         self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
-        self._reports.put_back(lost.requeued, NO_ENGINE)
-        if lost.blamed is not None:
-            engine.manager.reset_failures()
-            self._fail_blamed(lost.blamed, cause)
-        if model.why_no_engine():
-            model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
-        model.prefixes.ended(engine)
-        model.wake_engines()
+        self._reports.put_back(requeued, NO_ENGINE)
 
     def _blocks_changed(self, changes: BlockChanges) -> None:
         self._model.prefixes.changed(self._engine, changes)
@@ -322,12 +335,19 @@ class ModelInstanceState:
             self._tasks.pop_stopped(task.request_id, self._engine.assignment)
             self._engine.manager.wake()
 
-    def _finish_early(self, task: InferTask) -> None:
-        """Ends a task that its client stopped, with what it has so far."""
-        now_ns = time.monotonic_ns()
-        task.add_output(StepOutput(task.request_id, finish_reason="abort"), now_ns)
-        self._model.end_task(task, "abort", now_ns)
-        task.respond()
+    def _end_stopped(self, task: InferTask, error: TritonError | None) -> None:
+        """error: None ends the task with what it has so far, because its client stopped it."""
+        if error is not None:
+            self._model.fail(task, error, "abort")
+            return
+        try:
+            now_ns = time.monotonic_ns()
+            task.add_output(StepOutput(task.request_id, finish_reason="abort"), now_ns)
+            self._model.end_task(task, "abort", now_ns)
+            task.respond()
+        except Exception as failure:
+            logger.exception("request %s: its last output could not be delivered", task.request_id)
+            task.fail(internal(f"the response could not be made: {failure}"))
 
     def _fail_blamed(self, task: InferTask, cause: EngineDeadError) -> None:
         num_deaths = len(task.isolated_deaths)

@@ -405,8 +405,11 @@ class ModelState:
     # --- tasks end ----------------------------------------------------------------------------------------------------
 
     def fail(self, task: InferTask, error: TritonError, reason: str = "error") -> None:
-        """Answers a task that is not in the map with an error."""
-        self.end_task(task, reason, time.monotonic_ns())
+        """Answers a task that is not in the map with an error, also when a count or report of its end fails."""
+        try:
+            self.end_task(task, reason, time.monotonic_ns())
+        except Exception:
+            logger.exception("request %s: its end could not be counted", task.request_id)
         task.fail(error)
 
     def fail_all(self, error: TritonError) -> None:

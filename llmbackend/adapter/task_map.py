@@ -237,14 +237,17 @@ class TaskMap:
     def engine_died(
         self, engine: EngineAssignment, request_ids: Sequence[str], kind: DeathKind, now_ns: int
     ) -> LostTasks:
-        """Puts the engine's tasks back before all queued ones, in the order of `request_ids`, suspects with deaths in
-        isolation first; pops a blamed one."""
+        """Puts all tasks of the engine back before all queued ones: first those of `request_ids`, which its manager
+        knew, in their order, then those that its manager never got. Suspects with deaths in isolation come before
+        both; a blamed task is popped."""
         with self._lock:
             engine.stopped_ids.clear()
             blamed = engine.isolation.engine_died(kind)
             if blamed is not None:
                 self._pop(blamed.request_id)
-            lost = [self._tasks[one] for one in request_ids if self._engine_of.get(one) is engine]
+            assigned = {one: self._tasks[one] for one, owner in self._engine_of.items() if owner is engine}
+            known = [assigned.pop(one) for one in request_ids if one in assigned]
+            lost = known + list(assigned.values())
             # A harmless suspect that waited behind other suspects could see another death.
             lost.sort(key=lambda task: -len(task.isolated_deaths))
             for task in lost:

@@ -38,6 +38,7 @@ from llmbackend.core.backend_api import (
 from .ragged import RaggedBatch
 
 _log = logging.getLogger(__name__)
+BUILT_FOR_API = (1, 19)
 Readers = Mapping[str, Callable[[str], Any]]
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -46,7 +47,7 @@ Arrays = dict[str, Array]
 
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
-    check_api_version(backend)
+    check_api_version(backend, BUILT_FOR_API)
 
 
 def TRITONBACKEND_ModelFinalize(model: Model) -> None:

@@ -76,6 +76,7 @@ Sending
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntFlag
@@ -186,6 +187,8 @@ __all__ = [
 ]
 
 API_VERSION = (1, 19)
+"""Of this module. A backend keeps the value that it was written for as a constant of its own."""
+_log = logging.getLogger(__name__)
 
 
 class ExecutionPolicy(Enum):
@@ -482,9 +485,19 @@ class ResponseFactory(Protocol):
         """TRITONBACKEND_ResponseFactoryDelete. Idempotent. An open factory keeps its model loaded."""
 
 
-def check_api_version(backend: Backend, built_for: tuple[int, int] = API_VERSION) -> None:
-    """For Initialize: raises TritonError UNSUPPORTED unless the host's major version equals that of `built_for`, and
-    its minor version is at least as high."""
-    major, minor = backend.api_version
-    if major != built_for[0] or minor < built_for[1]:
-        raise unsupported("triton backend API version does not support this backend")
+def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:
+    """For Initialize: logs both versions of this interface, as Triton's backends do.
+
+    built_for: API_VERSION as it was when the backend was written: a constant of the backend, not this module's value
+
+    Raises TritonError UNSUPPORTED unless the host's major version equals that of `built_for`, and its minor version is
+    at least as high.
+    """
+    (host_major, host_minor), (major, minor) = backend.api_version, built_for
+    _log.info("Triton TRITONBACKEND API version: %d.%d", host_major, host_minor)
+    _log.info("'%s' TRITONBACKEND API version: %d.%d", backend.name, major, minor)
+    if host_major != major or host_minor < minor:
+        raise unsupported(
+            f"triton backend API version does not support this backend: '{backend.name}' was written for version "
+            f"{major}.{minor}, this server has {host_major}.{host_minor}"
+        )

@@ -3,8 +3,8 @@
 For: the owner of a request queue (the adapter's ModelState), which it serves through callbacks, as MindIE's LlmManager
 does. Does not know: text, Triton, clients. Invariants: the loop blocks in one poll and never sleeps; every request that
 was pulled ends with exactly one output that has a finish_reason, or is given back to its owner because its engine has
-ended; at most max_num_seqs requests are live, fewer where other hosts have requests
-in the engine, and the rest stay in their owner's queue.
+ended, which includes an engine that is discarded because get_requests or send_responses failed; at most max_num_seqs
+requests are live, fewer where other hosts have requests in the engine, and the rest stay in their owner's queue.
 
 All callbacks run on the loop's thread. `_live` and `_supervisor` belong to that thread between start() and shutdown().
 """
@@ -241,11 +241,11 @@ class LlmManager:
                 self._call(self._on.reported, result.report)
             if result.blocks is not None:
                 self._call(self._on.blocks_changed, result.blocks)
+            if result.outputs:
+                self._on.send_responses(result.outputs)
             for output in result.outputs:
                 if output.finish_reason is not None:
                     self._live.pop(output.request_id, None)
-            if result.outputs:
-                self._call(self._on.send_responses, result.outputs)
             for adapter in result.adapters:
                 self._call(self._on.adapter_loaded, adapter)
         if results:
@@ -291,16 +291,16 @@ class LlmManager:
         """Once for each engine: when it is to be prepared, or with its first request with a grammar."""
         if self._has_sent_vocabulary or not (self._prepares_grammars or any(request.grammar for request in add)):
             return None
-        self._has_sent_vocabulary, self._prepares_grammars = True, False
-        return self._call(self._on.vocabulary)
+        vocabulary = self._call(self._on.vocabulary)
+        self._has_sent_vocabulary, self._prepares_grammars = vocabulary is not None, False
+        return vocabulary
 
     def _pull(self) -> list[InferRequest]:
         if not self._live:
             self._supervisor.idle()
         room = self.room
-        pulled = self._call(self._on.get_requests, room) if room > 0 else None
         accepted = []
-        for request in pulled or ():
+        for request in self._on.get_requests(room) if room > 0 else ():
             known = request.request_id in self._live
             error = f"request_id '{request.request_id}' is already live, expected a unique id" if known else ""
             self._call(self._on.status_response, request.request_id, error, StatusType.REQUEST_ENQUEUE_STATUS)
@@ -337,7 +337,11 @@ class LlmManager:
         self._call(self._on.engine_lost, lost, error)
 
     def _call(self, callback: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """A callback that fails must not end the loop, which all other requests depend on."""
+        """Calls a callback whose failure loses no request; it is logged, and the loop goes on.
+
+        `get_requests` and `send_responses` are called directly: when one of them fails, it is unknown which requests
+        were taken or which outputs were recorded, so that the engine is discarded and its requests are given back.
+        """
         try:
             return callback(*args, **kwargs)
         except Exception:

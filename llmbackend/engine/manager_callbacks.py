@@ -1,7 +1,8 @@
 """What the loop of an engine asks and tells the owner of its requests: one frozen object of callbacks.
 
 For: LlmManager, and the owner of a request queue (the adapter's ModelState), as in MindIE's LlmManager. Does not know:
-the loop. Invariant: all are called on the loop's thread; an exception of one is logged, and the loop goes on.
+the loop. Invariant: all are called on the loop's thread. An exception of get_requests or send_responses discards the
+engine, and engine_lost follows; an exception of another callback is logged, and the loop goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class ManagerCallbacks:
     stats(stats)                        after each batch of steps
     status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
     engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
-                                        were pulled; get_requests may give them out again, to the next engine
+                                        were pulled; get_requests may give them out again, to the next engine. After
+                                        an exception of get_requests the owner may have given out more, and after one
+                                        of send_responses some of them may have ended.
     vocabulary()                        what tokens stand for, for requests with a grammar; once an engine; None = such
                                         requests cannot be served
     adapters()                          the LoRA adapters that the engine should have, name → folder; None = those of

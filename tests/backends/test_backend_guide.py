@@ -1,17 +1,22 @@
-"""The backend of docs/backend_authors.md, run as it stands there."""
+"""The backend of docs/backend_authors.md, run as it stands there; what bundled backends have in common."""
 
 from __future__ import annotations
 
 import re
+from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from llmbackend.core.errors import TritonError
+from llmbackend.core.backend_manager import ENTRY_POINT_GROUP, installed_backends
+from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from tests.helpers.framework_host import WAIT_S, infer, texts
 
+pytest.importorskip("onnxruntime")  # before any test: it keeps a file of its own open
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "backend_authors.md"
 
 
@@ -44,3 +49,13 @@ def test_the_guides_backend_serves_refuses_and_counts(tmp_path: Path) -> None:
         assert counted["backwards"].success.count == 1 and counted["brief"].fail.count == 1
     finally:
         assert server.stop(WAIT_S)
+
+
+@pytest.mark.parametrize("name", installed_backends())
+def test_each_bundled_backend_states_the_version_it_was_written_for(name: str) -> None:
+    """Not the host's, which it would fit always."""
+    module: Any = next(iter(entry_points(group=ENTRY_POINT_GROUP, name=name))).load()
+    for version in ((2, 0), (1, 18)):
+        with pytest.raises(TritonError, match=f"'{name}' was written for version 1.19") as refusal:
+            module.TRITONBACKEND_Initialize(SimpleNamespace(name=name, api_version=version))
+        assert refusal.value.code is ErrorCode.UNSUPPORTED

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
 
+from llmbackend.core.backend_manager import LoadedBackend
 from tests.helpers.core_backends import load_error
 from tests.helpers.core_host import ECHO_BACKEND, STAGE, Client, Repository, noting_backend, send, serving
 
@@ -46,6 +48,26 @@ def test_runtime_names_another_file(repository: Repository) -> None:
     repository.model("m", "echo", 'runtime: "other.py"')
     with serving(repository, "m") as server:
         assert server.model_is_ready("m")
+
+
+def test_a_backend_is_refused_by_a_host_of_another_version(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = "from llmbackend.core.backend_api import check_api_version\n"
+    check += "def TRITONBACKEND_Initialize(backend): check_api_version(backend, (1, 19))\n"
+    repository.backend("checked", check + ECHO_BACKEND)
+    repository.model("m", "checked")
+    monkeypatch.setattr(LoadedBackend, "api_version", (2, 0))
+    with serving(repository) as server, caplog.at_level(logging.INFO):
+        assert (
+            "Unsupported: triton backend API version does not support this backend: 'checked' was written for version "
+            "1.19, this server has 2.0"
+        ) in load_error(server, "m")
+        assert "Triton TRITONBACKEND API version: 2.0" in caplog.text
+        assert "'checked' TRITONBACKEND API version: 1.19" in caplog.text
+        monkeypatch.setattr(LoadedBackend, "api_version", (1, 20))
+        server.load_model("m")
+        server.unload_model("m")
 
 
 def test_a_missing_backend_is_reported_with_the_text_of_triton(repository: Repository) -> None:

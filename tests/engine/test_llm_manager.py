@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import InferRequest, StepOutput
 from llmbackend.engine.manager_callbacks import Operation, StatusType
 from llmbackend.engine.process.engine_sources import ForkedEngines
@@ -120,21 +121,58 @@ def test_an_impossible_request_is_answered_with_the_reason(owner: Owner) -> None
 
 
 def test_a_failing_callback_does_not_end_the_loop(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
-    send = owner.send_responses
-    failures: list[bool] = []
+    def fail() -> Sequence[tuple[str, Operation]]:
+        raise ValueError("the owner's bug")
+
+    owner.control_signal = fail  # type: ignore[method-assign]
+    owner.start(transport="inline")
+    owner.submit(make_request("r", max_tokens=4, ignore_eos=True))
+    owner.wait_for_end("r")
+    assert "the owner's bug" in caplog.text and not owner.deaths
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_outputs_that_the_owner_did_not_take_are_computed_again(owner: Owner, kind: str, count: int) -> None:
+    """The first one, which ends its request where it has one token; or the last one of several."""
+    send, calls = owner.send_responses, []
 
     def fail_once(outputs: Sequence[StepOutput]) -> None:
-        if not failures:
-            failures.append(True)
+        calls.append(outputs)
+        if len(calls) == count:
             raise ValueError("the owner's bug")
         send(outputs)
 
     owner.send_responses = fail_once  # type: ignore[method-assign]
-    owner.start(transport="inline")
-    owner.submit(make_request("lost", max_tokens=1))
-    owner.submit(make_request("r", max_tokens=4, ignore_eos=True))
-    owner.wait_for_end("r")
-    assert "the owner's bug" in caplog.text
+    owner.start(transport=kind)
+    requests = [make_request(f"r{i}", [i, 2], max_tokens=count, min_tokens=count) for i in range(3)]
+    owner.submit(*requests)
+    expect_all(owner, requests)
+    assert ["the owner's bug" in str(cause) for _, cause in owner.deaths] == [True]
+
+
+def test_requests_whose_pull_failed_are_given_back(owner: Owner, kind: str) -> None:
+    """An owner that has given out requests, and fails, is told that the engine is lost, and gives them out again."""
+    get, lost = owner.get_requests, owner.engine_lost
+    given: list[InferRequest] = []
+
+    def fail_once(room: int) -> Sequence[InferRequest]:
+        taken = get(room)
+        if taken and not given:
+            given.extend(taken)
+            raise ValueError("the owner's bug")
+        return taken
+
+    def engine_lost(request_ids: Sequence[str], error: EngineDeadError) -> None:
+        owner.queue[:0] = given
+        lost(request_ids, error)
+
+    owner.get_requests = fail_once  # type: ignore[method-assign]
+    owner.engine_lost = engine_lost  # type: ignore[method-assign]
+    owner.start(transport=kind)
+    requests = long_requests(3)
+    owner.submit(*requests)
+    expect_all(owner, requests)
+    assert [(ids, cause.kind) for ids, cause in owner.deaths] == [((), "loop")]
 
 
 def engine_pid_of(owner: Owner) -> int:

@@ -22,9 +22,11 @@ from llmbackend.core.backend_api import (
 from .instance_state import InstanceState
 from .model_state import BackendState, ModelState
 
+BUILT_FOR_API = (1, 19)
+
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
-    check_api_version(backend)
+    check_api_version(backend, BUILT_FOR_API)
     backend.send_policy = SendPolicy.BLOCKING  # each instance has its own thread for its stub's messages
     backend.state = BackendState()
 

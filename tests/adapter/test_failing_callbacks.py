@@ -1,0 +1,115 @@
+"""An error inside the adapter's callbacks loses no request: each goes on with the same tokens, or is answered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmbackend.adapter.activity import InstanceReports
+from llmbackend.adapter.infer_task import InferTask
+from llmbackend.adapter.lora_registry import LoraRegistry
+from llmbackend.adapter.metrics import LlmMetrics
+from llmbackend.adapter.task_map import TaskMap
+from llmbackend.core.backend_api import ErrorCode
+from tests.helpers.llm_host import Call, LlmHost, llm_host
+
+GREEDY = {"max_tokens": 30, "min_tokens": 30, "temperature": 0}
+
+
+class FailsOnce:
+    """Takes the place of a method, and raises in its first call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        method: Callable[..., Any] = getattr(owner, name)
+        self.num_failures = 0
+
+        def failing(*arguments: Any) -> Any:
+            if not self.num_failures:
+                self.num_failures += 1
+                raise KeyError("a bug")
+            return method(*arguments)
+
+        monkeypatch.setattr(owner, name, failing)
+
+
+def start(host: LlmHost, count: int = 4, **changes: Any) -> list[Call]:
+    """Every other one is a stream."""
+    texts = [f"request {index}" for index in range(count)]
+    return [
+        host.start(text_input=text, stream=index % 2 == 0, sampling=GREEDY | changes)
+        for index, text in enumerate(texts)
+    ]
+
+
+def texts(calls: list[Call]) -> list[str]:
+    assert [call.wait().error for call in calls] == [None] * len(calls)
+    assert [call.num_finals for call in calls] == [1] * len(calls)
+    return [call.text for call in calls]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (LlmMetrics, "taken_by_engine"),
+        (InstanceReports, "taken"),
+        (TaskMap, "record_outputs"),
+        (LlmMetrics, "outputs"),
+    ],
+)
+def test_requests_go_on_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    with llm_host(tmp_path, mock_step_ms=1.0) as host:
+        undisturbed = texts(start(host))
+        fails = FailsOnce(monkeypatch, owner, name)
+        assert texts(start(host)) == undisturbed
+        assert fails.num_failures == 1
+        assert host.metric("llmbackend:invariant_breaches_total") == 0
+
+
+def test_a_request_that_cannot_be_given_to_the_engine_is_answered_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with llm_host(tmp_path, mock_step_ms=1.0) as host:
+        undisturbed = texts(start(host))
+        FailsOnce(monkeypatch, InferTask, "resume_request")
+        calls = start(host)
+        errors = [call.wait().error for call in calls]
+        failed = [error for error in errors if error is not None]
+        assert [(error.code, error.message) for error in failed] == [
+            (ErrorCode.INTERNAL, "the request could not be given to an engine: 'a bug'")
+        ]
+        others = [(call.text, text) for call, text in zip(calls, undisturbed, strict=True) if call.error is None]
+        assert len(others) == 3 and all(text == before for text, before in others)
+
+
+def test_each_cancelled_request_is_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the one whose end cannot be counted."""
+    with llm_host(tmp_path, mock_step_ms=5.0) as host:
+        calls = start(host, max_tokens=200, min_tokens=200)
+        assert all(call.first.wait(20) for call in calls[::2])
+        fails = FailsOnce(monkeypatch, LlmMetrics, "finished")
+        for call in calls:
+            call.handle.cancel()
+        assert [call.wait().num_finals for call in calls] == [1] * len(calls)
+        assert {call.error.code for call in calls if call.error} == {ErrorCode.CANCELLED}
+        assert fails.num_failures == 1
+        assert texts(start(host, count=1))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(LoraRegistry, "engine_ended"), (LlmMetrics, "engine_lost"), (InferTask, "engine_died")],
+)
+def test_the_requests_of_a_dead_engine_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    with llm_host(tmp_path, mock_step_ms=3.0) as host:
+        undisturbed = texts(start(host))
+        fails = FailsOnce(monkeypatch, owner, name)
+        dies = FailsOnce(monkeypatch, TaskMap, "record_outputs")
+        assert texts(start(host)) == undisturbed
+        assert fails.num_failures == dies.num_failures == 1
