@@ -84,7 +84,8 @@ class ModelInstanceState:
             progress=self._reports.load_progress,
             blocks_changed=self._blocks_changed,
         )
-        return LlmManager(config, callbacks, stall_timeout_s=self._model.arguments.stall_timeout_s, index=index)
+        stall_timeout_s, policy = self._model.arguments.stall_timeout_s, self._instance.host_policy
+        return LlmManager(config, callbacks, stall_timeout_s=stall_timeout_s, index=index, policy=policy)
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE saying why the engine is not ready."""

@@ -31,7 +31,6 @@ REASONS = {
     "model_load_gpu_limit": _MEMORY,
     "buffer_manager_thread_count": "tensors are not copied on the way to a backend",
     "cache_directory": "the caches local and redis are built in, and Triton's libraries can not be loaded",
-    "host_policy": "instances are bound to no NUMA node and no cores",
     "allow_sagemaker": _FRONTEND,
     "sagemaker_port": _FRONTEND,
     "sagemaker_safe_port_range": _FRONTEND,
@@ -65,7 +64,6 @@ class InertFlags:
     model_load_gpu_limit: Annotated[list[str] | None, _ignored("model_load_gpu_limit")] = None
     buffer_manager_thread_count: Annotated[list[str] | None, _ignored("buffer_manager_thread_count")] = None
     cache_directory: Annotated[list[str] | None, _ignored("cache_directory")] = None
-    host_policy: Annotated[list[str] | None, _ignored("host_policy")] = None
     allow_sagemaker: Annotated[list[str] | None, _ignored("allow_sagemaker")] = None
     sagemaker_port: Annotated[list[str] | None, _ignored("sagemaker_port")] = None
     sagemaker_safe_port_range: Annotated[list[str] | None, _ignored("sagemaker_safe_port_range")] = None

@@ -19,6 +19,7 @@ from llmbackend.core.metrics.metrics_options import MetricsOptions
 from llmbackend.core.scheduling.rate_limiter import RateLimitResource
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.demo import DEMO_REPOSITORY
+from llmbackend.fork_server.host_policy import HostPolicy
 
 from ..server.settings import SingleModel
 from .flag_groups import bad_option, boolean, one_of, switch
@@ -148,6 +149,13 @@ class SchedulingFlags:
         list[str] | None,
         typer.Option("--rate-limit-resource", help="<name>:<count>[:<device>]; repeatable."),
     ] = None
+    host_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--host-policy",
+            help="<policy>,numa-node=<node> or <policy>,cpu-cores=<lower>-<upper>: of instances; repeatable.",
+        ),
+    ] = None
 
     def applied_to(self, options: ServerOptions) -> ServerOptions:
         """Raises typer.BadParameter for a value that cannot be."""
@@ -158,6 +166,7 @@ class SchedulingFlags:
             cache_config=self._cache_config(),
             rate_limit=self.rate_limit,  # type: ignore[arg-type]  # checked above
             rate_limit_resources=tuple(_resource(text) for text in self.rate_limit_resource or ()),
+            host_policies=_host_policies(self.host_policy or ()),
         )
 
     def _cache_config(self) -> dict[str, dict[str, str]]:
@@ -190,6 +199,21 @@ def _cache_config(texts: Sequence[str]) -> dict[str, dict[str, str]]:
                 )
             config.setdefault(name, {})[key] = value
     return config
+
+
+def _host_policies(texts: Sequence[str]) -> dict[str, HostPolicy]:
+    """By name; several flags may set one policy."""
+    settings: dict[str, dict[str, str]] = {}
+    for text in texts:
+        name, _, setting = text.partition(",")
+        key, equals, value = setting.partition("=")
+        if not name or not key or not equals:
+            raise bad_option("--host-policy", f"option format is '<policy_name>,<setting>=<value>'. Got {text}")
+        settings.setdefault(name, {})[key] = value
+    try:
+        return {name: HostPolicy.of(values) for name, values in settings.items()}
+    except ValueError as error:
+        raise bad_option("--host-policy", str(error)) from None
 
 
 def _resource(text: str) -> RateLimitResource:

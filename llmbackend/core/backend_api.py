@@ -85,6 +85,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from llmbackend.fork_server.host_policy import HostPolicy
+
 from .activity.messages import InstanceActivity
 from .errors import (
     ErrorCode,
@@ -128,63 +130,15 @@ from .tracing.trace import RequestTrace
 from .wakeups import responses_together
 
 __all__ = [
-    "API_VERSION",
-    "CONFIG_TYPE_OF_DATATYPE",
-    "DATATYPE_OF_CONFIG_TYPE",
-    "DATATYPE_OF_DTYPE",
-    "JSON",
-    "NO_TENANT",
-    "NUMPY_DTYPE",
-    "Attributes",
-    "Backend",
-    "BackendAttributes",
-    "ErrorCode",
-    "ExecutionPolicy",
-    "InferenceHandle",
-    "InferenceRequest",
-    "InferenceResponse",
-    "InstanceActivity",
-    "InstanceGroupKind",
-    "JsonTensor",
-    "MetricFamily",
-    "MetricKind",
-    "Model",
-    "ModelConfig",
-    "ModelInstance",
-    "OutputLayout",
-    "Outputs",
-    "ParameterValue",
-    "ReleaseFlag",
-    "Request",
-    "RequestFlag",
-    "RequestTrace",
-    "Response",
-    "ResponseCallback",
-    "ResponseFactory",
-    "ResponseFlag",
-    "Resume",
-    "SendPolicy",
-    "SpanEvent",
-    "State",
-    "Tenant",
-    "Tensor",
-    "TraceSpan",
-    "TritonError",
-    "cancelled",
-    "check_api_version",
-    "common_tenant",
-    "element_count",
-    "internal",
-    "invalid_argument",
-    "is_final",
-    "layout_of",
-    "not_found",
-    "request_tag",
-    "responses_together",
-    "shown",
-    "unavailable",
-    "unsupported",
-]
+    "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE", "JSON", "NO_TENANT",
+    "NUMPY_DTYPE", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy", "InferenceHandle",
+    "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind", "JsonTensor", "MetricFamily",
+    "MetricKind", "Model", "ModelConfig", "ModelInstance", "OutputLayout", "Outputs", "ParameterValue", "ReleaseFlag",
+    "Request", "RequestFlag", "RequestTrace", "Response", "ResponseCallback", "ResponseFactory", "ResponseFlag",
+    "Resume", "SendPolicy", "SpanEvent", "State", "Tenant", "Tensor", "TraceSpan", "TritonError", "cancelled",
+    "check_api_version", "common_tenant", "element_count", "internal", "invalid_argument", "is_final", "layout_of",
+    "not_found", "request_tag", "responses_together", "shown", "unavailable", "unsupported",
+]  # fmt: skip
 
 API_VERSION = (1, 19)
 """Of this module. A backend keeps the value that it was written for as a constant of its own."""
@@ -352,6 +306,11 @@ class ModelInstance(Protocol):
     def device_id(self) -> int: ...
     @property
     def is_passive(self) -> bool: ...
+    @property
+    def host_policy(self) -> HostPolicy:
+        """TRITONBACKEND_ModelInstanceHostPolicy: what the instance's threads are bound to. The host binds the thread of
+        Initialize and the thread of Execute; a backend that starts processes binds those."""
+
     @property
     def activity(self) -> InstanceActivity:
         """For those who watch the server. Not in Triton's API."""

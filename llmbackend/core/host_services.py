@@ -1,5 +1,5 @@
-"""What every model version gets from the host: timer, reaper, response cache, rate limiter, GPUs, leak log, other
-models.
+"""What every model version gets from the host: timer, reaper, response cache, rate limiter, GPUs, host policies, leak
+log, other models.
 
 For: the server, which owns the services, and model versions. Does not know: models. Invariant: the services start
 before the first model is loaded and stop after the last one is finalised.
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from llmbackend.fork_server.host_policy import HostPolicy
 from llmbackend.waiting.timer import Timer
 
 from .activity.hub import ActivityHub
@@ -74,6 +75,7 @@ class HostServices:
     caches: CacheSlot
     rate_limiter: RateLimiter
     gpus: HostGpus
+    host_policies: Mapping[str, HostPolicy]
     activity: ActivityHub
 
     @classmethod
@@ -90,6 +92,7 @@ class HostServices:
             CacheSlot(options.cache_config, registry),
             RateLimiter(options.rate_limit, options.rate_limit_resources),
             HostGpus.find(options.backend_config),
+            options.host_policies,
             ActivityHub(),
         )
 

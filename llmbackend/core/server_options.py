@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from llmbackend.fork_server.host_policy import HostPolicy
+
 from .metrics.metrics_options import MetricsOptions
 from .scheduling.rate_limiter import RateLimitMode, RateLimitResource
 from .tracing.settings import TraceSettings
@@ -30,6 +32,7 @@ class ServerOptions:
     model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
     model_namespacing: models of different repositories may have the same name
     cache_config: settings by response cache
+    host_policies: what the instances of a group are bound to, by the policy's name
     starts_instances: false = models are initialised and get no instances, so that they can be forecast and not used
     """
 
@@ -52,6 +55,7 @@ class ServerOptions:
     allow_client_shm: bool = False
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    host_policies: Mapping[str, HostPolicy] = field(default_factory=dict)
     rate_limit: RateLimitMode = "off"
     rate_limit_resources: Sequence[RateLimitResource] = ()
     trace: TraceSettings = field(default_factory=TraceSettings)

@@ -11,11 +11,14 @@ All callbacks run on the loop's thread. `_live` and `_supervisor` belong to that
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import ParamSpec, TypeVar
+
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 
 from .config import EngineConfig
 from .engine_state import EngineHistory, EngineState
@@ -47,11 +50,11 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _source(config: EngineConfig, index: int, wakeup: Wakeup) -> EngineSource:
-    """Children of this process, unless a cluster says where engines are."""
+def _source(config: EngineConfig, index: int, wakeup: Wakeup, policy: HostPolicy) -> EngineSource:
+    """Children of this process, unless a cluster says where engines are, and how their machines bind them."""
     engines = remote_engines()
     if engines is None or config.transport != "process":
-        return ForkedEngines(config, RUNNERS)
+        return ForkedEngines(config, RUNNERS, policy)
     from .process.remote import EnginesElsewhere
 
     return EnginesElsewhere(engines, config, index, wakeup.set)
@@ -72,8 +75,12 @@ class LlmManager:
         *,
         stall_timeout_s: float = STALL_TIMEOUT_S,
         index: int = 0,
+        policy: HostPolicy = NO_POLICY,
     ) -> None:
-        """callbacks: called on the loop's thread. index: of the instance, by which a cluster knows its engine."""
+        """callbacks: called on the loop's thread
+        index: of the instance, by which a cluster knows its engine
+        policy: what the loop and the engine are bound to; an engine of another machine is bound to nothing
+        """
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
         self._on = callbacks
@@ -91,7 +98,9 @@ class LlmManager:
         """What is to be reported, and what the engine was told."""
         self._follows_prefixes = self._sent_prefixes = False
         """The same of its prefix cache."""
-        self._supervisor = Supervisor(config, _source(config, index, self._wakeup), self._wakeup, callbacks.progress)
+        self._policy = policy
+        source = _source(config, index, self._wakeup, policy)
+        self._supervisor = Supervisor(config, source, self._wakeup, callbacks.progress)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._is_ordered = threading.Event()
         """Whether an engine was asked for, and its process is on its way."""
@@ -192,6 +201,8 @@ class LlmManager:
         self._wakeup.close()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # what cannot be bound has failed in the instance's own thread
+            self._policy.bind()
         while not self._stopping:
             try:
                 self._turn()

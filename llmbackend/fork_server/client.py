@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from .host_policy import NO_POLICY, HostPolicy
 from .interpreter import HOST_PACKAGE, command
 from .output import OutputReader
 from .server import ENDS_WITH_SERVER, MAX_ORDER_BYTES, NUMBER
@@ -88,17 +89,17 @@ class ForkServer:
     def interpreter(self) -> str:
         return self._program.interpreter or sys.executable
 
-    def fork(self, order: str, output_fd: int, *descriptors: int) -> ForkedProcess:
+    def fork(self, order: str, output_fd: int, *descriptors: int, policy: HostPolicy = NO_POLICY) -> ForkedProcess:
         """Begins to start a child that is given `order` and copies of the descriptors; returns at once.
 
-        output_fd: where the child's output goes. Raises OSError, ValueError or RuntimeError when no server can be
-        started.
+        output_fd: where the child's output goes. policy: what the child binds itself to.
+        Raises OSError, ValueError or RuntimeError when no server can be started.
         """
         self.replace()
         with self._lock:
             if self._server is None:
                 self._server = _Server(self._program, self._write)
-            return self._server.fork(order, output_fd, *descriptors)
+            return self._server.fork(order, policy, output_fd, *descriptors)
 
     def replace(self) -> None:
         """Starts another server where ours has ended. One that cannot be started is tried again by `fork`."""
@@ -155,8 +156,8 @@ class _Server:
     def is_over(self) -> bool:
         return self._over.is_set()
 
-    def fork(self, order: str, *descriptors: int) -> ForkedProcess:
-        message = bytes([len(descriptors) + 1]) + order.encode()
+    def fork(self, order: str, policy: HostPolicy, *descriptors: int) -> ForkedProcess:
+        message = bytes([len(descriptors) + 1]) + f"{policy.encode()}\0{order}".encode()
         if len(message) > MAX_ORDER_BYTES:
             raise ValueError(f"the order of a process has {len(message)} bytes, expected at most {MAX_ORDER_BYTES}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -26,6 +26,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .boot import load_package
+from .host_policy import HostPolicy
 
 NUMBER = struct.Struct("<i")
 """A message on a child's status socket: its process id, or minus the errno of a failed fork; and at its end the exit
@@ -52,11 +53,13 @@ class _Child(NamedTuple):
 class _Order(NamedTuple):
     """The task of a new child.
 
+    policy       what it is bound to
     text         for its `run`
     descriptors  of its output, then those for its `run`
     server_pid   its parent
     """
 
+    policy: HostPolicy
     text: bytes
     descriptors: list[int]
     server_pid: int
@@ -82,6 +85,7 @@ def main(control_fd: str, host_pid: str, end: str, package: str, directory: str,
     for standard in (1, 2):
         os.dup2(output_fd, standard)
     os.close(output_fd)
+    order.policy.bind()
     run(order.text, *descriptors)
 
 
@@ -128,7 +132,7 @@ def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order |
                 for child in children.values():
                     _kill_group(child.pid)
                 return None
-            prepare(message[1:])
+            prepare(_text_of(message)[1])
             order = _fork(message, descriptors, control, children)
             if order is not None:
                 return order
@@ -138,7 +142,7 @@ def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order |
 
 def _fork(message: bytes, descriptors: list[int], control: socket.socket, children: dict[int, _Child]) -> _Order | None:
     """The order in the child; None in the server, which adds the child and tells the host."""
-    count, text, server_pid = message[0], message[1:], os.getpid()
+    count, server_pid = message[0], os.getpid()
     has_all = len(descriptors) == count  # those that cannot be opened here do not arrive
     pid = _try_fork() if has_all else -errno.EMFILE
     if pid == 0:
@@ -148,7 +152,7 @@ def _fork(message: bytes, descriptors: list[int], control: socket.socket, childr
             os.close(child.status_fd)
         os.close(descriptors[0])
         os.setsid()
-        return _Order(text, descriptors[1:], server_pid)
+        return _Order(*_text_of(message), descriptors[1:], server_pid)
     if descriptors:
         _tell(descriptors[0], pid)
     if pid > 0:
@@ -156,6 +160,12 @@ def _fork(message: bytes, descriptors: list[int], control: socket.socket, childr
     for descriptor in descriptors[1:] if pid > 0 else descriptors:
         os.close(descriptor)
     return None
+
+
+def _text_of(message: bytes) -> tuple[HostPolicy, bytes]:
+    """What stands in an order behind the number of its descriptors."""
+    policy, _, text = message[1:].partition(b"\0")
+    return HostPolicy.decode(policy.decode()), text
 
 
 def _try_fork() -> int:

@@ -109,6 +109,10 @@ def test_old_platform_names_fill_the_backend() -> None:
         ('backend: "b" max_batch_size: -1', "'max_batch_size' must be non-negative value"),
         ('backend: "b" input { data_type: TYPE_FP32 dims: 1 }', "model input must specify 'name' for m"),
         ('backend: "b" input { name: "X" dims: 1 }', "model input 'X' must specify 'data_type' for m"),
+        (
+            'backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 1 format: FORMAT_NCHW }',
+            "model input NHWC/NCHW require 3 dims for m",
+        ),
         ('backend: "b" output { name: "Y" data_type: TYPE_FP32 }', "model output 'Y' must specify 'dims' for m"),
         ('backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 0 }', "dimension must be integer >= 1, or -1"),
         (

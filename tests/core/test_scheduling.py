@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 
@@ -203,17 +201,6 @@ def test_batch_statistics_show_the_batches(repository: Repository) -> None:
         (statistics,) = server.model_statistics("m")
         assert (statistics.inference_count, statistics.inference_stats.queue.count) == (4, 4)
         assert statistics.batch_stats[0].batch_size == 4
-
-
-def test_a_field_that_is_served_without_is_named_in_the_log(
-    repository: Repository, caplog: pytest.LogCaptureFixture
-) -> None:
-    repository.backend("echo", ECHO_BACKEND)
-    config = 'model_operations { op_library_filename: "x" }'
-    repository.model("m", "echo", config)
-    with caplog.at_level(logging.WARNING), serving(repository, "m") as server:
-        assert send(server, "m", x(1)).responses()[0].error is None
-    assert caplog.text.count("'model_operations' in the model configuration is not supported and ignored") == 1
 
 
 def test_an_unknown_model_is_refused_before_anything_is_queued(gated: Repository) -> None:

@@ -11,6 +11,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.core.tensors import Tensor
+from llmbackend.fork_server.host_policy import HostPolicy
 from tests.helpers.waiting import eventually
 
 ANSWER_TIMEOUT_S = 20.0
@@ -63,7 +64,11 @@ class Host:
     """An InferenceServer in explicit mode over one repository."""
 
     def __init__(
-        self, repository: Path, backend_directory: Path | None = None, settings: Mapping[str, str] | None = None
+        self,
+        repository: Path,
+        backend_directory: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+        host_policies: Mapping[str, HostPolicy] | None = None,
     ) -> None:
         repository.mkdir(exist_ok=True)
         self.repository = repository
@@ -73,6 +78,7 @@ class Host:
                 model_control_mode="explicit",
                 backend_directory=backend_directory,
                 backend_config={"python": settings or {}},
+                host_policies=host_policies or {},
             )
         )
         self.server.start()

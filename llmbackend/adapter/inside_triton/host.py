@@ -28,6 +28,7 @@ from llmbackend.core.backend_api import (
     SendPolicy,
     unsupported,
 )
+from llmbackend.fork_server.host_policy import NO_POLICY
 
 from .metrics import MetricBuffer
 from .requests import CancelWatch
@@ -158,6 +159,8 @@ class TritonInstance:
     """backend_api.ModelInstance. Triton's python backend reports the statistics of a request itself."""
 
     is_passive = False
+    host_policy = NO_POLICY
+    """Triton binds the stub itself, and so the engine that it starts."""
     activity = NO_ACTIVITY
 
     def __init__(self, model: TritonModel, arguments: Mapping[str, str]) -> None:

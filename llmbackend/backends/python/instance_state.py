@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError
+from llmbackend.fork_server.host_policy import NO_POLICY
 
 from .config_json import config_to_json
 from .model_state import ModelState
@@ -64,11 +65,13 @@ class InstanceState:
             config.model_transaction_policy.decoupled,
             state_outputs(config),
         )
-        self._supervisor = StubSupervisor(instance.name, partial(model_state.launch, instance.name), self._prepare)
+        launch = partial(model_state.launch, instance.name, instance.host_policy)
+        self._supervisor = StubSupervisor(instance.name, launch, self._prepare)
 
     def initialize(self) -> None:
         """Raises TritonError INTERNAL with what the model raised."""
-        self._supervisor.start(self._model_state.take_spare())
+        is_bound = self._instance.host_policy != NO_POLICY  # the spare process is not
+        self._supervisor.start(None if is_bound else self._model_state.take_spare())
 
     def check_ready(self) -> None:
         """Raises TritonError UNAVAILABLE while the process is down, or the model says that it is not ready."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmbackend.core.backend_api import Model, internal, invalid_argument
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 
 from .config_json import config_from_dict, config_to_json
 from .custom_metrics import MetricUsers, ModelMetrics
@@ -77,10 +78,13 @@ class ModelState:
             spare, self._spare = self._spare, None
             return spare
 
-    def launch(self, name: str) -> StubServices:
-        """A process that has not loaded the model yet. Raises TritonError when it cannot be started."""
+    def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> StubServices:
+        """A process that has not loaded the model yet. policy: what it is bound to.
+
+        Raises TritonError when it cannot be started.
+        """
         services = StubServices(self.model, self._metrics)
-        services.connect(StubProcess(name, self._fork_server, services.handle))
+        services.connect(StubProcess(name, self._fork_server, services.handle, policy))
         return services
 
     def load(self, stub: StubServices) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from llmbackend.core.backend_api import internal
 from llmbackend.fork_server.client import ForkServer
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 from llmbackend.fork_server.output import OutputReader
 
 from .stub.packets import Message, Packet, PacketReader, encode
@@ -111,7 +112,13 @@ class StubDeadError(Exception):
 class StubProcess:
     """`call` is for one thread at a time; the rest for any."""
 
-    def __init__(self, name: str, fork_server: ForkServer, on_message: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        fork_server: ForkServer,
+        on_message: Callable[[Message], None],
+        policy: HostPolicy = NO_POLICY,
+    ) -> None:
         """Returns at once. Raises TritonError INTERNAL when the fork server cannot be started."""
         self.name = name
         self.cause = ""
@@ -128,7 +135,8 @@ class StubProcess:
         self._awaited = 0
         output_fd, stub_output_fd = os.pipe()
         try:
-            self._process = fork_server.fork("", stub_output_fd, stub_calls.fileno(), stub_events.fileno())
+            descriptors = (stub_output_fd, stub_calls.fileno(), stub_events.fileno())
+            self._process = fork_server.fork("", *descriptors, policy=policy)
         except BaseException as error:
             os.close(output_fd)
             self._close_sockets()

@@ -1,13 +1,12 @@
 """The rules that a model configuration must fulfil, and Triton's text for each.
 
 For: the repository (before a load) and model loading (after auto-complete). Does not know: backends, files, requests.
-Invariant: a field that this host does not support is refused or warned about by name, never ignored in silence.
+Invariant: a field that asks for what this host lacks is refused here, or warned of by name (ignored_fields.py).
 Source: ValidateModelConfig and its neighbours in Triton's model_config_utils.cc, texts verbatim.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import PurePath
@@ -30,8 +29,6 @@ from llmbackend.core.errors import TritonError, invalid_argument
 from llmbackend.core.requests.reshape import VARIABLE, reshape_fault
 
 from .ensemble_rules import is_ensemble, validate_scheduling
-
-log = logging.getLogger(__name__)
 
 MAX_INSTANCES = 1024
 """Per model. Each has at least one thread; a number from a client must not exhaust the machine."""
@@ -154,16 +151,6 @@ def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compu
                 )
 
 
-def warn_of_ignored_fields(config: ModelConfig) -> None:
-    """Logs one WARNING for each configured field that this host ignores."""
-    ignored = {
-        "model_operations": bool(config.model_operations.op_library_filename),
-    }
-    for field, is_set in ignored.items():
-        if is_set:
-            log.warning("model '%s': '%s' in the model configuration is not supported and ignored", config.name, field)
-
-
 def validate_response_cache(config: ModelConfig) -> None:
     """Raises TritonError INVALID_ARG for a model whose responses cannot be cached."""
     if not config.response_cache.enable:
@@ -191,8 +178,11 @@ def validate_batch_io(config: ModelConfig) -> None:
 def _check_batch_io(config: ModelConfig) -> None:
     inputs = {tensor.name for tensor in config.input}
     outputs = {tensor.name for tensor in config.output}
-    if any(tensor.is_shape_tensor for tensor in (*config.input, *config.output)):
+    tensors = (*config.input, *config.output)
+    if any(tensor.is_shape_tensor for tensor in tensors):
         raise invalid_argument("shape tensors are only supported for TensorRT platform")
+    if any(tensor.is_non_linear_format_io for tensor in tensors):
+        raise invalid_argument("Non-linear IO format is only supported for TensorRT platform")
     for item in config.batch_input:
         _validate_sources("input", BatchInput.Kind.Name(item.kind), list(item.source_input), inputs)
         if item.data_type not in (DataType.TYPE_INT32, DataType.TYPE_FP32):
@@ -328,6 +318,8 @@ def _tensor_faults(what: str, tensors: Sequence[ModelInput | ModelOutput], max_b
     for tensor in tensors:
         if not tensor.name:
             yield f"{what} must specify 'name'"
+        if isinstance(tensor, ModelInput) and tensor.format != ModelInput.FORMAT_NONE and len(tensor.dims) != 3:
+            yield f"{what} NHWC/NCHW require 3 dims"
         if seen.setdefault(tensor.name, tensor) != tensor:
             yield f"{what} '{tensor.name}' is given twice, and differently"
         if fault := _tensor_fault(tensor, max_batch_size):

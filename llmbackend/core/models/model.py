@@ -32,6 +32,7 @@ from llmbackend.core.requests.responses import ResponseTransforms
 from llmbackend.core.scheduling.batch_strategy import BatchStrategy, load_strategy
 from llmbackend.core.scheduling.scheduler import Scheduler
 from llmbackend.core.scheduling.sequences.batcher import SequenceBatcher
+from llmbackend.fork_server.host_policy import HostPolicy
 
 from .in_flight import InFlight, LiveRequests
 from .instance_set import InstanceSet, new_instances
@@ -101,6 +102,10 @@ class LoadedModel:
     @property
     def activity_hub(self) -> ActivityHub:
         return self._services.activity
+
+    @property
+    def host_policies(self) -> Mapping[str, HostPolicy]:
+        return self._services.host_policies
 
     @property
     def may_block_in_send(self) -> bool:

@@ -12,7 +12,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol
@@ -31,11 +31,12 @@ from llmbackend.core.activity.messages import (
 )
 from llmbackend.core.backend_api import InstanceGroupKind, Model, Request, ResponseFactory
 from llmbackend.core.backend_manager import LoadedBackend
-from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, unsupported
+from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
 from llmbackend.core.metrics.statistics import FailureReason, PhaseTimes
 from llmbackend.core.requests.queued_request import BackendResponseFactory, QueuedRequest
 from llmbackend.core.requests.response_channel import ChannelOwner, ResponseChannel
 from llmbackend.core.scheduling.scheduler import Batches, BatchSource
+from llmbackend.fork_server.host_policy import HostPolicy, policy_of
 
 from .in_flight import LiveRequests
 
@@ -54,6 +55,8 @@ class InstanceOwner(Model, ChannelOwner, Protocol):
     def live_requests(self) -> LiveRequests: ...
     @property
     def activity_hub(self) -> ActivityHub: ...
+    @property
+    def host_policies(self) -> Mapping[str, HostPolicy]: ...
     def enter(self) -> None:
         """Counts one more request in flight; `request_done` counts it out."""
 
@@ -71,6 +74,9 @@ class LoadedInstance:
         self.kind = kind
         self.device_id = device_id
         self.is_passive = group.passive
+        self.host_policy = policy_of(model.host_policies, group.host_policy or _default_policy(kind, device_id))
+        if group.host_policy and group.host_policy not in model.host_policies:
+            log.warning("instance '%s': --host-policy sets no policy '%s'", name, group.host_policy)
         self.rate_limiter = group.rate_limiter
         self.signature = (kind, device_id, _settings_of(group))
         self._functions = model.backend.functions
@@ -83,7 +89,11 @@ class LoadedInstance:
     def initialize(self) -> None:
         """Raises the backend's TritonError; `finalize` must follow then, too."""
         self.model.activity_hub.add_instance(self)
-        self._functions.call("ModelInstanceInitialize", self)
+        try:
+            with self.host_policy.bound():
+                self._functions.call("ModelInstanceInitialize", self)
+        except OSError as error:
+            raise internal(f"instance '{self.name}' cannot be bound as its host policy says: {error}") from error
         self._is_initialized = True
         self.model.activity_hub.add_instance(self)
 
@@ -242,6 +252,11 @@ def _request_of(channel: ResponseChannel) -> RequestActivity:
     )
 
 
+def _default_policy(kind: InstanceGroupKind, device_id: int) -> str:
+    """The name of the policy of a group that names none, as in Triton."""
+    return {InstanceGroupKind.GPU: f"gpu_{device_id}", InstanceGroupKind.CPU: "cpu"}.get(kind, "model")
+
+
 def _settings_of(group: ModelInstanceGroup) -> bytes:
     """The settings of a group other than names, count and devices, in a form that can be compared."""
     rest = ModelInstanceGroup()
@@ -258,6 +273,7 @@ def _run(
     warmed_up: Future[None],
 ) -> None:
     try:
+        instances[0].host_policy.bind()
         for instance in instances:
             warm_up(instance)
     except BaseException as error:

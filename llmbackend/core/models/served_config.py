@@ -17,12 +17,12 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
 
 from llmbackend import __version__
 from llmbackend.core.backend_manager import LoadedBackend
+from llmbackend.core.config.ignored_fields import warn_of_ignored_fields
 from llmbackend.core.config.model_config import merge_auto_complete, set_instance_groups
 from llmbackend.core.config.model_config_rules import (
     validate_config,
     validate_instance_groups,
     validate_tensors,
-    warn_of_ignored_fields,
 )
 from llmbackend.core.errors import unsupported
 from llmbackend.core.gpus import HostGpus

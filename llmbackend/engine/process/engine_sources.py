@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+
 from ..config import EngineConfig
 from ..errors import EngineDeadError
 from ..load_progress import LoadProgress
@@ -36,14 +38,16 @@ class EngineSource(Protocol):
 class ForkedEngines:
     """Children of this process, or threads. Those of one config share a fork server, from the first launch on."""
 
-    def __init__(self, config: EngineConfig, runners: str) -> None:
+    def __init__(self, config: EngineConfig, runners: str, policy: HostPolicy = NO_POLICY) -> None:
+        """policy: what their processes are bound to"""
         self._config = config
+        self._policy = policy
         self._runners = runners
         self.fork_server: EngineForkServer | None = None
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport:
         self.fork_server = self.fork_server or FORK_SERVERS.acquire(self._config, self._runners)
-        return make_transport(self.fork_server, wake_fd, progress)
+        return make_transport(self.fork_server, wake_fd, progress, self._policy)
 
     def load_whole(self) -> bool:
         assert self.fork_server is not None

@@ -30,6 +30,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.fork_server.client import ForkedProcess
+from llmbackend.fork_server.host_policy import HostPolicy
 
 from ..errors import EngineDeadError
 from ..infer_request import EngineStarted, EngineStats, StepResult
@@ -72,7 +73,7 @@ class ServedForkServer(EngineForkServer):
         self.incarnation = 0
         """Of the last process."""
 
-    def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int) -> ForkedProcess:
+    def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int, policy: HostPolicy) -> ForkedProcess:
         host, port = self._listener.getsockname()[:2]
         self.incarnation = next(self._incarnations)
         order = ServedProcessOrder(
@@ -86,7 +87,8 @@ class ServedForkServer(EngineForkServer):
             heartbeat_timeout_s=self._order.heartbeat_timeout_s,
             meeting=self._order.meeting,
         )
-        return self.fork(_encode_json(order).decode(), output_fd, lifeline_fd, self._listener.fileno())
+        text, listen_fd = _encode_json(order).decode(), self._listener.fileno()
+        return self.fork(text, output_fd, lifeline_fd, listen_fd, policy=policy)
 
 
 class KeptTransport(ProcessTransport):

@@ -30,6 +30,7 @@ import msgspec
 import zmq
 
 from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, how_it_ended
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 from llmbackend.fork_server.interpreter import environment
 from llmbackend.fork_server.output import OutputReader
 
@@ -85,10 +86,10 @@ class EngineForkServer(ForkServer):
         )
         super().__init__(program, _to_stderr)
 
-    def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int) -> ForkedProcess:
+    def fork_engine(self, endpoint: str, output_fd: int, lifeline_fd: int, policy: HostPolicy) -> ForkedProcess:
         """As `fork`; the engine connects to `endpoint`."""
         order = msgspec.json.encode(EngineOrder(endpoint, self.is_whole, self._meeting)).decode()
-        return self.fork(order, output_fd, lifeline_fd)
+        return self.fork(order, output_fd, lifeline_fd, policy=policy)
 
 
 class PairTransport(Transport):
@@ -229,6 +230,8 @@ class InlineTransport(PairTransport):
 class ProcessTransport(PairTransport):
     """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
 
+    host_policy = NO_POLICY
+    """What the process is bound to; set before `launch`."""
     _process: ForkedProcess | None = None
     _directory = ""
     _output: OutputReader | None = None
@@ -252,7 +255,8 @@ class ProcessTransport(PairTransport):
         reader_fd, output_fd = os.pipe()
         try:
             self._output = OutputReader(reader_fd, _to_stderr, "llm-engine-stderr")
-            self._process = self._fork_server.fork_engine(endpoint, output_fd, self._engine_lifeline.fileno())
+            lifeline_fd = self._engine_lifeline.fileno()
+            self._process = self._fork_server.fork_engine(endpoint, output_fd, lifeline_fd, self.host_policy)
             self._show_progress(LoadProgress("starting the engine"))
         except OSError as error:
             kind: DeathKind = "shortage" if is_shortage(error) else "exit"
@@ -327,9 +331,15 @@ def require_descriptors(count: int) -> None:
 
 
 def make_transport(
-    fork_server: EngineForkServer, wake_fd: int, progress: Callable[[LoadProgress], None] = lambda progress: None
+    fork_server: EngineForkServer,
+    wake_fd: int,
+    progress: Callable[[LoadProgress], None] = lambda progress: None,
+    policy: HostPolicy = NO_POLICY,
 ) -> Transport:
-    """For an engine of the fork server's config; an inline engine starts no server."""
-    inline = fork_server.config.transport == "inline"
-    kind = InlineTransport if inline else ProcessTransport
-    return kind(fork_server, wake_fd, progress)
+    """For an engine of the fork server's config. An inline engine starts no server, and its thread is bound as the
+    calling thread is."""
+    if fork_server.config.transport == "inline":
+        return InlineTransport(fork_server, wake_fd, progress)
+    transport = ProcessTransport(fork_server, wake_fd, progress)
+    transport.host_policy = policy
+    return transport
