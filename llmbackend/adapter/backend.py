@@ -15,6 +15,7 @@ from llmbackend.core.backend_api import (
     Backend,
     BackendAttributes,
     InstanceGroupKind,
+    MemoryUsage,
     Model,
     ModelInstance,
     Request,
@@ -86,6 +87,11 @@ def LLMBACKEND_ModelInstanceWatch(instance: ModelInstance, kinds: frozenset[str]
 def LLMBACKEND_ModelInstanceDescribe(instance: ModelInstance) -> InstanceDescription:
     state: ModelInstanceState | None = instance.state
     return InstanceDescription(state="stopped") if state is None else state.describe()
+
+
+def LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]:
+    state: ModelInstanceState | None = instance.state
+    return () if state is None else state.memory_usage()
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

@@ -15,12 +15,15 @@ from functools import partial
 
 from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.core.backend_api import (
+    MemoryType,
+    MemoryUsage,
     ModelInstance,
     Request,
     ResponseFlag,
     TritonError,
     internal,
     invalid_argument,
+    process_memory,
     responses_together,
     unavailable,
 )
@@ -110,6 +113,21 @@ class ModelInstanceState:
         """The instance now, for those who watch. Any thread."""
         engine = self._engine
         return self._reports.describe(engine.manager.state, engine.config, engine.info)
+
+    def memory_usage(self) -> Sequence[MemoryUsage]:
+        """What the engine holds now; an engine on another machine, or on a thread of this process, has no resident
+        memory that could be told. Any thread."""
+        engine = self._engine
+        pid, info = engine.manager.state.pid, engine.info
+        usage = process_memory(pid) if pid else []
+        is_cpu = info.device == "cpu"
+        device_id = int(info.device.partition(":")[2] or 0)
+        parts = (
+            (MemoryType.GPU, info.device_bytes),
+            (MemoryType.CPU_WEIGHTS if is_cpu else MemoryType.GPU_WEIGHTS, info.held_weight_bytes),
+            (MemoryType.CPU_KV_CACHE if is_cpu else MemoryType.GPU_KV_CACHE, info.kv_bytes),
+        )
+        return usage + [MemoryUsage(kind, device_id, num_bytes) for kind, num_bytes in parts if num_bytes]
 
     def shutdown(self) -> None:
         self._model.stop_engine(self._engine)

@@ -4,7 +4,8 @@ For: the pytorch and onnxruntime backends, and any other such backend. Does not 
 arrays and takes numpy arrays back. Invariants: the requests of a call are computed together, joined along their first
 dimension when the model batches; when that fails, each is computed alone, so that an error meets its own request and no
 other; every request ends with exactly one FINAL and is released once.
-Source: Triton's framework backends (BackendInputCollector, BackendOutputResponder); its model configuration.
+Source: Triton's framework backends (ModelInstanceState: ProcessRequests, SetInputTensors, Execute, ReadOutputTensors);
+its model configuration.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from llmbackend.core.backend_api import (
     DATATYPE_OF_CONFIG_TYPE,
     NUMPY_DTYPE,
     Backend,
+    MemoryUsage,
     Model,
     ModelConfig,
     ModelInstance,
@@ -55,7 +57,11 @@ def TRITONBACKEND_ModelFinalize(model: Model) -> None:
 
 
 def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
-    instance.state.execute(requests)
+    instance.state.process_requests(requests)
+
+
+def LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]:
+    return () if instance.state is None else [*instance.state.memory_usage()]
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
@@ -136,11 +142,15 @@ class ArrayInstance(ABC):
         self._outputs = {name: _dtype(data_type) for name, data_type in types.items()}
         self._ragged = RaggedBatch(config)
 
+    def memory_usage(self) -> Sequence[MemoryUsage]:
+        """What it holds, as far as it is known: the instance is a part of this process."""
+        return ()
+
     @abstractmethod
-    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+    def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         """The model's outputs by name. Raises what the framework raises."""
 
-    def execute(self, requests: Sequence[Request]) -> None:
+    def process_requests(self, requests: Sequence[Request]) -> None:
         """Takes the requests over: each is answered and released on return."""
         exec_start_ns = time.monotonic_ns()
         together = [list(requests)] if self._batches else [[request] for request in requests]
@@ -151,7 +161,7 @@ class ArrayInstance(ABC):
         try:
             inputs = self.set_input_tensors(requests)
             compute_start_ns = time.monotonic_ns()
-            outputs = self.compute(inputs)
+            outputs = self.execute(inputs)
             compute_end_ns = time.monotonic_ns()
             answers = self.read_output_tensors(outputs, requests)
             self.update_states(outputs, requests)

@@ -34,6 +34,10 @@ Functions
         What an instance would be and take: JSON values by name, for `llmbackend check`. Called after ModelInitialize of
         a model that gets no instances. Raises the TritonError that an instance would fail with.
 
+    LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]
+        What the instance holds now, for statistics: TRITONBACKEND_ModelInstanceReportMemoryUsage, asked for instead of
+        reported. Called from any thread, only after ModelInstanceInitialize; it must not block.
+
     And for backends whose instances run in processes of their own:
 
     LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int
@@ -100,6 +104,7 @@ from .errors import (
     unavailable,
     unsupported,
 )
+from .memory_usage import MemoryType, MemoryUsage, process_memory
 from .messages import (
     NO_TENANT,
     InferenceHandle,
@@ -131,13 +136,14 @@ from .wakeups import responses_together
 
 __all__ = [
     "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE", "JSON", "NO_TENANT",
-    "NUMPY_DTYPE", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy", "InferenceHandle",
-    "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind", "JsonTensor", "MetricFamily",
-    "MetricKind", "Model", "ModelConfig", "ModelInstance", "OutputLayout", "Outputs", "ParameterValue", "ReleaseFlag",
-    "Request", "RequestFlag", "RequestTrace", "Response", "ResponseCallback", "ResponseFactory", "ResponseFlag",
-    "Resume", "SendPolicy", "SpanEvent", "State", "Tenant", "Tensor", "TraceSpan", "TritonError", "cancelled",
-    "check_api_version", "common_tenant", "element_count", "internal", "invalid_argument", "is_final", "layout_of",
-    "not_found", "request_tag", "responses_together", "shown", "unavailable", "unsupported",
+    "NUMPY_DTYPE", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy", "HostPolicy",
+    "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind", "JsonTensor",
+    "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance", "OutputLayout",
+    "Outputs", "ParameterValue", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace", "Response",
+    "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State", "Tenant",
+    "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "element_count",
+    "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory", "request_tag",
+    "responses_together", "shown", "unavailable", "unsupported",
 ]  # fmt: skip
 
 API_VERSION = (1, 19)

@@ -143,7 +143,15 @@ class ServedModels:
             models = [model for model in models if model.version == version]
             if not models:
                 raise invalid_argument(f"requested model version is not available for model '{name}'")
-        return [model.statistics.snapshot(model.name, model.version) for model in models]
+        return [self._statistics_of(model) for model in models]
+
+    def _statistics_of(self, model: LoadedModel) -> ModelStatistics:
+        """With the memory of each instance, one after the other."""
+        message = model.statistics.snapshot(model.name, model.version)
+        for instance in model.instances:
+            for usage in instance.memory_usage():
+                message.memory_usage.add(type=usage.type.value, id=usage.device_id, byte_size=usage.byte_size)
+        return message
 
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
         """Every model of the repositories with the state of its known versions, sorted by name."""

@@ -317,6 +317,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks  KV blocks in host memory, beside num_blocks
     weight_bytes     packed weights that every step reads; 0 = not known
     kv_bytes_per_token  0 = not known
+    held_weight_bytes   all weights in the device's memory; 0 = not known
+    kv_bytes            memory of the device's KV blocks; 0 = not known
+    device_bytes        memory that the engine's process has of an accelerator; 0 on CPU
     needs_torch      whether torch computes, so that the next engine's process needs it, too
     kv_groups        which layers share a block, and for how long a request keeps it
     """
@@ -336,6 +339,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_host_blocks: int = 0
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
+    held_weight_bytes: int = 0
+    kv_bytes: int = 0
+    device_bytes: int = 0
     needs_torch: bool = False
     kv_groups: KVGroups = KVGroups()
 

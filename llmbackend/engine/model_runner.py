@@ -117,6 +117,9 @@ class ModelRunner:
             device=str(loaded.device),
             load_s=time.monotonic() - start_s,
             description=_describe(loaded, self._device),
+            held_weight_bytes=loaded.weight_bytes,
+            kv_bytes=num_blocks * config.block_size * bytes_per_token,
+            device_bytes=self._device.held_bytes,
             needs_torch=True,
         )
 

@@ -1,14 +1,19 @@
-"""Pages of a file that rows are looked up in do not pile up in the process, and read the same after they went."""
+"""What a model takes of a CPU's memory: its size is told, and pages of a file that rows are looked up in do not pile up
+in the process, and read the same after they went."""
 
 from __future__ import annotations
 
+import json
 import mmap
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmbackend.demo import DEMO_MODEL
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.cpu_memory import FilePages
+from llmbackend.engine.runners import make_runner
 
 ROW_BYTES = 4096
 NUM_ROWS = 19_200
@@ -40,3 +45,20 @@ def test_rows_of_a_file_do_not_pile_up(tmp_path: Path) -> None:
         if i % 10 == 0:
             most = max(most, resident_bytes(mapped))
     assert 0 < most <= FilePages.LIMIT_BYTES + (32 << 20) < NUM_ROWS * ROW_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("eager", [False, True], ids=["native", "modules"])
+def test_a_model_tells_what_its_weights_and_kv_blocks_take(eager: bool) -> None:
+    """The demo model in float32: 4.7 million parameters."""
+    config = EngineConfig(
+        model=str(DEMO_MODEL), dtype="float32", num_kv_blocks=64, enforce_eager=eager, transport="inline"
+    )
+    runner = make_runner(config)
+    info = runner.info
+    runner.close()
+    assert 0.9 < info.held_weight_bytes / (4 * 4.7e6) < 1.6
+    settings = json.loads((DEMO_MODEL / "config.json").read_text())
+    per_token = 2 * 4 * settings["num_hidden_layers"] * settings["num_key_value_heads"] * settings["head_dim"]
+    assert info.kv_bytes == 64 * info.block_size * per_token

@@ -94,7 +94,7 @@ class ModelState:
         settings = read_parameters(model.config, _PARAMETERS)
         self._options = {_OPTIONS[key]: value for key, value in settings.items()}
 
-    def new_session(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
+    def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
         """Raises TritonError INVALID_ARG when the graph has not the configured tensors."""
         session = self._session(instance.kind, instance.device_id)
         config = instance.model.config
@@ -169,13 +169,13 @@ def _find(model: Model) -> Path:
     return path
 
 
-class InstanceState(ArrayInstance):
+class ModelInstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         super().__init__(instance)
-        self._session = model_state.new_session(instance)
+        self._session = model_state.load_model(instance)
         self._names = output_names(instance.model.config)
 
-    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+    def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         feed = {name: _texts(array) if array.dtype == np.object_ else array for name, array in inputs.items()}
         outputs = self._session.run(self._names, feed)
         return dict(zip(self._names, map(_bytes, outputs), strict=True))
@@ -202,4 +202,4 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
-    instance.state = InstanceState(instance, instance.model.state)
+    instance.state = ModelInstanceState(instance, instance.model.state)

@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from llmbackend.core.backend_api import (
     Backend,
     BackendAttributes,
+    MemoryUsage,
     Model,
     ModelInstance,
     Request,
     SendPolicy,
     check_api_version,
+    process_memory,
     unavailable,
 )
 
-from .instance_state import InstanceState
+from .model_instance_state import ModelInstanceState
 from .model_state import BackendState, ModelState
 
 BUILT_FOR_API = (1, 19)
@@ -54,12 +56,12 @@ def TRITONBACKEND_ModelFinalize(model: Model) -> None:
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
-    instance.state = InstanceState(instance, instance.model.state)
+    instance.state = ModelInstanceState(instance, instance.model.state)
     instance.state.initialize()
 
 
 def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None:
-    instance.state.execute(requests)
+    instance.state.process_requests(requests)
 
 
 def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
@@ -72,6 +74,10 @@ def LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int:
         raise unavailable(f"instance '{instance.name}' has no process")
     pid: int = instance.state.kill()
     return pid
+
+
+def LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]:
+    return () if instance.state is None else process_memory(instance.state.pid)
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

@@ -1,8 +1,8 @@
 """Keeps one instance's stub process alive: starts it, starts it again when it dies, ends it.
 
-For: InstanceState. Does not know: requests, what a stub does. Invariants: at most one stub serves at a time; one that
-dies after it served is followed by another at once, one that did not serve after a growing pause; `get` waits while a
-stub is being started, and raises with the cause while that fails.
+For: ModelInstanceState. Does not know: requests, what a stub does. Invariants: at most one stub serves at a time; one
+that dies after it served is followed by another at once, one that did not serve after a growing pause; `get` waits
+while a stub is being started, and raises with the cause while that fails.
 Source: ours. Triton's python backend answers `Stub process '…' is not healthy.` from then on, and starts none.
 """
 
@@ -83,6 +83,12 @@ class StubSupervisor:
             process = self._stub.process
         process.kill()
         return process.pid
+
+    @property
+    def pid(self) -> int:
+        """Of the process that serves; 0 while there is none. Never blocks."""
+        stub = self._stub
+        return stub.process.pid if stub is not None and self._is_ready else 0
 
     def close(self, timeout_s: float) -> None:
         """Lets the model finalize and ends the process, by force after `timeout_s`."""

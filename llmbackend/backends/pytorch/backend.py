@@ -19,12 +19,17 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from llmbackend.backends.array_backend import (
+    LLMBACKEND_ModelInstanceMemoryUsage as LLMBACKEND_ModelInstanceMemoryUsage,
+)
 from llmbackend.backends.array_backend import TRITONBACKEND_Initialize as TRITONBACKEND_Initialize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRITONBACKEND_ModelFinalize
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
 from llmbackend.core.backend_api import (
     InstanceGroupKind,
+    MemoryType,
+    MemoryUsage,
     Model,
     ModelInstance,
     internal,
@@ -59,14 +64,16 @@ _BF16 = np.dtype(ml_dtypes.bfloat16)
 class Program:
     """A loaded program.
 
-    call       takes tensors in the order of the arguments
-    arguments  their names; None = the file does not have them
-    device     torch's name
+    call          takes tensors in the order of the arguments
+    arguments     their names; None = the file does not have them
+    device        torch's name
+    weight_bytes  of its parameters and buffers
     """
 
     call: Callable[..., Any]
     arguments: tuple[str, ...] | None
     device: str
+    weight_bytes: int
 
     def run(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         result = self.call(*tensors)
@@ -89,13 +96,18 @@ def load_torchscript(path: Path, device: str, settings: Mapping[str, Any]) -> Pr
         except torch.jit.Error as error:  # pages of source code, then what the program raised
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
 
-    return Program(call, tuple(argument.name for argument in schema.arguments[1:]), device)
+    return Program(call, tuple(argument.name for argument in schema.arguments[1:]), device, _weight_bytes(module))
 
 
 def load_exported(path: Path, device: str, settings: Mapping[str, Any]) -> Program:
     exported = torch.export.load(str(path))
     arguments = exported.graph_signature.user_inputs
-    return Program(exported.module().to(device), tuple(str(argument) for argument in arguments), device)
+    module = exported.module().to(device)
+    return Program(module, tuple(str(argument) for argument in arguments), device, _weight_bytes(module))
+
+
+def _weight_bytes(module: torch.nn.Module) -> int:
+    return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
 class ModelState:
@@ -112,7 +124,7 @@ class ModelState:
         if any(tensor.optional for tensor in config.input):
             raise unsupported(f"model '{model.name}': a PyTorch program has no optional inputs")
 
-    def new_program(self, device: str) -> Program:
+    def load_model(self, device: str) -> Program:
         """Raises TritonError INVALID_ARG when the file is none, or takes other arguments than are configured."""
         load = load_exported if self.path.suffix == ".pt2" else load_torchscript
         try:
@@ -155,7 +167,7 @@ def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-class InstanceState(ArrayInstance):
+class ModelInstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         super().__init__(instance)
         is_gpu = instance.kind is InstanceGroupKind.GPU
@@ -163,12 +175,22 @@ class InstanceState(ArrayInstance):
         settings = model_state.settings
         if threads := settings.get("INTRA_OP_THREAD_COUNT"):
             torch.set_num_threads(threads)  # the whole process's, as in Triton
-        self._program = model_state.new_program(self._device)
+        self._program = model_state.load_model(self._device)
         self._inputs = model_state.arranged(self._program.arguments)
         self._output_names = model_state.outputs
         self._grad = torch.inference_mode if settings.get("INFERENCE_MODE", True) else torch.no_grad
 
-    def compute(self, inputs: Arrays) -> Mapping[str, Array]:
+    def memory_usage(self) -> Sequence[MemoryUsage]:
+        """Of the weights: the rest of this process's memory belongs to no model."""
+        weight_bytes = self._program.weight_bytes
+        if not weight_bytes:
+            return ()
+        if self._device == "cpu":
+            return [MemoryUsage(kind, 0, weight_bytes) for kind in (MemoryType.CPU, MemoryType.CPU_WEIGHTS)]
+        device_id = self._instance.device_id
+        return [MemoryUsage(kind, device_id, weight_bytes) for kind in (MemoryType.GPU, MemoryType.GPU_WEIGHTS)]
+
+    def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         with self._grad():
             tensors = [to_torch(inputs[name], self._device) for name in self._inputs]
             outputs = self._program.run(tensors)
@@ -203,4 +225,4 @@ def TRITONBACKEND_ModelInitialize(model: Model) -> None:
 
 
 def TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None:
-    instance.state = InstanceState(instance, instance.model.state)
+    instance.state = ModelInstanceState(instance, instance.model.state)

@@ -29,7 +29,7 @@ from llmbackend.core.activity.messages import (
     RequestEnded,
     RequestsReceived,
 )
-from llmbackend.core.backend_api import InstanceGroupKind, Model, Request, ResponseFactory
+from llmbackend.core.backend_api import InstanceGroupKind, MemoryUsage, Model, Request, ResponseFactory
 from llmbackend.core.backend_manager import LoadedBackend
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
 from llmbackend.core.metrics.statistics import FailureReason, PhaseTimes
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 WATCH = "LLMBACKEND_ModelInstanceWatch"
 DESCRIBE = "LLMBACKEND_ModelInstanceDescribe"
+MEMORY_USAGE = "LLMBACKEND_ModelInstanceMemoryUsage"
 
 
 class InstanceOwner(Model, ChannelOwner, Protocol):
@@ -120,6 +121,17 @@ class LoadedInstance:
                 log.error("instance '%s' can not be described: %s", self.name, error.status)
         channels = () if self._reports else self.model.live_requests.with_instance(self)
         return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
+
+    def memory_usage(self) -> Sequence[MemoryUsage]:
+        """What it holds now, as far as its backend says."""
+        if not self._is_initialized or not self._functions.has(MEMORY_USAGE):
+            return ()
+        try:
+            usage: Sequence[MemoryUsage] = self._functions.call(MEMORY_USAGE, self)
+            return usage
+        except TritonError as error:
+            log.error("the memory of instance '%s' is not known: %s", self.name, error.status)
+            return ()
 
     def request_done(self, channel: ResponseChannel) -> None:
         """A request that the instance had is over."""

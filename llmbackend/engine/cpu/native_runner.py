@@ -62,6 +62,8 @@ class NativeRunner:
             ),
             weight_bytes=packed.memories.resident.nbytes,
             kv_bytes_per_token=decoder.kv_bytes_per_token,
+            held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
+            kv_bytes=num_blocks * config.block_size * bytes_per_token,
             kv_groups=layers.groups,
         )
 

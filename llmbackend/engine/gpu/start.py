@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Iterable
 
 import msgspec
 import torch
@@ -74,6 +75,7 @@ def start(
     how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
     logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
     info = _info(config, loaded, device, layers.groups, num_blocks, how, start_s)
+    info = msgspec.structs.replace(info, kv_bytes=_kv_bytes(caches.values()), device_bytes=device.held_bytes)
     if host_blocks is not None:
         parts = dataclasses.replace(parts, host_blocks=host_blocks)
         info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
@@ -138,6 +140,12 @@ def _caches(
     by_place = [*kv_memory.kv_caches(shapes, num_blocks, block_size, dtype, loaded.device).values()]
     places = zip(loaded.decoder.layers, layers.place_of, strict=True)
     return {layer.module: by_place[place] for layer, place in places}
+
+
+def _kv_bytes(caches: Iterable[LayerCache]) -> int:
+    """Layers may share a cache."""
+    by_address = {cache.keys.data_ptr(): cache for cache in caches}
+    return sum(cache.keys.nbytes + cache.values.nbytes for cache in by_address.values())
 
 
 def _num_blocks(

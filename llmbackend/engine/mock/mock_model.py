@@ -54,6 +54,7 @@ class MockRunner:
             device="cpu",
             load_s=0.0,
             description="mock model: logits are a hash of the tokens",
+            kv_bytes=num_blocks * config.block_size * np.dtype(np.int32).itemsize,
             num_host_blocks=config.num_host_blocks(config.block_size * np.dtype(np.int32).itemsize),
         )
         self._step_s = config.mock_step_ms / 1e3

@@ -81,6 +81,14 @@ class LoadedModel:
     adapters: ModuleAdapters | None
     """None where its modules take none; on an accelerator until `with_module_adapters`."""
 
+    @property
+    def weight_bytes(self) -> int:
+        """Of the modules' tensors and the packed weights, in the device's memory."""
+        tensors = {tensor.data_ptr(): tensor.nbytes for tensor in (*self.model.parameters(), *self.model.buffers())}
+        tensors.pop(0, None)  # given away when it was packed
+        packed = 0 if self.store is None else self.store.used.nbytes
+        return int(sum(tensors.values()) + packed)
+
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:

@@ -51,7 +51,7 @@ class _Outcome:
     parts: Sequence[Any] = ()
 
 
-class InstanceState:
+class ModelInstanceState:
     """Execute comes from the instance's own thread, one call at a time."""
 
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
@@ -81,11 +81,16 @@ class InstanceState:
         """Kills the instance's process, and returns its id; another one follows. Raises TritonError UNAVAILABLE."""
         return self._supervisor.kill()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that serves; 0 while there is none."""
+        return self._supervisor.pid
+
     def finalize(self) -> None:
         """The model's own finalize may wait for requests in flight; then its process ends."""
         self._supervisor.close(self._model_state.stub_timeout_s)
 
-    def execute(self, requests: Sequence[Request]) -> None:
+    def process_requests(self, requests: Sequence[Request]) -> None:
         """Raises TritonError, and leaves the requests with the host, while no process can take them."""
         exec_start_ns = time.monotonic_ns()
         stub = self._supervisor.get()
