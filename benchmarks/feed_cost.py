@@ -38,7 +38,7 @@ def viewers(address: str, count: int) -> Iterator[list[int]]:
         selector = stack.enter_context(selectors.DefaultSelector())
         sockets = [stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(count)]
         for one in sockets:
-            one.sendall(b"GET /v2/engine/events HTTP/1.1\r\nHost: x\r\n\r\n")
+            one.sendall(b"GET /v2/engine/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
             one.recv(1)
             selector.register(one, selectors.EVENT_READ)
         reader = threading.Thread(target=_read, args=(selector, num_bytes))

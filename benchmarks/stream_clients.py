@@ -54,7 +54,7 @@ def http_request(kind: str, model: str, num_tokens: int, **fields: Any) -> bytes
     if kind == "generate_stream":
         body.pop("model")
     content = json.dumps({name: value for name, value in body.items() if value is not None}).encode()
-    head = f"POST {of_kind.path.format(model=model)} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {of_kind.path.format(model=model)} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -114,7 +114,7 @@ def _request(index: int, output_tokens: int) -> bytes:
         "temperature": 0.8 * (index % 2), "seed": index, "return_output_ids": True,
     }  # fmt: skip
     content = json.dumps(body).encode()
-    head = f"POST /v2/models/{NAME}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v2/models/{NAME}/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 

@@ -20,7 +20,7 @@ _SHOWN_TEXTS: Final = frozenset(
         "load_format", "transport", "engine_python", "lora_modules", "server_id", "rate_limit", "rate_limit_resource",
         "http_address", "grpc_address", "metrics_address", "metrics_config", "trusted_proxies", "log_format",
         "log_file", "trace_file", "trace_level", "grpc_infer_response_compression_level", "lora_separator",
-        "lora_folder", "allowed_origins", "allowed_methods", "allowed_headers",
+        "lora_folder", "allowed_origins", "allowed_hosts", "allowed_methods", "allowed_headers",
     }
 )  # fmt: skip
 _MAX_CHARACTERS: Final = 500

@@ -25,7 +25,7 @@ class PageFlags:
     ] = None
     pages_host: Annotated[
         list[str] | None,
-        typer.Option("--pages-host", help="A host name under which browsers reach the pages; repeatable."),
+        typer.Option("--pages-host", help="As --allowed-hosts, for one name; repeatable."),
     ] = None
 
     def settings(self) -> PageSettings:
@@ -33,5 +33,4 @@ class PageFlags:
         if self.allow_pages and not is_installed:
             raise bad_option("--allow-pages", "the pages are not installed: pip install 'llmbackend[pages]'")
         is_allowed = is_installed if self.allow_pages is None else bool(self.allow_pages)
-        names = frozenset(name.lower().strip() for name in self.pages_host or ())
-        return PageSettings(enabled=is_allowed, host_names=names)
+        return PageSettings(enabled=is_allowed)

@@ -173,6 +173,10 @@ class CorsFlags:
     allowed_origins: Annotated[
         str, _list("allowed-origins", """Pages that may use the server: '["https://a.example"]', or '["*"]' for all.""")
     ] = "[]"
+    allowed_hosts: Annotated[
+        str,
+        _list("allowed-hosts", """Names that browsers may call this server by: '["a.example"]' (docs/security.md)."""),
+    ] = "[]"
     allow_credentials: Annotated[
         bool,
         typer.Option("--allow-credentials", help="Browsers may send credentials along."),
@@ -187,6 +191,9 @@ class CorsFlags:
             methods=_strings("--allowed-methods", self.allowed_methods),
             headers=_strings("--allowed-headers", self.allowed_headers),
         )
+
+    def hosts(self) -> frozenset[str]:
+        return frozenset(name.lower() for name in _strings("--allowed-hosts", self.allowed_hosts))
 
 
 def _strings(flag: str, text: str) -> tuple[str, ...]:

@@ -80,7 +80,12 @@ def serve(
         limits=limits.limits(),
         store=store.settings(),
         access=access_settings,
-        protocols=replace(protocols.options(), cors=cors.options(), http_metrics=metrics.allow_metrics),
+        protocols=replace(
+            protocols.options(),
+            cors=cors.options(),
+            allowed_hosts=cors.hosts() | frozenset(name.lower().strip() for name in pages.pages_host or ()),
+            http_metrics=metrics.allow_metrics,
+        ),
         flags=given_flags(context),
         pages=pages.settings(),
         flag_model="" if single is None else single.served_name,

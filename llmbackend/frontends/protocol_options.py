@@ -50,6 +50,9 @@ class ProtocolOptions:
     reasoning_secret: bytes = field(default=b"", repr=False)
     """What reasoning is sealed with that clients send back; b"": with a key that everyone knows."""
     cors: CorsOptions = NO_ORIGINS
+    allowed_hosts: frozenset[str] = frozenset()
+    """In lower case: names of this server, besides IP addresses, localhost and the machine's name, by which pages are
+    served, and requests to a loopback address without API keys."""
     http_metrics: bool = True
     """Whether the metrics page is served on the HTTP port, too."""
     allow_fault_injection: bool = False

@@ -19,7 +19,7 @@ from llmbackend.frontends.openai.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FA
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.sealed_reasoning import sealing_key
 from llmbackend.frontends.operations.metrics import KV_CACHE_FAMILY
-from llmbackend.frontends.page_proxy.site_check import WEBSOCKET_PATH
+from llmbackend.frontends.page_proxy.page_paths import WEBSOCKET_PATH
 from llmbackend.frontends.passing_on.edge import FrontendEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 

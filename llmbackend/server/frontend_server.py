@@ -21,12 +21,13 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
 from ..frontends.access.access_control import AccessControl
-from ..frontends.access.settings import NO_ACCESS_CONTROL
+from ..frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
 from ..frontends.counts import Counts
 from ..frontends.grpc.server import create_grpc_server
 from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from ..frontends.http.routing import without_trailing_slash
+from ..frontends.http.site_check import SiteCheck
 from ..frontends.http_app import create_http_app, with_cors
 from ..frontends.inference_gate import InferenceGate
 from ..frontends.journals.resumable_streams import ResumableStreams
@@ -141,12 +142,24 @@ class FrontendServer:
             if self._edge is not None:
                 served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
             self._http = HttpEndpoint(
-                without_trailing_slash(served), claims.http, self._access.http_tls_context, tunnels
+                without_trailing_slash(served),
+                claims.http,
+                self._access.http_tls_context,
+                tunnels,
+                self._sites_of(claims.http),
             )
             self.http_port = self._http.port
         if claims.metrics is not None:
-            self._metrics = HttpEndpoint(create_metrics_app(registry), claims.metrics, lambda: None)
+            sites = self._sites_of(claims.metrics)
+            self._metrics = HttpEndpoint(create_metrics_app(registry), claims.metrics, lambda: None, sites=sites)
             self.metrics_port = self._metrics.port
+
+    def _sites_of(self, claim: socket.socket) -> SiteCheck | None:
+        """The check of the endpoint on `claim`. Frontend processes have checked what comes over a unix socket."""
+        if claim.family == socket.AF_UNIX:
+            return None
+        is_open = not self._access.has_keys and is_loopback(claim.getsockname()[0])
+        return SiteCheck(self._protocols.cors.origins, self._protocols.allowed_hosts, checks_host=is_open)
 
     def _default_app(self) -> ASGIApp:
         """Where the caller gave none, the host is one of this process."""
@@ -159,7 +172,7 @@ class FrontendServer:
             return app
         from ..frontends.page_proxy.forwarding import PageProxy
 
-        self._pages = PageProxy(self._page_settings)
+        self._pages = PageProxy(self._page_settings, SiteCheck(hosts=self._protocols.allowed_hosts))
         self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._page_api_socket.bind(str(self._pages.process.api_path))
         self._page_api = HttpEndpoint(app, self._page_api_socket, lambda: None)

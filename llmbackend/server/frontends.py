@@ -106,6 +106,5 @@ def _facts(settings: ServerSettings) -> ServerFacts:
     return ServerFacts(
         allows_load=settings.options.model_control_mode == "explicit",
         allows_kill=settings.protocols.allow_fault_injection,
-        origins=settings.protocols.cors.origins,
         flags=settings.flags,
     )

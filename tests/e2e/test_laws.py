@@ -147,9 +147,7 @@ def raw_http(server: ServerProcess, path: str, body: dict[str, Any]) -> socket.s
     host, _, port = server.http.partition(":")
     connection = socket.create_connection((host, int(port)), timeout=30)
     payload = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
     connection.sendall(head.encode() + payload)
     return connection
 

@@ -75,7 +75,7 @@ def unfinished(running: Running, path: str, size_bytes: int, total_bytes: int = 
     """A body of which `size_bytes` have been sent."""
     host, port = running.http.split(":")
     connection = socket.create_connection((host, int(port)), timeout=10)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {total_bytes}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {total_bytes}\r\n\r\n"
     connection.sendall(head.encode() + b" " * size_bytes)
     return connection
 

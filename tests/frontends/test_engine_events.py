@@ -277,7 +277,7 @@ def test_who_does_not_read_loses_events_and_delays_nobody(
         idle.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         idle.settimeout(20)
         idle.connect((host, int(port)))
-        head = (f"GET {PATH}?interval_ms=50 HTTP/1.1", "Host: x", "Authorization: Bearer sk-root")
+        head = (f"GET {PATH}?interval_ms=50 HTTP/1.1", "Host: localhost", "Authorization: Bearer sk-root")
         idle.sendall("".join(f"{line}\r\n" for line in (*head, "")).encode())
         eventually(lambda: viewers(running))
         (viewer,) = viewers(running)

@@ -167,7 +167,7 @@ def test_a_connection_is_kept_or_closed_as_its_client_asks(
         reader, writer = await asyncio.open_connection(host, int(port))
         body = orjson.dumps(COMPLETION)
         for connection in ("keep-alive", "close"):
-            head = f"POST /v1/completions HTTP/{http_version}\r\nHost: x\r\nConnection: {connection}\r\n"
+            head = f"POST /v1/completions HTTP/{http_version}\r\nHost: localhost\r\nConnection: {connection}\r\n"
             writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
             if http_version == "1.0":
                 break

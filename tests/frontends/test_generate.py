@@ -221,7 +221,7 @@ def send_and_leave(running: Running, path: str, body: str, request_id: str) -> N
     """Sends a request on a bare socket and closes it as soon as the host has accepted the request."""
     host, port = running.http.split(":")
     with socket.create_connection((host, int(port))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body.encode())
         assert RECORD.began[request_id].wait(10)
 

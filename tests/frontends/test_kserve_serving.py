@@ -179,7 +179,7 @@ def test_nothing_is_left_of_streams_that_ended_in_any_way(running: Running) -> N
         stream_grpc(running, "n=3", f"end-grpc-{index}", got).join(10)
         body = json.dumps({"id": f"end-gone-{index}", "text_input": "n=1000 sleep=20"})
         with socket.create_connection((host, int(port))) as connection:
-            head = f"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            head = f"POST /v2/models/llm/generate_stream HTTP/1.1\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body.encode())
             assert RECORD.began[f"end-gone-{index}"].wait(10)
         assert RECORD.cancelled[f"end-gone-{index}"].wait(10)

@@ -87,7 +87,10 @@ def two_streams(running: Running, name: str) -> Iterator[None]:
         for index in range(2):
             connection = stack.enter_context(connect(running))
             body = json.dumps({"id": f"{name}-{index}", "text_input": LONG}).encode()
-            head = b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+            head = (
+                b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n"
+                % len(body)
+            )
             connection.sendall(head + body)
             assert RECORD.began[f"{name}-{index}"].wait(10)
         yield
@@ -130,7 +133,7 @@ def test_more_requests_than_the_limit_get_429_at_once(tight: Running) -> None:
 
 
 def test_more_connections_than_the_limit_get_429_and_are_closed(tight: Running) -> None:
-    get = b"GET %b HTTP/1.1\r\nHost: x\r\n\r\n"
+    get = b"GET %b HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with contextlib.ExitStack() as stack:
         for _ in range(6):
             connection = stack.enter_context(connect(tight))
@@ -141,17 +144,19 @@ def test_more_connections_than_the_limit_get_429_and_are_closed(tight: Running) 
         assert b'{"error":"the server is at its limit of 6 connections"}' in refused
         openai = answer_to(tight, get % b"/v1/models")
         assert json.loads(openai.partition(b"\r\n\r\n")[2])["error"]["code"] == "rate_limit_exceeded"
-    served = answer_to(tight, get.replace(b"Host: x", b"Host: x\r\nConnection: close") % b"/v2/health/live")
+    served = answer_to(
+        tight, get.replace(b"Host: localhost", b"Host: localhost\r\nConnection: close") % b"/v2/health/live"
+    )
     assert served.startswith(b"HTTP/1.1 200")
 
 
-POST = b"POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v2/models/llm/generate HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize(
     ("request_bytes", "status"),
     [
-        (b"GET /v2?" + b"a" * 2000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+        (b"GET /v2?" + b"a" * 2000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
         (b"GET /v2 HTTP/1.1\r\n" + b"a: b\r\n" * 30 + b"\r\n", 431),
         (b"GET /v2 HTTP/1.1\r\na: " + b"b" * 9000 + b"\r\n\r\n", 431),
         (b"GET /v2 HTTP/1.1\r\na: " + b"b" * 100_000, 431),
@@ -160,11 +165,13 @@ POST = b"POST /v2/models/llm/generate HTTP/1.1\r\nHost: x\r\n"
         (b"\r\n" * 100 + b"GET /v2", 408),
         (POST + b"Content-Length: 10\r\n\r\n12345", 408),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n5\r\n12345\r\n", 408),
-        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 300_000, 413),
+        (POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n{\r\n" * 300_000, 400),
+        (POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n", 501),
+        (POST + b"Transfer-Encoding: gzip\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n\r\n", 501),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n1;" + b"a" * 2_000_000, 413),
         (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n" + b"a: b\r\n" * 300_000, 413),
-        (b"GET /v2 HTTP/1.1\r\nHost: x\r\n: \r\n\r\n", 400),
-        (b"GET /v2 HTTP/1.1\r\nHost: x\r\nhost: y\r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\n: \r\n\r\n", 400),
+        (b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nhost: y\r\n\r\n", 400),
     ],
 )
 def test_requests_without_end_or_measure(tight: Running, request_bytes: bytes, status: int) -> None:
@@ -177,7 +184,7 @@ def test_a_connection_that_says_nothing_is_closed_without_a_word(tight: Running)
 
 def test_bytes_that_begin_no_request_do_not_keep_a_connection(tight: Running) -> None:
     with connect(tight) as connection:
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(1000).startswith(b"HTTP/1.1 200")
         connection.sendall(b"\r\n")
         assert read_all(connection) == b""
@@ -222,7 +229,7 @@ def test_a_connection_whose_early_answered_body_came_whole_goes_on_and_does_not_
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
         connection.sendall(b"67890")
         time.sleep(0.1)
-        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+        connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
         connection.sendall(POST.replace(b"llm", b"nosuch") + b"Content-Length: 10\r\n\r\n12345")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 404")
@@ -242,7 +249,7 @@ def test_a_refused_client_that_asked_to_close_reads_its_answer_before_the_connec
 
 def test_half_a_pipelined_request_does_not_end_the_running_one(tight: Running) -> None:
     body = json.dumps({"text_input": "n=12 sleep=100"}).encode()
-    head = b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v2/models/llm/generate_stream HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
     got = answer_to(tight, head + body + POST + b"Content-Length: 10\r\n\r\n123")
     first, _, rest = got.partition(b"0\r\n\r\n")
     assert first.count(b"data: ") == 12 and rest.startswith(b"HTTP/1.1 408")
@@ -279,7 +286,7 @@ def test_bodies_that_are_on_their_way_when_the_server_stops_get_503(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     running = Running(tmp_path_factory.mktemp("uploads"))
-    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    head = b"POST %b HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
     with contextlib.ExitStack() as stack:
         uploads = {}
         for path in (b"/v2/models/llm/generate", b"/v2/models/identity/infer", b"/v1/completions"):

@@ -206,33 +206,6 @@ def app_without_keys(facts: ServerFacts | None = None) -> Starlette:
     return create_http_app(host, gate=gate, routers=[router])
 
 
-@pytest.mark.parametrize(
-    ("headers", "may"),
-    [
-        ({}, True),
-        ({"origin": "http://host"}, True),
-        ({"origin": "https://evil.example", "sec-fetch-site": "same-origin"}, True),  # behind a proxy
-        ({"origin": "https://board.example", "sec-fetch-site": "cross-site"}, True),
-        ({"origin": "https://evil.example"}, False),
-        ({"origin": "null"}, False),
-        ({"origin": "http://host", "sec-fetch-site": "cross-site"}, False),
-        ({"sec-fetch-site": "same-site"}, False),
-    ],
-)
-def test_pages_of_other_sites_cancel_and_kill_nothing(headers: dict[str, str], may: bool) -> None:
-    app = app_without_keys(ServerFacts(allows_kill=True, origins=("https://board.example",)))
-
-    async def ask() -> list[int]:
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://host", headers=headers) as client:
-            paths = ("requests/1/cancel", "instances/m/1/m_0/kill")
-            return [(await client.post(f"/v2/engine/{path}")).status_code for path in paths]
-
-    cancel_status, kill_status = asyncio.run(ask())
-    assert cancel_status == (404 if may else 403)
-    assert (kill_status != 403) is may
-
-
 def test_without_the_flag_nothing_is_killed() -> None:
     app = app_without_keys()
 

@@ -85,7 +85,7 @@ def test_a_preflight_needs_no_key_and_names_what_is_allowed(http: httpx.Client) 
     assert answer.headers["access-control-allow-headers"] == "authorization"
     assert "access-control-allow-credentials" not in answer.headers
     other = http.options("/v1/chat/completions", headers=asked | {"origin": "https://other.example"})
-    assert other.status_code == 400
+    assert other.status_code == 403
     assert "access-control-allow-origin" not in other.headers
 
 
@@ -98,6 +98,7 @@ def test_a_page_may_read_answers_and_refusals(http: httpx.Client, stream: bool) 
     assert refused.status_code == 401
     assert [one.headers["access-control-allow-origin"] for one in (answer, refused)] == [PAGE, PAGE]
     stranger = http.post("/v1/chat/completions", json=CHAT, headers=KEY | {"origin": "https://other.example"})
+    assert stranger.status_code == 403 and "--allowed-origins" in stranger.json()["error"]["message"]
     assert "access-control-allow-origin" not in stranger.headers
     no_page = http.post("/v1/chat/completions", json=CHAT, headers=KEY)
     assert not any(name.startswith("access-control") for name in no_page.headers)

@@ -66,9 +66,7 @@ def ask(address: str, path: str, body: dict[str, Any], window_bytes: int = 4096)
     connection.settimeout(20)
     connection.connect((host, int(port)))
     content = json.dumps(body).encode()
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    )
+    head = f"POST {path} HTTP/1.1\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     connection.sendall(head.encode() + content)
     return connection
 

@@ -53,7 +53,7 @@ def connect(address: str) -> socket.socket:
 def http_request(path: str, body: dict[str, Any], announced_bytes: int = 0) -> bytes:
     content = json.dumps(body).encode()
     length = announced_bytes or len(content)
-    headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {length}"
+    headers = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {length}"
     return f"POST {path} HTTP/1.1\r\n{headers}\r\n\r\n".encode() + content
 
 

@@ -66,7 +66,7 @@ class HttpTarget:
 
 
 def _on_the_wire(request: HttpInput) -> bytes:
-    lines = [f"{request.method} {request.path or '/'} HTTP/1.1".encode(), b"host: x"]
+    lines = [f"{request.method} {request.path or '/'} HTTP/1.1".encode(), b"host: localhost"]
     lines += [name + b": " + value for name, value in request.headers]
     lines.append(b"content-length: %d" % len(request.body))
     return b"\r\n".join(lines) + b"\r\n\r\n" + request.body
@@ -110,18 +110,18 @@ def _chunked(body: bytes) -> bytes:
 _CHAT = as_json(examples.CHAT[0])
 _STREAM = as_json(examples.CHAT[2])
 _RAW_EXAMPLES = [
-    b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n" * 3,
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(_CHAT), _CHAT),
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + _chunked(_CHAT),
-    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%bGET /v1/models HTTP/1.1\r\n\r\n"
+    b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3,
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(_CHAT), _CHAT),
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + _chunked(_CHAT),
+    b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: %d\r\n\r\n%bGET /v1/models HTTP/1.1\r\n\r\n"
     % (len(_STREAM), _STREAM),
-    b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: x\r\nInference-Header-Content-Length: %d\r\n"
+    b"POST /v2/models/%b/infer HTTP/1.1\r\nHost: localhost\r\nInference-Header-Content-Length: %d\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n"
     % (WHOLE.encode(), len(as_json(examples.BINARY_INFER_JSON)))
     + _chunked(as_json(examples.BINARY_INFER_JSON) + examples.BINARY_INFER_RAW),
-    b"POST /v2/models/mock/generate HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n{",
+    b"POST /v2/models/mock/generate HTTP/1.1\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n{",
     b"POST /v2/models/mock/generate HTTP/1.0\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
-    b"GET /v2 HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    b"GET /v2 HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     b"GET /%b HTTP/1.1\r\n%b\r\n" % (b"a" * 70_000, b"X: y\r\n" * 2000),
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(200),

@@ -114,7 +114,7 @@ class _Bystanders:
         try:
             while True:
                 self._probe.begin()
-                writer.write(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
+                writer.write(b"GET /v2/health/live HTTP/1.1\r\nhost: localhost\r\n\r\n")
                 head = await reader.readuntil(b"\r\n\r\n")
                 self._probe.end()
                 if b" 200 " not in head.splitlines()[0]:
@@ -127,7 +127,7 @@ class _Bystanders:
         body = json.dumps({"text_input": "beside", "stream": True, "parameters": _SAMPLING}).encode()
         reader, writer = await self._connect()
         try:
-            head = f"POST /v2/models/{STEADY}/generate_stream HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            head = f"POST /v2/models/{STEADY}/generate_stream HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
             self._sse.begin()
             events = 0

@@ -56,6 +56,11 @@ class AccessControl:
         self._grpc_tls = None if settings.grpc_tls is None else GrpcCertificate(settings.grpc_tls)
         self._metrics: AccessMetrics | None = None
 
+    @property
+    def has_keys(self) -> bool:
+        """Whether clients need an API key."""
+        return self._keys is not None
+
     def host(self, options: ServerOptions) -> InferenceServer:
         """The host to serve; with API keys, one that charges each request to its key."""
         return InferenceServer(options) if self._keys is None else KeyedServer(options)

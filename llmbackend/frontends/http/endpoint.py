@@ -21,8 +21,10 @@ from ..counts import Counts
 from ..errors import log_bug
 from ..limits import HttpLimits
 from .acceptor import Acceptor, Place, Places
+from .body_pieces import READ_BYTES
 from .errors import STOPPING, refusing
 from .protocol import GuardedProtocol
+from .site_check import SiteCheck
 from .tunnel import Tunnels
 
 _BACKLOG: Final = 2048
@@ -37,11 +39,14 @@ class HttpEndpoint:
         claim: socket.socket,
         tls: Callable[[], ssl.SSLContext | None],
         tunnels: Tunnels | None = None,
+        sites: SiteCheck | None = None,
     ) -> None:
-        """claim: a bound socket. `tls` is called for each connection. `tunnels` takes websockets."""
+        """claim: a bound socket. `tls` is called for each connection. `tunnels` takes websockets. `sites`: which other
+        sites' pages may ask; None: all."""
         self._socket = claim
         self._tls = tls
         self._tunnels = tunnels
+        self._sites = sites
         self.port: int | None = None if claim.family == socket.AF_UNIX else claim.getsockname()[1]
         self._config = uvicorn.Config(
             _with_errors_handled(app),
@@ -65,10 +70,11 @@ class HttpEndpoint:
         """counts: see Places. Raises OSError when another process has begun to listen on the port."""
         self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
         loop = asyncio.get_running_loop()
+        buffer = memoryview(bytearray(READ_BYTES))
 
         def make_protocol(place: Place) -> asyncio.Protocol:
             options: dict[str, Any] = {"config": self._config, "server_state": self._server.server_state}
-            return protocol(limits, place, self._tunnels, app_state={}, _loop=loop, **options)
+            return protocol(limits, place, buffer, self._tunnels, self._sites, app_state={}, _loop=loop, **options)
 
         self._socket.listen(_BACKLOG)
         acceptor = Acceptor(

@@ -17,11 +17,15 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from llmbackend.core.errors import shown
+
 from ..limits import HttpLimits
 from .acceptor import Place
+from .body_pieces import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces
 from .direct_body import DirectBody
 from .errors import STOPPING, refusal_bytes, refusing
 from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
+from .site_check import SiteCheck
 from .tunnel import Tunnel, Tunnels
 
 log = logging.getLogger(__name__)
@@ -31,6 +35,8 @@ _MAX_FRAMING_BYTES: Final = 1 << 20
 it."""
 _MAX_DISCARDED_BYTES: Final = 64 << 20
 """Of a body whose request was answered before the body was read: that much of the rest is read and dropped."""
+_MAX_DISCARDED_CHUNKS: Final = 1024
+"""Of such a body; behind them nothing is parsed, and the connection closes."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
 _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
@@ -44,18 +50,32 @@ _NOT_JOINED_BYTES: Final = 64 << 10
 """The beginning of a body that is this large is written by itself: copying it would cost more than one write less."""
 
 
-class GuardedProtocol(HttpToolsProtocol):
+class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     """uvicorn's protocol within `limits`. A connection has no timer while its response runs.
 
     uvicorn pauses `send` while more than the transport's high-water mark (64 KiB) waits for the client, and stops
-    reading a body past 64 KiB until the application asks for more; so beyond these marks a connection holds one chunk
+    reading a body past 64 KiB until the application asks for more; so beyond these marks a connection holds one read
     at a time."""
 
-    def __init__(self, limits: HttpLimits, place: Place, tunnels: Tunnels | None = None, **options: Any) -> None:
-        """`tunnels` takes websockets; without it a request for one is served as any other."""
+    def __init__(
+        self,
+        limits: HttpLimits,
+        place: Place,
+        buffer: memoryview,
+        tunnels: Tunnels | None = None,
+        sites: SiteCheck | None = None,
+        **options: Any,
+    ) -> None:
+        """buffer: of READ_BYTES, for the reads of all connections of one event loop. `tunnels` takes websockets;
+        without it a request for one is served as any other. Without `sites` every site may ask."""
         super().__init__(**options)
+        self._pieces = BodyPieces()
+        self.parser = self._pieces.parser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: a pipelined request
         self._limits = limits
         self._place = place
+        self._buffer = buffer
+        self._sites = sites
         self._tunnels = tunnels
         self._opening: asyncio.Task[None] | None = None
         self._clock = _Clock(self.loop)
@@ -71,6 +91,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
+        self._is_read_past = False
+        """Whether the rest of a body whose request was answered is dropped unparsed, until the connection closes."""
 
     # --- connection -------------------------------------------------------------------------------------------------
 
@@ -95,10 +117,22 @@ class GuardedProtocol(HttpToolsProtocol):
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._buffer[: self._pieces.read_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(self._buffer[:nbytes].tobytes())
+
     def data_received(self, data: bytes) -> None:
+        if self._is_read_past:
+            self._discarded_bytes += len(data)
+            if self._discarded_bytes > _MAX_DISCARDED_BYTES:
+                self.transport.close()
+            return
         self._piece_bytes = len(data)
         self._framing_bytes += len(data)
         super().data_received(data)
+        self._take_body()
         if self.transport.is_closing() or self._opening is not None:
             return
         receiving = self._receiving
@@ -113,8 +147,13 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._end(431, "the request's header is too large")
         else:
             self._clock.start_once(self._limits.body_timeout_s, self._body_looked_at)
-            if self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
+            num_chunks = self._pieces.num_chunks
+            if num_chunks > MAX_CHUNKS + 1:
+                self._end(400, TOO_MANY_CHUNKS)
+            elif self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
                 self._end(413, "the request's body has too much around or behind it")
+            elif self.cycle.response_complete and num_chunks > _MAX_DISCARDED_CHUNKS:
+                self._is_read_past = True
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
         """A client that closes its sending half still gets its answer. Whether it has closed the connection instead
@@ -139,6 +178,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._pieces.begin()
         self._receiving = "header"
         self._framing_bytes = self._piece_bytes
         self._discarded_bytes = 0
@@ -155,6 +195,11 @@ class GuardedProtocol(HttpToolsProtocol):
         self._begin_measuring()
         super().on_headers_complete()
 
+    def _take_body(self) -> None:
+        """Hands on what one read, or the rest of one request in it, has brought of a body."""
+        if body := self._pieces.take():
+            self.on_body(body)
+
     def on_body(self, body: bytes) -> None:
         self._framing_bytes -= len(body)
         self._body_bytes += len(body)
@@ -164,6 +209,10 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._take_body()
+        if self._pieces.num_chunks > MAX_CHUNKS + 1:
+            self._end(400, TOO_MANY_CHUNKS)
+            return
         self._receiving = None
         self._clock.stop()
         super().on_message_complete()
@@ -270,7 +319,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return 400, "a websocket begins with a GET on a connection without another request"
         if self._framing_bytes > self._limits.max_header_bytes:
             return 431, "the request's header is too large"
-        if message := tunnels.websocket_refusal(self.headers):
+        if message := self._refused_site(self.scope["method"], self.headers) or tunnels.websocket_refusal(self.headers):
             return 403, message
         return 429, self._place.enter_websocket()
 
@@ -297,7 +346,15 @@ class GuardedProtocol(HttpToolsProtocol):
             return refusing(431, f"the request's header is longer than {limits.max_header_bytes} bytes")
         if (hosts := sum(name == b"host" for name, _ in headers)) > 1:
             return refusing(400, f"the request has {hosts} Host header fields, expected one")
+        codings = b", ".join(value for name, value in headers if name == b"transfer-encoding").decode("latin-1")
+        if codings.strip().lower() not in ("", "chunked"):
+            return refusing(501, f"the request's Transfer-Encoding is {shown(codings)}, expected chunked")
+        if message := self._refused_site(scope["method"], headers):
+            return refusing(403, message)
         return None
+
+    def _refused_site(self, method: str, headers: Any) -> str:
+        return "" if self._sites is None else self._sites.refusal(method, headers)
 
     def pause_writing(self) -> None:
         super().pause_writing()

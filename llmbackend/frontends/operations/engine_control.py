@@ -1,17 +1,13 @@
 """What operators do to a server's work: end a request that runs, kill the process of an instance.
 
 For: the operations router. Does not know: how a backend computes, who may call (access control does). Invariants:
-nothing here waits for a backend on the event loop; where faults are not allowed, none is injected; no page of another
-site does any of it, unless that site is an allowed origin (these requests have no body by which a browser would ask
-first).
+nothing here waits for a backend on the event loop; where faults are not allowed, none is injected.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
 from typing import Final
-from urllib.parse import urlsplit
 
 import orjson
 from starlette.requests import Request
@@ -22,7 +18,6 @@ from llmbackend.core.inference_server import InferenceServer
 
 from ..errors import PermissionDeniedError
 from ..http.openapi_parts import Json, array, closed, json_response, operation, refusals
-from ..http.request_scope import header
 from ..http.responses import JSON, plain
 from ..http.routing import Router
 
@@ -48,11 +43,9 @@ OPERATIONS: dict[tuple[str, str], Json] = {
 
 
 class EngineControlEndpoints:
-    def __init__(self, server: InferenceServer, *, allows_faults: bool, origins: Collection[str] = ()) -> None:
-        """`origins`: of pages of other sites that may use the server (CORS)."""
+    def __init__(self, server: InferenceServer, *, allows_faults: bool) -> None:
         self._server = server
         self._allows_faults = allows_faults
-        self._origins = origins
 
     def add_to(self, router: Router) -> None:
         router.add_handler(CANCEL_PATH, self.cancel, methods=["POST"])
@@ -60,35 +53,17 @@ class EngineControlEndpoints:
 
     async def cancel(self, request: Request) -> Response:
         """The cancelled request is itself answered, as one that its client cancels."""
-        self._check_origin(request)
         number = _number(request, "request", "the number of a request, as in /v2/engine/events")
         self._server.cancel_request(number)
         return plain(orjson.dumps({"request": number}), content_type=JSON)
 
     async def kill(self, request: Request) -> Response:
-        self._check_origin(request)
         if not self._allows_faults:
             raise PermissionDeniedError(NO_FAULTS)
         model, instance = request.path_params["name"], request.path_params["instance"]
         version = _number(request, "version", "the number of a version")
         pids = await asyncio.to_thread(self._server.kill_instance, model, version, instance)
         return plain(orjson.dumps({"instance": instance, "pids": pids}), content_type=JSON)
-
-    def _check_origin(self, request: Request) -> None:
-        """Raises PermissionDeniedError for a page of another site."""
-        origin = header(request, b"origin")
-        if not _is_of_another_site(request, origin) or "*" in self._origins or origin in self._origins:
-            return
-        raise PermissionDeniedError(
-            f"the Origin of the request is {shown(origin)}, expected this server's own or one of --allowed-origins"
-        )
-
-
-def _is_of_another_site(request: Request, origin: str) -> bool:
-    """Browsers say it themselves, over TLS and on this machine; elsewhere the origin is compared with the host."""
-    if site := header(request, b"sec-fetch-site"):
-        return site not in ("same-origin", "none")
-    return bool(origin) and urlsplit(origin).netloc.lower() != header(request, b"host").lower()
 
 
 def _number(request: Request, name: str, expected: str) -> int:

@@ -32,7 +32,7 @@ def create_operations_router(
     recent_log = (log or ServerLog()).recent
     router = Router()
     control = engine_control.EngineControlEndpoints
-    control(server, allows_faults=facts.allows_kill, origins=facts.origins).add_to(router)
+    control(server, allows_faults=facts.allows_kill).add_to(router)
     engine_events.EngineEventsEndpoint(server, recent_log, allows_kill=facts.allows_kill).add_to(router)
     server_reports.ServerReportEndpoints(server, gate, access, facts).add_to(router)
     return router

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -83,8 +83,6 @@ class ServerFacts:
     """Whether models are loaded and unloaded by request (model control mode explicit)."""
     allows_kill: bool = False
     """Whether engines may be killed by request (--allow-fault-injection)."""
-    origins: Collection[str] = ()
-    """Of pages of other sites that may use the server (--allowed-origins); "*": any."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The flags that were given, with their values as texts, without secrets."""
     started: float = field(default_factory=time.time)

@@ -8,7 +8,7 @@ in time is a 504; every other request goes to the application untouched.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Final, TypeVar
 
 import httptools
@@ -16,9 +16,10 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.forwarded_response import HOP_BY_HOP, ForwardedResponse
+from ..http.site_check import SiteCheck
+from .page_paths import WEBSOCKET_PATH, is_for_pages
 from .page_process import PageProcess, PagesUnavailableError
 from .settings import PageSettings
-from .site_check import WEBSOCKET_PATH, SiteCheck, is_for_pages
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
@@ -33,9 +34,10 @@ _DROPPED: Final = HOP_BY_HOP | {b"date", b"server"}
 class PageProxy:
     """Owns the page process. `around` an application it is an application."""
 
-    def __init__(self, settings: PageSettings) -> None:
+    def __init__(self, settings: PageSettings, sites: SiteCheck) -> None:
+        """sites: by its names alone are pages served, and to no other site."""
         self.process = PageProcess(settings.idle_timeout_s)
-        self._check = SiteCheck(settings.host_names)
+        self._sites = sites
 
     def around(self, app: ASGIApp) -> ASGIApp:
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,7 +57,10 @@ class PageProxy:
         pairs = list(headers)
         if not any(name == b"origin" for name, _ in pairs):
             return "the request has no Origin, expected that of the pages"
-        return self._check.refusal(pairs)
+        return self._site_refusal(pairs)
+
+    def _site_refusal(self, headers: Collection[tuple[bytes, bytes]]) -> str:
+        return self._sites.host_refusal(headers) or self._sites.refusal("GET", headers)
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
         return await self.process.connect(make_protocol)
@@ -64,7 +69,7 @@ class PageProxy:
         self.process.left()
 
     async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if message := self._check.refusal(scope["headers"]):
+        if message := self._site_refusal(scope["headers"]):
             return await PlainTextResponse(message, 403)(scope, receive, send)
         response = ForwardedResponse(send, dropped=_DROPPED)
         try:

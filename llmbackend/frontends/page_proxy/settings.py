@@ -1,4 +1,4 @@
-"""PageSettings: whether and for which host names the web pages are served.
+"""PageSettings: whether the web pages are served.
 
 For: the command line and the frontend server. Does not know: the pages. Importing it costs nothing.
 """
@@ -12,8 +12,6 @@ from importlib.util import find_spec
 @dataclass(frozen=True, kw_only=True)
 class PageSettings:
     enabled: bool = False
-    host_names: frozenset[str] = frozenset()
-    """In lower case: what a browser may call this server besides IP addresses, localhost and the machine's name."""
     idle_timeout_s: float = 300.0
     """The page process ends this long after its last viewer has gone."""
 

@@ -1,0 +1,91 @@
+"""Which requests come from a web page of another site: the checks of Origin and Host.
+
+For: connections, which refuse such a request before the application sees it, and the page proxy. Does not know: paths,
+keys. Invariants: a page of another site has no effect on this server, neither from its own origin nor, where the Host
+is checked, by a name of its own that resolves to this machine (DNS rebinding); a client that is no browser sends no
+Origin and is never refused for it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+_SAFE_METHODS: Final = frozenset({"GET", "HEAD"})
+_OWN_SITE: Final = ("same-origin", "none")
+_SHOWN_CHARACTERS: Final = 200
+Headers = Iterable[tuple[bytes, bytes]]
+"""Names in lower case."""
+
+
+@dataclass(frozen=True)
+class SiteCheck:
+    origins: Collection[str] = ()
+    """Of pages of other sites that may use the server; "*": any."""
+    hosts: Collection[str] = ()
+    """In lower case: names of this server besides IP addresses, localhost and the machine's name."""
+    checks_host: bool = True
+    """Whether every request needs such a Host, or none at all as HTTP/1.0 allows."""
+
+    def refusal(self, method: str, headers: Headers) -> str:
+        """Why a request is refused, "" if it is not."""
+        host, site, origins = "", "", []
+        for name, value in headers:
+            if name == b"host":
+                host = value.decode("latin-1").lower()
+            elif name == b"origin":
+                origins.append(value.decode("latin-1").lower())
+            elif name == b"sec-fetch-site":
+                site = value.decode("latin-1").lower()
+        if self.checks_host and host and (message := self._host_refusal(host)):
+            return message
+        if not _is_of_another_site(method, host, site, origins) or "*" in self.origins:
+            return ""
+        if origins and all(origin in self.origins for origin in origins):
+            return ""
+        return (
+            f"the Origin of the request is '{', '.join(origins)[:_SHOWN_CHARACTERS]}', expected this server's own or "
+            f"one of --allowed-origins"
+        )
+
+    def host_refusal(self, headers: Headers) -> str:
+        """Why a request for something that is served under this server's names alone is refused, "" if it is not."""
+        hosts = (value.decode("latin-1").lower() for name, value in headers if name == b"host")
+        return self._host_refusal(next(hosts, ""))
+
+    def _host_refusal(self, host: str) -> str:
+        if self._is_ours(host):
+            return ""
+        return (
+            f"the Host of the request is '{host[:_SHOWN_CHARACTERS]}', expected an IP address, localhost, "
+            f"{socket.gethostname()} or one of --allowed-hosts"
+        )
+
+    def _is_ours(self, host: str) -> bool:
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            if not name or "@" in host:
+                return False
+            if name in ("localhost", socket.gethostname().lower()) or name.endswith(".localhost") or name in self.hosts:
+                return True
+            ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return True
+
+
+def _is_of_another_site(method: str, host: str, site: str, origins: list[str]) -> bool:
+    """Browsers say it themselves (Sec-Fetch-Site), over TLS and on this machine; elsewhere the origin is compared with
+    the host. Following a link from another site is a GET without an Origin."""
+    if site:
+        return site not in _OWN_SITE and (bool(origins) or method not in _SAFE_METHODS)
+    return any(_authority(origin) != host for origin in origins)
+
+
+def _authority(origin: str) -> str:
+    """`host:port` as a browser puts it into Host; "" for an opaque origin ('null')."""
+    return origin.partition("://")[2]
