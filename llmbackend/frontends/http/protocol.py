@@ -24,6 +24,7 @@ from .acceptor import Place
 from .body_pieces import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces
 from .direct_body import DirectBody
 from .errors import STOPPING, refusal_bytes, refusing
+from .head_joined import HeadJoined
 from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
 from .site_check import SiteCheck
 from .tunnel import Tunnel, Tunnels
@@ -46,8 +47,6 @@ _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET_LOOKED_FOR_AFTER_S: Final = 0.05
 _RESET_LOOKED_FOR_EACH_S: Final = 1.0
-_NOT_JOINED_BYTES: Final = 64 << 10
-"""The beginning of a body that is this large is written by itself: copying it would cost more than one write less."""
 
 
 class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
@@ -452,51 +451,3 @@ class CaseKeepingProtocol(GuardedProtocol):
         super().on_header(name, value)
         if len(self.headers) > before:
             self._names.append(name)
-
-
-class HeadJoined(asyncio.Transport):
-    """The transport of a connection as the response to one request sees it: header and beginning of the body leave in
-    one write, which waits no longer than the current turn of the event loop; after it nothing waits.
-
-    uvicorn writes the header by itself, and each write is a packet, a system call and a wake-up of the client: a tenth
-    of the time of a small request."""
-
-    def __init__(
-        self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]
-    ) -> None:
-        """`close` ends the connection once the response is written."""
-        self._transport = transport
-        self._loop = loop
-        self._close = close
-        self._is_first = True
-        self._head: bytes | None = None
-        self._flushing: asyncio.Handle | None = None
-
-    def write(self, data: bytes) -> None:  # type: ignore[override]  # as uvicorn calls it
-        if self._is_first:
-            self._is_first = False
-            self._head = data
-            self._flushing = self._loop.call_soon(self._flush)
-        elif self._head is None:
-            self._transport.write(data)
-        elif len(data) >= _NOT_JOINED_BYTES:
-            self._flush()
-            self._transport.write(data)
-        else:
-            self._head += data
-            self._flush()
-
-    def close(self) -> None:
-        self._flush()
-        self._close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    def _flush(self) -> None:
-        head, self._head = self._head, None
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        if head is not None and not self._transport.is_closing():
-            self._transport.write(head)
