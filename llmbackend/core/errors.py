@@ -8,7 +8,7 @@
     └── frontends/errors.py
         ├── LimitReachedError           too many requests, or too many bytes, at the same time
         ├── PermissionDeniedError       the client's key does not allow it
-        ├── BodyTooLargeError           an HTTP body over the limit
+        ├── BodyTooLargeError           an HTTP body over the limit; UnpackedBodyTooLargeError when it is unpacked
         └── MalformedError              a gRPC message that cannot be parsed
 
 The engine must not import this module; its exceptions are in engine/errors.py. Does not know: HTTP or gRPC; each

@@ -3,7 +3,7 @@
 For: frontends (register, status, unregister, inputs) and InferenceServer (outputs). Does not know: protocols.
 Invariants: a region is closed exactly once; an input is copied before its request is accepted; an output is written
 before its response is sent.
-Source: Triton's shared_memory_manager.cc (which maps); golden transcript 40.
+Source: Triton's shared_memory_manager.cc (which maps), texts of release 2.73; golden transcript 40.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ DIRECTORY = "/dev/shm"
 MAX_NAME_BYTES = 255
 RESERVED_PREFIX = "triton_python_backend_shm_region_"
 """Of the regions between a Triton and the processes of its python models."""
+MAX_SIZE = (1 << 64) - 1
+"""Of Triton's size_t."""
 MAX_TRANSFER_BYTES = 1 << 30
 """One system call transfers at most 2 GiB."""
 Submitted = TypeVar("Submitted")
@@ -70,16 +72,16 @@ class SystemMemory:
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises TritonError: INVALID_ARG for a reserved key, INTERNAL when there is no such memory or it is too
-        small."""
-        _check_not_reserved(name, key)
+        """Raises TritonError: INVALID_ARG for a key that is reserved or none, or memory that is too small, INTERNAL
+        when there is no such memory."""
+        _check_key(name, key)
         self._key = key
         self._start = offset
         self._end = offset + byte_size
         self._descriptor = _open(key)
         if not self._is_whole():
             self.close()
-            raise internal(f"Invalid shared memory region: '{key}'")
+            raise invalid_args(name)
 
     def read(self, offset: int, byte_size: int) -> bytes:
         parts: list[bytes] = []
@@ -115,7 +117,14 @@ class SystemMemory:
         return invalid_argument(f"shared memory region '{self._key}' became smaller since it was registered")
 
 
-def _check_not_reserved(name: str, key: str) -> None:
+def invalid_args(name: str) -> TritonError:
+    """The refusal of a region that does not fit its memory."""
+    return invalid_argument(f"failed to register shared memory region '{name}': invalid args")
+
+
+def _check_key(name: str, key: str) -> None:
+    if not key.strip("/"):
+        raise invalid_argument(f"cannot register shared memory region '{name}' - invalid shm key '{key}'")
     if key.lstrip("/").startswith(RESERVED_PREFIX):
         raise invalid_argument(
             f"cannot register shared memory region '{name}' with key '{key}' as the key contains the reserved prefix "
@@ -172,14 +181,14 @@ class SharedMemoryManager:
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
         """Raises TritonError: UNSUPPORTED when switched off, ALREADY_EXISTS, INVALID_ARG, INTERNAL for a key whose file
-        does not exist or is too small."""
+        does not exist."""
         self._check_allowed()
         if not name:
             raise invalid_argument("'region name' is necessary to register system shared memory region")
         with self._lock:
             self._check_new(name)
             if byte_size <= 0 or offset < 0:
-                raise invalid_argument(f"failed to register shared memory region '{name}': invalid args")
+                raise invalid_args(name)
             memory = SystemMemory(name, key, offset, byte_size)
             self._regions[name] = Region(name, key, offset, byte_size, MemoryKind.SYSTEM, memory)
 
@@ -290,6 +299,11 @@ class SharedMemoryManager:
             raise not_found(f"Unable to find shared memory region: '{wanted.region}'")
         if not 0 <= wanted.offset < region.byte_size:
             raise invalid_argument(f"Invalid offset for shared memory region: '{wanted.region}'")
+        if wanted.byte_size > MAX_SIZE - wanted.offset:
+            raise invalid_argument(
+                f"Integer overflow detected: byte_size ({wanted.byte_size}) + offset ({wanted.offset}) exceeds maximum "
+                f"value ({MAX_SIZE}) for region '{wanted.region}'"
+            )
         if not 0 <= wanted.byte_size <= region.byte_size - wanted.offset:
             raise invalid_argument(f"Invalid offset + byte size for shared memory region: '{wanted.region}'")
         return region

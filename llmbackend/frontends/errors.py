@@ -11,11 +11,12 @@ import logging
 import traceback
 from typing import Final
 
-from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 from llmbackend.core.server_log import CAUSE, cause_of
 
 RETRY_AFTER_S: Final = "1"
 """Retry-After of a refusal for lack of room: one decoding step later there may be some."""
+_INCREASE: Final = "Use --http-max-input-size to increase the limit."
 log = logging.getLogger(__name__)
 
 
@@ -39,14 +40,28 @@ class PermissionDeniedError(TritonError):
 
 
 class BodyTooLargeError(TritonError):
-    """An HTTP body, packed or unpacked, is longer than --http-max-input-size. INVALID_ARG."""
+    """An HTTP body is longer than --http-max-input-size. INVALID_ARG."""
+
+    text = "request JSON size of {size} bytes exceeds the maximum allowed input size of {limit} bytes"
 
     def __init__(self, size_bytes: int, max_bytes: int) -> None:
-        super().__init__(
-            f"request JSON size of {size_bytes} bytes exceeds the maximum allowed input size of {max_bytes} bytes. "
-            "Use --http-max-input-size to increase the limit.",
-            ErrorCode.INVALID_ARG,
-        )
+        text = self.text.format(size=size_bytes, limit=max_bytes)
+        super().__init__(f"{text}. {_INCREASE}", ErrorCode.INVALID_ARG)
+        self.size_bytes = size_bytes
+
+
+class UnpackedBodyTooLargeError(BodyTooLargeError):
+    """A compressed HTTP body is longer than --http-max-input-size when it is unpacked. INVALID_ARG."""
+
+    text = "Decompressed data size exceeds the maximum allowed value of {limit} bytes"
+
+
+def input_too_large(what: str, size_bytes: int, max_bytes: int) -> TritonError:
+    """The refusal of an input of /infer that is longer than --http-max-input-size. what: begins the text."""
+    return invalid_argument(
+        f"{what} has a byte_size ({size_bytes} bytes) that exceeds the maximum allowed value of {max_bytes} bytes. "
+        f"{_INCREASE}"
+    )
 
 
 class MalformedError(TritonError):

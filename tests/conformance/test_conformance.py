@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,15 @@ from tests.conformance.replayer.report import print_report
 from tests.conformance.replayer.run import GOLDEN, RULES, Report, replay_all
 from tests.conformance.replayer.transcript import Command, read_transcript
 
+LIVE_RULES = Path(__file__).parents[1] / "live" / "by_design.toml"
+RELEASES = {"26.09", "main", "own"}
+"""Whose behaviour takes the place of release 24.10's; docs/conformance.md explains them."""
+
 
 def test_reading_a_transcript_loses_no_character_of_an_answer() -> None:
-    for path in GOLDEN.glob("*.txt"):
+    paths = sorted(GOLDEN.glob("*.txt"))
+    assert len(paths) == 35
+    for path in paths:
         text = path.read_text()
         for command in read_transcript(path).commands:
             head = f"$ {command.text}\n" + (f"{command.script}PY\n" if command.script is not None else "")
@@ -34,7 +41,8 @@ def test_only_header_order_and_case_and_counters_are_normalised_away() -> None:
 def test_a_rule_pins_our_answer_and_hides_nothing_else(tmp_path: Path) -> None:
     path = tmp_path / "rules.toml"
     path.write_text(
-        '[[difference]]\nname = "n"\nreason = "r"\ntranscripts = ["01"]\nchange = [{ golden = "a", ours = "b" }]\n'
+        '[[difference]]\nname = "n"\nreason = "r"\nrelease = "own"\ntranscripts = ["01"]\n'
+        'change = [{ golden = "a", ours = "b" }]\n'
     )
     rules = read_rules(path)
     command = Command("curl", "a c\n", 1)
@@ -44,10 +52,18 @@ def test_a_rule_pins_our_answer_and_hides_nothing_else(tmp_path: Path) -> None:
     assert compare("02", command, "b c\n", rules).diff
 
 
-def test_every_difference_by_design_is_explained() -> None:
+@pytest.mark.parametrize(
+    ("path", "heading"), [(RULES, "## Differences by design"), (LIVE_RULES, "## Beside a running Triton")]
+)
+def test_every_difference_by_design_is_explained_with_its_release(path: Path, heading: str) -> None:
     page = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
-    for rule in read_rules(RULES):
-        assert f"`{rule.name}`" in page
+    table = page.partition(heading)[2].partition("\n## ")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| `")]
+    differences = {rule["name"]: rule["release"] for rule in tomllib.loads(path.read_text())["difference"]}
+    assert differences and set(differences.values()) <= RELEASES
+    for name, release in differences.items():
+        row = next((releases for names, releases in rows if f"`{name.removesuffix('-counted')}`" in names), None)
+        assert row is not None and release in row.strip().split(", "), f"{name}: {release}, not {row}"
 
 
 TOOLS = ("bash", "curl", "jq", "gzip")

@@ -145,13 +145,17 @@ def test_refusals_of_status_and_register_have_the_texts_of_triton(
     file = new_file()
     register(memory, "in", file)
     key = f"/{file.name}"
+    invalid_args = (ErrorCode.INVALID_ARG, "failed to register shared memory region 'x': invalid args")
     for expected, act in (
         ((ErrorCode.ALREADY_EXISTS, "shared memory region 'in' already in manager"), ("in", key, 0, 16)),
         ((ErrorCode.INTERNAL, "Unable to open shared memory region: '/nosuch'"), ("x", "/nosuch", 0, 16)),
-        ((ErrorCode.INTERNAL, f"Invalid shared memory region: '{key}'"), ("x", key, 0, 17)),
-        ((ErrorCode.INTERNAL, f"Invalid shared memory region: '{key}'"), ("x", key, 1, 16)),
-        ((ErrorCode.INTERNAL, f"Invalid shared memory region: '{key}'"), ("x", key, (1 << 64) - 1, (1 << 64) - 1)),
-        ((ErrorCode.INVALID_ARG, "failed to register shared memory region 'x': invalid args"), ("x", key, 0, 0)),
+        (invalid_args, ("x", key, 0, 17)),
+        (invalid_args, ("x", key, 1, 16)),
+        (
+            (ErrorCode.INVALID_ARG, "failed to register shared memory region 'x': invalid args"),
+            ("x", key, (1 << 64) - 1, (1 << 64) - 1),
+        ),
+        (invalid_args, ("x", key, 0, 0)),
     ):
         assert refusal(memory.register_system, *act) == expected
     assert refusal(memory.status, SYSTEM, "zz") == (
@@ -163,9 +167,15 @@ def test_refusals_of_status_and_register_have_the_texts_of_triton(
     assert len(open_files()) == 1  # a refusal leaves nothing open
 
 
-@pytest.mark.parametrize(
-    "key", ["", "/", ".", "..", "/..", "../etc/passwd", "/../etc/passwd", "a/b", "a\0b", "x" * 300]
-)
+@pytest.mark.parametrize("key", ["", "/", "///"])
+def test_a_key_without_a_name_is_refused(memory: SharedMemoryManager, key: str) -> None:
+    assert refusal(memory.register_system, "r", key, 0, 1) == (
+        ErrorCode.INVALID_ARG,
+        f"cannot register shared memory region 'r' - invalid shm key '{key}'",
+    )
+
+
+@pytest.mark.parametrize("key", [".", "..", "/..", "../etc/passwd", "/../etc/passwd", "a/b", "a\0b", "x" * 300])
 def test_a_key_names_a_file_of_the_shared_memory_directory_and_nothing_else(
     memory: SharedMemoryManager, key: str
 ) -> None:
@@ -262,6 +272,12 @@ def test_places_outside_of_a_region_are_refused(echo: InferenceServer, new_file:
             SharedRange("in", 0, -1),
             ErrorCode.INVALID_ARG,
             "Invalid offset + byte size for shared memory region: 'in'",
+        ),
+        (
+            SharedRange("in", 8, (1 << 64) - 8),
+            ErrorCode.INVALID_ARG,
+            "Integer overflow detected: byte_size (18446744073709551608) + offset (8) exceeds maximum value "
+            "(18446744073709551615) for region 'in'",
         ),
         (SharedRange("in", 16, 0), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
         (SharedRange("in", -1, 8), ErrorCode.INVALID_ARG, "Invalid offset for shared memory region: 'in'"),
@@ -382,7 +398,7 @@ def test_clients_that_register_use_truncate_and_unregister_at_once_leave_nothing
     echo: InferenceServer, new_file: NewFile
 ) -> None:
     files = [new_file(bytes(64)) for _ in range(4)]
-    expected = ("already in manager", "Unable to find", "became smaller", "Invalid shared memory region")
+    expected = ("already in manager", "Unable to find", "became smaller", "invalid args")
 
     def client(seed: int) -> list[str]:
         choose, errors = random.Random(seed), []

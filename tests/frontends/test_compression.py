@@ -79,7 +79,7 @@ def test_the_response_has_the_encoding_with_the_highest_quality(
 
 def test_a_bomb_is_refused_at_the_size_limit(client: httpx.Client) -> None:
     response = infer(client, gzip.compress(bytes(1 << 24)), content_encoding="gzip")
-    assert response.status_code == 400 and "exceeds the maximum allowed input size" in response.json()["error"]
+    assert response.status_code == 400 and "Decompressed data size exceeds the maximum" in response.json()["error"]
 
 
 def test_an_unknown_encoding_is_refused_with_those_that_are_known(client: httpx.Client) -> None:

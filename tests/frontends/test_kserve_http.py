@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import socket
 import struct
 import zlib
 from collections.abc import Iterator
@@ -394,7 +395,10 @@ def test_compression_that_is_wrong(client: httpx.Client) -> None:
     assert infer(client, b"not gzip", **{"Content-Encoding": "gzip"}).status_code == 400
     assert infer(client, gzip.compress(b"{}" * 9)[:-9], **{"Content-Encoding": "gzip"}).status_code == 400
     bomb = infer(client, gzip.compress(bytes(LIMIT + 1)), **{"Content-Encoding": "gzip"})
-    assert "exceeds the maximum allowed input size" in error_of(bomb)
+    assert bomb.status_code == 400 and error_of(bomb) == (
+        f"Decompressed data size exceeds the maximum allowed value of {LIMIT} bytes. "
+        "Use --http-max-input-size to increase the limit."
+    )
 
 
 def test_bodies_beyond_the_limit(client: httpx.Client) -> None:
@@ -413,6 +417,24 @@ def test_bodies_beyond_the_limit(client: httpx.Client) -> None:
     assert infer(client, {"inputs": [INPUT]}).text == ANSWER
 
 
+def test_inputs_beyond_the_limit(client: httpx.Client) -> None:
+    """The texts of qa/L0_http/http_input_size_limit_test.py. JSON may write a number in fewer bytes than it has."""
+    too_large = (
+        "that exceeds the maximum allowed value of 1048576 bytes. Use --http-max-input-size to increase the limit."
+    )
+    raw = infer(client, bytes(LIMIT + 4), **{"Inference-Header-Content-Length": "0"})
+    assert (raw.status_code, error_of(raw)) == (400, f"Raw input has a byte_size ({LIMIT + 4} bytes) {too_large}")
+    count = LIMIT // 4 + 1
+    data = {"name": "INPUT0", "datatype": "FP32", "shape": [count], "data": [0] * count}
+    body = json.dumps({"inputs": [data]}, separators=(",", ":")).encode()
+    assert len(body) < LIMIT
+    wide = infer(client, body)
+    assert (wide.status_code, error_of(wide)) == (
+        400,
+        f"JSON input 'INPUT0' has a byte_size ({LIMIT + 4} bytes) {too_large}",
+    )
+
+
 def test_metrics(running: Running, client: httpx.Client) -> None:
     infer(client, {"inputs": [INPUT]})
     for path in ("/metrics", "/metrics/"):
@@ -423,3 +445,14 @@ def test_metrics(running: Running, client: httpx.Client) -> None:
     assert (empty.status_code, empty.content) == (200, b"")
     refused = httpx.post(f"http://{running.metrics}/metrics")
     assert (refused.status_code, refused.headers["content-type"]) == (405, TEXT)
+
+
+def test_a_body_with_two_lengths_is_refused(running: Running) -> None:
+    """Triton reads it as chunked; docs/conformance.md says why it is refused here."""
+    host, port = running.http.split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(
+            b"POST /v2/models/identity/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
+        assert connection.recv(4096).startswith(b"HTTP/1.1 400 ")

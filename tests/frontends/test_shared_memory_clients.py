@@ -140,7 +140,7 @@ def test_one_region_serves_several_tensors_and_requests_at_once(client: Any, new
     assert np.array_equal(contents[0], contents[1])
 
 
-def test_refusals_have_the_texts_of_the_recorded_triton(client: Any, new_region: Any) -> None:
+def test_refusals_have_the_texts_of_triton(client: Any, new_region: Any) -> None:
     codes = {"400": "INVALID_ARGUMENT", "404": "NOT_FOUND", "500": "INTERNAL"}
     is_http = module_of(client) is triton_http
 
@@ -155,7 +155,11 @@ def test_refusals_have_the_texts_of_the_recorded_triton(client: Any, new_region:
         "400", "shared memory region 'in' already in manager", "ALREADY_EXISTS"
     )
     assert failure(register, "x", "/nosuch", 16) == expected("500", "Unable to open shared memory region: '/nosuch'")
-    assert failure(register, "y", in_key, 64) == expected("500", f"Invalid shared memory region: '{in_key}'")
+    invalid_args = expected("400", "failed to register shared memory region 'y': invalid args")
+    assert failure(register, "y", in_key, 64) == invalid_args
+    assert failure(register, "y", "/", 64) == expected(
+        "400", "cannot register shared memory region 'y' - invalid shm key '/'"
+    )
     assert failure(client.get_system_shared_memory_status, "zz") == expected(
         "404", "Unable to find system shared memory region: 'zz'"
     )

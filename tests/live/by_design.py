@@ -14,11 +14,14 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Rule:
-    """`cases`: a regular expression of case names. `triton`, a regular expression in Triton's answer, becomes `ours`;
+    """`release`: the Triton release whose behaviour it is, "main", or "own".
+
+    `cases`: a regular expression of case names. `triton`, a regular expression in Triton's answer, becomes `ours`;
     an empty `triton` stands for the whole answer. What `only_ours` matches is taken out of our answer."""
 
     name: str
     reason: str
+    release: str
     cases: re.Pattern[str]
     triton: re.Pattern[str]
     ours: str
@@ -36,6 +39,7 @@ def read_rules(path: Path) -> list[Rule]:
         Rule(
             name=entry["name"],
             reason=entry["reason"],
+            release=entry["release"],
             cases=re.compile(change["cases"]),
             triton=re.compile(change.get("triton", "")),
             ours=change.get("ours", ""),

@@ -20,7 +20,7 @@ from starlette.types import Scope
 
 from llmbackend.core.errors import TritonError, invalid_argument, unavailable
 
-from ..errors import BodyTooLargeError
+from ..errors import BodyTooLargeError, UnpackedBodyTooLargeError
 from ..workers.pool import WorkThreads
 from .request_scope import header
 
@@ -173,8 +173,8 @@ def release_body(request: Request) -> None:
 def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
     """`body` unpacked, piece by piece.
 
-    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, BodyTooLargeError when it unpacks
-    to more than `max_bytes`, UNAVAILABLE as `read_body`.
+    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, UnpackedBodyTooLargeError when it
+    unpacks to more than `max_bytes`, UNAVAILABLE as `read_body`.
     """
     unpacker = zlib.decompressobj(_AUTO_HEADER_WBITS)
     content = io.BytesIO()
@@ -187,7 +187,7 @@ def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
                 piece = unpacker.decompress(rest, _PIECE_BYTES)
                 rest = unpacker.unconsumed_tail
                 if content.tell() + len(piece) > max_bytes:
-                    raise BodyTooLargeError(content.tell() + len(piece), max_bytes)
+                    raise UnpackedBodyTooLargeError(content.tell() + len(piece), max_bytes)
                 lease.grow(len(piece))
                 content.write(piece)
         content.write(unpacker.flush())

@@ -28,9 +28,11 @@ from llmbackend.core.tensors import (
     SharedRange,
     Tensor,
     check_size,
+    element_count,
     wire_view,
 )
 
+from ..errors import input_too_large
 from ..http.json_reader import (
     array_member,
     as_array,
@@ -98,13 +100,20 @@ class InferBody:
         return cls(body[:json_length] if json_length else None, memoryview(body)[json_length:])
 
 
-def decode_content(content: bytes, json_length: int, name: str, version: int) -> tuple[InferenceRequest, OutputForm]:
+def decode_content(
+    content: bytes, json_length: int, name: str, version: int, max_input_bytes: int
+) -> tuple[InferenceRequest, OutputForm]:
     """`decode_request` of a whole body, see `InferBody.split`."""
-    return decode_request(InferBody.split(content, json_length), name, version)
+    return decode_request(InferBody.split(content, json_length), name, version, max_input_bytes)
 
 
-def decode_request(body: InferBody, name: str, version: int) -> tuple[InferenceRequest, OutputForm]:
-    """The request in `body`. Raises TritonError naming the field that is wrong."""
+def decode_request(
+    body: InferBody, name: str, version: int, max_input_bytes: int
+) -> tuple[InferenceRequest, OutputForm]:
+    """The request in `body`. max_input_bytes: of each input's data, which JSON may write shorter than it is.
+
+    Raises TritonError naming the field that is wrong.
+    """
     if body.json is None:
         raw = InferenceRequest(name, version, raw_input=bytes(body.raw))
         return raw, OutputForm(binary_by_default=True)
@@ -118,7 +127,7 @@ def decode_request(body: InferBody, name: str, version: int) -> tuple[InferenceR
     check_count("parameters", parameters, MAX_PARAMETERS)
     check_count("inputs", items, MAX_TENSORS)
     options = options_from_json(parameters)
-    inputs = Inputs(name, body.raw)
+    inputs = Inputs(name, body.raw, max_input_bytes)
     inputs.read(items)
     outputs = RequestedOutputs.read(document)
     request = InferenceRequest(
@@ -184,11 +193,12 @@ def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
 class Inputs:
     """Reads the inputs in order; each one takes its raw bytes from the front of the rest."""
 
-    def __init__(self, model_name: str, raw: memoryview) -> None:
+    def __init__(self, model_name: str, raw: memoryview, max_input_bytes: int) -> None:
         self.sent: list[Tensor | RawTensor] = []
         self.shared: list[SharedInput] = []
         self._model_name = model_name
         self._raw = raw
+        self._max_bytes = max_input_bytes
 
     def read(self, items: list[Any]) -> None:
         """Into `sent` and `shared`. Raises TritonError naming the field that is wrong."""
@@ -214,11 +224,19 @@ class Inputs:
         elif "data" in item:
             with parsing("data"):
                 as_array(item["data"])
+            self._check_json_size(name, datatype, shape)
             self.sent.append(tensor_from_json(name, datatype, shape, item["data"]))
         else:
             with parsing("binary_data_size"):
                 size = as_unsigned(parameters["binary_data_size"])
             self.sent.append(RawTensor(name, datatype, shape, self._take(name, size)))
+
+    def _check_json_size(self, name: str, datatype: str, shape: tuple[int, ...]) -> None:
+        if datatype == "BYTES":  # of strings, JSON has every byte
+            return
+        size_bytes = element_count(shape) * NUMPY_DTYPE[datatype].itemsize
+        if size_bytes > self._max_bytes:
+            raise input_too_large(f"JSON input '{name}'", size_bytes, self._max_bytes)
 
     def _take(self, name: str, size: int) -> memoryview:
         missing = size - self._raw.nbytes

@@ -19,6 +19,7 @@ from llmbackend.core.errors import TritonError, invalid_argument, unsupported
 from llmbackend.core.messages import InferenceRequest
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..errors import BodyTooLargeError, UnpackedBodyTooLargeError, input_too_large
 from ..http.errors import error_response
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.request_scope import header, headers_as_sent
@@ -61,14 +62,19 @@ class InferEndpoint:
         return await traced(trace, self._answer(request, name, version, trace))
 
     async def _answer(self, request: Request, name: str, version: int, trace: RequestTrace | None) -> Response:
-        content = await self._gate.read_content(request, self._max_body_bytes)
+        try:
+            content = await self._gate.read_content(request, self._max_body_bytes)
+        except BodyTooLargeError as error:
+            if header(request, _JSON_LENGTH) == "0" and not isinstance(error, UnpackedBodyTooLargeError):
+                raise input_too_large("Raw input", error.size_bytes, self._max_body_bytes) from None
+            raise
         received(trace)
         try:
             json_length = _json_length(request, len(content))
         except TritonError as error:
             return error_response(error, TEXT)
         message, form = await self._gate.decode_in_process(
-            json_length, decode_content, content, json_length, name, version
+            json_length, decode_content, content, json_length, name, version, self._max_body_bytes
         )
         return await self._run(request, message, form, trace)
 

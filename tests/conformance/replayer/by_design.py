@@ -18,13 +18,16 @@ NOT_COMPARED = "not compared"
 
 @dataclass(frozen=True)
 class Rule:
-    """`golden` empty: `ours` replaces the whole answer, or NOT_COMPARED accepts any.
+    """`release`: the Triton release whose behaviour it is, "main", or "own".
+
+    `golden` empty: `ours` replaces the whole answer, or NOT_COMPARED accepts any.
 
     `command` is a part of the command's text, empty for every command.
     """
 
     name: str
     reason: str
+    release: str
     transcripts: tuple[str, ...]
     command: str
     golden: str
@@ -43,6 +46,7 @@ def read_rules(path: Path) -> list[Rule]:
         Rule(
             name=entry["name"],
             reason=entry["reason"],
+            release=entry["release"],
             transcripts=tuple(entry["transcripts"]),
             command=change.get("command", ""),
             golden=change.get("golden", ""),
