@@ -57,7 +57,10 @@ class Commits:
             await asyncio.wait((self._waiting_done,))
         while self._flushing is not None:
             await asyncio.wait((self._flushing,))
-        return await self._run(partial(ask, self._storage, self._clock_s()))
+        try:
+            return await self._run(partial(ask, self._storage, self._clock_s()))
+        except StoreError as error:
+            raise _logged(error) from None
 
     async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
         """As `read`, for a request: raises StoreError also when it takes too long. `ask` must change nothing, since it
@@ -78,7 +81,7 @@ class Commits:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
-            raise StoreError(f"the response store did not answer within {limit_s:g} s") from None
+            raise _logged(StoreError(f"the response store did not answer within {limit_s:g} s")) from None
 
     async def close(self) -> None:
         while self._flushing is not None:
@@ -109,8 +112,7 @@ class Commits:
             for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
                 self.on_refused(id)
         except StoreError as failure:
-            log.error("%s", failure, extra={CAUSE: cause_of(failure)})
-            return failure
+            return _logged(failure)
         except Exception as failure:
             log_bug("unexpected error in the response store", failure)
             return StoreError(f"the response store failed: {failure!r}")
@@ -120,6 +122,12 @@ class Commits:
         if self._threads is None:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _logged(error: StoreError) -> StoreError:
+    """A client is told to look into the log."""
+    log.error("%s", error, extra={CAUSE: cause_of(error)})
+    return error
 
 
 def _set(done: asyncio.Future[None], error: StoreError | None) -> None:

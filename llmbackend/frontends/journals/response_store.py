@@ -8,7 +8,6 @@ network on the event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +16,12 @@ from typing import Protocol
 
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
+from llmbackend.frontends.errors import log_bug
 
 from .commits import Commits
 from .documents import Append, Delete, Document, Kind, Put, Storage, StoreError
 from .journal import Journal
 
-log = logging.getLogger(__name__)
 MAX_LINEAGE = 4096
 """Documents that one goes on behind, at most."""
 HELD_EVENT_BYTES = 4 << 20
@@ -109,8 +108,10 @@ class ResponseStore:
             await asyncio.sleep(interval_s)
             try:
                 await self._take_over()
-            except StoreError as error:
-                log.warning("%s", error)
+            except StoreError:  # which was logged where it happened
+                continue
+            except Exception as error:
+                log_bug("unexpected error while responses were taken over", error)
 
     async def suspend(self) -> None:
         """Before the server ends: leaves what is live in a store that stays to the next server."""
@@ -257,8 +258,7 @@ class ResponseStore:
     async def _expire_or_try_again(self) -> None:
         try:
             await self._expire()
-        except StoreError as error:
-            log.warning("what has expired is removed later: %s", error)
+        except StoreError:  # which was logged where it happened
             self._expire_at(self.clock_s() + _EXPIRY_PAUSE_S)
 
     async def _expire(self) -> None:

@@ -17,7 +17,6 @@ from starlette.responses import Response
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.frontends.errors import RETRY_AFTER_S, LimitReachedError, log_bug
 from llmbackend.frontends.http.errors import INVALID_REQUEST, openai_error_body
-from llmbackend.frontends.journals.documents import StoreError
 
 JsonObject = dict[str, Any]
 _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
@@ -78,8 +77,6 @@ class OpenAIError(Exception):
             if status == 400 and _TOO_LONG.search(error.message):
                 code = CONTEXT_LENGTH_EXCEEDED
             return cls(error.message, param=error.param if status == 400 else None, status=status, kind=kind, code=code)
-        if isinstance(error, StoreError):
-            return cls(f"the store: {error}", status=503, kind="service_unavailable_error", code="unavailable")
         log_bug("unexpected error in the OpenAI frontend", error)
         return cls("internal server error", status=500, kind="server_error")
 

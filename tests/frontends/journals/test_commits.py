@@ -9,7 +9,7 @@ import pytest
 
 from llmbackend.frontends.journals import response_store
 from llmbackend.frontends.journals.commits import Commits
-from llmbackend.frontends.journals.documents import Capacity, Put, StoreError, Write
+from llmbackend.frontends.journals.documents import Capacity, Put, Storage, StoreError, Write
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from tests.helpers.waiting import eventually_async
@@ -45,6 +45,21 @@ def test_an_error_of_any_kind_reaches_those_who_wait_and_nobody_else(error: Exce
         await commits.close()
 
     asyncio.run(run())
+
+
+def test_what_can_not_be_read_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(storage: Storage, now_s: float) -> None:
+        raise StoreError("no disk")
+
+    async def run() -> None:
+        commits = Commits(Failing(), Clock())
+        for read in (commits.read, commits.read_in_time):
+            with pytest.raises(StoreError, match="no disk"):
+                await read(fail)
+        await commits.close()
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == ["no disk"] * 2
 
 
 def test_expiry_is_tried_again_behind_a_store_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
 """Open Responses' compliance suite, rebuilt: its cases by their ids, each answer and event judged by the published
 schema (the package `openresponses-types` is generated from it), then by the suite's own conditions.
 
-The suite itself is a script of a repository that no package holds. Of its 13 cases, 6 are about its WebSocket mode and
-one about images: this server has neither, and says so.
+The suite itself is a script of a repository that no package holds. Of its 17 cases, 7 are about its WebSocket mode, one
+is about images and one about compaction, none of which this server has; one looks at no server. A streamed
+tool call is a case of one of its branches.
 Source: src/lib/compliance-tests.ts of github.com/openresponses/openresponses.
 """
 
@@ -43,6 +44,13 @@ def message(role: str, content: Any) -> dict[str, Any]:
 
 CASES: dict[str, dict[str, Any]] = {
     "basic-response": {"input": [message("user", f"{SAY}Hello to you.")]},
+    "assistant-phase": {
+        "input": [
+            message("assistant", "I answer with the saved number.") | {"phase": "commentary"},
+            message("assistant", "The number is four.") | {"phase": "final_answer"},
+            message("user", f"{SAY}four"),
+        ]
+    },
     "streaming-response": {"input": [message("user", f"{SAY}1, 2, 3, 4, 5")], "stream": True},
     "system-prompt": {"input": [message("system", "Speak as a pirate."), message("user", f"{SAY}Ahoy!")]},
     "tool-calling": {"input": [message("user", CALL)], "tools": [WEATHER]},
@@ -113,3 +121,11 @@ def test_websocket_mode_is_refused_by_name(client: openai.OpenAI) -> None:
     answer = httpx.get(f"{client.base_url}responses", headers=handshake)
     assert answer.status_code == 501
     assert answer.json()["error"]["message"].startswith("WebSocket mode is not supported")
+
+
+def test_compaction_is_refused_by_name_behind_the_check_of_its_fields(client: openai.OpenAI) -> None:
+    body = {"input": [message("user", "Compact this.")]}
+    missing = httpx.post(f"{client.base_url}responses/compact", json=body)
+    assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
+    answer = httpx.post(f"{client.base_url}responses/compact", json=body | {"model": MODEL})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "this server compacts no conversations")

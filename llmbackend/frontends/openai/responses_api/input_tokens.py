@@ -17,11 +17,11 @@ from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 
-from ..errors import JsonObject, OpenAIError
+from ..errors import JsonObject, OpenAIError, missing
 from ..generation import check_fields_taken
 from ..models import ModelCatalog
 from ..prompt_description import describe_prompt
-from ..requests import check_content_type, read_body
+from ..requests import check_content_type, decode_cost, json_object, read_body
 from ..tensors import RETURN_NUM_INPUT_TOKENS
 from .create import ResponseCreation
 from .parsing import ReadBody, read_responses
@@ -78,6 +78,10 @@ class InputTokenEndpoints:
         return Response(orjson.dumps(counted), media_type="application/json")
 
     async def compact(self, http: Request) -> Response:
+        body = await read_body(self._gate, http, self._max_body_bytes)
+        fields = await self._gate.decode_in_thread(decode_cost(body), lambda: json_object(body))
+        if fields.get("model") is None:
+            raise missing("model")
         raise OpenAIError("this server compacts no conversations", status=404, code="unsupported")
 
 
