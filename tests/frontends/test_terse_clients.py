@@ -19,8 +19,8 @@ def connect(running: Running) -> socket.socket:
 
 def post(path: str, words: str, version: str = "1.1") -> bytes:
     body = json.dumps({"text_input": words, "stream": path.endswith("stream")}).encode()
-    head = f"POST {path} HTTP/{version}\r\nHost: h\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-    return head.encode() + b"\r\n\r\n" + body
+    head = f"POST {path} HTTP/{version}\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -46,7 +46,7 @@ def test_a_stream_to_an_http_1_0_client_ends_with_the_connection(running: Runnin
 
 def test_a_response_of_known_length_keeps_it_for_an_http_1_0_client(running: Running) -> None:
     with connect(running) as connection:
-        connection.sendall(b"GET /v2 HTTP/1.0\r\nHost: h\r\n\r\n")
+        connection.sendall(b"GET /v2 HTTP/1.0\r\nHost: localhost\r\n\r\n")
         head, _, body = read_all(connection).partition(b"\r\n\r\n")
     assert f"content-length: {len(body)}".encode() in head.lower() and json.loads(body)
 

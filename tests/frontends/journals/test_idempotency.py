@@ -246,7 +246,9 @@ def test_a_client_that_leaves_while_it_sends_its_body_leaves_the_key_free(
 
 def test_a_request_does_not_wait_for_a_body_that_does_not_come(running: Running, client: httpx.Client) -> None:
     host, port = running.http.split(":")
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: h\r\nIdempotency-Key: slow\r\nContent-Type: application/json\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: slow\r\nContent-Type: application/json\r\n"
+    )
     asked = client.build_request("POST", COMPLETIONS, json=body(COMPLETIONS)).content
     with socket.create_connection((host, int(port)), timeout=30) as slow:
         slow.sendall(f"{head}Content-Length: {len(asked)}\r\n\r\n".encode() + asked[:5])
