@@ -10,7 +10,9 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -75,6 +77,8 @@ class _Sender:
         return document
 
     def _over_http(self, sent: HttpSent, expected: str) -> Answer:
+        if sent.connections:
+            return self._in_chunks(sent, expected)
         connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
         with contextlib.closing(connection):
             headers = {"content-type": "application/json"} | sent.headers
@@ -89,6 +93,24 @@ class _Sender:
         if not found and not re.search(expected, f"{response.status} {text}"):
             found = f"expected {expected!r}, answered {response.status} {text}"
         return Answer(_shown(response.status, text), found)
+
+    def _in_chunks(self, sent: HttpSent, expected: str) -> Answer:
+        """What the first of the connections is answered first."""
+        head = f"{sent.method} {sent.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        body = b"".join(b"1\r\n%c\r\n" % byte for byte in sent.body)
+        request = b"%bTransfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % (head.encode(), body)
+        with ThreadPoolExecutor(sent.connections) as pool:
+            statuses = list(pool.map(self._status_of, [3 * request] * sent.connections))
+        wrong = next((line for line in statuses if not re.search(expected, line)), "")
+        return Answer(statuses[0], f"expected {expected!r}, answered {wrong!r}" if wrong else "")
+
+    def _status_of(self, requests: bytes) -> str:
+        host, _, port = self._http.partition(":")
+        with socket.create_connection((host, int(port)), timeout=self._timeout_s) as connection:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the bodies were whole
+                connection.sendall(requests)
+            with connection.makefile("rb") as answers:
+                return answers.readline().decode().partition(" ")[2].strip()
 
     def _over_grpc(self, sent: GrpcSent) -> Answer:
         how = grpc.Compression.Gzip if sent.gzip else grpc.Compression.NoCompression

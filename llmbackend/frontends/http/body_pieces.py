@@ -19,10 +19,10 @@ MAX_CHUNKS: Final = 65_536
 TOO_MANY_CHUNKS: Final = (
     f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
 )
-READ_BYTES: Final = 64 << 10
-"""Of one read of a connection."""
-_DENSE_READ_BYTES: Final = 8 << 10
-"""After a read with many pieces: some 1,400 chunks of one byte, which take the parser 0.2 ms."""
+_PARSED_AT_ONCE_BYTES: Final = 64 << 10
+_DENSE_PARSED_AT_ONCE_BYTES: Final = 8 << 10
+"""Of the beginning of a request and of what comes in many chunks: some 1,400 chunks of one byte take the parser 0.2
+ms."""
 _DENSE_PIECES: Final = 64
 
 
@@ -35,8 +35,10 @@ class BodyPieces:
         """Of chunks; reading the counter counts, too."""
         self._heads_before = 0
         """What the counter stands at where no chunk of this request has begun."""
-        self.read_bytes = READ_BYTES
-        """How much the connection may read next."""
+        self.is_dense = False
+        """Whether what was parsed last came in many chunks: the rest of it then waits for the next turn."""
+        self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
+        """How much of a read may be parsed next."""
 
     def parser(self, protocol: Any) -> httptools.HttpRequestParser:
         """One that tells `protocol` everything but the pieces of bodies."""
@@ -45,11 +47,13 @@ class BodyPieces:
     def begin(self) -> None:
         """To be called when another request begins."""
         self._heads_before = next(self._heads) + 1
+        self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
 
     def take(self) -> bytes:
         """What has arrived since the last call."""
         pieces = self._pieces
-        self.read_bytes = _DENSE_READ_BYTES if len(pieces) > _DENSE_PIECES else READ_BYTES
+        self.is_dense = len(pieces) > _DENSE_PIECES
+        self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES if self.is_dense else _PARSED_AT_ONCE_BYTES
         body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         return body

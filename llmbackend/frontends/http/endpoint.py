@@ -21,7 +21,6 @@ from ..counts import Counts
 from ..errors import log_bug
 from ..limits import HttpLimits
 from .acceptor import Acceptor, Place, Places
-from .body_pieces import READ_BYTES
 from .errors import STOPPING, refusing
 from .protocol import GuardedProtocol
 from .site_check import SiteCheck
@@ -70,11 +69,10 @@ class HttpEndpoint:
         """counts: see Places. Raises OSError when another process has begun to listen on the port."""
         self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
         loop = asyncio.get_running_loop()
-        buffer = memoryview(bytearray(READ_BYTES))
 
         def make_protocol(place: Place) -> asyncio.Protocol:
             options: dict[str, Any] = {"config": self._config, "server_state": self._server.server_state}
-            return protocol(limits, place, buffer, self._tunnels, self._sites, app_state={}, _loop=loop, **options)
+            return protocol(limits, place, self._tunnels, self._sites, app_state={}, _loop=loop, **options)
 
         self._socket.listen(_BACKLOG)
         acceptor = Acceptor(

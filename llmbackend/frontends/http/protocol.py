@@ -49,7 +49,7 @@ _RESET_LOOKED_FOR_AFTER_S: Final = 0.05
 _RESET_LOOKED_FOR_EACH_S: Final = 1.0
 
 
-class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
+class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `limits`. A connection has no timer while its response runs.
 
     uvicorn pauses `send` while more than the transport's high-water mark (64 KiB) waits for the client, and stops
@@ -60,20 +60,18 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self,
         limits: HttpLimits,
         place: Place,
-        buffer: memoryview,
         tunnels: Tunnels | None = None,
         sites: SiteCheck | None = None,
         **options: Any,
     ) -> None:
-        """buffer: of READ_BYTES, for the reads of all connections of one event loop. `tunnels` takes websockets;
-        without it a request for one is served as any other. Without `sites` every site may ask."""
+        """`tunnels` takes websockets; without it a request for one is served as any other. Without `sites` every site
+        may ask."""
         super().__init__(**options)
         self._pieces = BodyPieces()
         self.parser = self._pieces.parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own: a pipelined request
         self._limits = limits
         self._place = place
-        self._buffer = buffer
         self._sites = sites
         self._tunnels = tunnels
         self._opening: asyncio.Task[None] | None = None
@@ -90,6 +88,8 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
+        self._unparsed = b""
+        """Of a read that comes in many chunks: what is parsed in later turns of the event loop."""
         self._is_read_past = False
         """Whether the rest of a body whose request was answered is dropped unparsed, until the connection closes."""
 
@@ -116,13 +116,33 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
 
     # --- receiving --------------------------------------------------------------------------------------------------
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._buffer[: self._pieces.read_bytes]
-
-    def buffer_updated(self, nbytes: int) -> None:
-        self.data_received(self._buffer[:nbytes].tobytes())
-
     def data_received(self, data: bytes) -> None:
+        if self._unparsed:
+            self._unparsed += data
+            self.transport.pause_reading()  # which the application may have ended
+        else:
+            self._parse_at_length(data)
+
+    def _parse_on(self) -> None:
+        data, self._unparsed = self._unparsed, b""
+        self._parse_at_length(data)
+        if not self._unparsed and not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _parse_at_length(self, data: bytes) -> None:
+        """Parses all of `data`, in this turn of the event loop unless it comes in many chunks."""
+        rest = memoryview(data)
+        while rest and not self.transport.is_closing() and self._opening is None:
+            part = rest[: self._pieces.parsed_at_once_bytes]
+            rest = rest[len(part) :]
+            self._parse(part)
+            if rest and self._pieces.is_dense and not self._is_read_past:
+                self._unparsed = rest.tobytes()
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse_on)
+                return
+
+    def _parse(self, data: memoryview) -> None:
         if self._is_read_past:
             self._discarded_bytes += len(data)
             if self._discarded_bytes > _MAX_DISCARDED_BYTES:
@@ -130,7 +150,7 @@ class GuardedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return
         self._piece_bytes = len(data)
         self._framing_bytes += len(data)
-        super().data_received(data)
+        super().data_received(data)  # type: ignore[arg-type]  # which hands it to the parser alone
         self._take_body()
         if self.transport.is_closing() or self._opening is not None:
             return

@@ -25,6 +25,8 @@ class HttpSent:
     headers: dict[str, str] = field(default_factory=dict)
     closes: Callable[[], None] | None = None
     method: str = "POST"
+    connections: int = 0
+    """That send the body three times, in chunks of one byte, at the same time; 0: one request with a Content-Length."""
 
     def compressed(self, how: Literal["gzip", "deflate"]) -> HttpSent:
         body = gzip.compress(self.body, 1) if how == "gzip" else zlib.compress(self.body, 1)

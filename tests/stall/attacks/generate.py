@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from llmbackend.frontends.http.body_pieces import MAX_CHUNKS
+
 from .attack import MEMBER, Attack, HttpSent, Sent, numbered, repeated
 
+_CONNECTIONS = 16
 _EMPTY = '""'
 _MESSAGE = '{"role":"user","content":"a"}'
 
@@ -33,7 +36,14 @@ def _in_json_text(name: str, text: Callable[[int], str]) -> Callable[[int], str]
     return lambda size: f'"{name}":{json.dumps(text(size * 2 // 3))}'
 
 
+def _in_chunks(size: int) -> list[Sent]:
+    body = json.dumps({"text_input": "a"}).encode()
+    return [HttpSent("/v2/models/steady/generate", body + b" " * (size - len(body)), connections=_CONNECTIONS)]
+
+
 GENERATE_ATTACKS = (
+    Attack("generate in chunks of one byte", _in_chunks, most_bytes=MAX_CHUNKS, expected="200"),
+    Attack("generate in too many chunks", _in_chunks, most_bytes=2 * MAX_CHUNKS, expected="[24]00"),
     Attack("generate long prompt", _generate(_prompt)),
     Attack("generate_stream long prompt", _generate(_prompt, "generate_stream")),
     Attack("generate many texts", _generate(lambda size: f'"text_input":[{repeated(_EMPTY, size)}]')),
