@@ -8,7 +8,7 @@ API's own text.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +64,13 @@ class Api:
         """The JSON of the answer, None for an empty one. Raises ApiError."""
         return await self._json("POST", path, body, timeout_s)
 
-    async def stream(self, method: str, path: str, body: Any = None) -> AsyncGenerator[ServerEvent]:
-        """The events of a stream until its end. Raises ApiError. To close it cancels the request."""
+    async def stream(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> AsyncGenerator[ServerEvent]:
+        """The events of a stream until its end. Raises ApiError. To close it cancels the request, unless `headers` ask
+        for a stream that can be come back to."""
         request = self._request(method, path, body, None)  # it may be silent for as long as its request waits
+        request.headers.update(headers or {})
         try:
             response = await _opened().send(request, stream=True)
         except httpx.HTTPError as error:

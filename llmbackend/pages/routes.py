@@ -9,10 +9,15 @@ from __future__ import annotations
 import logging
 from importlib import import_module
 from pathlib import Path
+from typing import Final
 
+import nicegui
 from nicegui import App, ui
 
 from .shell import FILES_URL, PAGES, Page, shell
+
+KATEX_URL: Final = "/_nicegui/katex.js"
+"""What static/math.js imports."""
 
 log = logging.getLogger(__name__)
 
@@ -20,9 +25,19 @@ log = logging.getLogger(__name__)
 def add_to(app: App) -> None:
     app.on_page_exception(_show_failure)
     app.add_static_files(FILES_URL, Path(__file__).parent / "static", max_cache_age=0)
+    _add_katex(app)
     for page in PAGES:
         _add(page, page.path)
     _add(PAGES[0], "/")
+
+
+def _add_katex(app: App) -> None:
+    """The copy that NiceGUI ships for its diagrams; its file's name has a hash."""
+    found = sorted(Path(nicegui.__file__).parent.glob("elements/mermaid/dist/katex-*.js"))
+    if found:
+        app.add_static_file(local_file=found[0], url_path=KATEX_URL)
+    else:
+        log.warning("this release of NiceGUI has no KaTeX: formulas are shown as TeX")
 
 
 def _add(page: Page, path: str) -> None:

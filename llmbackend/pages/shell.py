@@ -34,6 +34,9 @@ PAGES: Final = (
     Page("Operations", "/operations", "llmbackend.pages.operations.page", "tune"),
 )
 
+_NEEDS_KEY: Final = "This server needs an API key. Enter the one that its operator gave you."
+_WRONG_KEY: Final = "The server does not accept this API key. Enter another one."
+
 OnKey = Callable[[], Awaitable[None]]
 
 
@@ -57,6 +60,10 @@ class Viewer:
     def ask_for_key(self, why: str = "") -> None:
         """Opens the dialog for the key; `why` is shown in it."""
         self._dialog.open(why)
+
+    def need_key(self) -> None:
+        """Opens the dialog because the API has refused the viewer's key, or that there is none."""
+        self.ask_for_key(_WRONG_KEY if self.key else _NEEDS_KEY)
 
     async def arrive(self) -> None:
         """Waits for the browser, then reads the key out of its storage."""
@@ -115,8 +122,6 @@ def shell(page: Page) -> Viewer:
         f'<link rel="stylesheet" href="{FILES_URL}/pages.css"><script src="{FILES_URL}/shell.js"></script>'
     )
     viewer = Viewer()
-    with ui.element("a").classes("skip-link").props('href="#content"'):
-        ui.label("Skip to content")
     with ui.header().classes("header").props("role=banner"):
         with ui.element("div").classes("header__start") as viewer.header_start:
             ui.label("llmbackend").classes("header__name")
@@ -135,11 +140,17 @@ def shell(page: Page) -> Viewer:
         )
         theme.on("click", js_handler="() => llmbackend.nextTheme()").tooltip("Theme: light, dark or the system's")
     with ui.element("button").classes("hidden ask-for-key").props("aria-hidden=true tabindex=-1") as asked:
-        asked.on(
-            "ask", lambda event: viewer.ask_for_key(str(event.args or "")), js_handler="(event) => emit(event.detail)"
-        )
+        asked.on("ask", lambda event: _ask(viewer, str(event.args or "")), js_handler="(event) => emit(event.detail)")
     ui.element("div").props("id=content tabindex=-1")
     return viewer
+
+
+def _ask(viewer: Viewer, why: str) -> None:
+    """A script of the page wants a key."""
+    if why:
+        viewer.ask_for_key(why)
+    else:
+        viewer.need_key()
 
 
 def _link(page: Page, *, is_current: bool) -> None:

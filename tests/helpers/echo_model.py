@@ -1,4 +1,5 @@
-"""A model of a real server that says, piece by piece, what the last message of a chat says.
+"""A model of a real server that says, piece by piece, what the last message of the user says; it goes on with an answer
+that the chat ends with.
 
 For: tests of the web pages, which need texts that no model writes. The piece `§` stands for a quarter of a second.
 """
@@ -37,7 +38,9 @@ class TritonPythonModel:
     def execute(self, requests):
         for request in requests:
             messages = json.loads(pb_utils.get_input_tensor_by_name(request, "messages").as_numpy().ravel()[0])
-            said = str(messages[-1]["content"])
+            messages = messages["messages"] if isinstance(messages, dict) else messages
+            begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
+            said = str(messages[-1]["content"])[len(begun) :]
             threading.Thread(target=answer, args=(request.get_response_sender(), said), daemon=True).start()
 
 

@@ -90,6 +90,14 @@ def stop_server(server: ServerProcess) -> int:
         server.process.stdout.close()
 
 
+def kill_server(server: ServerProcess) -> None:
+    """As a crash would end it; what belongs to it ends by itself."""
+    server.process.kill()
+    server.process.wait()
+    assert server.process.stdout is not None
+    server.process.stdout.close()
+
+
 def write_mock_model(repository: Path, name: str = "mock", **engine_args: object) -> None:
     """A model of the `llm` backend on the mock model: real engine process, real paging, no weights."""
     version = repository / name / "1"

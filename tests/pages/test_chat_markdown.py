@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
@@ -45,6 +47,22 @@ lazily
 1. one
 2. two
 """
+FORMULAS = r"""Let \(a_1\) and $x_2^2$ be; it costs $5 and $6, or \$7.
+
+$$
+a
++ b
+- c
+$$
+
+- first
+  \[ y = 1 \]
+- second
+
+$$
+open
+- b
+"""
 
 
 class Found(HTMLParser):
@@ -58,7 +76,7 @@ class Found(HTMLParser):
         self.attributes |= {(name, value or "") for name, value in attrs}
 
 
-@pytest.mark.parametrize("text", [*TEXTS, SAMPLE])
+@pytest.mark.parametrize("text", [*TEXTS, SAMPLE, FORMULAS])
 def test_html_has_the_tags_of_markdown_alone(text: str) -> None:
     found = Found()
     found.feed(to_html(text))
@@ -70,7 +88,9 @@ def test_html_has_the_tags_of_markdown_alone(text: str) -> None:
     assert all(value.startswith("text-align:") for name, value in found.attributes if name == "style")
 
 
-@pytest.mark.parametrize("text", [SAMPLE, *(text for text in TEXTS if len(text) < 1000 and "[ref]:" not in text)])
+@pytest.mark.parametrize(
+    "text", [SAMPLE, FORMULAS, *(text for text in TEXTS if len(text) < 1000 and "[ref]:" not in text)]
+)
 def test_what_stands_before_the_last_block_stays_as_it_is_while_the_text_grows(text: str) -> None:
     whole = to_html(text)
     begins = [last_block(text[:length]) for length in range(0, len(text), 3)]
@@ -84,3 +104,26 @@ def test_characters_that_reorder_code_are_shown() -> None:
 
 def test_a_block_that_is_too_long_is_plain_text() -> None:
     assert "<strong>" not in to_html("**x** " * 20_000)
+
+
+@pytest.mark.parametrize(
+    ("text", "formulas"),
+    [
+        (r"\(a_1\), \[b\], $c$ and $$d$$", ["a_1", "b", "c", "d"]),
+        (r"$5 and $6, $ x $, \$7, `$code$` and ``\(code\)``", []),
+        ("$$\na\n+ b\n- c\n$$", ["a\n+ b\n- c"]),
+        ("> \\[\n> q\n> \\]", ["q"]),
+        ("$$\nno\n\nend\n$$", []),
+        ("```\n$$\nx\n$$\n```", []),
+        (r"$a < b$ and $\text{\$}$", ["a < b", r"\text{\$}"]),
+    ],
+)
+def test_formulas_are_told_from_prices_and_code(text: str, formulas: list[str]) -> None:
+    found = re.findall(r'class="math(?: math--display)?" dir="ltr">([^<]*)<', to_html(text))
+    assert [unescape(formula) for formula in found] == formulas
+
+
+def test_an_item_of_a_task_list_says_whether_it_is_done() -> None:
+    html = to_html("- [ ] one\n- [x] two **bold**\n- [y] three")
+    assert re.findall(r"(☐|☑).*?</span>(\w+)", html) == [("☐", "one"), ("☑", "two")]
+    assert "[y] three" in html and "<strong>bold</strong>" in html

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.echo_model import write_echo_model
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, kill_server, post, start_server, stop_server, write_mock_model
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +46,19 @@ def test_an_answer_is_shown_as_markdown_with_its_timing(chat: Any) -> None:
     assert answer.locator("strong").inner_text() == "bold"
     assert answer.locator("pre").inner_text().strip() == "x = 1"
     assert re.search(r"first token \d+ ms", answer.inner_text())
+
+
+def test_formulas_are_laid_out_and_task_lists_and_long_lines_of_code_shown(chat: Any) -> None:
+    long_line = "x" * 3000
+    say(chat, f"Let \\(a_1\\) be\n\n$$\n\\frac{{1}}{{2}}\n$$\n\n- [x] done\n\n```\n{long_line}\n```\n\n$\\nonsense{{$")
+    answer = complete(chat, 1)
+    assert answer.locator(".math math msub").count() == 1
+    assert answer.locator(".math--display math[display=block] mfrac").count() == 1
+    assert answer.get_by_text("☑").count() == 1
+    assert answer.locator(".math--refused").inner_text() == "\\nonsense{"
+    assert (
+        chat.evaluate("(({scrollWidth, clientWidth}) => scrollWidth - clientWidth)(document.querySelector('pre'))") <= 0
+    )
 
 
 def test_chats_are_kept_in_the_browser_and_shown_again(chat: Any) -> None:
@@ -87,6 +100,96 @@ def test_escape_stops_an_answer_and_keeps_what_has_arrived(chat: Any) -> None:
     assert 0 < len(kept["turns"][1]["content"]) < len(SLOW)
 
 
+def test_a_stopped_answer_is_continued(chat: Any) -> None:
+    say(chat, SLOW)
+    answers(chat).get_by_text("one § two").wait_for()
+    chat.keyboard.press("Escape")
+    complete(chat, 1)
+    chat.evaluate("document.querySelector('.composer').scrollIntoView()")
+    answers(chat).get_by_role("button", name="Continue").click()
+    answers(chat).get_by_text("Continue").wait_for(state="hidden")
+    chat.keyboard.press("Escape")
+    complete(chat, 1)
+    (kept,) = stored(chat)
+    assert [turn["role"] for turn in kept["turns"]] == ["user", "assistant"]
+    assert SLOW.startswith(kept["turns"][1]["content"])
+
+
+def test_an_answer_goes_on_after_the_page_was_loaded_again(chat: Any) -> None:
+    text = "one § two § three § four § " * 4
+    say(chat, text)
+    answers(chat).get_by_text("one § two").wait_for()
+    chat.reload()
+    assert complete(chat, 1).get_by_text("Continue").count() == 0
+    (kept,) = stored(chat)
+    assert [turn["content"] for turn in kept["turns"]] == [text, text]
+    assert chat.evaluate("Object.keys(localStorage).filter((name) => name.startsWith('llmbackend.answer.'))") == []
+
+
+def test_a_question_whose_page_was_left_before_its_answer_began_is_answered(chat: Any) -> None:
+    say(chat, "§ § § § § § § § late")
+    chat.wait_for_timeout(300)
+    chat.reload()
+    complete(chat, 1)
+    assert [turn["content"] for turn in stored(chat)[0]["turns"]] == ["§ § § § § § § § late"] * 2
+
+
+def test_what_had_arrived_stays_when_the_server_is_killed_and_is_continued(page: Any, tmp_path: Path) -> None:
+    write_echo_model(tmp_path)
+    text = "".join(f"§ {number:03} and so on, on and on to forty chars" for number in range(40))
+    first = start_server("--model-repository", str(tmp_path))
+    page.goto(f"http://{first.http}/chat")
+    page.get_by_text("echo", exact=True).wait_for()
+    say(page, text)
+    kept = "localStorage[Object.keys(localStorage).find((name) => name.startsWith('llmbackend.answer.'))]"
+    page.wait_for_function(f"({kept} || '').includes('003')")
+    kill_server(first)
+    second = start_server("--model-repository", str(tmp_path), http_port=int(first.http.rpartition(":")[2]))
+    try:
+        page.reload()
+        answer = complete(page, 1)
+        assert "000 and so on" in answer.inner_text() and "interrupted" in answer.inner_text()
+        answer.get_by_role("button", name="Continue").click()
+        page.wait_for_function("!document.body.textContent.includes('interrupted')")
+        answers(page).get_by_text("039 and so on").wait_for()
+        complete(page, 1)
+        assert stored(page)[0]["turns"][1]["content"] == text
+    finally:
+        page.goto("about:blank")
+        assert stop_server(second) == 0
+
+
+def test_earlier_versions_of_an_edited_turn_can_be_seen(chat: Any) -> None:
+    say(chat, "first")
+    complete(chat, 1)
+    you = chat.get_by_role("region", name="You")
+    for text in ("second", "third"):
+        you.hover()
+        chat.get_by_role("button", name="Edit and send again").click()
+        chat.get_by_role("textbox", name="Edit the message").fill(text)
+        chat.keyboard.press("Enter")
+        you.get_by_text(text).wait_for()
+        complete(chat, 1)
+    you.get_by_text("3 of 3").wait_for()
+    you.get_by_role("button", name="Earlier version").click()
+    you.get_by_text("2 of 3").wait_for()
+    assert answers(chat).locator(".prose").inner_text() == "second"
+    you.get_by_role("button", name="Earlier version").click()
+    you.get_by_text("1 of 3").wait_for()
+    chat.reload()
+    you.get_by_text("1 of 3").wait_for()
+    assert answers(chat).locator(".prose").inner_text() == "first"
+
+
+def test_earlier_answers_can_be_seen_after_generating_again(chat: Any) -> None:
+    say(chat, "again")
+    complete(chat, 1)
+    answers(chat).get_by_role("button", name="Generate again").click()
+    answers(chat).get_by_text("2 of 2").wait_for()
+    answers(chat).get_by_role("button", name="Earlier version").click()
+    answers(chat).get_by_text("1 of 2").wait_for()
+
+
 def test_a_turn_is_edited_and_answered_again(chat: Any) -> None:
     say(chat, "one")
     complete(chat, 1)
@@ -123,6 +226,81 @@ def test_an_error_of_the_api_is_shown_as_it_is(chat: Any) -> None:
     alert = chat.get_by_role("alert").first
     alert.wait_for()
     assert "tools" in alert.inner_text()
+
+
+def test_json_that_is_none_stops_sending_and_is_said_beside_the_button(chat: Any) -> None:
+    chat.get_by_role("button", name="Settings of this chat").click()
+    tools = chat.get_by_role("textbox", name="Tools as JSON")
+    tools.fill("[{")
+    chat.wait_for_timeout(800)
+    say(chat, "with broken tools")
+    chat.locator(".composer").get_by_text("Tools is not JSON").wait_for()
+    assert chat.get_by_role("textbox", name="Message").input_value() == "with broken tools"
+    assert chat.get_by_role("region", name="You").count() == 0
+    tools.fill("")
+    chat.wait_for_timeout(800)
+    chat.keyboard.press("Escape")
+    tools.wait_for(state="hidden")
+    chat.get_by_role("button", name="Send").click()
+    complete(chat, 1)
+    assert chat.locator(".composer").get_by_text("Tools is not JSON").count() == 0
+
+
+def test_the_label_of_a_field_does_not_cover_its_placeholder(chat: Any) -> None:
+    chat.get_by_role("button", name="Settings of this chat").click()
+    for name in ("Tools as JSON", "JSON schema"):
+        field = chat.get_by_role("textbox", name=name)
+        field.wait_for()
+        label = chat.locator(".q-field__label", has_text=name)
+        assert label.bounding_box()["y"] + label.bounding_box()["height"] <= field.bounding_box()["y"] + 4
+
+
+def test_the_skip_link_is_the_first_stop_of_tab(chat: Any) -> None:
+    chat.evaluate("document.body.tabIndex = -1; document.body.focus()")
+    chat.keyboard.press("Tab")
+    assert chat.evaluate("document.activeElement.textContent") == "Skip to content"
+    chat.keyboard.press("Enter")
+    assert chat.evaluate("document.activeElement.id") == "content"
+
+
+def test_a_screen_reader_hears_how_the_answer_ended(chat: Any) -> None:
+    said = chat.locator("[role=status].hidden-text")
+    say(chat, "short")
+    said.get_by_text("Answer complete.").wait_for(state="attached")
+    say(chat, SLOW)
+    answers(chat).nth(1).get_by_text("one § two").wait_for()
+    chat.keyboard.press("Escape")
+    said.get_by_text("Answer stopped by you.").wait_for(state="attached")
+
+
+def test_chats_are_searched_exported_and_imported(chat: Any, tmp_path: Path) -> None:
+    chat.get_by_role("button", name="Name three fruits").click()
+    complete(chat, 1)
+    chat.keyboard.press("Control+k")
+    chat.get_by_text("What would you like to know?").wait_for()
+    say(chat, "Zebras")
+    complete(chat, 1)
+    chats = chat.get_by_role("navigation", name="Chats")
+    chat.get_by_role("textbox", name="Search in chats").fill("THREE fru")
+    chats.get_by_text("Zebras").wait_for(state="hidden")
+    chats.get_by_role("button", name="Chat menu").click()
+    with chat.expect_download() as exported:
+        chat.get_by_text("Export as JSON").click()
+    exported.value.save_as(tmp_path / "chat.json")
+    with chat.expect_file_chooser() as choosing:
+        chat.get_by_role("button", name="Import").click()
+    choosing.value.set_files(tmp_path / "chat.json")
+    chats.get_by_text("Name three fruits").nth(1).wait_for()
+    assert [entry["turns"][0]["content"] for entry in stored(chat)] == [
+        "Name three fruits",
+        "Zebras",
+        "Name three fruits",
+    ]
+    (tmp_path / "none.json").write_text("{}")
+    with chat.expect_file_chooser() as choosing:
+        chat.get_by_role("button", name="Import").click()
+    choosing.value.set_files(tmp_path / "none.json")
+    chat.get_by_text("This file is not an exported chat").wait_for()
 
 
 def test_a_page_of_the_chat_shows_the_theme_that_was_chosen(chat: Any) -> None:
@@ -172,14 +350,14 @@ def test_where_keys_are_configured_the_page_asks_for_one(page: Any, tmp_path: Pa
     server = start_server("--model-repository", str(tmp_path), "--api-key", "sk-secret")
     try:
         page.goto(f"http://{server.http}/")
-        page.get_by_text("You didn't provide an API key").wait_for()
+        page.get_by_text("This server needs an API key").wait_for()
         page.get_by_role("textbox", name="Key").fill("sk-secret")
         page.get_by_role("button", name="Save").click()
         page.get_by_text("echo", exact=True).wait_for()
         say(page, "with a key")
         complete(page, 1)
         assert page.evaluate("localStorage.getItem('llmbackend.api_key')") == "sk-secret"
-        page.get_by_text("You didn't provide an API key").wait_for(state="hidden")
+        page.get_by_text("This server needs an API key").wait_for(state="hidden")
         assert "sk-secret" not in page.content()
         page.evaluate("llmbackend.askForKey('another one, please')")
         page.get_by_text("another one, please", exact=True).wait_for()

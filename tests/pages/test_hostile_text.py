@@ -20,7 +20,7 @@ def test_no_hostile_text_runs_or_loads_anything(chat: Any, seen: Seen, echo_serv
     chat.wait_for_timeout(300)
     assert chat.evaluate("window.ran") is None
     assert seen.hosts() == {echo_server.http}
-    forbidden = "script, iframe, object, embed, style, link, meta, base, form, svg, math, img, input"
+    forbidden = "script, iframe, object, embed, style, link, meta, base, form, svg, img, input, math a, math [href]"
     assert answer.locator(".prose").locator(forbidden).count() == 0
     attributes = "[...document.querySelectorAll('.prose *')].flatMap(e => e.getAttributeNames())"
     assert not [name for name in chat.evaluate(attributes) if name.startswith("on")]

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, kill_server, start_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytest.importorskip("nicegui")
@@ -213,8 +213,19 @@ def test_a_key_without_rights_sees_its_own_and_is_told_so(browser: Any, server: 
 def test_without_a_key_the_page_asks_for_one(browser: Any, server: ServerProcess) -> None:
     with opened(browser, server, "") as page:
         dialog = page.get_by_role("dialog", name="API key")
-        expect(dialog).to_contain_text("You didn't provide an API key")
+        expect(dialog).to_contain_text("This server needs an API key")
         dialog.get_by_label("Key").first.fill("sk-root")
         dialog.get_by_role("button", name="Save").click()
         expect(row(page, "Models", "slow")).to_contain_text("ready")
         expect(page.get_by_role("status")).not_to_be_visible()
+
+
+def test_no_model_is_shown_as_ready_while_the_server_is_down(browser: Any, tmp_path: Path) -> None:
+    write_mock_model(tmp_path)
+    server = start_server("--model-repository", str(tmp_path))
+    with opened(browser, server, "") as page:
+        state = row(page, "Models", "mock").locator(".ops-state")
+        expect(state.get_by_text("ready")).to_be_visible()
+        kill_server(server)
+        expect(state.get_by_text("ready")).not_to_be_visible()
+        assert "not known" in state.evaluate("(element) => getComputedStyle(element, '::after').content")

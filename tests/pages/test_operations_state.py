@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("nicegui")
 
-from llmbackend.pages.operations.sections import duration
+from llmbackend.pages.operations.sections import _model_row, duration
 from llmbackend.pages.operations.state import LoadStage, ModelVersion, ServerState
 
 AT = {"model": "demo", "version": "1", "instance": "demo_0"}
@@ -34,6 +34,15 @@ def server() -> ServerState:
     made.take_index([{"name": "big"}, {"name": "demo", "version": "1", "state": "READY"}])
     made.apply("snapshot", snapshot(request(1)))
     return made
+
+
+def test_a_server_that_cannot_be_reached_has_no_ready_model(server: ServerState) -> None:
+    server.lose()
+    assert [row.state for row in server.models] == ["UNKNOWN", "UNKNOWN"]
+    assert not server.instances and not server.requests
+    shown = _model_row(server.models[1], server, may_load=True)
+    assert (shown["state"]["text"], shown["state"]["tone"]) == ("not known", "quiet")
+    assert all(button["disabled"] for button in shown["actions"])
 
 
 def test_a_request_from_its_arrival_to_its_end(server: ServerState) -> None:

@@ -1,7 +1,7 @@
 """Answer: one answer of a model while it arrives, read out of the chunks of a chat completion.
 
 For: the chat page. Does not know: HTTP, what is shown. Invariant: after any number of chunks `turn` is what has arrived
-so far, so that an answer that is stopped or breaks off keeps all of it.
+so far, so that an answer that is stopped or breaks off keeps all of it, and one that is continued what it had before.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Final
 
-from .conversation import Timing, TokenProbability, ToolCall, Turn
+import msgspec
+
+from .conversation import STOPPED, Timing, TokenProbability, ToolCall, Turn
 
 _MAX_PROBABILITIES: Final = 4096
 """Tokens of an answer whose probabilities are kept."""
@@ -20,16 +22,18 @@ _MIN_STREAMED_S: Final = 0.05
 
 
 class Answer:
-    def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, base: Turn, now_s: Callable[[], float] = time.monotonic) -> None:
+        """base: what the answer had before."""
+        self._base = base
         self._now_s = now_s
         self._began_s = now_s()
         self._first_s = 0.0
         self._last_s = 0.0
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
+        self._content = [base.content]
+        self._reasoning = [base.reasoning]
         self._calls: dict[int, list[str]] = {}
         """By index: id, name, arguments."""
-        self._probabilities: list[TokenProbability] = []
+        self._probabilities = list(base.probabilities)
         self._usage: dict[str, Any] = {}
         self._finish_reason = ""
         self.error = ""
@@ -81,12 +85,12 @@ class Answer:
 
     def turn(self, *, is_stopped: bool = False) -> Turn:
         """What has arrived; `is_stopped`: the viewer stopped it."""
-        return Turn(
-            role="assistant",
+        return msgspec.structs.replace(
+            self._base,
             content=self.content,
             reasoning=self.reasoning,
             tool_calls=self.tool_calls,
-            finish_reason="stopped by you" if is_stopped else self._finish_reason,
+            finish_reason=STOPPED if is_stopped else self._finish_reason,
             error=self.error,
             timing=self._timing(),
             probabilities=tuple(self._probabilities),

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 from nicegui import Client
 
-from .conversation import Chat, ChatSettings
+from .conversation import Chat, ChatSettings, UnfinishedAnswer
 
 _TIMEOUT_S: Final = 10.0
 
@@ -46,6 +46,24 @@ class BrowserStore:
     async def save(self, chat: Chat) -> bool:
         """False: the browser's storage has no room."""
         return bool(await self._call("save", chat.id, chat.shown_title, chat.to_json()))
+
+    async def unfinished(self, chat: Chat) -> UnfinishedAnswer | None:
+        """The answer that comes behind the chat's last turn, if one was being generated."""
+        try:
+            found = UnfinishedAnswer.of_json(str(await self._call("answer", chat.id) or ""))
+        except ValueError:
+            return None
+        return found if found.index == len(chat.turns) else None
+
+    async def save_answer(self, chat_id: str, answer: UnfinishedAnswer) -> None:
+        await self._call("saveAnswer", chat_id, answer.to_json())
+
+    async def forget_answer(self, chat_id: str) -> None:
+        await self._call("forgetAnswer", chat_id)
+
+    async def search(self, text: str) -> set[str] | None:
+        """The ids of the chats in which `text` stands, in any case; None for all."""
+        return set(await self._call("search", text) or ()) if text.strip() else None
 
     async def remove(self, chat_id: str) -> None:
         await self._call("remove", chat_id)

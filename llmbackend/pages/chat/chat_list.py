@@ -1,4 +1,4 @@
-"""ChatList: the chats of this browser, in a drawer: open, rename, export, delete.
+"""ChatList: the chats of this browser, in a drawer: search, open, rename, export, import, delete.
 
 For: page.py. Does not know: what is in a chat. Invariant: it shows what it was given last.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from nicegui import ui
+from nicegui import events, ui
 
 from .browser_store import ChatEntry
 
@@ -19,6 +19,10 @@ class ChatActions:
     open: Callable[[str], Awaitable[None]]
     rename: Callable[[str, str], Awaitable[None]]
     remove: Callable[[str], Awaitable[None]]
+    search: Callable[[], Awaitable[None]]
+    """What is searched for has changed."""
+    import_text: Callable[[str], Awaitable[None]]
+    """A file's text."""
 
 
 class ChatList:
@@ -29,12 +33,26 @@ class ChatList:
         ):
             new = ui.button("New chat", icon="add", on_click=actions.new).classes("chats__new")
             new.props("unelevated no-caps align=left").tooltip("Ctrl+K")
-            with ui.element("nav").classes("chats__list").props('aria-label="Chats"') as self._list:
-                pass
+            self._search = ui.input(placeholder="Search", on_change=actions.search).classes("full-width")
+            self._search.props('outlined dense clearable debounce=300 aria-label="Search in chats"')
+            self._list = ui.element("nav").classes("chats__list").props('aria-label="Chats"')
+            ui.space()
+            import_button = ui.button("Import", icon="upload_file", color=None).props("flat no-caps align=left")
+            import_button.classes("full-width").tooltip("A chat that was exported as JSON")
+            import_button.on("click", self._import, js_handler="() => llmbackendChat.pickFile(emit)")
+
+    @property
+    def searched(self) -> str:
+        return str(self._search.value or "")
+
+    async def _import(self, event: events.GenericEventArguments) -> None:
+        await self._actions.import_text(str(event.args or ""))
 
     def show(self, entries: Sequence[ChatEntry], current_id: str) -> None:
         self._list.clear()
         with self._list:
+            if not entries and self.searched:
+                ui.label("No chat has this text.").classes("muted")
             for entry in entries:
                 self._show(entry, is_current=entry.id == current_id)
 

@@ -1,7 +1,7 @@
 """Composer: where the viewer writes, chooses the model, sends and stops.
 
 For: page.py. Does not know: chats. Invariant: Enter sends, Shift+Enter and Enter within an input method do not; while
-an answer is generated the button stops it, and what was written stays.
+an answer is generated the button stops it, and what was written stays, as it does while it may not be sent.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from typing import Final
 
 from nicegui import events, ui
 
-_ON_KEY: Final = """(event) => {
+ON_ENTER: Final = """(event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   emit(event.target.value);
 }"""
+"""Handler of a text field's `keydown`: what was written, when Enter asks to send it."""
 
 
 class Composer:
@@ -24,18 +25,22 @@ class Composer:
         on_send: Callable[[str], Awaitable[None]],
         on_stop: Callable[[], None],
         on_model: Callable[[str], Awaitable[None]],
+        may_send: Callable[[], bool],
     ) -> None:
+        self._may_send = may_send
         self._on_send = on_send
         self._on_stop = on_stop
         self._is_busy = False
         with ui.element("form").classes("composer").props('aria-label="Message"').on("submit.prevent", lambda: None):
             self._field = ui.textarea(placeholder="Ask something").classes("composer__field")
             self._field.props('borderless autogrow autofocus dense aria-label="Message" maxlength=200000')
-            self._field.on("keydown", self._on_enter, js_handler=_ON_KEY)
+            self._field.on("keydown", self._on_enter, js_handler=ON_ENTER)
             with ui.element("div").classes("composer__bar"):
                 self.model = ui.select([], on_change=lambda event: on_model(str(event.value or "")))
                 self.model.classes("composer__model").props('dense borderless options-dense aria-label="Model"')
                 ui.space()
+                self._problem = ui.label().classes("composer__problem").props("role=alert")
+                self._problem.bind_visibility_from(self._problem, "text", bool)
                 ui.label("Enter sends, Shift+Enter breaks the line").classes("composer__hint")
                 self._button = ui.button(icon="arrow_upward", on_click=self._on_button)
                 self._button.props('round unelevated dense aria-label="Send"')
@@ -49,8 +54,9 @@ class Composer:
         self._button.props(f'aria-label="{"Stop" if is_busy else "Send"}"')
         self._button.classes(**{"add" if is_busy else "remove": "composer__stop"})
 
-    def put(self, text: str) -> None:
-        self._field.set_value(text)
+    def show_problem(self, text: str) -> None:
+        """Why nothing can be sent; "" = it can."""
+        self._problem.set_text(text)
 
     async def _on_enter(self, event: events.GenericEventArguments) -> None:
         if not self._is_busy:
@@ -63,6 +69,6 @@ class Composer:
             await self._send(str(self._field.value or ""))
 
     async def _send(self, text: str) -> None:
-        if text.strip():
+        if text.strip() and self._may_send():
             self._field.set_value("")
             await self._on_send(text)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
 
 TITLE_CHARACTERS: Final = 60
+_MAX_VERSIONS: Final = 10
+"""Of one turn, with what followed it; the oldest go."""
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -67,6 +70,53 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     recovery_ms: float | None = None
     """How long the answer paused because its engine had died; None: it had not."""
     probabilities: tuple[TokenProbability, ...] = ()
+    others: tuple[tuple[Turn, ...], ...] = ()
+    """The other versions of this turn, each with the turns that followed it, in the order in which they were made."""
+    place: int = 0
+    """Of this version among the others."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this is an answer of which nothing has arrived."""
+        return self.role == "assistant" and not (self.content or self.reasoning or self.tool_calls)
+
+    @property
+    def can_be_continued(self) -> bool:
+        """Whether this is an answer that ended before the model had ended it."""
+        ended_early = self.error or self.finish_reason in ("length", STOPPED, INTERRUPTED)
+        return bool(self.role == "assistant" and self.content and not self.tool_calls and ended_early)
+
+
+STOPPED: Final = "stopped by you"
+INTERRUPTED: Final = "interrupted"
+"""Finish reasons of answers that the model did not end."""
+
+
+class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer while it is generated, as the browser keeps it: with it another page goes on where this one was."""
+
+    key: str
+    """Names the request: a second one with it gets the answer of the first."""
+    index: int
+    """Of the answer among the turns."""
+    base: Turn
+    """What the answer had before this request: the text that it continues, other versions."""
+    turn: Turn
+    """What has arrived so far."""
+    stream_id: str = ""
+    """Of the resumable stream; "" = nothing has arrived."""
+
+    @classmethod
+    def new(cls, index: int, base: Turn) -> UnfinishedAnswer:
+        return cls(key=secrets.token_hex(16), index=index, base=base, turn=base)
+
+    @classmethod
+    def of_json(cls, text: str) -> UnfinishedAnswer:
+        """Raises ValueError."""
+        return msgspec.json.decode(text, type=cls)
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
 
 
 class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +136,8 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     """One stop string per line."""
     tools: str = ""
     """JSON: a list as in OpenAI's `tools`."""
+    schema: str = ""
+    """JSON: the schema that answers follow."""
     with_probabilities: bool = False
 
 
@@ -111,16 +163,32 @@ class Chat(msgspec.Struct, kw_only=True):
     def shown_title(self) -> str:
         return self.title or "New chat"
 
-    def add_user(self, text: str) -> None:
-        self.turns.append(Turn(role="user", content=text))
+    def add_user(self, text: str, version: Turn | None = None) -> None:
+        """version: from `cut`, of the turn that the new one replaces."""
+        version = version or Turn(role="user")
+        self.turns.append(msgspec.structs.replace(version, content=text))
         self.title = self.title or " ".join(text.split())[:TITLE_CHARACTERS]
+
+    def cut(self, index: int) -> Turn:
+        """Removes the turns from `index` on. Returns an empty turn for their place, whose other versions they are."""
+        tail = self.turns[index:]
+        del self.turns[index:]
+        others = (tail[0].others if tail[0].is_empty else _versions(tail))[-_MAX_VERSIONS:]
+        return Turn(role=tail[0].role, others=others, place=len(others))
+
+    def show_version(self, index: int, place: int) -> None:
+        """Puts another version of the turn at `index`, with what followed it, in place of the one that is there."""
+        versions = list(_versions(self.turns[index:]))
+        first, *following = versions.pop(place)
+        self.turns[index:] = [msgspec.structs.replace(first, others=tuple(versions), place=place), *following]
 
     def open_calls(self) -> tuple[ToolCall, ...]:
         """The calls of the last answer, if they wait for their results."""
         return self.turns[-1].tool_calls if self.turns and self.turns[-1].role == "assistant" else ()
 
-    def request(self) -> dict[str, Any]:
-        """The body of the chat completion that answers the last turn. Raises ValueError for tools that are none."""
+    def request(self, begun: Turn) -> dict[str, Any]:
+        """The body of the chat completion that answers the last turn. begun: the answer so far, which the model goes on
+        with. Raises ValueError for tools or a schema that are none."""
         settings = self.settings
         body: dict[str, Any] = {
             "model": settings.model,
@@ -128,18 +196,24 @@ class Chat(msgspec.Struct, kw_only=True):
             "stream": True,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
+        if begun.content:
+            body["messages"].append(_message(begun))
+            body |= {"continue_final_message": True, "add_generation_prompt": False}
         body |= {name: value for name in _SAMPLING if (value := getattr(settings, name)) is not None}
         if stop := [line for line in settings.stop.split("\n") if line]:
             body["stop"] = stop
         if settings.tools.strip():
             body["tools"] = tools_of(settings.tools)
+        if settings.schema.strip():
+            schema = {"name": "answer", "schema": schema_of(settings.schema)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if settings.with_probabilities:
             body |= {"logprobs": True, "top_logprobs": _TOP_LOGPROBS}
         return body
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [{"role": "system", "content": self.settings.system}] if self.settings.system else []
-        return system + [_message(turn) for turn in self.turns if not turn.error or turn.content]
+        return system + [_message(turn) for turn in self.turns if not turn.is_empty]
 
 
 def _message(turn: Turn) -> dict[str, Any]:
@@ -154,12 +228,36 @@ def _message(turn: Turn) -> dict[str, Any]:
     return message
 
 
+def _versions(tail: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
+    """All versions of the first turn of `tail`, each with the turns behind it."""
+    first, *following = tail
+    own = (msgspec.structs.replace(first, others=(), place=0), *following)
+    return (*first.others[: first.place], own, *first.others[first.place :])
+
+
 def tools_of(text: str) -> list[Any]:
     """Raises ValueError, with a text for the viewer."""
-    try:
-        tools = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"tools is not JSON: {error}") from None
+    tools = _json("Tools", text)
     if not isinstance(tools, list):
-        raise ValueError(f"tools is a {type(tools).__name__}, expected a list as in OpenAI's API")
+        raise ValueError(f"Tools is a JSON {_KINDS[type(tools)]}, expected a list as in OpenAI's API")
     return tools
+
+
+def schema_of(text: str) -> dict[str, Any]:
+    """Raises ValueError, with a text for the viewer."""
+    schema = _json("JSON schema", text)
+    if not isinstance(schema, dict):
+        raise ValueError(f"JSON schema is a JSON {_KINDS[type(schema)]}, expected an object")
+    return schema
+
+
+_KINDS: Final = {
+    dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"
+}  # fmt: skip
+
+
+def _json(what: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{what} is not JSON: {error}") from None

@@ -2,7 +2,8 @@
 
 For: page.py. Does not know: the chat around it. Invariants: the page changes at most some ten times a second, and less
 often where that takes longer, so that long answers of several viewers do not take up the page process; what has
-arrived is kept however the answer ends.
+arrived is kept however the answer ends. The stream is a resumable one: where its connection breaks off it is read on
+from the last event, and a page that is loaded again reads it from its beginning.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ import json
 import time
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import quote
 
 import msgspec
-from nicegui import Client
+from nicegui import Client, background_tasks
 
 from ..api import ApiError
 from ..engine_news import listening
 from ..shell import Viewer
 from .answer import Answer
-from .conversation import Turn
+from .conversation import INTERRUPTED, Turn, UnfinishedAnswer
 from .turn_views import AnswerView
 
 _SHOW_EVERY_S: Final = 0.06
@@ -29,47 +31,77 @@ _SHARE_OF_TIME: Final = 0.2
 """That much of the time is spent on showing, at most."""
 _SILENCE_S: Final = 3.0
 """Without a token the page says that it waits."""
+_PATH: Final = "/v1/chat/completions"
+_ID_PREFIX: Final = "chatcmpl-"
+"""Of the server's ids of chat completions, before the client's own."""
+_COME_BACK_S: Final = 30.0
+"""So long a stream without connection goes on (--resume-grace)."""
+_RETRY_EVERY_S: Final = 1.0
+_UNAUTHORIZED: Final = 401
+_NOT_FOUND: Final = 404
+_LOST_CONNECTION: Final = (0, 502, 503)
 
 
 class Generation:
-    def __init__(self, viewer: Viewer, request: Mapping[str, Any], view: AnswerView, client: Client) -> None:
+    def __init__(
+        self,
+        viewer: Viewer,
+        request: Mapping[str, Any],
+        unfinished: UnfinishedAnswer,
+        view: AnswerView,
+        client: Client,
+        host_model: str,
+    ) -> None:
+        """unfinished: the answer so far; one with a stream is read from there. host_model: that computes `model`."""
         self._api = viewer.api
         self._key = viewer.key
-        self._request = request
+        self._request = {**request, "request_id": unfinished.key}
+        self._unfinished = unfinished
         self._view = view
         self._client = client
-        self._answer = Answer()
+        self._host_model = host_model
+        self._answer = Answer(unfinished.base)
+        self._event_id = unfinished.stream_id
+        """Of the last event, or the name of the stream; "" = nothing has arrived."""
+        self._is_away = False
+        """Whether the connection of the stream is lost."""
         self._engine_state = ""
         self._recovery_ms: float | None = None
         self._news_s = time.monotonic()
         self._longest_pause_s = 0.0
         """Between two pieces of the answer."""
-        self._is_dirty = False
+        self._is_dirty = bool(unfinished.turn.content)
         self._reading: asyncio.Task[None] | None = None
         self._is_stopped = False
         self.is_dropped = False
-        """Nobody wants the answer any more, not even what has arrived."""
+        """Nobody here wants the answer any more, not even what has arrived."""
         self.needs_key = False
         """The API has refused the request for want of a key."""
 
     def stop(self) -> None:
-        """Ends it; the request is cancelled with its connection."""
+        """Ends it, here and in the server; what has arrived is kept."""
         self._is_stopped = True
-        if self._reading is not None:
-            self._reading.cancel()
+        background_tasks.create(self._stop_request(), name="stop an answer")
+        self._end_reading()
 
     def drop(self) -> None:
         self.is_dropped = True
         self.stop()
 
-    def so_far(self) -> Turn:
-        """What has arrived of an answer that has not ended."""
-        return msgspec.structs.replace(self._turn(), finish_reason="interrupted")
+    def leave(self) -> None:
+        """The browser has gone: the server goes on for a while, for the page that may be loaded again."""
+        self.is_dropped = True
+        self._end_reading()
+
+    def so_far(self) -> UnfinishedAnswer:
+        """With it another page goes on."""
+        stream_id = self._event_id.partition(":")[0]
+        return msgspec.structs.replace(self._unfinished, turn=self._kept(), stream_id=stream_id)
 
     async def run(self) -> Turn:
         """The answer, complete or as far as it came."""
         if self._is_stopped:
-            return self._turn()
+            return self.turn()
         self._reading = asyncio.create_task(self._read())
         showing = asyncio.create_task(self._show())
         try:
@@ -79,26 +111,72 @@ class Generation:
             self._reading.cancel()
             showing.cancel()
             await asyncio.gather(self._reading, showing, return_exceptions=True)
-        return self._turn()
+        return self.turn()
 
-    def _turn(self) -> Turn:
+    def _end_reading(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _stop_request(self) -> None:
+        path = f"/v2/models/{quote(self._host_model, safe='')}/stop"
+        with contextlib.suppress(ApiError):  # it may just have ended; without its reader it ends after the grace
+            await self._api.post(path, {"id": f"{_ID_PREFIX}{self._unfinished.key}"})
+
+    def turn(self) -> Turn:
+        """The answer as it ends now."""
+        kept = self._kept()
+        if not kept.finish_reason and not kept.error:
+            kept = msgspec.structs.replace(kept, finish_reason=INTERRUPTED)
+        return kept
+
+    def _kept(self) -> Turn:
+        """What has arrived here, or what the page before this one had, if that is more."""
         turn = self._answer.turn(is_stopped=self._is_stopped)
-        return msgspec.structs.replace(turn, recovery_ms=self._recovery_ms)
+        known = self._unfinished.turn
+        if len(known.content) + len(known.reasoning) > len(turn.content) + len(turn.reasoning):
+            turn = msgspec.structs.replace(known, finish_reason=turn.finish_reason, error=turn.error)
+        timing = None if self._unfinished.stream_id else turn.timing  # what is read a second time comes at once
+        return msgspec.structs.replace(turn, recovery_ms=self._recovery_ms, timing=timing)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
+        """Until the answer has ended, also over several connections."""
         try:
-            async with contextlib.aclosing(
-                self._api.stream("POST", "/v1/chat/completions", dict(self._request))
-            ) as events:
-                async for event in events:
-                    if event.data == "[DONE]":
-                        return
-                    self._take(json.loads(event.data))
-        except ApiError as error:
-            self._answer.error = str(error)
-            self.needs_key = error.status == 401
+            while not await self._read_connection():
+                self._is_away = True
+                await asyncio.sleep(_RETRY_EVERY_S)
         except ValueError as error:
             self._answer.error = f"the stream is not readable: {error}"
+
+    async def _read_connection(self) -> bool:
+        """Whether there is nothing more to read. Raises ValueError for events that are no JSON."""
+        try:
+            async with contextlib.aclosing(self._api.stream("POST", _PATH, self._request, self._headers())) as events:
+                async for event in events:
+                    if event.data == "[DONE]":
+                        return True
+                    self._event_id = event.id or self._event_id
+                    self._take(json.loads(event.data))
+        except ApiError as error:
+            return self._fail(error)
+        return self._fail(ApiError(0, "the server has closed the connection"))
+
+    def _headers(self) -> dict[str, str]:
+        """A stream that has begun is asked for its rest; else one is begun, or found if it begins just now."""
+        if self._event_id:
+            return {"last-event-id": self._event_id}
+        return {"x-resumable-stream": "true", "idempotency-key": self._unfinished.key}
+
+    def _fail(self, error: ApiError) -> bool:
+        """Whether it is for good."""
+        silence_s = time.monotonic() - self._news_s
+        if self._event_id and error.status in _LOST_CONNECTION and silence_s < _COME_BACK_S:
+            return False
+        if not (self._event_id and error.status == _NOT_FOUND):  # a stream that has gone leaves what has arrived of it
+            self._answer.error = str(error)
+        self.needs_key = error.status == _UNAUTHORIZED
+        return True
 
     def _take(self, chunk: dict[str, Any]) -> None:
         now_s = time.monotonic()
@@ -107,6 +185,7 @@ class Generation:
         self._news_s = now_s
         self._answer.take(chunk)
         self._is_dirty = True
+        self._is_away = False
         self._engine_state = ""
 
     def _take_news(self, news: dict[str, Any]) -> None:
@@ -130,7 +209,8 @@ class Generation:
     def _show_once(self, now_s: float) -> None:
         if self._is_dirty:
             self._is_dirty = False
-            self._view.grow(self._answer.content, self._answer.reasoning, self._answer.tool_calls)
+            kept = self._kept()
+            self._view.grow(kept.content, kept.reasoning, kept.tool_calls)
         self._view.show_state(self._waits_for(now_s - self._news_s))
 
     def _waits_for(self, silence_s: float) -> str:
@@ -138,6 +218,8 @@ class Generation:
             return f"The engine is {self._engine_state}; the answer goes on as soon as it is back."
         if self._engine_state in ("failed", "stopped"):
             return f"The engine has {self._engine_state}."
+        if self._is_away:
+            return "The connection to the server is lost. Trying again."
         if silence_s > _SILENCE_S:
             return f"No token for {silence_s:.0f} s; still connected."
-        return "" if self._answer.content or self._answer.reasoning or self._answer.tool_calls else "…"
+        return "" if self._answer.has_begun else "…"

@@ -20,6 +20,7 @@ from markdown_it.token import Token
 from markdown_it.utils import EnvType, OptionsDict
 
 from .highlighting import Code
+from .markdown_rules import add_rules
 
 _MAX_BLOCK_CHARACTERS: Final = 64 << 10
 """A longer block is shown as plain text."""
@@ -55,6 +56,7 @@ class _Renderer(RendererHTML):
 
 def _make_parser() -> MarkdownIt:
     parser = MarkdownIt("commonmark", {"html": False}, renderer_cls=_Renderer).enable(["table", "strikethrough"])
+    add_rules(parser)
     parser.validateLink = lambda url: bool(_LINK.match(url))  # type: ignore[method-assign]  # the documented way
     return parser
 

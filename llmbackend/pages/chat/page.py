@@ -1,8 +1,8 @@
 """ChatPage: one viewer's chat with a model.
 
 For: routes.py. Does not know: how turns look, where chats are stored, how a request is written. Invariants: at most one
-answer is generated at a time on one page; a chat is stored after each change and every few seconds of an answer, so
-that a page that is loaded again shows it.
+answer is generated at a time on one page; a chat is stored after each change, and an answer every second while it is
+generated, so that a page that is loaded again shows it and goes on with it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,27 @@ from ..shell import FILES_URL, Viewer
 from .browser_store import BrowserStore
 from .chat_list import ChatActions, ChatList
 from .composer import Composer
-from .conversation import Chat, ChatSettings, Turn
+from .conversation import INTERRUPTED, STOPPED, Chat, ChatSettings, Turn, UnfinishedAnswer
 from .generation import Generation
 from .highlighting import highlight_css
 from .settings_panel import SettingsPanel
 from .turn_views import AnswerView, TurnActions, show_tool_result, show_user
 
-_SAVE_EVERY_S: Final = 3.0
+_SAVE_EVERY_S: Final = 1.0
 _WELCOME: Final = "What would you like to know?"
+_EXAMPLES: Final = (
+    "What is continuous batching?",
+    "Count from 1 to 10",
+    "Make a JSON object with name Ada and age 36",
+    "Name three fruits",
+)
+_NO_ROOM: Final = "The browser's storage is full: this chat is not kept. Delete older ones."
 
 
 def build(viewer: Viewer) -> None:
     ui.add_head_html(
         f'<link rel="stylesheet" href="{FILES_URL}/chat.css"><script src="{FILES_URL}/chat.js"></script>'
+        f'<script type="module" src="{FILES_URL}/math.js"></script>'
         f"<style>{highlight_css()}</style>"
     )
     viewer.on_key(ChatPage(viewer).begin)
@@ -44,16 +52,21 @@ class ChatPage:
         self._chat = Chat.new(ChatSettings())
         self._generation: Generation | None = None
         self._has_begun = False
-        self._turn_actions = TurnActions(self._edit, self._regenerate, self._answer_calls)
-        self._list = ChatList(ChatActions(self._new, self._open, self._rename, self._remove))
+        self._host_models: dict[str, str] = {}
+        """By the names that a chat may have: the host's model, which is another one for an adapter."""
+        self._turn_actions = TurnActions(
+            self._edit, self._regenerate, self._continue, self._show_version, self._answer_calls
+        )
+        actions = ChatActions(self._new, self._open, self._rename, self._remove, self._show_list, self._import)
+        self._list = ChatList(actions)
         self._settings = SettingsPanel(self._change_settings)
         self._add_buttons()
         with ui.element("div").classes("chat"):
             self._thread = ui.element("div").classes("thread").props("role=log aria-live=off")
             with ui.element("div").classes("chat__foot"):
-                self._composer = Composer(self._send, self._stop, self._choose_model)
+                self._composer = Composer(self._send, self._stop, self._choose_model, self._may_send)
         self._said = ui.label().classes("hidden-text").props("role=status aria-live=polite")
-        self._client.on_delete(self._stop)
+        self._client.on_delete(self._leave)
         self._show_chat()
 
     def _add_buttons(self) -> None:
@@ -77,19 +90,22 @@ class ChatPage:
             self._chat = last or Chat.new(await self._store.settings())
             self._show_chat()
             await self._show_list()
-        await self._show_models()
+            await self._show_models()
+            await self._resume()
+        else:
+            await self._show_models()
 
     async def _show_models(self) -> None:
         try:
             answer = await self._viewer.api.get("/v1/models")
         except ApiError as error:
             if error.status == 401:
-                self._viewer.ask_for_key(str(error))
+                self._viewer.need_key()
             else:
                 ui.notify(str(error), type="negative")
             return
-        names = [str(model["id"]) for model in answer["data"]]
-        self._composer.show_models(names, self._chat.settings.model)
+        self._host_models = {str(model["id"]): str(model["root"]) for model in answer["data"]}
+        self._composer.show_models(list(self._host_models), self._chat.settings.model)
 
     async def _choose_model(self, name: str) -> None:
         if name and name != self._chat.settings.model:
@@ -112,6 +128,8 @@ class ChatPage:
         self._client.run_javascript("llmbackendChat.focusComposer()")
 
     async def _open(self, chat_id: str) -> None:
+        if chat_id == self._chat.id:
+            return
         self._stop()
         chat = await self._store.load(chat_id)
         if chat is None:
@@ -122,6 +140,7 @@ class ChatPage:
         await self._show_list()
         if chat.settings.model in self._composer.model.options:
             self._composer.model.set_value(chat.settings.model)
+        await self._resume()
 
     async def _rename(self, chat_id: str, title: str) -> None:
         chat = self._chat if chat_id == self._chat.id else await self._store.load(chat_id)
@@ -139,12 +158,27 @@ class ChatPage:
         else:
             await self._show_list()
 
+    async def _import(self, text: str) -> None:
+        """A chat that was exported, here or in another browser; it gets an id of its own."""
+        try:
+            chat = Chat.of_json(text)
+        except ValueError as error:
+            ui.notify(f"This file is not an exported chat of at most 3 MiB: {error}", type="negative")
+            return
+        chat.id = Chat.new(chat.settings).id
+        if await self._store.save(chat):
+            await self._open(chat.id)
+        else:
+            ui.notify(_NO_ROOM, type="warning")
+
     async def _show_list(self) -> None:
-        self._list.show(await self._store.entries(), self._chat.id)
+        found = await self._store.search(self._list.searched)
+        entries = [entry for entry in await self._store.entries() if found is None or entry.id in found]
+        self._list.show(entries, self._chat.id)
 
     async def _save(self) -> None:
         if not await self._store.save(self._chat):
-            ui.notify("The browser's storage is full: this chat is not kept. Delete older ones.", type="warning")
+            ui.notify(_NO_ROOM, type="warning")
 
     # --- turns ------------------------------------------------------------------------------------------------------
 
@@ -152,8 +186,15 @@ class ChatPage:
         self._settings.show(self._chat.settings)
         self._show_turns(0)
         if not self._chat.turns:
-            with self._thread:
-                ui.label(_WELCOME).classes("thread__welcome")
+            with self._thread, ui.element("div").classes("thread__welcome"):
+                ui.label(_WELCOME).classes("thread__question")
+                with ui.element("div").classes("thread__examples"):
+                    for example in _EXAMPLES:
+                        self._offer(example)
+
+    def _offer(self, example: str) -> None:
+        button = ui.button(example, color=None, on_click=lambda: self._send(example))
+        button.props("outline no-caps").classes("thread__example")
 
     def _show_turns(self, begin: int) -> None:
         """Shows the turns from `begin` on anew. Each is one element of the thread, at its index."""
@@ -170,23 +211,38 @@ class ChatPage:
             show_tool_result(turn)
         else:
             is_last = index == len(self._chat.turns) - 1
-            AnswerView(index, self._turn_actions).finish(turn, waits_for_results=is_last)
+            AnswerView(index, self._turn_actions).finish(turn, is_last=is_last)
 
-    async def _send(self, text: str) -> None:
-        if self._generation is not None:
+    def _may_send(self) -> bool:
+        """Not while a setting is wrong, which is said beside the button."""
+        self._composer.show_problem(self._settings.problem)
+        return not self._settings.problem
+
+    async def _send(self, text: str, version: Turn | None = None) -> None:
+        if self._generation is not None or not self._may_send():
             return
         begin = len(self._chat.turns)
-        self._chat.add_user(text)
+        self._chat.add_user(text, version)
         await self._answer(begin)
 
     async def _edit(self, index: int, text: str) -> None:
-        if text.strip():
-            self._cut(index)
-            await self._send(text)
+        if text.strip() and self._may_send():
+            await self._send(text, self._cut(index))
 
     async def _regenerate(self, index: int) -> None:
-        self._cut(index)
-        await self._answer(index)
+        if self._may_send():
+            await self._answer(index, self._cut(index))
+
+    async def _continue(self, index: int) -> None:
+        if index == len(self._chat.turns) - 1 and self._generation is None and self._may_send():
+            begun = self._chat.turns.pop()
+            await self._answer(index, msgspec.structs.replace(begun, finish_reason="", error=""))
+
+    async def _show_version(self, index: int, place: int) -> None:
+        if self._generation is None:
+            self._chat.show_version(index, place)
+            self._show_turns(max(index - 1, 0))
+            await self._save()
 
     async def _answer_calls(self, results: dict[str, str]) -> None:
         begin = len(self._chat.turns)
@@ -197,10 +253,12 @@ class ChatPage:
         if len(self._chat.turns) > begin:
             await self._answer(begin)
 
-    def _cut(self, index: int) -> None:
-        """Drops the turns from `index` on, and an answer that is being generated."""
-        self._drop()
-        del self._chat.turns[index:]
+    def _cut(self, index: int) -> Turn:
+        """Takes the turns from `index` on away, and an answer that is being generated: they become another version."""
+        if self._generation is not None:
+            self._chat.turns.append(self._generation.turn())
+            self._drop()
+        return self._chat.cut(index)
 
     def _drop(self) -> None:
         if self._generation is not None:
@@ -213,21 +271,47 @@ class ChatPage:
         if self._generation is not None:
             self._generation.stop()
 
-    async def _answer(self, begin: int) -> None:
-        """Has the model answer the last turn. `begin`: of the turns that are new; the one before may look otherwise."""
+    def _leave(self) -> None:
+        if self._generation is not None:
+            self._generation.leave()
+
+    async def _answer(self, begin: int, base: Turn | None = None) -> None:
+        """Has the model answer the last turn, or go on with `base`. begin: of the new turns; the one before may look
+        otherwise."""
         self._show_turns(max(begin - 1, 0))
-        try:
-            request = self._chat.request()
-        except ValueError as error:
-            ui.notify(str(error), type="negative")
-            return
-        with self._thread:
-            view = AnswerView(len(self._chat.turns), self._turn_actions)
-        generation = self._generation = Generation(self._viewer, request, view, self._client)
-        self._composer.show_busy(True)
+        self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))
         self._client.run_javascript("llmbackendChat.toEnd()")
         await self._save()
         await self._show_list()
+
+    async def _resume(self) -> None:
+        """Goes on with the answer that was being generated when the page was left."""
+        unfinished = await self._store.unfinished(self._chat)
+        if unfinished is not None:
+            self._generate(unfinished)
+        elif self._chat.turns and self._chat.turns[-1].role != "assistant":
+            self._offer_answer()
+
+    def _offer_answer(self) -> None:
+        """For a turn that has none: the page was left before it was asked for."""
+        index = len(self._chat.turns)
+        turn = Turn(role="assistant", finish_reason=INTERRUPTED)
+        self._chat.turns.append(turn)
+        with self._thread:
+            self._show_turn(turn, index)
+
+    def _generate(self, unfinished: UnfinishedAnswer) -> None:
+        try:
+            request = self._chat.request(unfinished.base)
+        except ValueError as error:  # the settings of a chat that was changed elsewhere
+            ui.notify(str(error), type="negative")
+            return
+        with self._thread:
+            view = AnswerView(unfinished.index, self._turn_actions)
+        host_model = self._host_models.get(self._chat.settings.model, self._chat.settings.model)
+        generation = Generation(self._viewer, request, unfinished, view, self._client, host_model)
+        self._generation = generation
+        self._composer.show_busy(True)
         background_tasks.create(self._run(generation, self._chat, view), name="answer")
 
     async def _run(self, generation: Generation, chat: Chat, view: AnswerView) -> None:
@@ -237,22 +321,32 @@ class ChatPage:
         if not generation.is_dropped:
             chat.turns.append(turn)
             await self._store.save(chat)
+            await self._store.forget_answer(chat.id)
         if generation.is_dropped or self._client.is_deleted:
             return
         with self._client:
             self._end_of(generation)
             if self._chat is chat:
-                view.finish(turn, waits_for_results=True)
-                self._said.set_text(f"Answer complete. {turn.error}")
+                view.finish(turn, is_last=True)
+                self._said.set_text(_spoken(turn))
             if generation.needs_key:
-                self._viewer.ask_for_key(turn.error)
+                self._viewer.need_key()
 
     async def _save_regularly(self, generation: Generation, chat: Chat) -> None:
         while True:
+            await self._store.save_answer(chat.id, generation.so_far())
             await asyncio.sleep(_SAVE_EVERY_S)
-            await self._store.save(msgspec.structs.replace(chat, turns=[*chat.turns, generation.so_far()]))
 
     def _end_of(self, generation: Generation) -> None:
         if self._generation is generation:
             self._generation = None
             self._composer.show_busy(False)
+
+
+def _spoken(turn: Turn) -> str:
+    """What a screen reader says at the end of an answer."""
+    if turn.error:
+        return f"The answer failed. {turn.error}"
+    if turn.finish_reason in (STOPPED, INTERRUPTED):
+        return f"Answer {turn.finish_reason}."
+    return "Answer complete."

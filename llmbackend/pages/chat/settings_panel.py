@@ -1,19 +1,19 @@
 """SettingsPanel: what the requests of a chat are made with: system prompt, sampling, tools.
 
 For: page.py. Does not know: requests. Invariant: a field that is empty leaves its value to the server; a value that is
-no number of the field's kind is shown as wrong and does not change the settings.
+not of the field's kind is shown as wrong and does not change the settings, and nothing is sent until it is mended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 from nicegui import ui
 
-from .conversation import ChatSettings, tools_of
+from .conversation import ChatSettings, schema_of, tools_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,9 @@ _NUMBERS: Final = (
 _WHOLE: Final = frozenset({"top_k", "max_tokens", "seed"})
 _TOOLS_EXAMPLE: Final = """[{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", \
 "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]"""
+_SCHEMA_EXAMPLE: Final = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
+_READERS: Final[Mapping[str, Callable[[str], object]]] = {"tools": tools_of, "schema": schema_of}
+"""Of the fields that hold JSON; each raises ValueError."""
 
 
 class SettingsPanel:
@@ -57,7 +60,7 @@ class SettingsPanel:
                 ui.label("Settings of this chat").classes("settings__title")
                 ui.button(icon="close", color=None, on_click=drawer.hide).props(
                     'flat round dense aria-label="Close the settings"'
-                )
+                ).classes("settings__close")
             self._fields["system"] = self._text("System prompt", "system", rows=4)
             ui.label("Sampling").classes("settings__section")
             with ui.element("div").classes("settings__numbers"):
@@ -66,12 +69,20 @@ class SettingsPanel:
             self._fields["stop"] = self._text("Stop strings, one per line", "stop", rows=2)
             ui.label("Tools").classes("settings__section")
             self._fields["tools"] = self._text("Tools as JSON", "tools", rows=5)
-            self._fields["tools"].props(f"placeholder='{_TOOLS_EXAMPLE}'").classes("mono")
+            self._fields["tools"].props(f"stack-label placeholder='{_TOOLS_EXAMPLE}'").classes("mono")
             ui.label("Answers").classes("settings__section")
+            self._fields["schema"] = self._text("JSON schema", "schema", rows=4)
+            self._fields["schema"].props(f"stack-label placeholder='{_SCHEMA_EXAMPLE}'").classes("mono")
             self._fields["with_probabilities"] = ui.switch(
                 "Ask for token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
             )
             ui.label("Shown below each answer, on its tokens.").classes("muted")
+
+    @property
+    def problem(self) -> str:
+        """What is wrong with what is written in a field; "" = nothing."""
+        problems = (_problem_of(name, self._fields[name].value) for name in _READERS)
+        return next((problem for problem in problems if problem), "")
 
     def show(self, settings: ChatSettings) -> None:
         self._settings = settings
@@ -83,8 +94,8 @@ class SettingsPanel:
     def _text(self, label: str, name: str, rows: int) -> ui.textarea:
         field = ui.textarea(label, on_change=lambda event: self._changed(name, event.value or ""))
         field.props(f"outlined dense debounce=400 rows={rows}").classes("full-width")
-        if name == "tools":
-            field.validation = {"expected a JSON list of tools": _are_tools}
+        if name in _READERS:
+            field.validation = lambda text: _problem_of(name, text)
         return field
 
     def _number(self, number: _Number) -> ui.number:
@@ -105,17 +116,18 @@ class SettingsPanel:
             return
         if name in _WHOLE and value is not None:
             value = int(value)
-        if value == getattr(self._settings, name) or (name == "tools" and not _are_tools(value)):
+        if value == getattr(self._settings, name) or _problem_of(name, value):
             return
         self._settings = msgspec.structs.replace(self._settings, **{name: value})
         await self._on_change(self._settings)
 
 
-def _are_tools(text: str | None) -> bool:
-    if not text or not text.strip():
-        return True
+def _problem_of(name: str, text: Any) -> str | None:
+    """What is wrong with the JSON of a field; None for nothing, and for other fields."""
+    if name not in _READERS or not text or not text.strip():
+        return None
     try:
-        tools_of(text)
-    except ValueError:
-        return False
-    return True
+        _READERS[name](text)
+    except ValueError as error:
+        return str(error)
+    return None

@@ -14,6 +14,7 @@ from typing import Final
 
 from nicegui import ui
 
+from .composer import ON_ENTER
 from .conversation import Timing, TokenProbability, ToolCall, Turn
 from .markdown import last_block
 from .markdown_view import MarkdownView
@@ -28,6 +29,10 @@ class TurnActions:
 
     edit: Callable[[int, str], Awaitable[None]]
     regenerate: Callable[[int], Awaitable[None]]
+    go_on: Callable[[int], Awaitable[None]]
+    """Has the model continue its answer."""
+    show_version: Callable[[int, int], Awaitable[None]]
+    """Shows another version of the turn, by its place among them."""
     answer_calls: Callable[[dict[str, str]], Awaitable[None]]
     """Results by the ids of the calls."""
 
@@ -38,6 +43,7 @@ def show_user(turn: Turn, index: int, actions: TurnActions) -> None:
         with ui.element("div").classes("turn__actions") as buttons:
             edit = _small_button("edit", "Edit and send again")
             _copy_button(turn.content)
+            _offer_versions(turn, index, actions)
         edit.on("click", lambda: _edit(turn, index, actions, text, buttons))
 
 
@@ -53,6 +59,7 @@ def _edit(turn: Turn, index: int, actions: TurnActions, text: ui.label, buttons:
     with text.parent_slot.parent, ui.element("div").classes("turn__editor") as editor:  # type: ignore[union-attr]
         field = ui.textarea(value=turn.content).props('outlined autogrow autofocus aria-label="Edit the message"')
         field.classes("full-width")
+        field.on("keydown", lambda event: actions.edit(index, str(event.args or "")), js_handler=ON_ENTER)
         with ui.element("div").classes("turn__editor-actions"):
             ui.button("Cancel", color=None, on_click=close).props("flat no-caps dense")
             send = ui.button("Send", on_click=lambda: actions.edit(index, str(field.value or "")))
@@ -109,8 +116,8 @@ class AnswerView:
         if calls:
             self._show_calls(calls)
 
-    def finish(self, turn: Turn, *, waits_for_results: bool) -> None:
-        """Shows the whole answer, and what can be done with it."""
+    def finish(self, turn: Turn, *, is_last: bool) -> None:
+        """Shows the whole answer, and what can be done with it. is_last: of its chat's turns."""
         self.show_state("")
         self._show_reasoning(turn.reasoning, "Reasoning")
         self._blocks.clear()
@@ -121,10 +128,13 @@ class AnswerView:
         with self._section:
             if turn.error:
                 ui.label(turn.error).classes("turn__error").props("role=alert")
-            if waits_for_results and turn.tool_calls:
+            if is_last and turn.tool_calls:
                 self._ask_for_results(turn.tool_calls)
         self._foot.move(target_index=-1)
         with self._foot:
+            if is_last and turn.can_be_continued:
+                go_on = ui.button("Continue", icon="play_arrow", color=None).props("outline no-caps dense size=sm")
+                go_on.on("click", lambda: self._actions.go_on(self._index))
             self._show_foot(turn)
 
     def _show_tail(self, text: str, *, is_plain: bool = False) -> None:
@@ -168,6 +178,7 @@ class AnswerView:
         _small_button("refresh", "Generate again").on("click", lambda: self._actions.regenerate(self._index))
         if turn.probabilities:
             self._offer_probabilities(turn)
+        _offer_versions(turn, self._index, self._actions)
         for text in _facts(turn):
             ui.label(text).classes("turn__fact")
 
@@ -225,6 +236,23 @@ def _small_button(icon: str, label: str) -> ui.button:
     )
     button.tooltip(label)
     return button
+
+
+def _offer_versions(turn: Turn, index: int, actions: TurnActions) -> None:
+    """Buttons for the version before and behind this one, if there are others."""
+    if not turn.others:
+        return
+    count = len(turn.others) + 1
+    with ui.element("div").classes("turn__versions").props('role=group aria-label="Versions"'):
+        for icon, label, place in (
+            ("chevron_left", "Earlier version", turn.place - 1),
+            ("chevron_right", "Later version", turn.place + 1),
+        ):
+            button = _small_button(icon, label)
+            button.set_enabled(0 <= place < count)
+            button.on("click", lambda place=place: actions.show_version(index, place))
+            if icon == "chevron_left":
+                ui.label(f"{turn.place + 1} of {count}")
 
 
 def _copy_button(text: str) -> None:

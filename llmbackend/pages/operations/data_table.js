@@ -18,7 +18,7 @@ export default {
               :class="['ops-cell--' + column.kind, { 'ops-cell--empty': isEmpty(row[column.name]) }]">
               <span v-if="column.kind === 'state'" class="ops-state" :class="'ops-state--' + row[column.name].tone">
                 <span aria-hidden="true" class="ops-state__sign">{{ row[column.name].sign }}</span>
-                {{ row[column.name].text }}
+                <span class="ops-state__text">{{ row[column.name].text }}</span>
               </span>
               <div v-else-if="column.kind === 'progress'" class="ops-progress">
                 <span>{{ row[column.name].text }}</span>

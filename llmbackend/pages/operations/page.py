@@ -100,11 +100,12 @@ class _OperationsPage:
                 if error.status == _NO_KEY:
                     self._say(str(error))
                     with self._client:
-                        self._viewer.ask_for_key(str(error))
+                        self._viewer.need_key()
                     return
                 why = _sentence(str(error))
             pause_s = _RETRY_S[min(failures, len(_RETRY_S) - 1)]
             failures += 1
+            self._server.lose()
             self._say(f"{why} Trying again in {pause_s:g} s.")
             await asyncio.sleep(pause_s)
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from nicegui import ui
 
-from .state import ModelVersion, ServerState
+from .state import UNKNOWN, ModelVersion, ServerState
 from .tables import DataTable, OnAction, Tone, action, column, progress, state
 
 MAX_REQUESTS_SHOWN: Final = 100
@@ -54,18 +54,20 @@ class ModelsSection:
 
 
 def _model_row(row: ModelVersion, server: ServerState, may_load: bool) -> dict[str, Any]:
+    may_load = may_load and row.state != UNKNOWN
     is_unloaded = not row.state or (row.state == "UNAVAILABLE" and row.reason == _UNLOADED)
     is_busy = row.state in ("LOADING", "UNLOADING")
     tone: Tone = "quiet" if is_unloaded else _MODEL_TONES.get(row.state, "quiet")
     stage = server.loads.get(row.name) if row.state == "LOADING" else None
     detail = progress(stage.text, stage.share, is_busy=True) if stage else progress(_reason(row), is_busy=is_busy)
+    word = "not loaded" if is_unloaded else "not known" if row.state == UNKNOWN else row.state.lower()
     load = action("load", "Reload" if row.state == "READY" else "Load", row.name, is_disabled=not may_load or is_busy)
     unload = action("unload", "Unload", row.name, is_disabled=not may_load or is_busy or is_unloaded)
     return {
         "id": f"{row.name}/{row.version}",
         "name": row.name,
         "version": row.version,
-        "state": state("not loaded" if is_unloaded else row.state.lower(), tone),
+        "state": state(word, tone),
         "detail": detail,
         "instances": _instances_text(row, server),
         "actions": [load, unload],

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
+
+UNKNOWN: Final = "UNKNOWN"
+"""State of a model whose server cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,11 @@ class ServerState:
         ]
         loading = {row.name for row in self.models if row.state == "LOADING"}
         self.loads = {name: stage for name, stage in self.loads.items() if name in loading}
+
+    def lose(self) -> None:
+        """The server cannot be reached: what it does is not known, until the next index and snapshot."""
+        self.models = [replace(row, state=UNKNOWN, reason="") for row in self.models]
+        self.loads, self.instances, self.requests = {}, {}, {}
 
     def instances_of(self, model: ModelVersion) -> list[Instance]:
         return [one for one in self.instances.values() if (one.model, one.version) == (model.name, model.version)]

@@ -5,8 +5,10 @@
 window.llmbackendChat = (() => {
   const INDEX = "llmbackend.chats";
   const CHAT = "llmbackend.chat.";
+  const ANSWER = "llmbackend.answer."; // that is being generated
   const SETTINGS = "llmbackend.chat_settings";
   const NEAR_END_PIXELS = 80;
+  const MAX_FILE_BYTES = 3 << 20; // what a message to the page process has room for
 
   function list() {
     try {
@@ -33,6 +35,7 @@ window.llmbackendChat = (() => {
 
   function remove(id) {
     localStorage.removeItem(CHAT + id);
+    localStorage.removeItem(ANSWER + id);
     store(INDEX, JSON.stringify(list().filter((entry) => entry.id !== id)));
   }
 
@@ -44,6 +47,29 @@ window.llmbackendChat = (() => {
     link.download = `chat-${id}.json`;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  }
+
+  function textOf(id) {
+    try {
+      const chat = JSON.parse(localStorage.getItem(CHAT + id));
+      return [chat.title, ...chat.turns.map((turn) => turn.content || "")].join("\n").toLowerCase();
+    } catch {
+      return "";
+    }
+  }
+
+  const search = (text) =>
+    list()
+      .map((entry) => entry.id)
+      .filter((id) => textOf(id).includes(text.toLowerCase()));
+
+  function pickFile(done) {
+    const input = Object.assign(document.createElement("input"), { type: "file", accept: ".json,application/json" });
+    input.onchange = async () => {
+      const [file] = input.files;
+      done(file.size <= MAX_FILE_BYTES ? await file.text() : "");
+    };
+    input.click();
   }
 
   // navigator.clipboard exists on https and localhost alone.
@@ -76,11 +102,17 @@ window.llmbackendChat = (() => {
     }
   });
 
+  // The button that closes the settings, if they are open.
+  const openPanel = () => {
+    const panel = document.querySelector(".q-drawer--right:not(.q-layout--prevent-focus)");
+    return panel?.querySelector(".settings__close");
+  };
+
   const composer = () => document.querySelector(".composer__field textarea");
 
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && !document.querySelector(".q-dialog, .q-menu")) {
-      document.querySelector(".composer__stop")?.click();
+      (openPanel() || document.querySelector(".composer__stop"))?.click();
     } else if ((event.ctrlKey || event.metaKey) && !event.altKey && event.key.toLowerCase() === "k") {
       event.preventDefault();
       document.querySelector(".chats__new")?.click();
@@ -108,7 +140,12 @@ window.llmbackendChat = (() => {
     remove,
     exportChat,
     toEnd,
+    search,
+    pickFile,
     load: (id) => localStorage.getItem(CHAT + id),
+    answer: (id) => localStorage.getItem(ANSWER + id),
+    saveAnswer: (id, text) => localStorage.getItem(CHAT + id) !== null && store(ANSWER + id, text),
+    forgetAnswer: (id) => localStorage.removeItem(ANSWER + id),
     settings: () => localStorage.getItem(SETTINGS),
     saveSettings: (text) => store(SETTINGS, text),
     focusComposer: () => composer()?.focus(),

@@ -39,12 +39,20 @@ window.llmbackend = (() => {
     document.querySelector(".ask-for-key").dispatchEvent(new CustomEvent("ask", { detail: why || "" }));
   }
 
+  // The first in the order of Tab, which what Vue mounts can not be.
+  function addSkipLink() {
+    const link = Object.assign(document.createElement("a"), { href: "#content", textContent: "Skip to content" });
+    link.className = "skip-link";
+    document.body.prepend(link);
+  }
+
   // Vue mounts the header after this file has run.
   function whenMounted(callback) {
     if (document.querySelector(".theme-button") && window.Quasar) callback();
     else requestAnimationFrame(() => whenMounted(callback));
   }
   whenMounted(showTheme);
+  whenMounted(addSkipLink);
 
   return { nextTheme, key, setKey, askForKey };
 })();

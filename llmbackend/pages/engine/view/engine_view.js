@@ -203,7 +203,7 @@ export default {
       this.message = await cancelRequest(request, headers());
     },
     askForKey() {
-      window.llmbackend.askForKey(this.refused);
+      window.llmbackend.askForKey();
     },
   },
 };

@@ -1,0 +1,38 @@
+// Formulas in answers: each `.math` element, whose text is TeX, becomes MathML, which browsers lay out themselves.
+// Does not know: Markdown. KaTeX is the copy in NiceGUI; without it, and where it refuses a formula, the TeX stays.
+// Nothing is loaded or run by a formula: commands that would are not trusted, and expansions are bounded.
+import katex from "/_nicegui/katex.js";
+
+const OPTIONS = { output: "mathml", strict: "ignore", trust: false, maxExpand: 500, maxSize: 20 };
+const MAX_KEPT = 1000;
+
+const kept = new Map(); // by TeX and mode: an answer that grows is shown many times
+
+function mathml(tex, displayMode) {
+  const key = `${displayMode}${tex}`;
+  if (!kept.has(key)) {
+    if (kept.size >= MAX_KEPT) kept.clear();
+    kept.set(key, rendered(tex, displayMode));
+  }
+  return kept.get(key);
+}
+
+function rendered(tex, displayMode) {
+  try {
+    return katex.renderToString(tex, { ...OPTIONS, displayMode });
+  } catch {
+    return null;
+  }
+}
+
+function renderAll() {
+  for (const element of document.querySelectorAll(".prose .math:not(.math--done)")) {
+    const html = mathml(element.textContent, element.classList.contains("math--display"));
+    element.classList.add("math--done");
+    if (html === null) element.classList.add("math--refused");
+    else element.innerHTML = html;
+  }
+}
+
+new MutationObserver(renderAll).observe(document.body, { childList: true, subtree: true });
+renderAll();
