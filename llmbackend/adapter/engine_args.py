@@ -65,10 +65,15 @@ LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model lists its adapters."""
 SAMPLING_DEFAULTS = "sampling_defaults"
 """The config.pbtxt parameter in which a loaded model has its own sampling parameters, as a JSON object."""
+LORA_MODELS = "lora_models"
+"""The config.pbtxt parameter in which a loaded model lists the adapters that are models of the OpenAI API by their own
+names: those of the engine argument lora_modules (vLLM's rule), none of a multi_lora.json (Triton's rule)."""
 TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
 """Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
 template as its text."""
-_OTHER_PARAMETERS = frozenset({ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, SAMPLING_DEFAULTS, REPORT_METRICS})
+_OTHER_PARAMETERS = frozenset(
+    {ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
+)
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
     (("ModelDeployConfig",), "maxSeqLen", "max_model_len"),
@@ -100,6 +105,8 @@ class ModelArguments:
     """A request that is older ends with UNAVAILABLE; 0 = no limit."""
     stall_timeout_s: float = STALL_TIMEOUT_S
     """With work and without a finished step for so long, an engine is not ready."""
+    adapters_are_models: bool = False
+    """Whether each adapter is a model of the OpenAI API by its own name."""
     reports_metrics: bool = True
     """Whether the `vllm:` metrics have series of this model."""
 
@@ -157,6 +164,7 @@ def read_model_arguments(model: Model) -> ModelArguments:
     return ModelArguments(
         engine,
         frozenset(arguments),
+        adapters_are_models=_adapters_are_models(parameters, version_directory),
         reports_metrics=_reports_metrics(parameters, version_directory),
         **read_own_parameters(parameters),
     )
@@ -238,8 +246,10 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 def _read_model_json(version_directory: Path) -> dict[str, Any]:
     path = version_directory / "model.json"
     arguments = _convert(_read_object(path), f"'model.json' in '{version_directory}'", version_directory)
+    if LORA_MODULES in arguments:
+        return arguments
     if arguments.get("enable_lora"):
-        arguments["lora_modules"] = _read_multi_lora(version_directory)
+        arguments[LORA_MODULES] = _read_multi_lora(version_directory)
     elif (version_directory / MULTI_LORA_FILE).is_file():
         logger.warning("'%s' in '%s' is not read: enable_lora is not set", MULTI_LORA_FILE, version_directory)
     return arguments
@@ -265,6 +275,12 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
         elif name not in _OTHER_PARAMETERS and name not in OWN_PARAMETERS:
             values[name] = value
     return _convert(values, "config.pbtxt parameters", version_directory)
+
+
+def _adapters_are_models(parameters: Mapping[str, str], version_directory: Path) -> bool:
+    """Whether the engine argument lora_modules has the adapters; else a multi_lora.json has."""
+    path = version_directory / "model.json"
+    return LORA_MODULES in parameters or (path.is_file() and LORA_MODULES in _read_object(path))
 
 
 def _reports_metrics(parameters: Mapping[str, str], version_directory: Path) -> bool:

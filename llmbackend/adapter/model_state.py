@@ -36,7 +36,14 @@ from llmbackend.waiting.timer import Alarm, Timer
 from .activity import NO_ENGINE, NO_ROW, received
 from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
-from .engine_args import LORA_NAMES, SAMPLING_DEFAULTS, TEXT_PARAMETERS, check_checkpoint, read_model_arguments
+from .engine_args import (
+    LORA_MODELS,
+    LORA_NAMES,
+    SAMPLING_DEFAULTS,
+    TEXT_PARAMETERS,
+    check_checkpoint,
+    read_model_arguments,
+)
 from .engine_handle import EngineHandle
 from .infer_task import InferTask
 from .lora_changes import LoraChange
@@ -106,6 +113,7 @@ class ModelState:
         values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
         values[LORA_NAMES] = ",".join(engine.lora_modules if engine.enable_lora else ())
         values[SAMPLING_DEFAULTS] = json.dumps(dict(self._sampling_defaults)) if self._sampling_defaults else ""
+        values[LORA_MODELS] = values[LORA_NAMES] if self.arguments.adapters_are_models else ""
         return {name: value for name, value in values.items() if value}
 
     def describe_text(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "batch_invariant": (_COMPUTE, "Sums in an order that does not depend on the batch, on a GPU."),
     "kernels": (_COMPUTE, "torch: no own kernels."),
     "enable_lora": (_LORA, "Serve adapters beside the model."),
-    "lora_modules": (_LORA, "An adapter, repeatable; --lora-separator makes adapters models of the OpenAI API."),
+    "lora_modules": (_LORA, "An adapter, repeatable: also a model of the OpenAI API by its name."),
     "max_loras": (_LORA, "Adapters that a GPU has memory for at the same time."),
     "max_lora_rank": (_LORA, "Largest rank of an adapter."),
     "transport": (_PROCESS, "inline: the engine runs in the server's process."),

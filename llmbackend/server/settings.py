@@ -17,7 +17,6 @@ import msgspec
 
 from llmbackend.adapter.engine_args import (
     LORA_MODULES,
-    MULTI_LORA_FILE,
     OWN_PARAMETERS,
     check_checkpoint,
     read_given_arguments,
@@ -103,9 +102,8 @@ class SingleModel:
         version = repository / self.served_name / "1"
         version.mkdir(parents=True)
         arguments = dict(self.arguments)
-        adapters = arguments.pop(LORA_MODULES, {})
         if arguments.get("enable_lora"):
-            (version / MULTI_LORA_FILE).write_text(json.dumps(adapters))
+            arguments.setdefault(LORA_MODULES, {})
         (version / "model.json").write_text(json.dumps(arguments))
         lines = [
             f"parameters {{ key: {json.dumps(name)} value: {{ string_value: {json.dumps(value)} }} }}\n"

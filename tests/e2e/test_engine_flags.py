@@ -13,7 +13,7 @@ import pytest
 from typer.core import TyperOption
 from typer.main import get_command
 
-from llmbackend.adapter.engine_args import MULTI_LORA_FILE, OWN_PARAMETERS
+from llmbackend.adapter.engine_args import OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
 from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
@@ -84,6 +84,7 @@ def test_flags_become_the_models_arguments(settings_of: Any, tmp_path: Path) -> 
     )
     arguments = written(settings)
     assert arguments.pop("speculative_config")["num_speculative_tokens"] == 2
+    assert arguments.pop("lora_modules") == {"a": str(adapter), "b": str(adapter)}
     assert arguments == {
         "model": "mock",
         "max_num_seqs": 3,
@@ -95,7 +96,6 @@ def test_flags_become_the_models_arguments(settings_of: Any, tmp_path: Path) -> 
         "chat_template": "{{ messages[0].content }}",
         "enable_lora": True,
     }
-    assert written(settings, f"1/{MULTI_LORA_FILE}") == {"a": str(adapter), "b": str(adapter)}
     config = (settings.options.model_repositories[0] / "m" / "config.pbtxt").read_text()
     assert 'key: "max_queue_size" value: { string_value: "7" }' in config
 

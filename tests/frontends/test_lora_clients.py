@@ -83,6 +83,37 @@ def test_adapters_by_name_over_tensors_and_as_openai_models(running: Running, cl
         assert "".join(chunk.choices[0].text for chunk in chunks) == text
 
 
+def start_with_named_adapters(root: Path, **options: Any) -> InferenceServer:
+    """As `serve --lora-modules one=DIR` writes it."""
+    write_adapter(root / "adapter", 1)
+    version = root / "models" / "stories" / "1"
+    version.mkdir(parents=True)
+    model = {"model": str(CHECKPOINT), "enable_lora": True, "lora_modules": {"one": str(root / "adapter")}}
+    (version / "model.json").write_text(json.dumps({**model, "transport": "inline", "num_threads": 1}))
+    (version.parent / "config.pbtxt").write_text('backend: "llm"\n')
+    server = InferenceServer(ServerOptions(model_repositories=(root / "models",), **options))
+    server.start()
+    return server
+
+
+@pytest.mark.parametrize("separator", ["", "_lora_"])
+def test_an_adapter_of_lora_modules_is_a_model_by_its_name(tmp_path: Path, separator: str) -> None:
+    protocols = ProtocolOptions(openai_lora_separator=separator)
+    running = Running(tmp_path, start=start_with_named_adapters, protocols=protocols)
+    try:
+        with openai.OpenAI(base_url=f"http://{running.http}/v1", api_key="x", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == ["stories", "one"]
+            assert client.models.retrieve("one").model_dump()["parent"] == "stories"
+            texts = [
+                client.completions.create(model=name, prompt=PROMPT, temperature=0, max_tokens=12).choices[0].text
+                for name in ("stories", "one")
+            ]
+            assert texts[1] == generate(running, temperature=0, max_tokens=12, lora_name="one").json()["text_output"]
+            assert texts[0] != texts[1]
+    finally:
+        running.stop()
+
+
 def test_an_unknown_adapter_is_refused_by_name(running: Running, client: openai.OpenAI) -> None:
     refused = generate(running, lora_name="cow")
     assert refused.status_code == 400

@@ -31,6 +31,8 @@ MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 """The metric in which a model reports the length of its context, with the label `model`."""
 LORA_NAMES = "lora_names"
 """The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
+LORA_MODELS = "lora_models"
+"""The parameter that lists those of them that are models by their own names, whatever the separator is."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 """The metric in which a model reports the adapters that were loaded at run time, by the label `lora_name`."""
 
@@ -98,8 +100,8 @@ class ModelCatalog:
     """The models that clients may name."""
 
     def __init__(self, server: Host, lora_separator: str = "") -> None:
-        """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": no adapter has a
-        name here."""
+        """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": adapters have no such
+        name."""
         self._server = server
         self._separator = lora_separator
         self._created_s = int(time.time())
@@ -109,8 +111,13 @@ class ModelCatalog:
     def names(self) -> list[str]:
         ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
         served = [name for name in ready if self._language_model(name) is not None]
-        configured = (f"{name}{self._separator}{lora}" for name in served for lora in self._loras(name))
-        return [*served, *configured, *(lora for lora, name in self._loaded().items() if name in served)]
+        separated = (
+            f"{name}{self._separator}{lora}"
+            for name in served
+            for lora in self._loras(name)
+            if lora not in self._listed(name, LORA_MODELS)
+        )
+        return [*served, *separated, *(lora for lora, name in self._adapters().items() if name in served)]
 
     def list(self) -> JsonObject:
         lengths = self._context_lengths()
@@ -149,7 +156,7 @@ class ModelCatalog:
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
         if self._language_model(model) is not None:
             return model, ""
-        if (base := self._loaded().get(model)) is not None:
+        if (base := self._adapters().get(model)) is not None:
             return base, model
         if not separator:
             return model, ""
@@ -173,9 +180,17 @@ class ModelCatalog:
         if self._language_model(lora_name) is not None:
             text = f"The lora adapter name '{lora_name}' conflicts with a served base model."
             raise OpenAIError(text, param="lora_name", code="invalid_value")
-        if (other := self._loaded().get(lora_name, model)) != model:
+        if (other := self._adapters().get(lora_name, model)) != model:
             text = f"The lora adapter '{lora_name}' has already been loaded for the model '{other}'."
             raise OpenAIError(text, param="lora_name", code="invalid_value")
+
+    def _adapters(self) -> dict[str, str]:
+        """Adapters that are models by their own names, each with its model; of two with one name, the first."""
+        found: dict[str, str] = {}
+        for row in self._server.repository_index(ready_only=True):
+            for lora_name in self._listed(row.name, LORA_MODELS):
+                found.setdefault(lora_name, row.name)
+        return self._loaded() | found
 
     def _loaded(self) -> dict[str, str]:
         """Adapters that were loaded at run time, each with its model."""
@@ -183,10 +198,14 @@ class ModelCatalog:
         return {sample.labels["lora_name"]: sample.labels["model"] for sample in samples}
 
     def _loras(self, name: str) -> Sequence[str]:
-        if not self._separator or self._language_model(name) is None:
+        """The adapters that a model has from its start, where they have names with a separator."""
+        return self._listed(name, LORA_NAMES) if self._separator else ()
+
+    def _listed(self, name: str, parameter: str) -> Sequence[str]:
+        if self._language_model(name) is None:
             return ()
         parameters = self._server.model_parameters(name)
-        return parameters[LORA_NAMES].split(",") if LORA_NAMES in parameters else ()
+        return parameters[parameter].split(",") if parameter in parameters else ()
 
     def _language_model(self, name: str) -> LanguageModel | None:
         """None when no version of it is READY or it is not a language model.
