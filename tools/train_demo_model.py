@@ -24,6 +24,7 @@ from demo_corpus.corpus import TEMPLATE, draw, segments
 from demo_corpus.source import Source
 from packed_attention import NAME as PACKED_ATTENTION
 from packed_attention import packed_mask
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -175,6 +176,9 @@ class Run:
         self.backend: Tokenizer = self.tokenizer.backend_tokenizer
         self.eos = [self.tokenizer.convert_tokens_to_ids(text) for text in (TURN_END, END_OF_TEXT)]
         self.model = new_model(len(self.tokenizer), self.eos, args)
+        if args.start_from is not None:
+            weights = load_file(args.start_from / "model.safetensors")
+            self.model.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]})
         self.model.set_attn_implementation(PACKED_ATTENTION)
         self.average = torch.optim.swa_utils.AveragedModel(
             self.model,
@@ -198,7 +202,9 @@ class Run:
             self.resume()
 
     def load_tokenizer(self) -> PreTrainedTokenizerFast:
-        """That of the run in the scratch folder; of a new one, a new tokenizer."""
+        """That of the run in the scratch folder, or of the weights that it starts from; else a new tokenizer."""
+        if self.args.start_from is not None:
+            return cast(PreTrainedTokenizerFast, PreTrainedTokenizerFast.from_pretrained(self.args.start_from))
         folder = Path(self.args.scratch) / "tokenizer"
         if folder.exists() and not self.args.restart:
             return cast(PreTrainedTokenizerFast, PreTrainedTokenizerFast.from_pretrained(folder))
@@ -295,6 +301,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("model_repository/demo/1"), help="version directory to write")
     parser.add_argument(
         "--scratch", type=Path, required=True, help="folder for the resumable checkpoint, outside the repository"
+    )
+    parser.add_argument(
+        "--start-from", type=Path, help="version directory whose weights and tokenizer the run begins with"
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)

@@ -23,6 +23,7 @@ TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="u
 SKILLS: dict[str, tuple[Callable[[Source], Sample], float]] = {
     "small_talk": (talk.small_talk, 4),
     "facts": (talk.facts, 16),
+    "failures": (talk.failures, 5),
     "everyday": (talk.everyday, 6),
     "unknown": (talk.unknown, 13),
     "mixed": (talk.mixed, 2.5),

@@ -2,12 +2,16 @@
 """What the demo model knows: this project, the terms of its field, and a handful of everyday facts.
 
 Plain data in our own words. `TOPICS` are terms with a definition (asked for by generic question frames); `ANSWERS` are
-particular questions with their answer. Source of the project's facts: the architecture page and the backend contract.
+particular questions with their answer, `FAILURES` such questions in many wordings. Source of the project's facts: the
+architecture page, the reliability page and the backend contract.
 """
 
 from __future__ import annotations
 
 Topic = tuple[tuple[str, ...], str]
+
+ENGINE_DIES = "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."
+CLIENT_LEAVES = "Its request is cancelled and its cache blocks are freed within one step."
 
 PROJECT: tuple[Topic, ...] = (
     (("llmbackend", "this project", "the llmbackend project"), "llmbackend serves large language models the Triton way, in Python: a continuous-batching engine behind a Triton backend adapter, with HTTP, gRPC and OpenAI endpoints."),
@@ -97,10 +101,10 @@ ANSWERS: tuple[Topic, ...] = (
     (("Which protocols do you support?", "Which protocols are there?", "How can clients talk to the server?", "what protocols does the server speak"), "There are three: KServe v2 over HTTP, KServe v2 over gRPC, and the OpenAI API with server-sent events."),
     (("How do I stream tokens?", "How can I get a streamed answer?", "How can I stream the answer?", "Can I stream tokens?", "How does streaming work here?"), "Use generate_stream over HTTP, ModelStreamInfer over gRPC, or stream true in the OpenAI API."),
     (("What happens when the cache is full?", "What if memory runs out?", "What happens if there are no free blocks?", "What is done when the cache has no room?", "What if all blocks are taken?"), "Then the scheduler preempts the youngest request, frees its blocks and computes its tokens again later."),
-    (("What happens when a client disconnects?", "What if the client goes away?", "What happens on disconnect?", "What if a client closes its stream?", "What happens when a user hangs up?", "what is done when the client is gone"), "Its request is cancelled and its cache blocks are freed within one step."),
-    (("What happens if the engine crashes?", "What if the engine dies?", "Can the server survive an engine crash?", "What happens after an engine crash?", "What if the engine is killed?", "Does a crash of the engine lose requests?"), "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."),
+    (("What happens when a client disconnects?", "What if the client goes away?", "What happens on disconnect?", "What if a client closes its stream?", "What happens when a user hangs up?", "what is done when the client is gone"), CLIENT_LEAVES),
+    (("What happens if the engine crashes?", "What if the engine dies?", "Can the server survive an engine crash?", "What happens after an engine crash?", "What if the engine is killed?", "Does a crash of the engine lose requests?"), ENGINE_DIES),
     (("What are the five callbacks of LlmManager?", "Which callbacks does LlmManager have?", "name the LlmManager callbacks"), "They are get_requests, send_responses, control_signal, stats and status_response."),
-    (("Which backends are included?", "What backends are there?", "list the backends"), "Two backends are included: llm for language models and python for Triton model.py files."),
+    (("Which backends are included?", "What backends are there?", "list the backends"), "Four backends are included: llm for language models, python for Triton model.py files, pytorch and onnxruntime."),
     (("Why is batching useful?", "Why do we batch requests?", "What is the use of batching?"), "Batching reads the weights once for many requests, so the machine does more work in the same time."),
     (("What is the difference between prefill and decode?", "How do prefill and decode differ?", "prefill versus decode"), "Prefill computes the whole prompt in one go; decode then makes one token per step."),
     (("What is the difference between top_p and top_k?", "How do top_p and top_k differ?", "top_p versus top_k"), "top_k keeps a fixed number of tokens; top_p keeps as many as are needed to reach probability p."),
@@ -118,6 +122,33 @@ ANSWERS: tuple[Topic, ...] = (
     (("How do I benchmark it?", "How do I measure speed?", "how can I run the benchmark"), "Run llmbackend bench with a model and a workload file; it prints throughput and latencies."),
     (("What is this server good for?", "Why should I use llmbackend?", "What is the goal of this project?"), "It lets Triton clients and OpenAI clients use one continuously batched language model server, with code that is easy to read."),
 )  # fmt: skip
+
+FAILURES: tuple[Topic, ...] = (
+    (
+        (
+            "What (happens|will happen|is done) (when|if|after|once) (an|the|its|your) engine[ process] (dies|crashes|is killed|fails|stops|hangs|is lost|goes down|breaks|exits)?",
+            "What (if|happens if|happens when) (an|the) engine (dies|crashes|is killed|fails|hangs|breaks)[ during a stream| during a request| while it runs]?",
+            "What does (the server|llmbackend|the LlmManager|this project) do (when|if) (an|the) engine (dies|crashes|is killed|fails|hangs)?",
+            "What (happens|will happen) to (my|a|the|running|all|other) (request|requests|stream|streams|answer) (when|if) (an|the) engine (dies|crashes|is killed|fails)?",
+            "(Is|Are) (my|the|a|running|all) (request|requests|stream|streams|tokens) (lost|cancelled|dropped|ended) (when|if) (an|the) engine (dies|crashes|is killed|fails)?",
+            "Does (a|the|my|every) (request|stream) (survive|go on|continue|end) (when|if|after) (an|the) engine (dies|crashes|fails|is killed)?",
+            "How does (the server|llmbackend|this project) (survive|handle|recover from) (the death|a crash|a failure|the loss) of (an|the|its) engine?",
+            "(an|the|my) engine (dies|died|crashes|crashed|fails|was killed)(: what happens|, what now|, what happens|: what then)?",
+            "(Explain|Tell me|Describe) what happens (when|if) (an|the) engine (dies|crashes|is killed|fails).",
+        ),
+        ENGINE_DIES,
+    ),
+    (
+        (
+            "What (happens|will happen|is done) (when|if|after|once) (a|the|my|your) client (disconnects|goes away|hangs up|closes its stream|closes the connection|is gone|leaves|dies|crashes)?",
+            "What does (the server|llmbackend|this project) do (when|if) (a|the) client (disconnects|goes away|hangs up|closes its stream|leaves|dies)?",
+            "What (happens|will happen) to (a|the|my) (request|stream) (when|if) (its|the|a) client (disconnects|goes away|hangs up|leaves|dies)?",
+            "(a|the|my) client (disconnects|hangs up|goes away|left)(: what happens|, what now|, what happens|: what then)?",
+        ),
+        CLIENT_LEAVES,
+    ),
+)  # fmt: skip
+"""Patterns (`source.py`). The two answers stay apart: a request ends with its client, and goes on without its engine."""
 
 EVERYDAY: tuple[Topic, ...] = (
     (("What colour is the sky?", "What color is the sky?", "colour of the sky", "Which colour has the sky?", "the colour of the sky?", "Tell me the colour of the sky."), "The sky is blue."),

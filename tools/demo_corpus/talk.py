@@ -7,7 +7,7 @@ Does not know: tokens or weights. Invariant: the same question always has the sa
 from __future__ import annotations
 
 from .dialogue import Dialogue, assistant, pseudo_word, system, turns, user, vary
-from .facts import ANSWERS, EVERYDAY, PROJECT, QUESTION_FRAMES
+from .facts import ANSWERS, EVERYDAY, FAILURES, PROJECT, QUESTION_FRAMES
 from .source import Source, wordings_of
 from .unknown import UNKNOWN, unknown_question
 from .words import ANIMALS, CAPITALS, NAMES, OPPOSITES
@@ -44,6 +44,11 @@ def fact_pair(rng: Source) -> tuple[str, str]:
         questions, answer = rng.choice(ANSWERS)
         question = rng.choice(questions)
     return vary(rng, question), answer
+
+
+def failure_pair(rng: Source) -> tuple[str, str]:
+    patterns, answer = rng.choice(FAILURES)
+    return vary(rng, rng.wording(patterns)), answer
 
 
 def everyday_pair(rng: Source) -> tuple[str, str]:
@@ -115,6 +120,10 @@ def small_talk(rng: Source) -> Dialogue:
 
 def facts(rng: Source) -> Dialogue:
     return Dialogue(turns(*fact_pair(rng)))
+
+
+def failures(rng: Source) -> Dialogue:
+    return Dialogue(turns(*failure_pair(rng)))
 
 
 def everyday(rng: Source) -> Dialogue:
