@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("nicegui")
@@ -12,7 +14,7 @@ from llmbackend.pages.chat.conversation import Chat, ChatSettings, ToolCall, Tur
 SCHEMA = '{"type": "object"}'
 
 
-def a_chat(*texts: str, **settings: str) -> Chat:
+def a_chat(*texts: str, **settings: Any) -> Chat:
     chat = Chat.new(ChatSettings(model="m", **settings))
     for index, text in enumerate(texts):
         chat.turns.append(Turn(role="assistant" if index % 2 else "user", content=text))
