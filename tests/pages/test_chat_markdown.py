@@ -110,7 +110,7 @@ def test_a_block_that_is_too_long_is_plain_text() -> None:
     ("text", "formulas"),
     [
         (r"\(a_1\), \[b\], $c$ and $$d$$", ["a_1", "b", "c", "d"]),
-        (r"$5 and $6, $ x $, \$7, `$code$` and ``\(code\)``", []),
+        (r"`$code$`, ``\(code\)``, $5 and $6, \$7 and $ x $", []),
         ("$$\na\n+ b\n- c\n$$", ["a\n+ b\n- c"]),
         ("> \\[\n> q\n> \\]", ["q"]),
         ("$$\nno\n\nend\n$$", []),

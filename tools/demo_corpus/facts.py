@@ -10,7 +10,9 @@ from __future__ import annotations
 
 Topic = tuple[tuple[str, ...], str]
 
-ENGINE_DIES = "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."
+ENGINE_DIES = (
+    "The LlmManager starts a new engine and gives it the running tasks, so every stream goes on with no token lost."
+)
 CLIENT_LEAVES = "Its request is cancelled and its cache blocks are freed within one step."
 
 PROJECT: tuple[Topic, ...] = (
