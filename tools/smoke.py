@@ -1,7 +1,9 @@
 """Starts a real server on free ports with the bundled demo model and speaks every protocol to it with real clients.
 
-For: `make smoke`, CI, and `make wheel-check`, which starts an installed one. Prints one line per check and
-`smoke: N passed, M failed`; exit code 1 when anything failed. The server is a child process and is ended with SIGTERM.
+For: `make smoke`, CI, and `make wheel-check`, which starts an installed one. The server finds only the packages that
+`make serve` installs; with `--fresh` it runs in a copy of the checkout where nothing was installed before
+(`make smoke-fresh`). Prints one line per check and `smoke: N passed, M failed`; exit code 1 when anything failed, or
+when the log has a warning, an error or a traceback. The server is a child process and is ended with SIGTERM.
 """
 
 from __future__ import annotations
@@ -11,12 +13,15 @@ import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +32,13 @@ import tritonclient.grpc as grpc_client
 import tritonclient.grpc.aio as aio_client
 import tritonclient.http as http_client
 
+if __name__ == "__main__":  # run as a file: the other tools are found, too
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from tools.serving_packages import only_serving
+
 ROOT = Path(__file__).resolve().parent.parent
+COMPLAINT = re.compile(r"[WE]\d{4} |Warning: |Traceback |\w*(Warning|Error): ")
+"""A line of the log that a healthy server does not write."""
 MODEL = "demo"
 QUESTION = "Who are you?"
 
@@ -37,6 +48,8 @@ class Server:
     http: str
     grpc: str
     metrics: str
+    log: list[str]
+    """Lines of its standard error, so far."""
 
 
 Check = Callable[[Server], None]
@@ -201,6 +214,11 @@ def metrics(server: Server) -> None:
         assert match and float(match[1]) > 0, f"{name} missing or zero"
 
 
+def log_has_no_complaints(server: Server) -> None:
+    complaints = [line for line in server.log if COMPLAINT.match(line)]
+    assert not complaints, complaints
+
+
 CHECKS: list[Check] = [
     http_health,
     http_metadata,
@@ -217,6 +235,7 @@ CHECKS: list[Check] = [
     openai_completion,
     openai_error,
     metrics,
+    log_has_no_complaints,
 ]
 
 
@@ -230,16 +249,27 @@ def start_server(
     command = [*llmbackend, "serve", *arguments]
     for protocol in ("http", "grpc", "metrics"):
         command += [f"--{protocol}-address", "127.0.0.1", f"--{protocol}-port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**environment, "NO_COLOR": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**environment, "NO_COLOR": "1"}
+    )
     assert process.stdout is not None
+    log: list[str] = []
+    threading.Thread(target=_pass_on, args=(process.stderr, log), daemon=True).start()
     found: dict[str, str] = {}
     for line in process.stdout:
         print(f"  {line}", end="")
         if match := re.match(r"(http|grpc|metrics)\s+\S*?([0-9.]+:\d+)", line):
             found[match[1]] = match[2]
         if len(found) == 3:
-            return process, Server(**found)
+            return process, Server(**found, log=log)
     raise SystemExit(f"the server ended with exit code {process.wait()} before it was ready")
+
+
+def _pass_on(lines: Iterable[str], log: list[str]) -> None:
+    """Shows the lines as they come, and keeps them in `log`."""
+    for line in lines:
+        log.append(line)
+        print(line, end="", file=sys.stderr, flush=True)
 
 
 def run_check(check: Check, server: Server) -> bool:
@@ -276,9 +306,26 @@ def serves(process: subprocess.Popen[str], server: Server) -> bool:
     return all(results)
 
 
+def fresh_copy(folder: Path) -> list[str]:
+    """Installs a copy of this checkout in `folder` as `make serve` does; returns the command there."""
+    files = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.rstrip("\0").split("\0"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "VENV")}
+    subprocess.run(["make", "-C", str(folder), ".venv/.serve"], env=variables, check=True)
+    return [str(folder / ".venv" / "bin" / "llmbackend")]
+
+
 def main() -> int:
-    arguments = ["--model-repository", str(ROOT / "model_repository")]
-    return 0 if serves(*start_server([sys.executable, "-m", "llmbackend.cli"], arguments, os.environ)) else 1
+    with tempfile.TemporaryDirectory(prefix="llmbackend-smoke-") as home:  # without packed weights of an earlier start
+        if "--fresh" in sys.argv[1:]:
+            command, checkout = fresh_copy(Path(home) / "copy"), Path(home) / "copy"
+            variables = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
+        else:
+            command, checkout, variables = [sys.executable, "-m", "llmbackend.cli"], ROOT, only_serving()
+        arguments = ["--model-repository", str(checkout / "model_repository")]
+        return 0 if serves(*start_server(command, arguments, {**variables, "HOME": home})) else 1
 
 
 if __name__ == "__main__":

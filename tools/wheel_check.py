@@ -79,6 +79,7 @@ def check_serving(environment: Path, variables: Mapping[str, str]) -> bool:
         smoke.curl_generate(server)
         answered_s = time.monotonic() - began_s
         print(f"     {start} start: ready after {ready_s:.1f} s, first answer after {answered_s:.1f} s")
+        results.append(smoke.run_check(smoke.log_has_no_complaints, server))
         results.append(smoke.serves(process, server) if start == "first" else smoke.stops_cleanly(process))
     return all(results)
 

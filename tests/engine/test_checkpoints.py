@@ -17,8 +17,8 @@ from llmbackend.adapter.engine_args import check_checkpoint
 from llmbackend.core.backend_api import TritonError
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import CheckpointError
-from llmbackend.engine.model.checkpoint_check import check_loading_info
-from llmbackend.engine.model.checkpoint_files import check_directory, check_numbers, read_headers
+from llmbackend.engine.model.checkpoint_check import check_loading_info, check_tensors
+from llmbackend.engine.model.checkpoint_files import TensorHeader, check_directory, check_numbers, read_headers
 from llmbackend.engine.model.loader import load_model
 from tests.helpers.tiny_models import FAMILIES
 
@@ -47,6 +47,10 @@ def edit_weights(path: Path, edit: Callable[[Weights], object]) -> Path:
     return path
 
 
+def headers(path: Path) -> dict[str, TensorHeader]:
+    return read_headers([path / "model.safetensors"])
+
+
 def load(path: Path) -> Any:
     return load_model(EngineConfig(model=str(path), transport="inline"))
 
@@ -58,6 +62,16 @@ def refusal(path: Path) -> str:
     assert str(path) in text
     assert "\n" not in text
     return text.partition("cannot be served: ")[2]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_compared_with_its_checkpoint(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    save(tmp_path, family)
+    check_tensors(type(tf.AutoModelForCausalLM.from_config(FAMILIES[family])), FAMILIES[family], headers(tmp_path))
+    assert "were not compared" not in caplog.text
 
 
 def test_a_missing_weight_is_named(tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 For: the loader. Does not know: families, how weights are packed. transformers itself loads the checkpoint's names,
 types and shapes as tensors without memory, with all its rules for renamed, tied, merged and quantised weights, and
-reports what is left over. Invariant: a checkpoint that passes gives every weight of the model; transformers would fill
-missing ones with random numbers.
+reports what is left over. The steps are those of its `from_pretrained`, which takes a `device_map` only where the
+package accelerate is installed. Invariant: a checkpoint that passes gives every weight of the model; transformers would
+fill missing ones with random numbers.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -15,6 +17,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import get_hf_quantizer
+from transformers.utils.generic import ContextManagers
 
 from ..errors import CheckpointError
 from .checkpoint_files import TensorHeader, few
@@ -58,21 +65,37 @@ def check_tensors(
     state = {name: _without_memory(tensor, name) for name, tensor in tensors.items()}
     try:
         with without_report():
-            _, info = model_class.from_pretrained(
-                None,
-                config=hf_config,
-                state_dict=state,
-                device_map={"": "meta"},
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+            info = _loading_info(model_class, hf_config, state)
+    except ImportError as error:  # of a package that reads this kind of quantised weights
+        raise CheckpointError(f"its weights cannot be read: {error}") from error
     except Exception as error:
         if gaps := _gaps(tensors):
             raise CheckpointError(f"it does not fit its config.json: missing {few(gaps)}") from None
         # A conversion that cannot run without memory: what is wrong shows when the weights are read.
-        logger.info("the checkpoint's tensors were not compared with the model: %s", error, exc_info=True)
+        logger.info("the checkpoint's tensors were not compared with the model: %r", error)
         return
     check_loading_info(info, multimodal, spare)
+
+
+def _loading_info(model_class: Any, hf_config: Any, state: dict[str, torch.Tensor]) -> Mapping[str, Collection[Any]]:
+    """What `from_pretrained` would report with output_loading_info; everything stays on the meta device."""
+    quantizer, config, _ = get_hf_quantizer(copy.deepcopy(hf_config), None, None, True, {})
+    dtype = getattr(config, "dtype", None) or torch.float32
+    with ContextManagers(model_class.get_init_context(dtype, quantizer is not None, False, None)):
+        model = model_class(config)
+        if quantizer is not None:
+            quantizer.preprocess_model(model=model, dtype=dtype, device_map=None, checkpoint_files=None)
+    load_config = LoadStateDictConfig(
+        ignore_mismatched_sizes=True,
+        device_map={"": "meta"},
+        dtype=dtype,
+        dtype_plan=model._get_dtype_plan(dtype),
+        hf_quantizer=quantizer,
+        weight_mapping=get_model_conversion_mapping(model, None, quantizer),
+    )
+    info, _ = convert_and_load_state_dict_in_model(model=model, state_dict=state, load_config=load_config)
+    found: Mapping[str, Collection[Any]] = model_class._finalize_model_loading(model, load_config, info).to_dict()
+    return found
 
 
 def check_loading_info(info: Mapping[str, Collection[Any]], multimodal: bool, spare: Collection[str] = ()) -> None:

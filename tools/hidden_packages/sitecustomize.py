@@ -1,0 +1,33 @@
+"""Hides installed packages from every Python process that has this directory in PYTHONPATH.
+
+For: `tools/serving_packages.py`, which names the packages in HIDDEN_PACKAGES. Python imports a module of this name when
+it starts. Invariant: a hidden package is not found, as one that is not installed; its files are left alone.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+HIDDEN = frozenset(os.environ.get("HIDDEN_PACKAGES", "").split(","))
+
+
+class Hiding:
+    """A finder that does not find hidden packages."""
+
+    def __init__(self, finder: Any) -> None:
+        self._finder = finder
+
+    def find_spec(self, name: str, *arguments: Any) -> ModuleSpec | None:
+        if name.partition(".")[0] in HIDDEN:
+            return None
+        found: ModuleSpec | None = self._finder.find_spec(name, *arguments)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
