@@ -106,6 +106,7 @@ class InstanceReports:
                 num_blocks=info.num_blocks,
                 block_size=info.block_size,
             ),
+            path=info.path,
             requests=_requests(reasons),
         )
 

@@ -322,6 +322,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes        memory that the engine's process has of an accelerator; 0 on CPU
     needs_torch      whether torch computes, so that the next engine's process needs it, too
     kv_groups        which layers share a block, and for how long a request keeps it
+    path             what computes: "native" (one program on a CPU), "modules" (those of transformers), "gpu" (one
+                     program) or "mock"
     """
 
     model_type: str
@@ -344,6 +346,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     device_bytes: int = 0
     needs_torch: bool = False
     kv_groups: KVGroups = KVGroups()
+    path: str = ""
 
     @property
     def max_request_tokens(self) -> int:

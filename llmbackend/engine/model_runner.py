@@ -121,6 +121,7 @@ class ModelRunner:
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
             device_bytes=self._device.held_bytes,
             needs_torch=True,
+            path="modules",
         )
 
     @property

@@ -161,7 +161,6 @@ class SharedParts:
         """Packs the model; its runner where it can not be packed."""
         from .cpu.packed_decoder import PackedModel
 
-        report("waiting for another process that packs the model")
         with self._sole_writer():
             if draft.is_written():
                 return ModelPrepared()
@@ -183,7 +182,11 @@ class SharedParts:
         """One process at a time; one that ends is followed by the next."""
         descriptor = os.open(f"/proc/self/fd/{self._writers}", os.O_RDWR | os.O_CLOEXEC)  # a lock of its own
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report("waiting for another process that packs the model")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
             os.close(descriptor)

@@ -1,4 +1,4 @@
-"""GET /openapi.json: an OpenAPI 3.1 document of everything this server answers on HTTP.
+"""What this server answers on HTTP: GET /openapi.json, an OpenAPI 3.1 document of everything, and GET /, a few lines.
 
 For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
 the application: a route without a description cannot be built into a document (KeyError), so that a test of the
@@ -23,7 +23,7 @@ from .access.permissions import OPEN_PATHS
 from .anthropic import openapi as openapi_anthropic
 from .http.errors import is_anthropic, is_openai
 from .http.openapi_parts import Json, operation, plain_response, refusals
-from .http.responses import JSON, plain
+from .http.responses import JSON, TEXT, plain
 from .http.routing import Router
 from .kserve import openapi as openapi_kserve
 from .openai import openapi as openapi_openai
@@ -31,14 +31,31 @@ from .operations import probes
 from .operations import router as operations
 
 PATH: Final = "/openapi.json"
+ROOT: Final = "/"
 _OPERATIONS: Final = (
     openapi_kserve.OPERATIONS
     | openapi_openai.OPERATIONS
     | openapi_anthropic.OPERATIONS
     | probes.OPERATIONS
     | operations.OPERATIONS
-    | {("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)})}
+    | {
+        ("GET", ROOT): operation("What to ask this server for", {"200": plain_response("A line per path.", TEXT)}),
+        ("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)}),
+    }
 )
+_FIRST_PATHS: Final = (
+    ("GET", "/v2/health/ready", "200 while the server takes requests"),
+    ("POST", "/v2/repository/index", "the models and their states"),
+    ("POST", "/v2/models/{model}/generate", "a whole answer (KServe v2; so are infer and gRPC)"),
+    ("POST", "/v2/models/{model}/generate_stream", "an answer as server-sent events"),
+    ("GET", "/v1/models", "the models (OpenAI)"),
+    ("POST", "/v1/chat/completions", "a chat (OpenAI)"),
+    ("POST", "/v1/responses", "a response (OpenAI)"),
+    ("POST", "/v1/messages", "a message (Anthropic)"),
+    ("GET", "/metrics", "metrics (Prometheus)"),
+    ("GET", PATH, "every path and its fields"),
+)
+"""What a person who has only the address should ask for; those paths are shown that are served."""
 _VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
 """Optional parts of a path; such a path has the operation of the path without them."""
 
@@ -58,22 +75,37 @@ _BEFORE_THE_OPERATION: Final = (401, 403, 408, 413, 429, 431)
 """Statuses that access control and the connection may send before an operation sees its request."""
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 _CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
+_VARIABLE: Final = re.compile(r"\{\w+\}")
 _CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
 """Routes that refuse every request, with 404 or 501."""
 
 
 def create_openapi_router(routers: Sequence[Router]) -> Router:
-    """A router that serves the document of `routers` and of itself, made on the first request."""
+    """A router that serves both documents of `routers` and of itself, made on the first request."""
     own = Router()
     made: list[bytes] = []
+
+    async def serve_root(request: Request) -> Response:
+        return plain(_first_lines([*routers, own]), content_type=TEXT)
 
     async def serve(request: Request) -> Response:
         if not made:
             made.append(orjson.dumps(document([*routers, own])))
         return plain(made[0], content_type=JSON)
 
+    own.add_handler(ROOT, serve_root, methods=["GET"])
     own.add_handler(PATH, serve, methods=["GET"])
     return own
+
+
+def _first_lines(routers: Iterable[Router]) -> str:
+    served = {
+        _VARIABLE.sub("{}", path) for _, path in _documented(route for router in routers for route in router.routes)
+    }
+    rows = [row for row in _FIRST_PATHS if _VARIABLE.sub("{}", row[1]) in served]
+    return "\n".join(
+        [f"llmbackend {__version__}", *(f"{method:4} {path:34} {text}" for method, path, text in rows), ""]
+    )
 
 
 def document(routers: Iterable[Router]) -> Json:

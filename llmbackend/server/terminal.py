@@ -1,8 +1,8 @@
 """What a starting server shows on the terminal: bars while models load, then what is served, where, and how to try it.
 
-For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal: a load
-that takes long is told of in the log there, now and then; log lines stand above the bars; when loading is over the bars
-are gone.
+For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal: there,
+the log gets a line for each stage of a load, and more for a stage that takes long; log lines stand above the bars; when
+loading is over the bars are gone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SERVED_AT = {
 log = logging.getLogger(__name__)
 
 LINE_INTERVAL_S: Final = 10.0
-"""Between two log lines about one load; the first comes after so long."""
+"""Between two log lines about one stage of a load."""
 
 
 class LoadLines(logging.Handler):
@@ -45,17 +45,19 @@ class LoadLines(logging.Handler):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
-        self._last_s: dict[int, float] = {}
-        """When an engine was last told of, or when it was first heard of."""
+        self._last: dict[int, tuple[str, float]] = {}
+        """Of each engine that loads: the stage that was last logged, and when."""
 
     def emit(self, record: logging.LogRecord) -> None:
         engine: int = record.__dict__["engine"]
         now: LoadProgress | None = record.__dict__["progress"]
         now_s = self._clock()
         if now is None:
-            self._last_s.pop(engine, None)
-        elif now_s - self._last_s.setdefault(engine, now_s) >= LINE_INTERVAL_S:
-            self._last_s[engine] = now_s
+            self._last.pop(engine, None)
+            return
+        stage, last_s = self._last.get(engine, ("", now_s))
+        if now.stage != stage or now_s - last_s >= LINE_INTERVAL_S:
+            self._last[engine] = now.stage, now_s
             amount = f" {now.done} of {now.total}" if now.total else ""
             log.info("%s: loading: %s%s", record.__dict__["model"], now.stage, amount)
 
@@ -107,14 +109,25 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) ->
     """Says on standard output what is served and where, and how to try it."""
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]llmbackend {__version__}[/] is ready after {startup_s:.1f} s")
+    paths = _paths(server)
     for row in server.repository_index():
         state = f"{row.state or 'not loaded'}{': ' if row.reason else ''}{row.reason}"
-        console.print(f"model    {row.name}{' version ' if row.version else ''}{row.version}  {state}", markup=False)
+        name, path = f"{row.name}{' version ' if row.version else ''}{row.version}", paths.get((row.name, row.version))
+        console.print(f"model    {name}  {state}{f'  {path}' if path else ''}", markup=False)
     show_urls(urls)
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
         console.print("\nTry:", _example(urls["http"], ready[0]), sep="\n", markup=False)
     sys.stdout.flush()
+
+
+def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
+    """What computes each model, by name and version."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for source, instance in server.describe_instances():
+        if instance.path:
+            found.setdefault((source.model, source.version), {})[instance.path] = None
+    return {model: ", ".join(paths) for model, paths in found.items()}
 
 
 def show_urls(urls: Mapping[str, str]) -> None:

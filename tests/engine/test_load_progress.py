@@ -94,11 +94,11 @@ def test_bars_show_each_engine_until_it_is_loaded() -> None:
 def test_nothing_is_drawn_where_standard_error_is_no_terminal(capfd: pytest.CaptureFixture[str]) -> None:
     with load_bars():
         show(1, "demo", LoadProgress("packing weights", 3, 10))
-    assert capfd.readouterr().err == ""
+    assert capfd.readouterr().err == ""  # the log has no handler here
     assert not progress_log.handlers
 
 
-def test_a_long_load_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_each_stage_of_a_load_is_logged_once_and_long_ones_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     clock = FakeClock()
     caplog.set_level(logging.INFO)
     with handled_by(LoadLines(clock)):
@@ -106,9 +106,13 @@ def test_a_long_load_is_logged_now_and_then(caplog: pytest.LogCaptureFixture) ->
             show(1, "slow", LoadProgress("packing weights", done, 100))
             show(2, "fast", LoadProgress("reading weights", done, 100) if done < 5 else None)
             clock.now_s += 0.3
+        show(1, "slow", LoadProgress("trying the model"))
     assert [record.getMessage() for record in caplog.records] == [
+        "slow: loading: packing weights 0 of 100",
+        "fast: loading: reading weights 0 of 100",
         "slow: loading: packing weights 34 of 100",
         "slow: loading: packing weights 68 of 100",
+        "slow: loading: trying the model",
     ]
 
 

@@ -75,7 +75,6 @@ def test_a_model_that_is_not_ready(client: httpx.Client, model: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "content_type"),
     [
-        ("GET", "/", 404, TEXT),
         ("GET", "/v2/", 404, TEXT),
         ("GET", "/v2/nosuch", 404, TEXT),
         ("GET", "/v2/health", 404, TEXT),
@@ -102,6 +101,14 @@ def test_unknown_paths_and_wrong_methods(
     assert (response.status_code, response.headers["content-type"]) == (status, content_type)
     assert response.headers["content-length"] == str(len(body))
     assert response.text == ("" if method == "HEAD" else body)
+
+
+def test_the_root_says_what_to_ask_for(client: httpx.Client) -> None:
+    answer = client.get("/")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, TEXT)
+    paths = [line.split()[1] for line in answer.text.splitlines()[1:]]
+    assert "/v2/models/{model}/generate" in paths and "/openapi.json" in paths
+    assert "/v1/chat/completions" in paths
 
 
 def test_metadata(client: httpx.Client) -> None:

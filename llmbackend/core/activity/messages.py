@@ -193,12 +193,14 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     state, pid, num_restarts  as in EngineActivity
     limits                    None = not known, or it has no such limits
+    path                      what computes, in one word of its backend, such as "native"; "" = not known
     """
 
     state: str
     pid: int | None = None
     num_restarts: int = 0
     limits: InstanceLimits | None = None
+    path: str = ""
     requests: tuple[RequestActivity, ...] = ()
 
 

@@ -65,6 +65,7 @@ class NativeRunner:
             held_weight_bytes=packed.memories.resident.nbytes + packed.memories.mapped.nbytes,
             kv_bytes=num_blocks * config.block_size * bytes_per_token,
             kv_groups=layers.groups,
+            path="native",
         )
 
     @property

@@ -199,6 +199,7 @@ def _info(
         device=str(loaded.device),
         load_s=time.monotonic() - start_s,
         description=f"{device.name}, {dtype}, one program, {how}",
+        path="gpu",
         kv_groups=groups,
     )
 

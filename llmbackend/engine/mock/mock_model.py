@@ -55,6 +55,7 @@ class MockRunner:
             load_s=0.0,
             description="mock model: logits are a hash of the tokens",
             kv_bytes=num_blocks * config.block_size * np.dtype(np.int32).itemsize,
+            path="mock",
             num_host_blocks=config.num_host_blocks(config.block_size * np.dtype(np.int32).itemsize),
         )
         self._step_s = config.mock_step_ms / 1e3
