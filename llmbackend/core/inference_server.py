@@ -92,6 +92,7 @@ class InferenceServer:
         self._options = options
         self._state = ServerState.INVALID
         self._state_lock = threading.Lock()
+        self._lacks_repository = False
         self.metrics_registry = CollectorRegistry(auto_describe=False)
         self.shared_memory = SharedMemoryManager(options.allow_client_shm)
         self.tracing = TraceManager(options.trace)
@@ -114,13 +115,14 @@ class InferenceServer:
         """Loads the startup models; blocks until they are READY or failed.
 
         Raises StartupError when a startup model failed and options.exit_on_error, another TritonError when the server
-        itself cannot start; the server is stopped then.
+        itself cannot start; the server is stopped then. Without options.exit_on_error it serves what it can; where a
+        repository cannot be read, it is neither live nor ready, as Triton.
         """
         self._state = ServerState.INITIALIZING
         try:
             self._services.start()
             self.tracing.start()
-            self._loader.repository.check()
+            self._leave_out_repositories()
             names = self._loader.startup_models()
         except TritonError:
             self._fail_to_start(timeout_s=0.0)
@@ -139,6 +141,14 @@ class InferenceServer:
                 self._state = ServerState.READY
         if self._options.model_control_mode == "poll" and self._options.repository_poll_secs:
             self._poller.start()
+
+    def _leave_out_repositories(self) -> None:
+        """Raises TritonError INTERNAL with options.exit_on_error."""
+        for error in self._loader.repository.leave_out_unreadable():
+            if self._options.exit_on_error:
+                raise error
+            log.error("%s", error)
+            self._lacks_repository = True
 
     def stop(self, timeout_s: float) -> bool:
         """Refuses new work, waits up to `timeout_s` for in-flight requests, cuts off those that run longer, unloads
@@ -173,12 +183,12 @@ class InferenceServer:
         return is_drained
 
     def is_live(self) -> bool:
-        return self._state in (ServerState.READY, ServerState.EXITING)
+        return self._state in (ServerState.READY, ServerState.EXITING) and not self._lacks_repository
 
     def is_ready(self) -> bool:
         """READY; with strict readiness also every known version READY or unloaded, and every instance ready. Answers
         within seconds, also when a backend hangs."""
-        if self._state is not ServerState.READY:
+        if self._state is not ServerState.READY or self._lacks_repository:
             return False
         return not self._options.strict_readiness or self._models.all_are_ready()
 

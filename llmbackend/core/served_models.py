@@ -154,14 +154,16 @@ class ServedModels:
         return message
 
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
-        """Every model of the repositories with the state of its known versions, sorted by name."""
+        """Every model of the repositories with the state of its known versions, sorted by name. A model that was to be
+        loaded and has no version is left out, as by Triton."""
         rows: list[ModelIndex] = []
+        known = set(self._versions.names())
         for key, sources in self._repository.listing().items():
             name, states = sources[0].name, self._states(key)
             if len(sources) > 1:
                 rows.append(ModelIndex(name, "", ModelReadyState.UNAVAILABLE.value, DUPLICATE))
                 continue
-            if not states:
+            if key not in known:
                 rows.append(ModelIndex(name))
             for number, (state, reason) in states.items():
                 rows.append(ModelIndex(name, str(number), state.value, reason))

@@ -60,6 +60,32 @@ def test_look_up_errors_have_the_texts_of_triton(versioned: Repository) -> None:
         assert error.status == "Unavailable: Request for unknown model: 'm' version 1 is not at ready state"
 
 
+def test_a_model_without_a_version_takes_readiness_and_is_left_out_of_the_index(versioned: Repository) -> None:
+    """As Triton's test_parse_error_modelfail: a probe must not send traffic to a server that lacks the model."""
+    write_version(versioned, "one")
+    (versioned.model("empty", "v") / "1").rmdir()
+    with serving(versioned, "m", "empty", exit_on_error=False) as server:
+        assert server.is_live() and not server.is_ready() and server.model_is_ready("m")
+        assert [row.name for row in server.repository_index()] == ["m"]
+        assert refused(server, "empty").message == "Request for unknown model: 'empty' has no available versions"
+        server.unload_model("empty")
+        assert server.is_ready() and [row.name for row in server.repository_index()] == ["empty", "m"]
+    with serving(versioned, "m", "empty", exit_on_error=False, strict_readiness=False) as server:
+        assert server.is_ready()
+
+
+def test_a_repository_that_does_not_exist_takes_liveness_and_the_other_one_is_served(
+    versioned: Repository, tmp_path: Path
+) -> None:
+    write_version(versioned, "one")
+    lost = tmp_path / "lost"
+    with pytest.raises(TritonError, match=r"lost: a model repository must be a directory"):
+        InferenceServer(versioned.options(model_repositories=[lost, versioned.models])).start()
+    with serving(versioned, "m", model_repositories=[lost, versioned.models], exit_on_error=False) as server:
+        assert not server.is_live() and not server.is_ready()
+        assert states(server) == [("1", "READY", "")] and answer(server) == "one"
+
+
 def test_states_from_never_loaded_to_unloaded(versioned: Repository) -> None:
     write_version(versioned, "one")
     with serving(versioned) as server:

@@ -51,6 +51,7 @@ class ModelLifecycle:
         Raises LoadError with Triton's text when a version fails; what served before then still serves.
         """
         if not spec.versions:
+            self.versions.note_without_versions(spec.key)
             policy = f"policy of model '{spec.key}'"
             raise LoadError(spec.key, f"at least one version must be available under the version {policy}")
         load = self.versions.begin_load(spec, lambda model: is_instance_update(model, spec))

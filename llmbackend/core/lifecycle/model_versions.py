@@ -184,6 +184,11 @@ class ModelVersions:
         with self._lock:
             self._is_closing = True
 
+    def note_without_versions(self, name: str) -> None:
+        """A model that has no version to load is known from now on, until it is unloaded; one that serves goes on."""
+        with self._lock:
+            self._models.setdefault(name, ModelEntry({}))
+
     def begin_load(self, spec: ModelSpec, can_update: Callable[[LoadedModel], bool]) -> Load:
         """Versions that do not serve become LOADING; those that do serve on. `can_update` says which serving versions
         are changed in place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
@@ -235,6 +240,9 @@ class ModelVersions:
         with self._lock:
             entry = self._models.get(name)
             if entry is None:
+                return []
+            if not entry.versions:
+                del self._models[name]
                 return []
             entry.operation += 1
             entry.spec = None

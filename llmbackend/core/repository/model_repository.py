@@ -102,15 +102,12 @@ class ModelRepository:
         self._lock = threading.Lock()
         self._uploads: Path | None = None
 
-    def check(self) -> None:
-        """Raises TritonError INTERNAL when a repository is not a directory or cannot be read."""
-        for root in self._roots:
-            try:
-                if not root.is_dir():
-                    raise internal(f"failed to stat file {root}: a model repository must be a directory")
-                next(root.iterdir(), None)
-            except OSError as error:
-                raise internal(f"failed to read model repository {root}: {error.strerror}") from error
+    def leave_out_unreadable(self) -> list[TritonError]:
+        """Repositories that are no directory, or cannot be read, are not looked at from now on. Returns why, INTERNAL
+        for each."""
+        errors = {root: error for root in self._roots if (error := _why_unreadable(root)) is not None}
+        self._roots = tuple(root for root in self._roots if root not in errors)
+        return list(errors.values())
 
     def listing(self) -> dict[str, list[ModelSource]]:
         """The directories of every model by key, sorted. A model with more than one is in several repositories and may
@@ -358,3 +355,13 @@ def _check_path(relative: str) -> None:
 def _shown(text: str) -> str:
     """A client's text, shortened for an error."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+
+
+def _why_unreadable(root: Path) -> TritonError | None:
+    try:
+        if not root.is_dir():
+            return internal(f"failed to stat file {root}: a model repository must be a directory")
+        next(root.iterdir(), None)
+    except OSError as error:
+        return internal(f"failed to read model repository {root}: {error.strerror}")
+    return None
