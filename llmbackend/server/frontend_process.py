@@ -19,6 +19,7 @@ import uvloop
 
 from llmbackend.core.errors import TritonError
 from llmbackend.core.server_log import RepeatedErrors, RepeatFilter
+from llmbackend.fork_server.server import end_with
 
 from .control_channel import ALIVE_EVERY_S, ControlChannel, Drain, Message, Reload, Serve, Serving, receive_settings
 from .descriptor_room import raise_limit
@@ -38,6 +39,7 @@ GONE: Final = 1
 
 
 def main() -> int:
+    end_with(os.getppid())  # also while it is stopped, so that the next server finds the ports free
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     try:
         settings = receive_settings(channel)

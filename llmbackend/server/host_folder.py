@@ -15,7 +15,7 @@ from .settings import ServerSettings
 
 def open_host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts]:
     """A host that is the next one of its folder begins with no counts of its own. Raises OSError."""
-    folder = HostFolder(settings.host_folder or temporary_directory("llmbackend-host-"))
+    folder = HostFolder(settings.host_folder or temporary_directory("host"))
     folder.metrics.mkdir(exist_ok=True)
     if not folder.counts.exists():
         return folder, SharedCounts.create(folder.counts, settings.frontend_processes + 1)

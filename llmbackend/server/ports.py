@@ -7,9 +7,22 @@ claimed, none is kept.
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
+
+from .port_holder import holder_of
+
+
+class PortTakenError(OSError):
+    """service: Triton's name of what would have listened."""
+
+    def __init__(self, error: OSError, service: str, wish: PortWish) -> None:
+        super().__init__(error.errno, error.strerror)
+        self.service = service
+        self.socket = f"{wish.address}:{wish.port}"
+        self.holder = holder_of(wish.port or 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +49,16 @@ class ClaimedPorts:
 
     @classmethod
     def claim(cls, *, http: PortWish, metrics: PortWish, grpc: PortWish) -> ClaimedPorts:
-        """Raises OSError; then no port is kept."""
-        claims: list[socket.socket | None] = []
+        """Raises OSError, of a port that others have PortTakenError; then no port is kept."""
+        claims: dict[str, socket.socket | None] = {}
         try:
-            for wish in (http, metrics, grpc):
+            for service, wish in (("GRPC", grpc), ("HTTP", http), ("Metrics", metrics)):  # in Triton's order
                 is_left_out = wish.port is None or (wish is grpc and not wish.port and not wish.for_processes)
-                claims.append(None if is_left_out else _claimed_as(wish))
-        except OSError:
-            _close(claims)
-            raise
-        return cls(*claims)
+                claims[service] = None if is_left_out else _claimed_as(wish)
+        except OSError as error:
+            _close(claims.values())
+            raise PortTakenError(error, service, wish) if error.errno == errno.EADDRINUSE else error from None
+        return cls(claims["HTTP"], claims["Metrics"], claims["GRPC"])
 
     def close(self) -> None:
         """Gives the ports back. Closing twice does nothing."""

@@ -13,11 +13,12 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
+
+from llmbackend.core.temporary_folders import OwnedFolder
 
 from .process_memory import descendants
 
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_directories: list[tempfile.TemporaryDirectory[str]] = []
+_directories: list[OwnedFolder] = []
 
 
 def stop_on_signal() -> asyncio.Event:
@@ -95,10 +96,10 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> as
     return future
 
 
-def temporary_directory(prefix: str) -> Path:
-    """A directory that lives as long as the process."""
-    _directories.append(tempfile.TemporaryDirectory(prefix=prefix))
-    return Path(_directories[-1].name)
+def temporary_directory(kind: str) -> Path:
+    """A directory that lives as long as the process. kind: a word of its name."""
+    _directories.append(OwnedFolder(kind))
+    return _directories[-1].path
 
 
 def kill_children() -> None:
@@ -111,8 +112,7 @@ def exit_now(code: int) -> NoReturn:
     """Ends the process without waiting for its threads, since one of them may hang."""
     kill_children()
     for directory in _directories:
-        with contextlib.suppress(OSError):
-            directory.cleanup()
+        directory.remove()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()

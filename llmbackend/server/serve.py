@@ -25,9 +25,10 @@ from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
+from ..core.temporary_folders import remove_abandoned
 from .descriptor_room import raise_limit
 from .load_reports import begin_load
-from .ports import ClaimedPorts, PortWish
+from .ports import ClaimedPorts, PortTakenError, PortWish
 from .process_age import process_age_s
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .process_memory import give_back_freed
@@ -70,6 +71,7 @@ def run_server(settings: ServerSettings, member: ClusterMember | None = None) ->
             f"--log-file '{settings.log.file}' can not be written: {error.strerror}. Name another file, or none."
         )
         return 1
+    remove_abandoned()
     raise_limit(settings.limits.connections)
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -191,9 +193,14 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
     }
     try:
         return ClaimedPorts.claim(**wishes)
+    except PortTakenError as error:
+        log.error(
+            "failed to start %s service: Unavailable - Socket '%s' already in use", error.service, error.socket
+        )  # as Triton
+        who = error.holder or "what has the port"
+        raise _StartRefusedError(f"cannot listen: {error}. Stop {who}, or choose another port.") from error
     except OSError as error:
-        text = f"cannot listen: {error}. Stop what has the port, or choose another one."
-        raise _StartRefusedError(text) from error
+        raise _StartRefusedError(f"cannot listen: {error}. Choose another address or port.") from error
 
 
 def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:

@@ -93,7 +93,7 @@ class SingleModel:
 
     def make_repository(self) -> Path:
         """A temporary repository with this model."""
-        repository = temporary_directory(prefix="llmbackend-repository-")
+        repository = temporary_directory("repository")
         self.write_into(repository)
         return repository
 

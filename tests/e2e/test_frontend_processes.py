@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -462,6 +463,49 @@ def grpc_responses(server: ServerProcess, request: Any, kill_after: int = 0) -> 
 def test_a_port_that_another_server_s_frontends_have_is_found_before_models_load(two: ServerProcess) -> None:
     with pytest.raises(AssertionError, match="exit code 1"):
         start_server("--model=mock", "--frontend-processes=2", http_port=int(two.http.rpartition(":")[2]))
+
+
+def test_a_host_that_was_killed_while_all_were_stopped_leaves_neither_ports_nor_folders() -> None:
+    with tempfile.TemporaryDirectory() as folder:  # sockets need short paths
+        check_what_a_killed_host_leaves(Path(folder))
+
+
+def check_what_a_killed_host_leaves(temporary: Path) -> None:
+    begin = ("--model=mock", "--frontend-processes=2")
+    killed = start_server(*begin, variables={"TMPDIR": str(temporary)})
+    port = int(killed.http.rpartition(":")[2])
+    below = descendants(killed.process.pid)
+    for pid in (*below, killed.process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    killed.process.kill()
+    killed.process.wait()
+    assert killed.process.stdout is not None
+    killed.process.stdout.close()
+    eventually(lambda: can_bind(port), WAIT_S)  # nobody has been continued
+    for pid in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    eventually(lambda: not any(is_running(pid) for pid in below), WAIT_S)
+    assert {path.name.rsplit("-", 1)[0] for path in temporary.iterdir()} >= {"llmbackend-host"}
+    second = start_server(*begin, http_port=port, variables={"TMPDIR": str(temporary)})
+    assert len(list(temporary.glob("llmbackend-host-*"))) == 1
+    assert stop_server(second) == 0
+    assert not list(temporary.glob("llmbackend-*-*"))
+
+
+def can_bind(port: int) -> bool:
+    with closing(socket.socket()) as claim, contextlib.suppress(OSError):
+        claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        claim.bind(("127.0.0.1", port))
+        return True
+    return False
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_server_that_stops_lets_streams_run_to_their_end(

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Final, TypeVar
+
+from llmbackend.core.temporary_folders import OwnedFolder
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +42,8 @@ class PagesUnavailableError(Exception):
 class PageProcess:
     def __init__(self, idle_timeout_s: float) -> None:
         self._idle_timeout_s = idle_timeout_s
-        self._folder = Path(tempfile.mkdtemp(prefix="llmbackend-pages-"))
-        self._remove_folder = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
+        self._owned = OwnedFolder("pages")
+        self._folder = self._owned.path
         self._process: subprocess.Popen[bytes] | None = None
         self._starting: asyncio.Lock = asyncio.Lock()
         self._watching: asyncio.Task[None] | None = None
@@ -101,7 +100,7 @@ class PageProcess:
         self._cancel_idle()
         async with self._starting:
             await self._end()
-        self._remove_folder()
+        self._owned.remove()
 
     @property
     def _socket_path(self) -> Path:
