@@ -9,6 +9,7 @@ part of the measured time.
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Mapping
 from itertools import pairwise
@@ -28,9 +29,15 @@ from llmbackend.engine.runners import make_runner
 
 from ..server.process_age import process_age_s
 from ..server.process_memory import peak_rss_mb, tree_pss_mb
+from ..server.start_failure import flag_of
 from .bench_plots import Measured, print_plots, write_svg
+from .flag_groups import bad_option
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
+_OWN_FLAGS: Final = frozenset(
+    {"model", "dtype", "device", "load_format", "max_num_seqs", "max_num_batched_tokens", "quantization"}
+)
+"""Engine arguments that are flags of this command, too."""
 ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "no overlap": {"async_scheduling": False},
@@ -148,6 +155,32 @@ class _Times:
     @property
     def gaps_s(self) -> list[float]:
         return [later - sooner for times in self.tokens_s.values() for sooner, later in pairwise(times)]
+
+
+def further_arguments(text: str) -> dict[str, Any]:
+    """The engine arguments of `--engine-args`. Raises BadParameter."""
+    flag = "--engine-args"
+    try:
+        values = msgspec.json.decode(text.encode(), type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise bad_option(flag, f"{flag} is '{text}', expected a JSON object: {error}") from None
+    if own := _OWN_FLAGS & values.keys():
+        raise bad_option(flag, f"{flag} names '{min(own)}', expected {flag_of(min(own))} instead")
+    try:
+        msgspec.convert({"model": "mock", **values}, EngineConfig)
+    except (msgspec.ValidationError, ValueError) as error:
+        raise bad_option(flag, f"{flag} is '{text}': {error}") from None
+    return values
+
+
+def check_output(flag: str, path: Path | None) -> None:
+    """Raises BadParameter for a file that could not be written after the run."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise bad_option(flag, f"{flag} is '{path}', which is a directory, expected a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise bad_option(flag, f"{flag} is '{path}', which cannot be written")
 
 
 def run_bench(

@@ -20,6 +20,7 @@ from rich.text import Text
 from .unicode_bars import bar, sparkline
 
 _ROWS, _BAR_WIDTH, _BUCKETS = 10, 40, 60
+_MOST_DECIMALS: Final = 9
 _MOST_PERCENT: Final = 99.0
 """Bins end there, so that one slow value does not squeeze the others; the last bin has what is beyond."""
 
@@ -36,16 +37,18 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Bin:
-    """low_ms <= value < high_ms; the last bin has no end."""
+    """low_ms <= value < high_ms; the last bin has no end. decimals: that its limits are shown with."""
 
     low_ms: float
     high_ms: float
     count: int
     is_last: bool = False
+    decimals: int = 1
 
     @property
     def label(self) -> str:
-        return f"from {self.low_ms:,.1f}" if self.is_last else f"{self.low_ms:,.1f} – {self.high_ms:,.1f}"
+        low, high = (f"{limit:,.{self.decimals}f}" for limit in (self.low_ms, self.high_ms))
+        return f"from {low}" if self.is_last else f"{low} – {high}"
 
 
 def histogram(values_s: Sequence[float], num_bins: int = _ROWS) -> list[Bin]:
@@ -58,11 +61,20 @@ def histogram(values_s: Sequence[float], num_bins: int = _ROWS) -> list[Bin]:
         return [Bin(low, low, len(values_ms), is_last=True)]
     edges = np.linspace(low, high, num_bins)
     counts, _ = np.histogram(values_ms, np.append(edges, np.inf))
+    decimals = _decimals(edges.tolist())
     ends = [*pairwise(edges.tolist()), (float(edges[-1]), float("inf"))]
     return [
-        Bin(begin, end, int(count), is_last=end == float("inf"))
+        Bin(begin, end, int(count), end == float("inf"), decimals)
         for (begin, end), count in zip(ends, counts, strict=True)
     ]
+
+
+def _decimals(limits: Sequence[float]) -> int:
+    """How many tell all limits apart; at least 1."""
+    enough = (
+        each for each in range(1, _MOST_DECIMALS) if len({f"{limit:.{each}f}" for limit in limits}) == len(limits)
+    )
+    return next(enough, _MOST_DECIMALS)
 
 
 def tokens_per_s(tokens_s: Sequence[float], num_buckets: int = _BUCKETS) -> list[float]:

@@ -1,13 +1,16 @@
-"""The help of a command: its flags in sections, each flag whole on a line, at any width.
+"""How commands read and show their flags: names may be abbreviated; the help has sections, each flag whole on a line.
 
-For: the commands. Does not know: any flag. Invariant: no name and no text is cut off, so that a flag can be searched
-for and copied; typer's own tables cut long names at 80 columns.
+For: the commands. Does not know: any flag. Invariants: an abbreviation means a flag only where it can mean no other;
+no name and no text of the help is cut off, so that a flag can be searched for and copied (typer's own tables cut long
+names at 80 columns).
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import typer
 from typer.core import TyperCommand
 
 
@@ -16,6 +19,11 @@ class PlainHelpCommand(TyperCommand):
 
     def __init__(self, *arguments: Any, **given: Any) -> None:
         super().__init__(*arguments, **given | {"rich_markup_mode": None})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as a shell completes it
+            args = _with_whole_names(args, self.get_params(ctx))
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -26,3 +34,29 @@ class PlainHelpCommand(TyperCommand):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _with_whole_names(args: list[str], parameters: list[Any]) -> list[str]:
+    """The command line with each unambiguous beginning of a long name in full, as getopt_long reads it. Raises
+    BadParameter for an ambiguous one; others are left to the parser."""
+    named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
+    whole: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            return [*whole, arg, *rest]
+        name, equals, value = arg.partition("=")
+        name = _whole_name(name, named) if name.startswith("--") else name
+        whole.append(f"{name}{equals}{value}")
+        if name in named and not equals and not named[name].is_flag:
+            whole += itertools.islice(rest, 1)  # its value
+    return whole
+
+
+def _whole_name(name: str, named: dict[str, Any]) -> str:
+    if name in named:
+        return name
+    possible = [each for each in named if each.startswith(name)]
+    if len({(id(named[each]), each in named[each].opts) for each in possible}) > 1:
+        raise typer.BadParameter(f"{name} is ambiguous, expected one of {', '.join(sorted(possible))}", param_hint=name)
+    return possible[0] if possible else name

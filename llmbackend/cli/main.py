@@ -1,18 +1,17 @@
 """The `llmbackend` command and its subcommands.
 
 For: people and process managers. Does not know: what the subcommands do; the modules of their names do. Invariants: a
-wrong flag ends with a message that names it and exit code 1; a subcommand's module is imported when it is called or
+wrong flag ends with a message that names it and exit code 2; a subcommand's module is imported when it is called or
 completed in a shell, so that the help and the version need none of them.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -24,6 +23,8 @@ from .shell_words import join_equals_signs
 
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 """For a subcommand that reads its arguments by itself."""
+
+_USAGE_ERROR = 2
 
 app = typer.Typer(
     help="Serve large language models the Triton way.",
@@ -92,8 +93,11 @@ def bench(
     ] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
-    from .bench import run_bench
+    from .bench import check_output, further_arguments, run_bench
 
+    further = further_arguments(engine_args)
+    for flag, path in (("--json", json_path), ("--plot", plot_path)):
+        check_output(flag, path)
     try:
         run_bench(
             model=model,
@@ -108,7 +112,7 @@ def bench(
             quantization=quantization,
             ablate=ablate,
             as_served=True,
-            **_json_object(engine_args),
+            **further,
         )
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"bench: {error}", err=True)
@@ -134,21 +138,14 @@ def install_triton_backend(
     typer.echo(f"installed in {target}")
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise ValueError(f"--engine-args is {text}, expected a JSON object")
-    return values
-
-
 def main() -> None:
-    """Entry point of the `llmbackend` command. As Triton, it ends with exit code 1 when its command line is wrong."""
+    """Entry point of the `llmbackend` command. It ends with exit code 2 when its command line is wrong."""
     join_equals_signs(os.environ)
     try:
         sys.exit(app(prog_name="llmbackend", args=sys.argv[1:], standalone_mode=False))
     except typer.TyperException as error:
         typer.echo(_wrong_usage(error), err=True)
-        sys.exit(1)
+        sys.exit(_USAGE_ERROR)
 
 
 def _wrong_usage(error: typer.TyperException) -> str:

@@ -50,7 +50,9 @@ class ModelFlags:
             "--model-name", "--served-model-name", help="The name that --model is served as; default: its last part."
         ),
     ] = ""
-    demo: Annotated[bool, typer.Option("--demo", help="Serve the bundled model demo.")] = False
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Serve the bundled model demo; also without any model or repository.")
+    ] = False
     model_control_mode: Annotated[
         str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
     ] = "none"
@@ -96,19 +98,16 @@ class ModelFlags:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
-    def repositories(self, single: SingleModel | None) -> list[Path]:
-        """The repositories to serve: those that were named, the demo's, and one that is made for `--model`."""
+    def repositories(self, single: SingleModel | None, may_lack: bool) -> list[Path]:
+        """The repositories to serve: those that were named, the demo's, and one that is made for `--model`; where none
+        was asked for, the demo's. may_lack: whether the server starts without those that are no directory."""
         found = list(self.model_repository or ())
-        if self.demo:
+        if self.demo or not (found or single):
             found.append(DEMO_REPOSITORY)
-        for directory in found:
+        for directory in () if may_lack else found:
             _check_repository(directory)
         if single is not None:
             found.append(single.make_repository())
-        if not found:
-            raise typer.BadParameter(
-                "nothing to serve: give --model-repository DIR, --model DIR for one checkpoint, or --demo"
-            )
         return found
 
 
@@ -238,7 +237,7 @@ def server_options(
     if mode not in ("none", "poll", "explicit"):
         raise bad_option("--model-control-mode", "invalid argument for --model-control-mode")
     return ServerOptions(
-        model_repositories=tuple(models.repositories(single)),
+        model_repositories=tuple(models.repositories(single, may_lack=not server.exit_on_error)),
         server_id=server.server_id,
         model_control_mode=mode,  # type: ignore[arg-type]  # checked above
         repository_poll_secs=models.repository_poll_secs,

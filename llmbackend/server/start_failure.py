@@ -17,6 +17,7 @@ MAX_MODELS_SHOWN = 5
 _SEE_LOG = "The log above says more."
 _MAX_REASON_CHARACTERS = 600
 _ENGINE_ARGUMENT = re.compile(r"(?:arguments: )?(?:engine argument|parameter) '(\w+)'")
+_NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true with it")
 
 
 def failure_summary(reasons: Mapping[str, str], otherwise: str = _SEE_LOG) -> str:
@@ -33,7 +34,8 @@ def flag_of(name: str) -> str:
 
 def as_flags(text: str) -> str:
     """An error about engine arguments, naming their flags."""
-    return _ENGINE_ARGUMENT.sub(lambda found: flag_of(found[1]), text)
+    text = _ENGINE_ARGUMENT.sub(lambda found: flag_of(found[1]), text)
+    return _NEEDED_ARGUMENT.sub(lambda found: f"expected {flag_of(found[1])} with it", text)
 
 
 def _line(name: str, reason: str, otherwise: str) -> str:
@@ -77,10 +79,10 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
             "Serve another checkpoint: docs/llm_backend.md says which architectures work and why others do not.",
         ),
         (
+            r"the hub did not give its files|"
             r"the tokenizer of '.*' cannot be loaded: .*(ConnectError|internet connection|not a valid model|Repo id|"
             r"Repository Not Found|hub)",
-            "There is no such directory on this machine, and the hub did not give it: check the name and the network, "
-            "or give the path of a local checkpoint.",
+            "Check the name and the network, or give the path of a local checkpoint.",
         ),
         (
             r"which does not exist|no config\.json|is no directory|no safetensors|must be provided in",

@@ -27,6 +27,12 @@ def test_a_histogram_counts_every_value(count: int) -> None:
     assert [each.is_last for each in bins] == [False] * (len(bins) - 1) + [True]
 
 
+def test_bins_have_labels_of_their_own() -> None:
+    for width_s in (1e-6, 3e-5, 1e-3, 1.0):
+        labels = [each.label for each in histogram([0.1 + width_s * step for step in range(20)])]
+        assert len(labels) == len(set(labels)) == 10
+
+
 def test_one_slow_value_does_not_squeeze_the_others() -> None:
     bins = histogram([0.001 * (1 + i % 10) for i in range(1000)] + [60.0])
     assert bins[-1].low_ms <= 11 and len(bins) == 10

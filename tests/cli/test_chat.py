@@ -78,7 +78,7 @@ def test_sampling_and_system_reach_the_server(fake: tuple[str, FakeLlmServer]) -
 )
 def test_what_goes_wrong_is_said(fake: tuple[str, FakeLlmServer], arguments: list[str], expected: str) -> None:
     done = chat(*(each.format(url=fake[0]) for each in arguments))
-    assert done.returncode == 1
+    assert done.returncode == (2 if "Bad option" in expected else 1)
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
 

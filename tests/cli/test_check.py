@@ -38,12 +38,12 @@ def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 def test_what_to_check_must_be_said(check: Check) -> None:
     code, _, error = check()
-    assert code == 1 and error.endswith("Missing argument 'target'.\n")
+    assert code == 2 and error.endswith("Missing argument 'target'.\n")
 
 
 def test_what_to_check_must_exist(check: Check) -> None:
     code, _, error = check("/no/such/model")
-    assert code == 1 and "the target is '/no/such/model', which does not exist" in error and "--model" not in error
+    assert code == 2 and "the target is '/no/such/model', which does not exist" in error and "--model" not in error
 
 
 def reason_of_serve(*arguments: str) -> str:
@@ -133,5 +133,5 @@ def test_the_reason_is_the_one_of_serve(check: Check, tmp_path: Path, breakage: 
 )
 def test_a_wrong_command_line_ends_with_the_reason(check: Check, arguments: list[str], expected: str) -> None:
     code, _, error = check(*arguments)
-    assert code == 1
+    assert code == 2
     assert expected in error

@@ -179,6 +179,7 @@ def test_top_comes_back_when_its_server_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
+        (["--url", "{http}", "--model", "nope"], "has no loaded model 'nope'"),
         (["--url", "http://127.0.0.1:1"], "no server at http://127.0.0.1:1: connection refused"),
         (["--url", "{http}/v1"], "--url is its HTTP port, without a path"),
     ],
@@ -192,4 +193,4 @@ def test_what_goes_wrong_is_said(server: ServerProcess, arguments: list[str], ex
 def test_without_a_terminal_it_asks_for_once() -> None:
     command = [sys.executable, "-m", "llmbackend.cli", "top"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1 and "expected --once" in done.stderr
+    assert done.returncode == 2 and "expected --once" in done.stderr

@@ -134,7 +134,8 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
         (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected a file that exists, or a Jinja"),
         (["--lora-modules", "x"], "--lora-modules is 'x', expected NAME=PATH"),
         (["--lora-folder", "/nowhere"], "--lora-folder is '/nowhere', expected a folder that exists"),
-        (["--lora-modules", "a=b"], "--lora-modules is set, expected"),
+        (["--lora-modules", "a=b"], "--lora-modules is set, expected --enable-lora with it"),
+        (["--enable-l"], "--enable-l is ambiguous, expected one of --enable-log-requests, --enable-lora"),
         (["--request-timeout-s", "-1"], "--request-timeout-s is '-1', expected a number of seconds above 0"),
         (["--model=", "--max-num-seqs=2"], "--max-num-seqs is an engine argument of --model"),
     ],
@@ -145,7 +146,7 @@ def test_errors_name_the_flag(
     monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", "--model", "mock", *flags])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 1
+    assert end.value.code == 2
     assert capsys.readouterr().err.rstrip().splitlines()[-1].startswith(reason)
 
 

@@ -34,7 +34,7 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *flags])
     with pytest.raises(SystemExit) as end:
         cli.main()
-    assert end.value.code == 1
+    assert end.value.code == 2
     return capsys.readouterr().err.rstrip().splitlines()[-1]
 
 
@@ -47,7 +47,6 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
         (["--model", str(Path(__file__).parent)], "has no config.json", CHECKPOINT),
         (["--model-repository", "/no/such/repo"], "'/no/such/repo' does not exist", "give the directory that holds"),
         (["--model-repository", __file__], "is no directory", "give the directory that holds"),
-        ([], "nothing to serve", "give --model-repository DIR, --model DIR"),
         (["--http-port", "many"], "--http-port", "valid integer"),
     ],
 )
@@ -130,7 +129,11 @@ def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monke
         ("the engine of 'm_0' did not start: the engine process ended by signal SIGKILL", "too little memory"),
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes", "too little memory"),
         ("CUDA out of memory. Tried to allocate 2 GiB", "too little memory"),
-        ("the tokenizer of 'a/b' cannot be loaded: Got: ConnectError: … on the Hub", "check the name and the network"),
+        (
+            "engine argument 'model' is 'a/b', which is no directory here, and the hub did not give its files: x",
+            "or give the path of a local checkpoint",
+        ),
+        ("the tokenizer of 'a/b' cannot be loaded: Got: ConnectError: … on the Hub", "Check the name and the network"),
         ("KeyError: 'x'", "The log above says more."),
     ],
 )

@@ -108,13 +108,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """What `llmbackend serve` says of a command line that it refuses, with exit code 1."""
+    """What `llmbackend serve` says of a command line that it refuses, with exit code 2."""
 
     def refuse(*arguments: str) -> str:
         monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
         with pytest.raises(SystemExit) as ended:
             main()
-        assert ended.value.code == 1
+        assert ended.value.code == 2
         return capsys.readouterr().err
 
     return refuse

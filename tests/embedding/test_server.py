@@ -47,8 +47,8 @@ def test_a_server_is_ready_until_it_is_closed(repository: Path, tmp_path: Path) 
 
 
 def test_a_server_that_does_not_start_says_why(repository: Path) -> None:
-    with pytest.raises(RuntimeError, match=r"exit code 1; the end of its log:\n(.|\n)*nothing to serve"):
-        Server()
+    with pytest.raises(RuntimeError, match=r"exit code 2; the end of its log:\n(.|\n)*does not exist"):
+        Server(model_repository="/nowhere")
     with pytest.raises(RuntimeError, match=r"not ready after 0\.001 s"):
         Server(model_repository=repository, start_timeout_s=0.001)
 

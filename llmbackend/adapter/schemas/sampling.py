@@ -459,10 +459,19 @@ def _file_of(config: EngineConfig) -> Mapping[str, Any]:
         return {}
     try:
         if source == AUTO:
-            return read_json(local_directory(config.model, config.engine_python) / GENERATION_CONFIG_FILE)
+            return read_json(_checkpoint_of(config) / GENERATION_CONFIG_FILE)
         path = Path(source) / GENERATION_CONFIG_FILE
         if not path.is_file():
             raise ValueError(f"expected '{AUTO}', '{VLLM_DEFAULTS}' or a folder with a {GENERATION_CONFIG_FILE}")
         return read_json(path)
     except (ValueError, OSError) as error:
         raise invalid_argument(f"engine argument 'generation_config' is '{source}': {error}") from error
+
+
+def _checkpoint_of(config: EngineConfig) -> Path:
+    """The first that a load needs of a hub id. Raises TritonError INVALID_ARG."""
+    try:
+        return local_directory(config.model, config.engine_python)
+    except (ValueError, OSError) as error:
+        what = "which is no directory here, and the hub did not give its files"
+        raise invalid_argument(f"engine argument 'model' is '{config.model}', {what}: {error}") from error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from typing import Annotated, Final
 
 import typer
@@ -56,7 +57,7 @@ def top(
         reader = FeedReader(ApiClient(url, api_key, _SILENCE_S), model or (), _feed_interval_ms(interval_s))
         reader.start()
         if once:
-            _show_once(reader, console, url, interval_s, as_json)
+            _show_once(reader, console, url, model or (), interval_s, as_json)
         else:
             _watch(reader, console, url, interval_s)
     except (ApiError, ValueError) as error:
@@ -89,13 +90,18 @@ def _watch(reader: FeedReader, console: Console, url: str, interval_s: float) ->
             live.update(render(state, _view(console, url, notice)), refresh=True)
 
 
-def _show_once(reader: FeedReader, console: Console, url: str, interval_s: float, as_json: bool) -> None:
+def _show_once(
+    reader: FeedReader, console: Console, url: str, models: Sequence[str], interval_s: float, as_json: bool
+) -> None:
+    """Raises ApiError for a model that has no instance."""
     state, notice = FeedState(), ""
     end_s = float("inf")
     while (left_s := end_s - time.monotonic()) > 0:
         notice = _take(reader, state, notice, min(left_s, 1.0))
         if state.has_snapshot and end_s == float("inf"):
             end_s = time.monotonic() + interval_s
+            if missing := [name for name in models if name not in {model for model, _, _ in state.instances}]:
+                raise ApiError(f"{url} has no loaded model '{missing[0]}'")
     if as_json:
         typer.echo(json.dumps(as_object(state, time.monotonic())))
     else:

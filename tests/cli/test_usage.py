@@ -1,0 +1,106 @@
+"""What the command says of a wrong command line, and how it reads abbreviated flags."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from llmbackend.cli import main as cli
+from llmbackend.demo import DEMO_REPOSITORY
+from llmbackend.server import serve
+from llmbackend.server.settings import ServerSettings
+
+Run = Callable[..., str]
+
+
+@pytest.fixture
+def refusal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """The last line that a refused command line ends with; the exit code is that of wrong usage."""
+
+    def run(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["llmbackend", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert end.value.code == 2
+        return capsys.readouterr().err.rstrip().splitlines()[-1]
+
+    return run
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerSettings]:
+    """What `llmbackend serve` would serve."""
+    taken: list[ServerSettings] = []
+
+    def run(*arguments: str) -> ServerSettings:
+        def take(settings: ServerSettings) -> int:
+            taken.append(settings)
+            return 0
+
+        monkeypatch.setattr(serve, "run_server", take)
+        monkeypatch.setattr(sys, "argv", ["llmbackend", "serve", *arguments])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        assert not end.value.code
+        return taken.pop()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nosuch"], "No such command 'nosuch'."),
+        (["serve", "--nosuch"], "--nosuch"),
+        (["serve", "--http-port", "many"], "--http-port"),
+        (["bench"], "--model"),
+        (["bench", "--model=mock", "--workload=w", "--engine-args={"], "--engine-args is '{', expected a JSON object"),
+        (["bench", "--model=mock", "--workload=w", '--engine-args={"nope": 1}'], "--engine-args is '{\"nope\": 1}'"),
+        (
+            ["bench", "--model=mock", "--workload=w", '--engine-args={"num_threads": -1}'],
+            "'num_threads' is -1, expected at least 0",
+        ),
+        (["bench", "--model=mock", "--workload=w", '--engine-args={"dtype": "auto"}'], "expected --dtype instead"),
+        (["bench", "--model=mock", "--workload=w", "--plot=/nowhere/p.svg"], "--plot is '/nowhere/p.svg', which"),
+        (["bench", "--model=mock", "--workload=w", "--json=/"], "--json is '/', which is a directory"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_names_the_flag(refusal: Run, arguments: list[str], expected: str) -> None:
+    assert expected in refusal(*arguments)
+
+
+def test_flags_may_be_abbreviated(settings: Callable[..., ServerSettings], tmp_path: Path) -> None:
+    given = settings("--model-repo", str(tmp_path), "--log-verb=2", "--exit-on-er", "false", "--load-mod=a")
+    assert given.options.model_repositories == (tmp_path,)
+    assert (given.log.verbose, given.options.exit_on_error) == (2, False)
+    assert given.options.startup_models == ("a",)
+
+
+def test_an_exact_name_is_no_abbreviation_of_a_longer_one(settings: Callable[..., ServerSettings]) -> None:
+    assert settings("--model", "mock", "--model-name", "m").flag_model == "m"
+
+
+def test_a_value_is_no_flag(settings: Callable[..., ServerSettings]) -> None:
+    """`--chat-template --log-verb`: the next word is the value, whatever it looks like."""
+    given = settings("--model", "mock", "--id", "--log-verb")
+    assert given.options.server_id == "--log-verb"
+
+
+def test_names_of_one_flag_are_not_ambiguous(settings: Callable[..., ServerSettings]) -> None:
+    assert settings("--model", "mock", "--served-model-n", "m").flag_model == "m"
+
+
+def test_an_ambiguous_name_is_refused_with_those_that_it_may_mean(refusal: Run) -> None:
+    line = refusal("serve", "--http-")
+    assert line.startswith("--http- is ambiguous, expected one of ") and "--http-port" in line
+
+
+def test_without_a_model_the_demo_model_is_served(settings: Callable[..., ServerSettings], tmp_path: Path) -> None:
+    assert settings().options.model_repositories == (DEMO_REPOSITORY,)
+    assert settings("--model-repository", str(tmp_path)).options.model_repositories == (tmp_path,)
+    [own] = settings("--model", "mock").options.model_repositories
+    assert json.loads((own / "mock" / "1" / "model.json").read_text())["model"] == "mock"
