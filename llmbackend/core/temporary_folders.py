@@ -1,14 +1,13 @@
 """Temporary folders that live as long as their process; those of a process that was killed are removed by a later one.
 
 For: the server process, and what it starts. Does not know: what is in a folder. Invariants: each folder has a file that
-its process keeps locked, and the kernel unlocks it when the process ends, however it ends; a folder is removed only by
-its process, or when its lock is free.
+says which process it belongs to; a folder is removed by that process, or when that process has ended. Where the system
+does not tell about processes (no /proc), folders of killed processes stay.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -16,8 +15,10 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-_LOCK: Final = ".owner"
+_OWNER: Final = ".owner"
 _PREFIX: Final = "llmbackend-"
+_START_TIME: Final = 19
+"""The place of a process's start time in /proc/<pid>/stat, behind its name."""
 
 
 class OwnedFolder:
@@ -26,27 +27,37 @@ class OwnedFolder:
     def __init__(self, kind: str) -> None:
         """kind: a word of its name. Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
-        new = self.path / f"{_LOCK}.new"
-        descriptor = os.open(new, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        new.rename(self.path / _LOCK)  # locked before anybody looks for it
-        self.remove = weakref.finalize(self, _remove, self.path, descriptor)
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        new = self.path / f"{_OWNER}.new"
+        new.write_text(_identity(os.getpid()))
+        new.rename(self.path / _OWNER)  # whole when anybody reads it
 
 
 def remove_abandoned() -> None:
     """Removes the folders of this user whose process has ended without removing them."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # of another user, removed meanwhile, or in use
-            if lock.stat().st_uid != os.getuid():
-                continue
-            descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(lock.parent, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError):  # of another user, or removed meanwhile
+            if owner.lstat().st_uid == os.getuid() and _has_ended(owner.read_text()):
+                shutil.rmtree(owner.parent, ignore_errors=True)
 
 
-def _remove(path: Path, descriptor: int) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.close(descriptor)
+def _has_ended(identity: str) -> bool:
+    """False also for a process of another container, which cannot be seen from here."""
+    namespace, pid, _ = identity.split()
+    return namespace == _namespace() != "" and _identity(int(pid)) != identity
+
+
+def _identity(pid: int) -> str:
+    """Of the process that has this number now."""
+    try:
+        start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
+    except (OSError, IndexError):
+        start_time = "-"
+    return f"{_namespace() or '-'} {pid} {start_time}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""

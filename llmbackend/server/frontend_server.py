@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import grpc
 from prometheus_client import CollectorRegistry
@@ -50,6 +50,10 @@ class ServedHost(Host, Protocol):
     @property
     def metrics_registry(self) -> CollectorRegistry:
         """What the metrics port shows, and where access control counts."""
+
+
+_GRPC_DRAIN_S: Final = 86_400.0
+"""For calls that run when the host begins to stop; the host ends them earlier, with their errors."""
 
 
 class FrontendServer:
@@ -110,6 +114,7 @@ class FrontendServer:
         self._http: HttpEndpoint | None = None
         self._metrics: HttpEndpoint | None = None
         self._grpc: grpc.aio.Server | None = None
+        self._grpc_stopping: asyncio.Future[None] | None = None
         self.http_port: int | None = None
         self.grpc_port: int | None = None
         self.metrics_port: int | None = None
@@ -226,9 +231,12 @@ class FrontendServer:
             copy_streams(self._streams, self._http_app, self._gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
-        """Before the host stops: resumable streams that other hosts have copies of go on there."""
+        """Before the host stops: resumable streams that other hosts have copies of go on there. gRPC accepts no more
+        connections and calls, as Triton's; those that run go on until `stop`."""
         if self._streams is not None:
             self._streams.leave()
+        if self._grpc is not None:
+            self._grpc_stopping = asyncio.ensure_future(self._grpc.stop(_GRPC_DRAIN_S))
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
@@ -238,6 +246,8 @@ class FrontendServer:
             stops.append(self._pages.process.stop())
         if self._grpc is not None:
             stops.append(self._grpc.stop(grace_s))
+        if self._grpc_stopping is not None:
+            stops.append(self._grpc_stopping)
         await asyncio.gather(*stops)
         if self._edge is not None:
             await self._edge.close()

@@ -93,10 +93,12 @@ def test_bad_paths_are_refused_for_what_they_are(echo: Repository) -> None:
         before = tree(echo.models.parent)
         for path, text in BAD_PATHS.items():
             error = refused(server, "up", {"config": CONFIG, f"file:{path}": b"x"})
-            assert (error.code, text in error.message) == (ErrorCode.INVALID_ARG, True), error.message
+            assert (error.code, text in error.message) == (ErrorCode.INTERNAL, True), error.message
+            assert error.message.startswith("failed to load 'up', failed to poll from model repository: ")
             assert len(error.message) < 300
         error = refused(server, "up", {"config": CONFIG, "file:1/a": b"x", "file:1/a/b": b"x"})
-        assert error.status.startswith("Invalid argument: file override path '1/a/b' can not be written: ")
+        assert error.code is ErrorCode.INTERNAL
+        assert ": file override path '1/a/b' can not be written: " in error.message
         error = refused(server, "up", {"config": CONFIG, "file:1": b"x"})  # a file where the version should be
         assert error.code is ErrorCode.INVALID_ARG and "at least one version" in error.message
         assert tree(echo.models.parent) == before
@@ -142,7 +144,7 @@ def test_a_huge_configuration_is_refused(echo: Repository) -> None:
 def test_brackets_in_strings_are_not_nesting() -> None:
     text = json.dumps({"a": '[{"\\' * 500, "b": [["\\\\", "]"]]})
     assert json_depth(text) == 3 and json_depth("") == 0 and json_depth(b"]]][") <= 1
-    check_load_parameters({"config": text})
+    check_load_parameters("m", {"config": text})
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_a_name_is_fine_or_an_invalid_argument(name: str) -> None:
 @example("[" * 1000)
 def test_an_override_is_a_configuration_or_an_invalid_argument(text: str | bytes) -> None:
     try:
-        check_load_parameters({"config": text})
+        check_load_parameters("m", {"config": text})
         config = parse_json(text)
         validate_config(config)
         config_to_json(config)

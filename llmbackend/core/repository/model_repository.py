@@ -135,7 +135,7 @@ class ModelRepository:
         namespacing one for each repository that has it. An error in place of a model that cannot be used: INVALID_ARG
         for a bad name or override, else INTERNAL with Triton's text (the cause is logged)."""
         try:
-            check_load_parameters(parameters or {})
+            check_load_parameters(name, parameters or {})
             if is_upload(parameters):
                 check_model_name(name)
                 return {name: self._upload(name, parameters or {})}
@@ -305,8 +305,9 @@ def check_model_name(name: str) -> None:
         raise invalid_argument(f"invalid model name '{_shown(name)}': longer than {MAX_NAME_BYTES} bytes")
 
 
-def check_load_parameters(parameters: LoadParameters) -> None:
-    """Raises OverrideError for a configuration too large or nested too deeply, and for a file outside of the model."""
+def check_load_parameters(name: str, parameters: LoadParameters) -> None:
+    """Raises OverrideError: INVALID_ARG for a configuration too large or nested too deeply, INTERNAL, as Triton, for a
+    file outside of the model."""
     config = parameters.get("config", "")
     if len(config) > MAX_CONFIG_BYTES:
         raise OverrideError(f"Invalid config override: larger than {MAX_CONFIG_BYTES} bytes")
@@ -316,24 +317,24 @@ def check_load_parameters(parameters: LoadParameters) -> None:
         )
     for key in parameters:
         if key.startswith(FILE_PREFIX):
-            _check_path(_relative(key))
+            _check_path(name, _relative(key))
 
 
 def write_files(directory: Path, parameters: LoadParameters) -> None:
-    """Writes every `file:` parameter below `directory`. Raises OverrideError for one that cannot be written, such as
-    one below another file."""
+    """Writes every `file:` parameter below `directory`, which is named as the model. Raises OverrideError INTERNAL for
+    one that cannot be written, such as one below another file."""
     for key, content in parameters.items():
         if not key.startswith(FILE_PREFIX):
             continue
         relative = _relative(key)
-        _check_path(relative)
+        _check_path(directory.name, relative)
         target = directory / relative
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content.encode() if isinstance(content, str) else content)
         except (OSError, ValueError) as error:
             cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
-            raise OverrideError(f"file override path '{_shown(relative)}' can not be written: {cause}") from None
+            raise _bad_file(directory.name, f"'{_shown(relative)}' can not be written: {cause}") from None
 
 
 def _relative(key: str) -> str:
@@ -341,15 +342,20 @@ def _relative(key: str) -> str:
     return key.removeprefix(FILE_PREFIX).lstrip("/")
 
 
-def _check_path(relative: str) -> None:
+def _bad_file(name: str, what: str) -> OverrideError:
+    text = f"failed to load '{_shown(name)}', failed to poll from model repository: file override path {what}"
+    return OverrideError(text, ErrorCode.INTERNAL)
+
+
+def _check_path(name: str, relative: str) -> None:
     path = Path(relative)
     if ".." in path.parts or "\\" in relative or not path.parts:
-        raise OverrideError(f"file override path '{_shown(relative)}' must stay inside the model directory")
+        raise _bad_file(name, f"'{_shown(relative)}' must stay inside the model directory")
     if not relative.isprintable():
-        raise OverrideError(f"file override path {_shown(relative)!a} must not contain unprintable characters")
+        raise _bad_file(name, f"{_shown(relative)!a} must not contain unprintable characters")
     longest_part_bytes = max(len(part.encode()) for part in path.parts)
     if longest_part_bytes > MAX_NAME_BYTES or len(relative.encode()) > MAX_PATH_BYTES:
-        raise OverrideError(f"file override path '{_shown(relative)}' is too long")
+        raise _bad_file(name, f"'{_shown(relative)}' is too long")
 
 
 def _shown(text: str) -> str:
