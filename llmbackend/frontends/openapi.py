@@ -86,7 +86,7 @@ def create_openapi_router(routers: Sequence[Router]) -> Router:
     made: list[bytes] = []
 
     async def serve_root(request: Request) -> Response:
-        return plain(_first_lines([*routers, own]), content_type=TEXT)
+        return plain(_first_lines([*routers, own]).encode(), content_type=TEXT)
 
     async def serve(request: Request) -> Response:
         if not made:
