@@ -44,7 +44,7 @@ class AnswerReader:
         self._parser: OutputParser | None = None
         self._has_ended = False
         self.has_call = False
-        """Whether a call is complete."""
+        """Whether a call has begun. One that the model broke off is one, too: its client has had a part of it."""
 
     @property
     def num_reasoning_tokens(self) -> int:
@@ -59,7 +59,7 @@ class AnswerReader:
         events = [event for token in tokens if token[0] != PROMPT_IN_REASONING for event in parser.push(*token)]
         if (delta.finish_reason or delta.is_final) and not self._has_ended:
             self._has_ended = True
-            events += parser.finish(delta.finish_reason or "stop")
+            events += self._last(parser.finish(delta.finish_reason or "stop"))
         return self._shown(events)
 
     def finish_reason(self, reason: str) -> str:
@@ -99,6 +99,13 @@ class AnswerReader:
             strings_are_text=not self._plan.has_grammar,
         )
 
+    def _last(self, events: list[Event]) -> list[Event]:
+        """Without what was held back of a call that had to be made: its beginning is no text for anybody."""
+        use = self._plan.tool_use
+        if use is None or not use.is_required:
+            return events
+        return [event for event in events if not isinstance(event, ContentDelta)]
+
     def _shown(self, events: Iterable[Event]) -> list[Event]:
         shown: list[Event] = []
         max_calls = self._plan.tool_use.max_calls if self._plan.tool_use is not None else None
@@ -107,7 +114,7 @@ class AnswerReader:
                 if self._plan.includes_reasoning:
                     shown.append(event)
             elif isinstance(event, ContentDelta) or max_calls is None or event.index < max_calls:
-                self.has_call = self.has_call or isinstance(event, ToolCallEnd)
+                self.has_call = self.has_call or isinstance(event, ToolCallStart)
                 shown.append(self._with_id(event) if isinstance(event, ToolCallStart) else event)
         return shown
 

@@ -59,6 +59,9 @@ def _proper_prefixes(characters: list[str]) -> str:
     return characters[0] + expression if len(characters) > 1 else r"(?!)"
 
 
+NO_MARKERS = Markers((), ())
+
+
 class Reader:
     """Owner: its OutputParser, which feeds it; the machine's parts read."""
 
@@ -74,6 +77,8 @@ class Reader:
         """Whether the output has ended because no more tokens were allowed, and not by the model's choice."""
         self.boundaries: frozenset[str] = frozenset()
         """Markers that end a value when they come as special tokens, or begin with one."""
+        self.value_ends = NO_MARKERS
+        """Markers that end a JSON value in the middle, where the model forgot the rest of it."""
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
         self._num_held = 0

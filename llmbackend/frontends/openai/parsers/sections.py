@@ -19,6 +19,8 @@ from .sink import Sink
 from .tables import CallSyntax, HeadedCall, JsonCall, MarkedCalls, NestedCall, ReasoningFormat, TaggedCall
 from .tagged_calls import TaggedCallReader
 
+_OF_JSON = frozenset('[]{},:;" \n')
+
 
 class MarkedCallsReader:
     """Owner: its OutputParser."""
@@ -51,6 +53,7 @@ class MarkedCallsReader:
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
         """What may stand behind a call."""
         reader.boundaries = frozenset(_texts(table))
+        reader.value_ends = markers(frozenset(_value_ends(table)))
 
     def read(self) -> Reading[None]:
         """All of the output."""
@@ -159,3 +162,10 @@ class MarkedCallsReader:
 def _texts(table: MarkedCalls) -> Iterator[str]:
     """What ends a value when it comes as a special token."""
     yield from (*table.begin, *table.end, *table.call_end, *(call.begin for call in table.calls))
+
+
+def _value_ends(table: MarkedCalls) -> Iterator[str]:
+    """The ends of calls that are not JSON, with the line end before them."""
+    for end in (*table.end, *table.call_end):
+        if not _OF_JSON.issuperset(end):
+            yield from (end, f"\n{end}")
