@@ -189,3 +189,30 @@ def test_a_called_functions_arguments_are_an_object_and_its_text(arguments: Any)
     )
     items = ";city=Zürich;days=2" if arguments else ""
     assert rendered == f"<{text}>{text}|{text}" + ('{"city": "Zürich", "days": 2}' if arguments else "{}") + items
+
+
+CUT_OFF = '{"city": "Par'
+READINGS = [
+    ("{{ arguments }}", CUT_OFF),
+    ("{{ '<' + arguments + '>' }}", f"<{CUT_OFF}>"),
+    ("{{ arguments | tojson }}", json.dumps(CUT_OFF)),
+    ("{% if arguments is string %}{{ arguments }}{% else %}{{ arguments | tojson }}{% endif %}", CUT_OFF),
+    ("{% for name, value in arguments.items() %}{{ name }}={{ value }}{% endfor %}", f"arguments={CUT_OFF}"),
+    ("{% for name, value in arguments | items %}{{ name }}={{ value }}{% endfor %}", f"arguments={CUT_OFF}"),
+    ("{% for name in arguments %}{{ name }}={{ arguments[name] }}{% endfor %}", f"arguments={CUT_OFF}"),
+]
+
+
+@pytest.mark.parametrize(("reading", "expected"), READINGS)
+def test_arguments_that_are_no_object_reach_the_template_as_their_text(reading: str, expected: str) -> None:
+    source = "{% set arguments = messages[0].tool_calls[0].function.arguments %}" + reading
+    call = {"type": "function", "function": {"name": "weather", "arguments": CUT_OFF}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert ChatTemplate(source, {}).render([message]) == expected
+
+
+@pytest.mark.parametrize("text", ["[1]", "3", "null", '"x"', "[" * 100_000])
+def test_other_json_than_an_object_is_text(text: str) -> None:
+    call = {"type": "function", "function": {"name": "weather", "arguments": text}}
+    template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}", {})
+    assert template.render([{"role": "assistant", "content": "", "tool_calls": [call]}]) == text

@@ -15,7 +15,7 @@ from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 from llmbackend.core.json_text import count_outside_strings
 
 from ..generation_bounds import check_at_most
-from .called_arguments import CalledArguments
+from .called_arguments import called_arguments
 
 MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
@@ -212,7 +212,8 @@ Message = dict[str, Any]
 def normalise_messages(messages: Sequence[Message]) -> list[Message]:
     """Copies with text as one string and tool-call arguments as objects, as templates expect them.
 
-    OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text.
+    OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text. A model's text that is
+    no JSON object comes back as it is: its conversation goes on.
 
     Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
     """
@@ -256,15 +257,4 @@ def _normalise_call(index: int, call: Any) -> Any:
         raise invalid_argument(
             f"'messages[{index}].tool_calls' must hold objects with a 'function' that has a 'name', got {shown(call)}"
         )
-    sent = function.get("arguments")
-    arguments: Any = {} if sent is None else sent
-    if isinstance(sent, str):
-        try:
-            arguments = json.loads(sent or "{}")
-        except ValueError:
-            raise invalid_argument(
-                f"'messages[{index}].tool_calls' has 'arguments' that are not JSON: {shown(sent)}"
-            ) from None
-    if isinstance(arguments, dict):
-        arguments = CalledArguments(arguments, sent if isinstance(sent, str) and sent else None)
-    return {**call, "function": {**function, "arguments": arguments}}
+    return {**call, "function": {**function, "arguments": called_arguments(function.get("arguments"))}}

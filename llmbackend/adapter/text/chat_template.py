@@ -17,11 +17,13 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
+from jinja2.filters import do_items
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmbackend.core.backend_api import TritonError, invalid_argument
 
+from .called_arguments import UnreadableArguments
 from .chat import EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE, Message, normalise_messages
 from .system_messages import has_all, later_texts, said_as_user
 
@@ -166,11 +168,16 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _items(value: Any) -> Any:
+    return value.items() if isinstance(value, UnreadableArguments) else do_items(value)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["items"] = _items
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
