@@ -34,7 +34,7 @@ from .schemas.prompt_description import SAMPLING_PARAMETERS, described
 from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
 from .schemas.sampling_description import sampling_json
 from .schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
-from .structured_outputs.compilation import GrammarCompiler
+from .structured_outputs.compilation import NO_GRAMMAR, Grammar, GrammarCompiler
 from .structured_outputs.constraint import Constraint
 from .text.output_assembler import OutputAssembler
 from .text.token_bias import TokenBias, banned_texts
@@ -47,8 +47,8 @@ class _CheckedGeneration:
     inputs: LlmInputs
     prompt: Prompt
     params: GenerationParams
-    grammar: str
-    """"" = any text."""
+    grammar: Grammar
+    """Its text is "" where any text will do."""
     reasoning: Reasoning | None
     adapter: AdapterHandle
     prior: StepOutput | None = None
@@ -60,7 +60,7 @@ class _CheckedGeneration:
     def reasoning_for_engine(self) -> Reasoning | None:
         """None where the engine need not know which tokens are reasoning."""
         is_limited = self.reasoning is not None and self.reasoning.max_tokens is not None
-        return self.reasoning if is_limited or self.grammar else None
+        return self.reasoning if is_limited or self.grammar.text else None
 
     @property
     def prompt_marker(self) -> str | None:
@@ -220,7 +220,7 @@ class RequestConverter:
         )
         self._check_prompt_logprobs(params.sampling.prompt_logprobs, len(prompt.token_ids))
         adapter = self._loras.take(params.lora_name)
-        grammar, grammar_ns = self._grammar(params.constraint) if params.constraint else ("", None)
+        grammar, grammar_ns = self._grammar(params.constraint) if params.constraint else (NO_GRAMMAR, None)
         reasoning = params.reasoning.for_prompt(prompt.token_ids, self._tokenizer) if params.reasoning else None
         params = self._biased(params, inputs.bias)
         if seed is not None:
@@ -228,7 +228,7 @@ class RequestConverter:
         prior = self._prior(inputs, params)
         return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, prior, grammar_ns)
 
-    def _grammar(self, constraint: Constraint) -> tuple[str, tuple[int, int]]:
+    def _grammar(self, constraint: Constraint) -> tuple[Grammar, tuple[int, int]]:
         """The grammar, and when its check began and ended."""
         start_ns = time.monotonic_ns()
         return self._grammars.grammar(self._with_defaults(constraint)), (start_ns, time.monotonic_ns())
@@ -307,7 +307,7 @@ class RequestConverter:
             tenant=sender.tenant.cache_name,
             cache_salt=params.cache_salt,
             lora_name=generation.adapter.key,
-            grammar=generation.grammar,
+            grammar=generation.grammar.text,
             reasoning=generation.reasoning_for_engine,
             is_traced=spans is not None,
             prefix_group=f"{sender.number}.{inputs.batch_index}" if inputs.num_sequences > 1 else "",
@@ -317,7 +317,7 @@ class RequestConverter:
             sender,
             request,
             assembler,
-            self._schema.reply(inputs, prompt, self._tokenizer),
+            self._schema.reply(inputs, prompt, self._tokenizer, generation.grammar.not_enforced),
             stream=inputs.options.stream,
             times=times,
             kv_block_size=self._limits.kv_block_size,

@@ -39,6 +39,8 @@ _READABLE_HEADERS: Final = (
     "endpoint-load-metrics",
     "X-Stream-Id",
     "Idempotent-Replayed",
+    "X-Schema-Not-Enforced",
+    "X-Schema-Valid",
 )
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 

@@ -79,7 +79,7 @@ def test_forms_other_than_schemas(client: openai.OpenAI) -> None:
 
 def test_a_wrong_schema_is_a_400_in_the_fields_that_were_sent(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"a": {"not": {}}}}
-    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}
     with pytest.raises(openai.BadRequestError) as caught:
         chat(client, 0, response_format=wrong)
     assert caught.value.param == "response_format"
@@ -92,6 +92,10 @@ def test_generate_and_grpc_take_vllms_parameters(demo_server: ServerProcess) -> 
     status, answer = post(demo_server, "/v2/models/demo/generate", body)
     assert status == 200, answer
     assert json.loads(answer)["text_output"] in ("left", "right")
+    body |= {"structured_outputs": json.dumps({"json": {"const": 1, "not": {}}}), "return_not_enforced": True}
+    status, answer = post(demo_server, "/v2/models/demo/generate", body)
+    assert status == 200, answer
+    assert json.loads(json.loads(answer)["not_enforced"]) == ["structured_outputs#/json/not"]
 
     tensors = []
     sampling = json.dumps({"structured_outputs": {"regex": CODE}, "max_tokens": 20, "seed": 1})

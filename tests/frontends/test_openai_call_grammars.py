@@ -48,11 +48,11 @@ TAGGED = [name for name in ENFORCED if (grammar := TOOL_CALL_FORMATS[name].gramm
 COMPILER = byte_grammars.compiler()
 
 
-def use(schemas: dict[str, dict[str, Any]], max_calls: int | None = None) -> ToolUse:
+def use(schemas: dict[str, dict[str, Any]], max_calls: int | None = None, *, is_strict: bool = False) -> ToolUse:
     return ToolUse(
         tools=[{"type": "function", "function": {"name": name}} for name in schemas],
         functions=tuple(
-            Function(name, schema, is_strict=False, param=f"tools[{index}].function.parameters")
+            Function(name, schema, is_strict=is_strict, param=f"tools[{index}].function.parameters")
             for index, (name, schema) in enumerate(schemas.items())
         ),
         is_required=True,
@@ -68,7 +68,7 @@ def grammar_of(name: str) -> CallGrammar:
 
 
 def structure(name: str, max_calls: int | None = None) -> dict[str, Any]:
-    form = required_calls(use(SCHEMAS, max_calls), grammar_of(name))
+    form = required_calls(use(SCHEMAS, max_calls), grammar_of(name), [])
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -114,8 +114,47 @@ def test_a_text_cannot_hold_what_would_end_it(name: str) -> None:
 )
 def test_what_tags_cannot_enforce_is_refused_by_name(schema: dict[str, Any], expected: str) -> None:
     with pytest.raises(OpenAIError, match=expected) as raised:
-        required_calls(use({"now": {}, "f": schema}), grammar_of("qwen3_coder"))
+        required_calls(use({"now": {}, "f": schema}, is_strict=True), grammar_of("qwen3_coder"), [])
     assert raised.value.param == "tools[1].function.parameters"
+
+
+LEFT_OUT: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"a": {"type": "integer"}}, "minProperties": 1}, "/minProperties"),
+    ({"properties": {"a": {"type": "integer"}}, "strict": True}, "/strict"),
+    ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, "/required"),
+    ({"properties": {"a<b": {}, "a": {"type": "integer"}}}, "/properties/a<b"),
+    ({"$defs": {"d": {"properties": {"a": {"type": "integer"}}, "not": {}}}, "$ref": "#/$defs/d"}, "/not"),
+]
+
+
+@pytest.mark.parametrize(("schema", "path"), LEFT_OUT)
+def test_what_tags_cannot_enforce_is_left_out_where_the_function_is_not_strict(
+    schema: dict[str, Any], path: str
+) -> None:
+    not_enforced: list[str] = []
+    form = required_calls(use({"f": schema}), grammar_of("qwen3_coder"), not_enforced)
+    assert not_enforced == [f"tools[0].function.parameters#{path}"]
+    parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+    for value, is_right in (("3", True), ('"x"', False)):
+        written = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
+        assert byte_grammars.accepts(COMPILER, written, **parameters) == is_right, written
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_places_in_a_grammar_are_told_in_the_functions_schema(name: str) -> None:
+    schemas = {
+        "now": {"type": "object", "properties": {}},
+        "f": {"type": "object", "properties": {"x": {"type": "string"}, "a/b": {"type": "integer", "not": {}}}},
+    }
+    asked = use(schemas)
+    form = required_calls(asked, grammar_of(name), [])
+    sampling: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
+    plan = AnswerPlan(
+        tool_use=asked, tool_format=TOOL_CALL_FORMATS[name], reasoning_format=None, includes_reasoning=True,
+        shows_special_tokens=False, sampling=sampling,
+    )  # fmt: skip
+    places = [place.removeprefix("structured_outputs#") for place in byte_grammars.not_enforced(COMPILER, **sampling)]
+    assert [plan.own_place(place) for place in places] == ["tools[1].function.parameters#/properties/a~1b/not"]
 
 
 PATCH = r"""
@@ -140,7 +179,7 @@ def custom_use(*, syntax: str = "lark", definition: str = PATCH, is_required: bo
 
 def custom_structure(name: str, use: ToolUse) -> dict[str, Any]:
     table, grammar = TOOL_CALL_FORMATS[name], grammar_of(name)
-    form = required_calls(use, grammar) if use.is_required else voluntary_calls(use, grammar, table.trigger)
+    form = required_calls(use, grammar, []) if use.is_required else voluntary_calls(use, grammar, table.trigger, [])
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -217,7 +256,7 @@ def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, defi
     "schema", [{}, {"type": ["object", "null"]}, {"anyOf": [{"required": ["a"]}, {"type": "null"}]}]
 )
 def test_arguments_are_an_object_whatever_the_schema_says(schema: dict[str, Any]) -> None:
-    form = required_calls(use({"f": schema}), grammar_of("hermes"))
+    form = required_calls(use({"f": schema}), grammar_of("hermes"), [])
     parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
     for arguments, is_right in (('{"a": 1}', True), ("false", False), ('"t"', False), ("null", False), ("[]", False)):
         written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
@@ -226,5 +265,5 @@ def test_arguments_are_an_object_whatever_the_schema_says(schema: dict[str, Any]
 
 def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
     with pytest.raises(OpenAIError, match="'type' is 'string', expected \"object\"") as raised:
-        required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"))
+        required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"), [])
     assert raised.value.param == "tools[1].function.parameters"

@@ -28,7 +28,13 @@ def compiler() -> GrammarCompiler:
 def grammar(compiler: GrammarCompiler, **parameters: Any) -> str:
     constraint = read(parameters)
     assert constraint is not None
-    return compiler.grammar(constraint)
+    return compiler.grammar(constraint).text
+
+
+def not_enforced(compiler: GrammarCompiler, **parameters: Any) -> tuple[str, ...]:
+    constraint = read(parameters)
+    assert constraint is not None
+    return compiler.grammar(constraint).not_enforced
 
 
 def accepts(compiler: GrammarCompiler, text: str, *, special: bool = False, **parameters: Any) -> bool:

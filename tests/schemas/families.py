@@ -200,6 +200,22 @@ FAMILIES: dict[str, Family] = {
     "ref": _tree,
     "siblings": _siblings,
     "nested": _mixed,
+    "unique items": lambda rng: {
+        "$defs": {"d": {"enum": ["x", 1, None, True, "y"][: rng.randint(1, 5)], "title": "D"}},
+        "type": "array",
+        "items": rng.choice([{"$ref": "#/$defs/d", "description": "x"}, {"type": "boolean"}, {"enum": [1, 1.0, True]}]),
+        "minItems": rng.randint(0, 1),
+        "maxItems": rng.randint(2, 4),
+        "uniqueItems": True,
+    },
+    "property names": lambda rng: {
+        "$defs": {"d": {"enum": ["x", "y"]}},
+        "type": "object",
+        "propertyNames": rng.choice(
+            [{"$ref": "#/$defs/d"}, {"const": "a"}, {"pattern": "^[a-c]{1,2}$"}, {"format": "date"}]
+        ),
+        "additionalProperties": rng.choice([{"type": "integer"}, {"maxLength": 2}]),
+    },
     "refused": lambda rng: {
         "type": "object",
         "properties": {

@@ -1,7 +1,8 @@
 """One schema against the grammar that it becomes: what the grammar writes must be valid, what is invalid impossible.
 
-For: the tests beside it, and `make schemas`. Does not know: where schemas come from. Invariant: a schema is either
-refused with a path, or walked, with every wrong verdict reported.
+For: the tests beside it, and `make schemas`. Does not know: where schemas come from. Invariant: a strict schema is
+either refused with a path, or walked, with every wrong verdict reported. Another one is judged by what is left of it
+without the keywords that are named as not enforced.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from jsonschema.protocols import Validator
+from referencing.exceptions import Unresolvable
 
 from llmbackend.adapter.structured_outputs.compilation import GrammarCompiler
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from tests.helpers.byte_grammars import grammar, walk
+from tests.helpers.byte_grammars import grammar, not_enforced, walk
 
 from .oracle import exact, validator
 
@@ -29,6 +32,8 @@ class Tally:
     schemas: int = 0
     refused: int = 0
     """Schemas, each with the path of what is not enforced."""
+    reduced: int = 0
+    """Schemas of which something is named as not enforced."""
     valid_texts: int = 0
     cut_off: int = 0
     """Walks that were longer than allowed: as an answer that ends by `length`."""
@@ -42,8 +47,8 @@ class Tally:
 
     def __str__(self) -> str:
         return (
-            f"schemas: {self.schemas} ({self.refused} refused with a path), texts: {self.valid_texts} generated and "
-            f"valid, {self.cut_off} cut off, {self.wrong_texts} invalid ones impossible, {self.not_generated} valid "
+            f"schemas: {self.schemas} ({self.refused} refused with a path, {self.reduced} in part), texts: "
+            f"{self.valid_texts} generated and valid, {self.cut_off} cut off, {self.wrong_texts} invalid ones impossible, {self.not_generated} valid "
             f"ones not generated, {self.not_judged} not judged, {len(self.wrong_verdicts)} wrong verdicts"
         )
 
@@ -56,11 +61,13 @@ def judge(
     *,
     walks: int,
     instances: Instances = (),
+    is_strict: bool = True,
 ) -> None:
     """Judges one schema; `instances`, with whether they are valid, are tried beside those that it makes itself."""
     tally.schemas += 1
+    asked = {"json": schema, "strict": is_strict}
     try:
-        text = grammar(compiler, structured_outputs={"json": schema}) if schema is not False else ""
+        text = grammar(compiler, structured_outputs=asked) if schema is not False else ""
     except TritonError as error:
         tally.refused += 1
         if error.code is not ErrorCode.INVALID_ARG or "structured_outputs' at /json" not in error.message:
@@ -68,6 +75,10 @@ def judge(
         return
     if schema is False:
         return
+    if left_out := not_enforced(compiler, structured_outputs=asked):
+        tally.reduced += 1
+        schema = without(schema, left_out)
+        instances = [(instance, None) for instance, _ in instances]
     judged = validator(schema)
     for _ in range(walks):
         written = walk(compiler, rng, text)
@@ -84,11 +95,23 @@ def judge(
         _try(compiler, text, schema, judged, instance, is_valid, tally)
 
 
+def without(schema: Any, left_out: Sequence[str]) -> Any:
+    """The schema without what stands at these places."""
+    reduced = json.loads(json.dumps(schema))
+    for place in left_out:
+        *parents, name = [unquote(part).replace("~1", "/").replace("~0", "~") for part in place.split("/")[2:]]
+        node = reduced
+        for part in parents:
+            node = node[int(part) if isinstance(node, list) else part]
+        node.pop(name, None)
+    return reduced
+
+
 def _is_valid(judged: Validator, text: str) -> bool | None:
     """None where the validator cannot judge: Python has not all regular expressions of ECMA-262."""
     try:
         return bool(judged.is_valid(exact(text)))
-    except re.error:
+    except (re.error, Unresolvable):
         return None
 
 

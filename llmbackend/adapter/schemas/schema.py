@@ -171,7 +171,10 @@ class Schema(Protocol):
     def is_stop(self, request: Request) -> bool:
         """Whether the request only asks to end other requests with its id."""
 
-    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply: ...
+    def reply(
+        self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
+    ) -> Reply:
+        """not_enforced: places of keywords of the request's schemas that its grammar does not hold the answer to"""
 
     def client_error(self, error: TritonError) -> TritonError:
         """`error` with the text that clients of this schema expect."""

@@ -112,7 +112,9 @@ class TensorRtLlmSchema:
             )
         return [inputs for index in range(rows.count) for inputs in self._read_row(rows.row(index), request)]
 
-    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
+    def reply(
+        self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
+    ) -> Reply:
         return TensorRtLlmReply(inputs, prompt, is_core=self._is_core, batches=self._batches)
 
     def _read_row(self, row: Row, request: Request) -> list[LlmInputs]:

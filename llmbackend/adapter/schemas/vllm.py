@@ -98,6 +98,8 @@ INPUTS: dict[str, TensorType] = {
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
     # All counts of a generation so far, with its first and its last response: others then have only their text.
     "return_usage": _FLAG,
+    # Which keywords of the request's schemas its answer is not held to, with the first response.
+    "return_not_enforced": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -119,13 +121,15 @@ OUTPUTS: dict[str, TensorType] = {
     MAX_MODEL_LEN: _COUNT,
     SAMPLING_PARAMETERS: _TEXT,
     "usage": TensorType("TYPE_UINT32", (-1,)),
+    "not_enforced": TensorType("TYPE_STRING", (-1,)),
 }
-_JSON_OUTPUTS = ("stop_reason", "logprobs", "text_tokens")
+_JSON_OUTPUTS = ("stop_reason", "logprobs", "text_tokens", "not_enforced")
 _DATATYPES = {
     name: JSON if name in _JSON_OUTPUTS else DATATYPE_OF_CONFIG_TYPE[tensor.data_type]
     for name, tensor in OUTPUTS.items()
 }
 _TEXTS = ("text_output", "finish_reason")
+NOT_ENFORCED = "not_enforced"
 USAGE = "usage"
 """Tokens of the prompt, of the answer, and of the prompt that the prefix cache had."""
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
@@ -141,7 +145,7 @@ class VllmSchema:
     """The schema of vllm_backend."""
 
     needs_tokenizer = True
-    outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens", *PROMPT_OUTPUTS})
+    outputs_of_prompt = frozenset({"num_input_tokens", "num_cached_tokens", NOT_ENFORCED, *PROMPT_OUTPUTS})
 
     def __init__(self, config: ModelConfig) -> None:
         self._decoupled = config.model_transaction_policy.decoupled
@@ -195,9 +199,12 @@ class VllmSchema:
         )
         return (inputs,)
 
-    def reply(self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer) -> Reply:
+    def reply(
+        self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
+    ) -> Reply:
         return VllmReply(
             inputs,
+            not_enforced=not_enforced,
             prompt=prompt,
             prompt_text=prompt.text if inputs.options.prepend_prompt else "",
             wants_logprobs=any(inputs.sampling.get(one) is not None for one in ("logprobs", "logprob_token_ids")),
@@ -309,7 +316,7 @@ class VllmReply:
     """
 
     __slots__ = (
-        "_has_prompt_outputs", "_is_first", "_outputs", "_prompt_as_text", "_prompt_logprobs",
+        "_has_prompt_outputs", "_is_first", "_not_enforced", "_outputs", "_prompt_as_text", "_prompt_logprobs",
         "_prompt_logprobs_json", "_prompt_text", "_prompt_token_ids", "_sequence_index", "_stream", "_text_layout",
         "_tokenizer", "_wants_logprobs", "waits_for_text",
     )  # fmt: skip
@@ -323,6 +330,7 @@ class VllmReply:
         prompt_as_text: str,
         wants_logprobs: bool,
         tokenizer: ModelTokenizer,
+        not_enforced: Sequence[str] = (),
     ) -> None:
         """prompt_text: prepended to the first text
         prompt_as_text: where it is an output of its own
@@ -345,6 +353,8 @@ class VllmReply:
         self._prompt_logprobs_json: list[bytes] = []
         self._is_first = True
         """No usage has been sent."""
+        self._not_enforced: Sequence[str] | None = not_enforced
+        """None: has been sent."""
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
         self._wants_logprobs = wants_logprobs
         self._tokenizer = tokenizer
@@ -411,6 +421,8 @@ class VllmReply:
         if USAGE in wanted and (self._is_first or chunk.finish_reason is not None):
             self._is_first = False
             values[USAGE] = [generation.num_prompt_tokens, generation.num_output_tokens, generation.num_cached_tokens]
+        if NOT_ENFORCED in wanted and self._not_enforced is not None:
+            values[NOT_ENFORCED], self._not_enforced = [*self._not_enforced], None
         if "text_tokens" in wanted:
             values["text_tokens"] = chunk.text_tokens
         return values

@@ -9,13 +9,15 @@ from __future__ import annotations
 import dataclasses
 from typing import NoReturn
 
-from llmbackend.core.backend_api import invalid_argument, shown
+from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, shown
 from llmbackend.engine.grammars.limits import ENGINE_LIMITS
 
 MAX_DEPTH = 64
 """Of nested schemas, tags, groups of a regular expression."""
 MAX_SCHEMA_NODES = 8192
 """Schemas, enumerated values and what is in them, in one constraint."""
+MAX_LEFT_OUT = 64
+"""Places of a constraint that are named as not enforced."""
 MAX_PROPERTIES = 480
 """Of one object: the parser follows four items for each, and 2000 at a time."""
 MAX_CHOICES = 4096
@@ -32,6 +34,11 @@ CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, ma
 """Of the compiler. None is larger than the engine's, so that what passes here compiles there."""
 PROBES, PROBE_MASKS = 2, 32
 """Texts of a grammar that are begun to see whether it can be followed, and masks for each of them."""
+
+
+class NotEnforcedError(TritonError):
+    """A keyword of a schema that no grammar holds an answer to. It stands in a valid schema, and limits the work of
+    nobody: a request that does not insist on it can be served without."""
 
 
 class Place:
@@ -58,6 +65,19 @@ class Place:
     def wrong(self, why: str) -> NoReturn:
         """Raises TritonError INVALID_ARG."""
         raise invalid_argument(f"{self}: {why}", param=self.param)
+
+    def not_enforced(self, why: str) -> NoReturn:
+        """Raises NotEnforcedError."""
+        raise NotEnforcedError(f"{self}: {why}", ErrorCode.INVALID_ARG, self.param)
+
+    def value_not_enforced(self, value: object, expected: str) -> NoReturn:
+        """Raises NotEnforcedError in the words of `refuse`."""
+        raise NotEnforcedError(f"{self} is {shown(value)}, expected {expected}", ErrorCode.INVALID_ARG, self.param)
+
+    @property
+    def pointer(self) -> str:
+        """The parameter and the path as one word: `structured_outputs#/json/not`."""
+        return f"{self.param}#{self.path}"
 
     def check_at_most(self, count: int, limit: int, unit: str) -> None:
         if count > limit:

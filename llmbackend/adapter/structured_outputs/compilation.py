@@ -12,6 +12,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -21,9 +22,10 @@ from .bounds import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, Place
 from .constraint import Constraint
 from .ebnf import ebnf
 from .followability import why_not_followed
-from .json_schema import SchemaOptions, enforceable, parse_schema
+from .json_schema import enforceable, parse_schema
 from .lark import Rules, literal
 from .lark_grammar import is_lark, lark_grammar
+from .schema_keywords import SchemaOptions
 from .structural_tags import structural_tag
 
 if TYPE_CHECKING:
@@ -31,13 +33,34 @@ if TYPE_CHECKING:
 
 _ESCAPES: Final = 'nrbtf\\"'
 """Those of JSON that are generated: without \\u a string has one spelling, so that a property's name has one, too."""
-DEFAULT_WHITESPACE: Final = r"[\x20\x0A\x0D\x09]{1,64}"
-"""Bounded, so that a model that likes line ends comes to an end."""
+DEFAULT_WHITESPACE: Final = r"\x20|\n\x20{0,40}"
+"""Between two parts of JSON: one space, or a line break and an indentation. A weak model that may write more of it
+writes nothing else any more."""
 _WHITESPACE_ONLY = re.compile(r"(?:[ \n\r\t]|\\[nrts]|\\x20|\\u0020|[\[\](){}?*+|,0-9])*")
 _CACHED_GRAMMARS_CHARS = 8 << 20
 _MAX_ERROR_CHARS = 300
 _MAX_PATHS = 4
+_ONE_OF: Final = "oneOf constraints are not supported"
+"""The compiler's words for alternatives of which it cannot tell that they exclude each other."""
+_REFUSED_KEYWORDS: Final = (
+    (_ONE_OF, ("oneOf",)),
+    ("are not disjoint", ("patternProperties",)),
+    ("min/maxProperties only supported", ("minProperties", "maxProperties")),
+    ("NoExtensionBias", ("pattern",)),
+)
+"""The compiler's words, and the keywords that they are about."""
 _QUOTED_LINES = re.compile(r" \d+ \| ")
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    text: str
+    """In the engine's form."""
+    not_enforced: tuple[str, ...] = ()
+    """The places of keywords of schemas that it does not hold an answer to."""
+
+
+NO_GRAMMAR: Final = Grammar("")
 
 
 class GrammarCompiler:
@@ -48,21 +71,33 @@ class GrammarCompiler:
         self._special_text = special_text
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._grammars: OrderedDict[str, str] = OrderedDict()
+        self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._kept_chars = 0
         self._tokenizer: LLTokenizer | None = None
 
-    def grammar(self, constraint: Constraint) -> str:
-        """In the engine's form. Raises TritonError INVALID_ARG naming the parameter and, inside it, the path."""
+    def grammar(self, constraint: Constraint) -> Grammar:
+        """Raises TritonError INVALID_ARG naming the parameter and, inside it, the path."""
         key = _key(constraint)
         with self._lock:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
                 return self._grammars[key]
-        grammar = _translated(constraint, self.special_tokens)
-        self._check(grammar, constraint)
+        grammar = self._compiled(constraint)
         self._keep(key, grammar)
         return grammar
+
+    def _compiled(self, constraint: Constraint) -> Grammar:
+        """Keywords that the compiler refuses are left out one after the other, unless the request is strict."""
+        not_compiled: frozenset[str] = frozenset()
+        while True:
+            grammar = _translated(constraint, self.special_tokens, not_compiled)
+            error = self._error(grammar)
+            refused = _refused_keywords(error) - not_compiled
+            if not error:
+                return grammar
+            if constraint.is_strict or not refused:
+                _refuse(error, constraint)
+            not_compiled |= refused
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
@@ -70,20 +105,19 @@ class GrammarCompiler:
         texts = ((self._special_text(token_id), token_id) for token_id in range(self._vocab_size))
         return {text: token_id for text, token_id in texts if text}
 
-    def _keep(self, key: str, grammar: str) -> None:
+    def _keep(self, key: str, grammar: Grammar) -> None:
         with self._lock:
             if key not in self._grammars:
                 self._grammars[key] = grammar
-                self._kept_chars += len(key) + len(grammar)
+                self._kept_chars += len(key) + len(grammar.text)
             while self._kept_chars > _CACHED_GRAMMARS_CHARS:
                 oldest, dropped = self._grammars.popitem(last=False)
-                self._kept_chars -= len(oldest) + len(dropped)
+                self._kept_chars -= len(oldest) + len(dropped.text)
 
-    def _check(self, grammar: str, constraint: Constraint) -> None:
-        matcher = self.matcher(grammar)
-        error = matcher.get_error() if matcher.is_error() else why_not_followed(matcher)
-        if error:
-            _refuse(error, constraint)
+    def _error(self, grammar: Grammar) -> str:
+        """Why the grammar cannot be used; "" where it can."""
+        matcher = self.matcher(grammar.text)
+        return (matcher.get_error() or "") if matcher.is_error() else why_not_followed(matcher)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher of bytes within the bounds; the compiler works without the GIL."""
@@ -97,29 +131,38 @@ class GrammarCompiler:
 
 def _key(constraint: Constraint) -> str:
     value = json.dumps(constraint.value, ensure_ascii=True)
-    options = constraint.disable_any_whitespace, constraint.disable_additional_properties, constraint.whitespace_pattern
+    options = (
+        constraint.disable_any_whitespace,
+        constraint.disable_additional_properties,
+        constraint.is_strict,
+        constraint.whitespace_pattern,
+    )
     return f"{constraint.kind} {constraint.place} {options} {value}"
 
 
-def _translated(constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
+def _translated(constraint: Constraint, special_tokens: Mapping[str, int], not_compiled: frozenset[str]) -> Grammar:
     json_options = _json_options(constraint)
-    schema_options = SchemaOptions(constraint.disable_additional_properties)
+    schema_options = SchemaOptions(
+        constraint.disable_additional_properties, is_strict=constraint.is_strict, not_compiled=not_compiled
+    )
     rules = Rules(special_tokens, json_options)
     value, place = constraint.value, constraint.place
+    left_out: list[str] = []
     match constraint.kind:
         case "json":
-            return rules.grammar(rules.schema(enforceable(parse_schema(value, place), place, schema_options)))
+            start = rules.schema(enforceable(parse_schema(value, place), place, schema_options, left_out))
         case "regex":
-            return rules.grammar(rules.terminal(f"/{regular_expressions.whole(value, place)}/"))
+            start = rules.terminal(f"/{regular_expressions.whole(value, place)}/")
         case "choice":
-            return rules.grammar(rules.terminal(_choice(value, place)))
+            start = rules.terminal(_choice(value, place))
         case "grammar" if is_lark(value):
-            return lark_grammar(value, place, json_options, schema_options)
+            return Grammar(lark_grammar(value, place, json_options, schema_options))
         case "grammar":
-            return rules.grammar(ebnf(value, place, rules))
+            start = ebnf(value, place, rules)
         case _:
             read = partial(_embedded_grammar, json_options=json_options, options=schema_options)
-            return rules.grammar(structural_tag(value, place, rules, schema_options, read))
+            start = structural_tag(value, place, rules, schema_options, read, left_out)
+    return Grammar(rules.grammar(start), tuple(left_out))
 
 
 def _embedded_grammar(
@@ -153,10 +196,14 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     return options | {"whitespace_pattern": regular_expressions.whole(spelled, place)}
 
 
+def _refused_keywords(error: str) -> frozenset[str]:
+    return frozenset(keyword for words, keywords in _REFUSED_KEYWORDS if words in error for keyword in keywords)
+
+
 def _refuse(error: str, constraint: Constraint) -> NoReturn:
     """Without the lines of the grammar that the compiler quotes."""
     place = constraint.place
-    if "oneOf constraints are not supported" in error:
+    if _ONE_OF in error:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
         at = Place(place.param, place.path + paths[0]) if len(paths) == 1 else place
         where = "" if len(paths) == 1 else f" (of {', '.join(paths)})"

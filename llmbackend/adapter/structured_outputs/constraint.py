@@ -17,7 +17,7 @@ from llmbackend.core.backend_api import invalid_argument
 from .bounds import MAX_GRAMMAR_CHARS, Place
 
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-_FLAGS = ("disable_any_whitespace", "disable_additional_properties")
+_FLAGS = ("disable_any_whitespace", "disable_additional_properties", "strict")
 _BACKENDS = ("auto", "guidance")
 """Of vLLM's names for compilers, those that mean the one used here."""
 _FORMER_FIELDS: Final = {
@@ -42,6 +42,8 @@ class Constraint:
     disable_any_whitespace: bool = False
     """JSON has no spaces and line ends between its parts."""
     disable_additional_properties: bool = False
+    is_strict: bool = False
+    """Whether a schema's keyword that cannot be enforced is refused. Otherwise the answer is not held to it."""
     whitespace_pattern: str = ""
     """A regular expression of what may stand between parts of JSON; "" = the default."""
 
@@ -102,6 +104,7 @@ def _read_object(fields: dict[str, Any], place: Place) -> Constraint | None:
         place.wrong(f"asks for {' and '.join(kinds) or 'nothing'}, expected exactly one of: {', '.join(KINDS)}")
     kind = kinds[0]
     flags = {name: _flag(fields.get(name), place / name) for name in _FLAGS}
+    is_strict = flags.pop("strict")
     _flag(fields.get("disable_fallback"), place / "disable_fallback")  # there is no other compiler to fall back to
     pattern = fields.get("whitespace_pattern")
     value = _checked(kind, fields[kind], place / kind)
@@ -109,6 +112,7 @@ def _read_object(fields: dict[str, Any], place: Place) -> Constraint | None:
         "json" if kind == "json_object" else kind,
         value,
         place / kind,
+        is_strict=is_strict,
         whitespace_pattern="" if pattern is None else _text(pattern, place / "whitespace_pattern"),
         **flags,
     )

@@ -6,13 +6,15 @@ changes sampling, or makes the compiler lenient comes through.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from .bounds import MAX_TAGS, Place
-from .json_schema import SchemaOptions, enforceable
+from .json_schema import enforceable
+from .schema_keywords import SchemaOptions
 
 _PIECES: Final = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
@@ -62,7 +64,8 @@ def _schema(
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         place.wrong(f"line {line} of the grammar: what follows %json is not JSON: {error}")
-    schema = enforceable(value, place / f"%json at line {line}", options)
+    strict = dataclasses.replace(options, is_strict=True)  # as the compiler is with what a client writes for it
+    schema = enforceable(value, place / f"%json at line {line}", strict, [])
     return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}", end
 
 

@@ -7,33 +7,39 @@ Source: XGrammar's structural tags (`format`), and vLLM's former form of them (`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
 from .bounds import MAX_DEPTH, MAX_TAGS, Place
 from .embedded_lark import IN_JSON_STRING, as_text, embedded_lark, embedded_regex
-from .json_schema import SchemaOptions, enforceable, parse_schema
+from .json_schema import enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, without
+from .schema_keywords import SchemaOptions
 
 Grammar = Callable[[str, Place, Rules], str]
 """Reads a client's grammar as rules; the name of its first one."""
 
 
-def structural_tag(value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions, read: Grammar) -> str:
-    """The start of the grammar. Raises TritonError INVALID_ARG naming the path."""
+def structural_tag(
+    value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions, read: Grammar, left_out: list[str]
+) -> str:
+    """The start of the grammar. left_out: gets the places of keywords of schemas that are not enforced. Raises
+    TritonError INVALID_ARG naming the path."""
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
     if value.get("type", "structural_tag") != "structural_tag":
         (place / "type").refuse(value["type"], "'structural_tag'")
-    tags = _Tags(rules, options, read)
+    tags = _Tags(rules, options, read, left_out)
     if "format" in value:
         return tags.read(value["format"], place / "format")
     return tags.read_former(value, place)
 
 
 class _Tags:
-    def __init__(self, rules: Rules, options: SchemaOptions, read: Grammar) -> None:
+    def __init__(self, rules: Rules, options: SchemaOptions, read: Grammar, left_out: list[str]) -> None:
         self._rules = rules
+        self._left_out = left_out
         self._options = options
         self._read_grammar = read
         self._depth = 0
@@ -73,7 +79,10 @@ class _Tags:
         if fields.get("style", "json") != "json":
             (place / "style").refuse(fields["style"], "'json'")
         at = place / "json_schema"
-        return self._rules.schema(enforceable(parse_schema(fields.get("json_schema"), at), at, self._options))
+        schema = parse_schema(fields.get("json_schema"), at)
+        is_strict = _flag(fields, "strict", place) or self._options.is_strict
+        options = dataclasses.replace(self._options, is_strict=is_strict)
+        return self._rules.schema(enforceable(schema, at, options, self._left_out))
 
     def _regex(self, fields: dict[str, Any], place: Place) -> str:
         if _is_embedded(fields):
@@ -216,7 +225,7 @@ def _is_embedded(fields: dict[str, Any]) -> bool:
 _EXCLUDED = ("excludes", "excluded_strs", "excluded_str")
 _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Place], str]]] = {
     "const_string": (("value",), _Tags._const_string),
-    "json_schema": (("json_schema", "style"), _Tags._json_schema),
+    "json_schema": (("json_schema", "style", "strict"), _Tags._json_schema),
     "regex": (("pattern", "style", *_EXCLUDED), _Tags._regex),
     "grammar": (("grammar", "syntax", "style", *_EXCLUDED), _Tags._grammar),
     "any_text": (_EXCLUDED, _Tags._any_text),

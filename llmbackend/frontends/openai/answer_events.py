@@ -109,6 +109,8 @@ class AnswerEvents:
 
     async def _end(self) -> bytes:
         self.is_over = True
+        if self._error is None:
+            await self._generation.checked()
         try:
             end = self._writer.end() if self._error is None else self._failed(self._error)
         except Exception as error:

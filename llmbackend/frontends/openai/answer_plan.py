@@ -15,13 +15,15 @@ from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
+from .tagged_parameters import written_properties
 from .tools import ToolUse
 
-_PLACE = re.compile(
-    f"'{STRUCTURED_OUTPUTS}' at /structural_tag/\\S*tags/(?P<index>\\d+)\\S*?"
-    "/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
+_PATH = re.compile(
+    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
+    "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
-"""Where in a grammar of calls something is wrong, as the model says it."""
+"""Where in a grammar of calls something stands, as the model says it."""
+_PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
 """Arguments stand in one line: that is how templates show calls. A small model would else go on inventing spaces until
@@ -41,6 +43,8 @@ class AnswerPlan:
     """Whether special tokens that are no markers are content."""
     sampling: JsonObject = field(default_factory=dict)
     """Sampling parameters, on top of the request's."""
+    not_enforced: tuple[str, ...] = ()
+    """Places of keywords of functions' schemas that the format of calls has no form for."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
@@ -48,13 +52,26 @@ class AnswerPlan:
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
         """Such an error with the tool that it is about."""
-        use, found = self.tool_use, _PLACE.search(error.message)
-        if use is None or found is None:
+        found = _PLACE.search(error.message)
+        own = None if found is None else self.own_place(found["place"])
+        if found is None or own is None:
             return error
-        error.param = use.functions[int(found["index"])].param
-        path = f" at {found['path']}" if found["path"] else ""
-        error.message = error.message.replace(found[0], f"'{error.param}'{path}", 1)
+        error.param, _, path = own.partition("#")
+        at = f" at {path}" if path else ""
+        error.message = error.message.replace(found[0], f"'{error.param}'{at}", 1)
         return error
+
+    def own_place(self, path: str) -> str | None:
+        """A path in the grammar of calls, as the function's schema and the path in it; None for one elsewhere."""
+        use, found = self.tool_use, _PATH.match(path)
+        if use is None or found is None:
+            return None
+        function = use.functions[int(found["inner"] or found["index"])]
+        inside = found["path"] or ""
+        if found["element"] is not None and function.input_grammar is None:
+            name = list(written_properties(function.parameters))[int(found["element"])]
+            inside = f"/properties/{name.replace('~', '~0').replace('/', '~1')}{inside}"
+        return f"{function.param}#{inside}"
 
     @property
     def has_grammar(self) -> bool:
@@ -86,8 +103,9 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
+    not_enforced: list[str] = []
     if use is not None and formats.tool_calls is not None:
-        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
+        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target, not_enforced)
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,
@@ -95,6 +113,7 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         includes_reasoning=request.reasoning.is_included,
         shows_special_tokens=request.sampling.get("skip_special_tokens") is False,
         sampling=sampling,
+        not_enforced=tuple(dict.fromkeys(not_enforced)),
     )
 
 
@@ -115,19 +134,22 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
     return wanted
 
 
-def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
+def _held_to(
+    use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target, not_enforced: list[str]
+) -> JsonObject:
     """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
-    by itself."""
+    by itself. not_enforced: gets places of keywords that the format of calls has no form for."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if calls.grammar is None or not (use.is_required or calls.trigger):
         raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
     if use.is_required:
-        form = required_calls(use, calls.grammar)
+        form = required_calls(use, calls.grammar, not_enforced)
     elif wanted is None:
-        form = voluntary_calls(use, calls.grammar, calls.trigger)
+        form = voluntary_calls(use, calls.grammar, calls.trigger, not_enforced)
     else:
-        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
+        required = required_calls(use, calls.grammar, not_enforced)
+        form = {"type": "or", "elements": [required, _as_format(wanted, use)]}
     arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
@@ -137,13 +159,13 @@ def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
     where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
     if use.max_calls != 1 or calls.grammar is None or calls.grammar.key_end or not calls.trigger:
         return {}
-    form = voluntary_calls(use, calls.grammar, calls.trigger)
+    form = voluntary_calls(use, calls.grammar, calls.trigger, [])
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
 def _as_format(wanted: JsonObject, use: ToolUse) -> JsonObject:
     if (schema := wanted.get("json")) is not None:
-        return {"type": "json_schema", "json_schema": schema}
+        return {"type": "json_schema", "json_schema": schema, "strict": bool(wanted.get("strict"))}
     if wanted.get("json_object"):
         return {"type": "json_schema", "json_schema": {"type": "object"}}
     raise _excluded(use, STRUCTURED_OUTPUTS)

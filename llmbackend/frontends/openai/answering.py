@@ -56,9 +56,10 @@ async def whole_answer(
     client goes away, and what `work` raises."""
     try:
         body = await unless_disconnected(http, work)
+        of_schemas = await generation.checked()
     finally:
         generation.close()
-    return Response(body, headers=dict(headers()), media_type="application/json")
+    return Response(body, headers={**headers(), **of_schemas}, media_type="application/json")
 
 
 async def streamed_answer(
@@ -74,9 +75,10 @@ async def streamed_answer(
     try:
         first = await first_arrival(http, generation)
         events = AnswerEvents(generation, first, writer, before_end)
+        sent = stream_headers({**headers(), **generation.headers()})
         if make is None:
-            return EventStream(events, generation.close, stream_headers(headers()))
-        return await make(events, generation.close, stream_headers(headers()))
+            return EventStream(events, generation.close, sent)
+        return await make(events, generation.close, sent)
     except BaseException:
         generation.close()
         raise

@@ -14,22 +14,23 @@ from llmbackend.core.errors import shown
 
 from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar
-from .tagged_parameters import NotTaggedError, tagged_parameters, value_end
+from .tagged_parameters import NotTaggedError, not_tagged, tagged_parameters, value_end
 from .tools import INPUT, Function, InputGrammar, ToolUse
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 
 
-def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
-    """Nothing but calls, at least one, with arguments by the functions' schemas."""
-    tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
+def required_calls(use: ToolUse, grammar: CallGrammar, not_enforced: list[str]) -> JsonObject:
+    """Nothing but calls, at least one, with arguments by the functions' schemas. not_enforced: gets places of keywords
+    that the format has no form for, of functions that are not strict; as for the others here."""
+    tags = [_call(function, grammar, _arguments(function), not_enforced) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
-def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
+def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str, not_enforced: list[str]) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
+        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT, not_enforced)
         for function in use.functions
     ]
     if grammar.begin:
@@ -61,15 +62,15 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
     return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
 
 
-def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
+def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any], not_enforced: list[str]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
     if function.input_grammar is not None:
         content = _input(function.input_grammar, grammar)
     elif grammar.key_end:
-        content = _tagged(function, grammar)
+        content = _tagged(function, grammar, not_enforced)
     else:
-        content = {"type": "json_schema", "json_schema": schema}
+        content = {"type": "json_schema", "json_schema": schema, "strict": function.is_strict}
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
 
 
@@ -104,9 +105,13 @@ def _arguments(function: Function) -> JsonObject:
     return {**closed, **schema, "type": "object"}
 
 
-def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
+def _tagged(function: Function, grammar: CallGrammar, not_enforced: list[str]) -> JsonObject:
+    left_out = not_tagged(function.parameters)
     try:
-        return tagged_parameters(function.parameters, grammar)
+        if function.is_strict and left_out:
+            raise NotTaggedError(next(iter(left_out.values())))
+        not_enforced += [f"{function.param}#{path}" for path in left_out]
+        return tagged_parameters(function.parameters, grammar, is_strict=function.is_strict)
     except NotTaggedError as error:
         message = f"'{function.param}': {error}"
         raise OpenAIError(message, param=function.param, code="unsupported_parameter") from None

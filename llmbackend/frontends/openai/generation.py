@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llmbackend.core.errors import TritonError
@@ -26,10 +27,13 @@ from .errors import OpenAIError
 from .grammar_size import check_grammar_size
 from .models import Target
 from .requests import GenerationRequest
+from .response_format import STRUCTURE_FIELDS
+from .schema_report import SchemaReport
 from .tensors import (
     MAX_TOKENS_MUST_FIT,
     PRIOR_OUTPUT_IDS,
     RETURN_LOGPROBS,
+    RETURN_NOT_ENFORCED,
     RETURN_OUTPUT_IDS,
     RETURN_SEQUENCE_INDEX,
     RETURN_STOP_REASON,
@@ -63,6 +67,8 @@ class Generation:
         recording: of the stream that is made of it."""
         self._request = request
         self._plan = plan
+        self._request_id = request_id
+        self._schemas = SchemaReport(request, plan) if _has_structure(request, plan) else None
         self._gate = gate
         self._arrived: deque[Inference] = deque()
         """The inference of each response that waits."""
@@ -146,7 +152,10 @@ class Generation:
             raise self._request.in_own_fields(shown) from None
         if delta.is_final:
             self._open -= 1
-        return self._index_of[inference] * self._request.n + delta.sequence_index, delta
+        choice = self._index_of[inference] * self._request.n + delta.sequence_index
+        if self._schemas is not None:
+            self._schemas.add(choice, delta)
+        return choice, delta
 
     def _pop_recorded(self, recording: Recording) -> tuple[Inference, Item] | None:
         """The next response in the order of the record, noted in it; None while it is not here."""
@@ -164,6 +173,16 @@ class Generation:
         while (arrival := self.pop()) is None:
             await self.wait()
         return arrival
+
+    def headers(self) -> dict[str, str]:
+        """What the answer's first response says of the request's schemas."""
+        return {} if self._schemas is None else self._schemas.headers()
+
+    async def checked(self) -> dict[str, str]:
+        """The same with whether the answer, whose last delta was popped, satisfies them; which is logged."""
+        if self._schemas is None or not self._schemas.is_needed:
+            return {}
+        return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
 
     async def in_thread(self, work: Callable[[], bytes]) -> bytes:
         """`work()`, apart from the event loop."""
@@ -209,6 +228,11 @@ def _can_stop(request: GenerationRequest) -> bool:
     return bool(request.sampling.get("stop") or request.sampling.get("stop_token_ids"))
 
 
+def _has_structure(request: GenerationRequest, plan: AnswerPlan | None) -> bool:
+    """Whether the answer is held to a form."""
+    return not STRUCTURE_FIELDS.isdisjoint(request.sampling) or (plan is not None and plan.has_grammar)
+
+
 def _not_taken(target: Target, field: str) -> OpenAIError:
     message = f"the model '{target.name}' has no input for '{field}'"
     return OpenAIError(message, param="model" if field == "lora_name" else field, code="unsupported_parameter")
@@ -234,7 +258,12 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         counts=wants_counts or (wants_usage and not has_usage),
-        more=(*_flags(request), *(_STOP_REASON if _can_stop(request) else ()), *((RETURN_USAGE,) if has_usage else ())),
+        more=(
+            *_flags(request),
+            *(_STOP_REASON if _can_stop(request) else ()),
+            *((RETURN_USAGE,) if has_usage else ()),
+            *((RETURN_NOT_ENFORCED,) if _has_structure(request, plan) else ()),
+        ),
     )
     check_grammar_size(len(options[0].data.item(0)), sampling, request, plan)
     if request.prior_output_ids:

@@ -27,7 +27,7 @@ from .logprobs import LogprobForm
 from .messages import for_template
 from .prompt_details import NO_PROMPT_FORM, PromptForm
 from .reasoning import NO_REASONING_USE, ReasoningUse
-from .response_format import SCHEMA_FIELD, STRUCTURED_OUTPUTS, in_structure_field
+from .response_format import STRUCTURED_OUTPUTS, in_structure_field
 from .schema import (
     MAX_CHOICES,
     TEMPLATE_NAMES,
@@ -290,7 +290,7 @@ def _request(
         sent_fields=sent_fields,
         max_tokens_field=limit,
         structure_field=fields.structure_field,
-        schema_field=SCHEMA_FIELD,
+        schema_field=fields.schema_field,
         request_id=fields.request_id or "",
     )
 

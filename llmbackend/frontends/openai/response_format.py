@@ -19,7 +19,6 @@ from .validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty
 STRUCTURED_OUTPUTS = "structured_outputs"
 """The sampling parameter that constraints become."""
 RESPONSE_FORMAT = "response_format"
-SCHEMA_FIELD = f"{RESPONSE_FORMAT}.json_schema.schema"
 _FORMER_FIELDS = (
     "guided_json",
     "guided_regex",
@@ -36,8 +35,8 @@ _Choices = Annotated[list[str], Items(1)]
 
 
 class NamedSchema(ClosedObject):
-    """A schema in OpenAI's envelope. It is enforced whether or not `strict` is true; `name` and `description` are
-    labels."""
+    """A schema in OpenAI's envelope. It is enforced whether or not `strict` is true, which refuses a keyword that
+    cannot be; `name` and `description` are labels."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     name: NonEmpty
@@ -49,11 +48,16 @@ class NamedSchema(ClosedObject):
 class ResponseFormat(ClosedObject):
     """What an answer must be: any text, a JSON object, JSON of a schema, or text with tags in it."""
 
+    field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     type: Annotated[
         Literal["text", "json_object", "json_schema", "structural_tag"],
         Expected("one of text, json_object, json_schema, structural_tag"),
     ]
     json_schema: NamedSchema | None = Field(None, description="With the type json_schema.")
+    schema_: Annotated[
+        AnyObject | None,
+        Field(alias="schema", description="With the type json_object: its schema, as llama.cpp and Together have it."),
+    ] = None
     format: AnyObject | None = Field(None, description="With the type structural_tag, in XGrammar's form.")
     structures: Annotated[list[AnyObject], Items(1)] | None = Field(
         None, description="With the type structural_tag, in vLLM's former form, with triggers."
@@ -65,24 +69,29 @@ class ResponseFormat(ClosedObject):
         fields = {name: value for name, value in self.__dict__.items() if value is not None and name != "type"}
         for name in fields:
             if name not in _FIELDS_OF_TYPE[self.type]:
-                raise OpenAIError(
-                    f"'{RESPONSE_FORMAT}.{name}' belongs to another type than '{self.type}'",
-                    param=f"{RESPONSE_FORMAT}.{name}",
-                )
+                param = f"{RESPONSE_FORMAT}.{name.rstrip('_')}"
+                raise OpenAIError(f"'{param}' belongs to another type than '{self.type}'", param=param)
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise missing(f"{RESPONSE_FORMAT}.json_schema")
             if self.json_schema.schema_ is None:
                 raise missing(f"{RESPONSE_FORMAT}.json_schema.schema")
-            return {"json": self.json_schema.schema_}
+            return constraint_of(self.json_schema.schema_, self.json_schema.strict)
         if self.type == "structural_tag":
             return {"structural_tag": {"type": self.type, **fields}}
+        if self.schema_ is not None:
+            return constraint_of(self.schema_)
         return {"json_object": True} if self.type == "json_object" else None
+
+
+def constraint_of(schema: JsonObject, strict: bool | None = None) -> JsonObject:
+    """As vLLM's `structured_outputs`. strict: whether a keyword that cannot be enforced is refused."""
+    return {"json": schema, "strict": True} if strict else {"json": schema}
 
 
 _FIELDS_OF_TYPE: dict[str, tuple[str, ...]] = {
     "text": (),
-    "json_object": (),
+    "json_object": ("schema_",),
     "json_schema": ("json_schema",),
     "structural_tag": ("format", "structures", "triggers"),
 }
@@ -123,6 +132,12 @@ class StructuredOutputFields(ClosedObject):
     def structure_field(self) -> str:
         """The client's field that `structured_outputs` of the sampling parameters comes from."""
         return RESPONSE_FORMAT if self.response_format is not None else STRUCTURED_OUTPUTS
+
+    @property
+    def schema_field(self) -> str:
+        """Where in it a schema stands."""
+        is_bare = self.response_format is not None and self.response_format.type == "json_object"
+        return f"{RESPONSE_FORMAT}.schema" if is_bare else f"{RESPONSE_FORMAT}.json_schema.schema"
 
 
 def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> OpenAIError:

@@ -25,39 +25,72 @@ class NotTaggedError(ValueError):
     """A schema that tagged parameters cannot be held to."""
 
 
-def tagged_parameters(schema: Mapping[str, Any], grammar: CallGrammar) -> JsonObject:
-    """Those of the schema, in its order; those that are not required may be left out. Raises NotTaggedError."""
-    properties, required = _checked(schema)
+def tagged_parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
+    """Those of the schema, in its order; those that are not required may be left out. is_strict: whether every keyword
+    in them must be enforced. Raises NotTaggedError for what is no schema of parameters."""
+    root = _resolved(schema)
+    if root.get("type", "object") != "object":
+        raise NotTaggedError("'type' must be \"object\"")
+    if not isinstance(root.get("properties", {}), Mapping):
+        raise NotTaggedError("'properties' must be an object")
+    if not isinstance(required := root.get("required", []), list):
+        raise NotTaggedError("'required' must be a list of names of 'properties'")
+    root = _with_definitions(root, schema)
     elements: list[JsonObject] = []
-    for name in properties:
-        tag = _parameter(name, schema, grammar)
+    for name in written_properties(schema):
+        tag = _parameter(name, root, grammar, is_strict=is_strict)
         elements.append(tag if name in required else {"type": "optional", "content": tag})
     return {"type": "sequence", "elements": elements}
 
 
-def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    if (unknown := next((key for key in schema if key not in _ENFORCED | _SAYS_NOTHING), None)) is not None:
-        raise NotTaggedError(f"'{unknown}' at its root is not enforced in this model's format of calls")
-    if schema.get("type", "object") != "object":
-        raise NotTaggedError("'type' must be \"object\"")
-    if not isinstance(properties, Mapping):
-        raise NotTaggedError("'properties' must be an object")
-    if not isinstance(required, list) or any(name not in properties for name in required):
-        raise NotTaggedError("'required' must be a list of names of 'properties'")
-    if (strange := next((name for name in properties if not _NAME.fullmatch(name)), None)) is not None:
-        raise NotTaggedError(f"the name of the property '{strange}' cannot be written in this model's format of calls")
-    return properties, required
+def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those that can be written, in the order of their tags."""
+    properties = _resolved(schema).get("properties", {})
+    return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
 
 
-def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar) -> JsonObject:
+def not_tagged(schema: Mapping[str, Any]) -> dict[str, str]:
+    """What tagged parameters cannot be held to: why, by its path in the schema."""
+    root, found = _resolved(schema), {}
+    for key in root:
+        if key not in _ENFORCED | _SAYS_NOTHING:
+            found[f"/{key}"] = f"'{key}' at its root is not enforced in this model's format of calls"
+    properties, required = root.get("properties", {}), root.get("required", [])
+    if not isinstance(properties, Mapping) or not isinstance(required, list):
+        return found
+    if any(name not in properties for name in required):
+        found["/required"] = "'required' must be a list of names of 'properties'"
+    for name in properties:
+        if not _NAME.fullmatch(name):
+            why = f"the name of the property '{name}' cannot be written in this model's format of calls"
+            found[f"/properties/{name}"] = why
+    return found
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the root stands for, where it is nothing but a reference to one of its definitions."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not schema.keys() <= _SAYS_NOTHING | {"$ref", "type"}:
+        return schema
+    for kind in ("$defs", "definitions"):
+        name = reference.removeprefix(f"#/{kind}/")
+        if isinstance(target := schema.get(kind, {}).get(name), Mapping) and "$ref" not in target:
+            return target
+    return schema
+
+
+def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
     begin, end = grammar.key_begin + name, value_end(name, grammar)
     content: JsonObject
     if grammar.text_quote is not None and is_plain_text(schema, name):
         content = {"type": "any_text", "excludes": list(grammar.text_excludes)}
         begin, end = begin + grammar.key_end + grammar.text_quote, grammar.text_quote + end
     else:
-        content = {"type": "json_schema", "json_schema": _with_definitions(schema["properties"][name], schema)}
+        content = {
+            "type": "json_schema",
+            "json_schema": _with_definitions(schema["properties"][name], schema),
+            "strict": is_strict,
+        }
         begin += grammar.json_key_end or grammar.key_end
     return {"type": "tag", "begin": begin, "content": content, "end": end}
 

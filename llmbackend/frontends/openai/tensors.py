@@ -41,6 +41,7 @@ RETURN_MAX_MODEL_LEN = "return_max_model_len"
 RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 PROMPT_ONLY = "prompt_only"
 RETURN_USAGE = "return_usage"
+RETURN_NOT_ENFORCED = "return_not_enforced"
 PROMPT_LOGPROBS = "prompt_logprobs"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
@@ -66,6 +67,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     PROMPT_ONLY: "BOOL",
     PRIOR_OUTPUT_IDS: "INT32",
     RETURN_USAGE: "BOOL",
+    RETURN_NOT_ENFORCED: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -128,6 +130,9 @@ class Delta(msgspec.Struct, frozen=True):
     usage: tuple[int, int, int] | None = None
     """Of the choice so far, with its first and its last response, where counts are not told with each: tokens of the
     prompt, of the answer, and of the prompt that were not computed again."""
+    not_enforced: Sequence[str] = ()
+    """Places in the sampling parameters of keywords of schemas that the answer is not held to; with a choice's first
+    response, when asked for."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -198,7 +203,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
 _ONLY_TEXT = (TEXT_OUTPUT, FINISH_REASON)
 _REASONS = {"": None, "None": None, "null": None}
 """Texts that are none."""
-_JSON_OUTPUTS = frozenset((TEXT_TOKENS, "logprobs", "stop_reason"))
+_JSON_OUTPUTS = frozenset((TEXT_TOKENS, "logprobs", "stop_reason", "not_enforced"))
 _TEXT_OUTPUTS = frozenset((TEXT_OUTPUT, FINISH_REASON, "prompt_text", "prompt_first_token"))
 
 
@@ -229,6 +234,7 @@ def _delta(values: Mapping[str, Any], is_final: bool) -> Delta:
         token_ids=get("output_ids", ()),
         stop_reason=get("stop_reason"),
         usage=tuple(values["usage"]) if "usage" in values else None,
+        not_enforced=get("not_enforced", ()),
         prompt=None if values.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(values),
     )
 

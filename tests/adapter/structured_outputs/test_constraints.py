@@ -15,10 +15,14 @@ COMPILER = compiler()
 INTEGER = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
-def tag(name: str, schema: Any) -> dict[str, Any]:
+def strict(schema: Any) -> dict[str, Any]:
+    return {"structured_outputs": {"json": schema, "strict": True}}
+
+
+def tag(name: str, schema: Any, **more: Any) -> dict[str, Any]:
     return {
         "begin": f'<tool_call>\n{{"name": "{name}", "arguments": ',
-        "content": {"type": "json_schema", "json_schema": schema},
+        "content": {"type": "json_schema", "json_schema": schema, **more},
         "end": "}\n</tool_call>",
     }
 
@@ -41,6 +45,11 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"structured_outputs": {"json": INTEGER, "disable_additional_properties": True}}, ['{"a":3}'], ['{"a":3,"b":1}']),
     ({"structured_outputs": {"json": INTEGER, "whitespace_pattern": " ?"}}, ['{"a": 3}'], ['{"a":  3}', '{"a":\n3}']),
     ({"guided_json": INTEGER, "guided_whitespace_pattern": r"\n?"}, ['{"a":\n3}'], ['{"a": 3}']),
+    (
+        {"structured_outputs": {"json": INTEGER}},
+        ['{\n  "a": 3\n}', "{\n" + " " * 40 + '"a": 3}'],
+        ['{  "a": 3}', '{\n\n"a": 3}', '{ \n"a": 3}', "{\n" + " " * 41 + '"a": 3}', '{\t"a": 3}'],
+    ),
     ({"structured_outputs": {"json_object": True}}, ["{}", '{"x": [1, "é"]}'], ["[]", "1", ""]),
     ({"structured_outputs": {"regex": r"^[a-z]+@x\.com$"}}, ["ab@x.com"], ["@x.com", "ab@xxcom", "ab@x.com "]),
     ({"guided_regex": "a/b|c"}, ["a/b", "c"], ["a/c", "ab"]),
@@ -122,14 +131,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with a constraint"),
     ({"guided_json": "{"}, "guided_json", "not JSON"),
     ({"guided_json": 3}, "guided_json", "a JSON schema"),
-    ({"guided_json": {"items": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}}, "guided_json", "/items/oneOf"),
+    (strict({"items": {"oneOf": [{"type": "string"}, {"minLength": 3}]}}), "structured_outputs", "/items/oneOf"),
     ({"guided_json": {"type": "integer", "minimum": 3, "maximum": 1}}, "guided_json", "(3) is greater than"),
     ({"guided_json": {"$ref": "#"}}, "guided_json", "refers to itself"),
-    ({"guided_json": {"type": "object", "minProperties": 3}}, "guided_json", "/minProperties"),
-    ({"guided_json": {"items": {"$id": "x"}}}, "guided_json", "/items/$id"),
+    (strict({"type": "object", "minProperties": 3}), "structured_outputs", "/minProperties"),
+    (strict({"items": {"$id": "x"}}), "structured_outputs", "/items/$id"),
     ({"guided_json": {"enum": list(range(9000))}}, "guided_json", "more than 8192 nodes"),
     ({"guided_json": {"properties": {str(n): {} for n in range(2000)}}}, "guided_json", "at most 480"),
-    ({"guided_json": {"multipleOf": 99991}}, "guided_json", "/multipleOf"),
+    (strict({"multipleOf": 99991}), "structured_outputs", "/multipleOf"),
     ({"guided_choice": []}, "guided_choice", "non-empty list"),
     ({"guided_choice": ["\ud800"]}, "guided_choice", "surrogate"),
     ({"guided_choice": ["x" * 70000]}, "guided_choice", "at most 65536"),
@@ -149,7 +158,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structural_tag": '{"format": {"type": "x"}}'}, "structural_tag", "/format/type"),
     ({"structural_tag": '{"format": {"type": "any_text", "y": 1}}'}, "structural_tag", "/format/y"),
     (tools(triggers=["<x"]), "structural_tag", "/format/tags/0/begin"),
-    (tools(tags=[tag("f", {"not": {}})]), "structural_tag", "/format/tags/0/content/json_schema/not"),
+    (
+        tools(tags=[tag("f", {"not": {}}, strict=True)]),
+        "structural_tag",
+        "/format/tags/0/content/json_schema/not",
+    ),
 ]
 
 

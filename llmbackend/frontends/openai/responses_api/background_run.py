@@ -113,6 +113,7 @@ class BackgroundRun:
                     deltas.append(arrival[1])
                 self._append(deltas)
                 await self.log.room()
+            await generation.checked()
             await self.complete()
         except asyncio.CancelledError:
             if self._failure is None:

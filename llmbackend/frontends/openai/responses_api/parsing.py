@@ -255,5 +255,5 @@ def _shown_reasoning(sent: Mapping[str, Any]) -> JsonObject:
 def _shown_text(sent: Mapping[str, Any]) -> JsonObject:
     form = {name: value for name, value in (sent.get("format") or {}).items() if value is not None}
     if form.get("type") == "json_schema":
-        form = {"description": None, "strict": True} | form
+        form = {"description": None, "strict": False} | form
     return {"format": form or {"type": "text"}, "verbosity": sent.get("verbosity") or "medium"}

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ..errors import JsonObject, OpenAIError, missing, refuse
 from ..labels import Labels
-from ..response_format import STRUCTURED_OUTPUTS
+from ..response_format import STRUCTURED_OUTPUTS, constraint_of
 from ..schema import TEMPLATE_NAMES, Sampling, is_true, needs
 from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from .items import Input
@@ -40,7 +40,8 @@ TEXT_FORMAT = "text.format"
 
 
 class TextFormat(ClosedObject):
-    """What the answer's text must be. A schema is enforced whether or not `strict` is true."""
+    """What the answer's text must be. A schema is enforced whether or not `strict` is true, which refuses a keyword
+    that cannot be."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     type: Annotated[Literal["text", "json_object", "json_schema"], Expected("one of text, json_object, json_schema")]
@@ -55,7 +56,7 @@ class TextFormat(ClosedObject):
             for field, value in (("name", self.name), ("schema", self.schema_)):
                 if value is None:
                     raise missing(f"{TEXT_FORMAT}.{field}")
-            return {"json": self.schema_}
+            return constraint_of(self.schema_ or {}, self.strict)
         for field in ("name", "schema_", "strict"):
             if self.__dict__[field] is not None:
                 param = f"{TEXT_FORMAT}.{field.rstrip('_')}"

@@ -1,0 +1,396 @@
+"""The keywords of one schema that is an object: what each becomes for the grammar compiler.
+
+For: json_schema.py. Does not know: references, the rest of the document. Invariant: a keyword is enforced, or says
+nothing about validity, or raises; one that raises NotEnforcedError leaves the others as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+from llmbackend.core.backend_api import TritonError
+
+from . import regular_expressions
+from .bounds import MAX_PROPERTIES, NotEnforcedError, Place
+from .finite_values import finite_values, lists_without_repetition
+from .formats import ANY_TEXT, COMPILED, ENFORCED, PATTERNS, WITHOUT_LOOKING_AROUND
+from .schema_values import beside, encodable, number_of, within
+
+Schema = dict[str, Any]
+
+_ANNOTATIONS = frozenset(
+    {
+        "$anchor", "$comment", "$dynamicAnchor", "$recursiveAnchor", "$schema", "default", "deprecated", "description",
+        "discriminator", "enumNames", "example", "examples", "externalDocs", "markdownDescription", "readOnly", "title",
+        "writeOnly", "xml",
+    }
+)  # fmt: skip
+"""Say nothing about validity. Anchors: a reference to one is refused where it stands."""
+_DEFINITIONS = ("$defs", "definitions")
+"""Read where something refers to them."""
+_NOT_ENFORCED = frozenset(
+    {
+        "$dynamicRef", "$recursiveRef", "$vocabulary", "contains", "contentEncoding", "contentMediaType",
+        "contentSchema", "dependencies", "dependentRequired", "dependentSchemas", "disallow", "divisibleBy", "else",
+        "extends", "if", "maxContains", "minContains", "not", "then",
+    }
+)  # fmt: skip
+_TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_IN_PLACE = ("$ref", "allOf", "anyOf", "oneOf")
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_MAX_COUNT = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaOptions:
+    disable_additional_properties: bool = False
+    """An object that lists properties, and says nothing of others, has no others."""
+    is_strict: bool = True
+    """Whether a keyword that is not enforced is refused. Otherwise it is left out, and its place is noted."""
+    not_compiled: frozenset[str] = frozenset()
+    """Keywords that the compiler has refused in this schema: they are not enforced anywhere in it."""
+
+
+class Document(Protocol):
+    """What a schema needs of the document that it stands in."""
+
+    options: SchemaOptions
+
+    @property
+    def root_path(self) -> str: ...
+
+    def leave_out(self, place: Place) -> None: ...
+    def resolved(self, value: object, place: Place) -> object: ...
+    def member(self, value: object, place: Place) -> Schema | bool: ...
+    def applied(self, value: object, place: Place, is_in_place: bool) -> Schema | bool: ...
+    def alternative(self, value: object, place: Place, is_in_place: bool) -> Schema | bool: ...
+    def reference(self, pointer: object, place: Place, is_in_place: bool) -> str: ...
+    def literal(self, value: object, place: Place) -> object: ...
+    def multiple_of(self, value: object, place: Place) -> object: ...
+
+
+class Keywords:
+    """One schema that is an object."""
+
+    def __init__(self, document: Document, source: Mapping[str, Any], place: Place, is_in_place: bool) -> None:
+        self._document = document
+        self._source = source
+        self._place = place
+        self._is_in_place = is_in_place
+        self._unnamed: list[Schema | bool] = []
+        """What the properties have to be whose patterns of names are left out."""
+        self._result: Schema = {}
+
+    def translated(self) -> Schema:
+        for name, value in self._source.items():
+            if name in _DEFINITIONS or is_annotation(name):
+                continue
+            self._enforce(_HANDLERS.get(name, Keywords._unknown), name, value)
+        self._add_items()
+        for name, handler in _AFTER_OTHERS.items():
+            if name in self._source:
+                self._enforce(handler, name, self._source[name])
+        self._add_other_properties()
+        return self._result
+
+    def _enforce(self, handler: _Handler, name: str, value: Any) -> None:
+        place = self._place / name
+        try:
+            handler(self, name, value, place)
+            if name in self._document.options.not_compiled - _IN_PART:
+                self._result.pop(name, None)
+                place.not_enforced("the compiler refuses it")
+        except NotEnforcedError:
+            if self._document.options.is_strict:
+                raise
+            self._document.leave_out(place)
+
+    def _unknown(self, name: str, value: object, place: Place) -> NoReturn:
+        if name in _NOT_ENFORCED:
+            place.not_enforced(f"the keyword '{name}' is not supported: it would not be enforced")
+        place.not_enforced(f"{name[:80]!r} is no keyword that is known here, so it would not be enforced")
+
+    def _later(self, name: str, value: object, place: Place) -> None:
+        """Read when the others have been."""
+
+    # --- keywords -----------------------------------------------------------------------------------------------------
+
+    def _identifier(self, name: str, value: object, place: Place) -> None:
+        """`$id` of the whole schema changes nothing, since references stay inside it."""
+        if self._place.path != self._document.root_path or not isinstance(value, str):
+            place.not_enforced(f"'{name}' is supported at the top of a schema only")
+
+    def _ref(self, name: str, value: object, place: Place) -> None:
+        self._result["$ref"] = self._document.reference(value, place, self._is_in_place)
+
+    def _type(self, name: str, value: object, place: Place) -> None:
+        types = value if isinstance(value, list) else [value]
+        if not types or not all(isinstance(item, str) and item in _TYPES for item in types):
+            place.refuse(value, f"one or several of {', '.join(_TYPES)}")
+        self._result[name] = value if isinstance(value, str) else list(dict.fromkeys(types))
+
+    def _enum(self, name: str, value: object, place: Place) -> None:
+        if not isinstance(value, list) or not value:
+            place.refuse(value, "a non-empty list")
+        self._result[name] = [self._document.literal(item, place / index) for index, item in enumerate(value)]
+
+    def _const(self, name: str, value: object, place: Place) -> None:
+        self._result[name] = self._document.literal(value, place)
+
+    def _alternatives(self, name: str, value: object, place: Place) -> None:
+        if not isinstance(value, list) or not value:
+            place.refuse(value, "a non-empty list of schemas")
+        read = self._document.alternative if name == "oneOf" else self._document.applied
+        is_any_of = name == "oneOf" and len(value) > 1 and name in self._document.options.not_compiled
+        if is_any_of:
+            self._document.leave_out(place)
+        alternatives = [read(item, place / index, self._is_in_place) for index, item in enumerate(value)]
+        if not is_any_of:
+            self._result[name] = alternatives
+        elif "anyOf" in self._source:
+            self._result.setdefault("allOf", []).append({"anyOf": alternatives})
+        else:
+            self._result["anyOf"] = alternatives
+
+    def _properties(self, name: str, value: object, place: Place) -> None:
+        members = _members(value, place)
+        self._result[name] = {
+            encodable(key, place): self._document.member(item, place / key) for key, item in members.items()
+        }
+
+    def _pattern_properties(self, name: str, value: object, place: Place) -> None:
+        members = {key: self._document.member(item, place / key) for key, item in _members(value, place).items()}
+        self._unnamed = [*members.values()]
+        if name in self._document.options.not_compiled:
+            place.not_enforced("the compiler refuses it")
+        self._result[name] = {self._searched(key, place): member for key, member in members.items()}
+        self._unnamed = []
+
+    def _subschema(self, name: str, value: object, place: Place) -> None:
+        self._result[name] = self._document.member(value, place)
+
+    def _required(self, name: str, value: object, place: Place) -> None:
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            place.refuse(value, "a list of property names")
+        place.check_at_most(len(value), MAX_PROPERTIES, "names")
+        self._result[name] = [encodable(item, place) for item in dict.fromkeys(value)]
+
+    def _count(self, name: str, value: object, place: Place) -> None:
+        number = int(value) if isinstance(value, float) and value.is_integer() else value
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
+        if number > _MAX_COUNT and name.startswith("min"):
+            place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
+        self._result[name] = min(number, _MAX_COUNT)
+
+    def _limit(self, name: str, value: object, place: Place) -> None:
+        """minimum, maximum and their exclusive forms; in draft 4 the exclusive ones are flags of the others."""
+        if isinstance(value, bool) and name.startswith("exclusive"):
+            return
+        exclusive = "exclusive" + name[0].upper() + name[1:]
+        if self._source.get(exclusive) is True:
+            name = exclusive
+        number = number_of(within(value, name), place)
+        if name.startswith("exclusive") and float(number).is_integer():
+            number, name = beside(number, name, place, is_integer=self._source.get("type") == "integer")
+        present = self._result.get(name, number)
+        self._result[name] = max(present, number) if name.endswith("inimum") else min(present, number)
+
+    def _multiple_of(self, name: str, value: object, place: Place) -> None:
+        self._result[name] = self._document.multiple_of(value, place)
+
+    def _pattern(self, name: str, value: object, place: Place) -> None:
+        if not isinstance(value, str):
+            place.refuse(value, "a regular expression")
+        self._add_pattern(self._searched(value, place))
+
+    def _searched(self, pattern: str, place: Place) -> str:
+        """Raises NotEnforcedError for an expression that the compiler has no form of."""
+        try:
+            return regular_expressions.searched(WITHOUT_LOOKING_AROUND.get(pattern, pattern), place)
+        except TritonError as error:
+            raise NotEnforcedError(error.message, error.code, error.param) from None
+
+    def _format(self, name: str, value: object, place: Place) -> None:
+        if isinstance(value, str) and value in PATTERNS:
+            self._add_pattern(PATTERNS[value])
+        elif isinstance(value, str) and value in COMPILED:
+            self._result[name] = value
+        elif not isinstance(value, str):
+            place.refuse(value, "the name of a format")
+        elif value not in ANY_TEXT:
+            place.value_not_enforced(value, f"a format that is enforced: {', '.join(ENFORCED)}")
+
+    def _nullable(self, name: str, value: object, place: Place) -> None:
+        if value is not False:
+            place.value_not_enforced(value, "null as one of the names in 'type'")
+
+    def _unevaluated(self, name: str, value: object, place: Place) -> None:
+        """Where nothing else applies to the same value, it is what `additionalProperties` or `items` is."""
+        if any(keyword in self._source for keyword in _IN_PLACE):
+            place.not_enforced(
+                f"the keyword '{name}' is not supported beside {', '.join(_IN_PLACE)}: it would not be enforced"
+            )
+
+    # --- keywords that depend on others -------------------------------------------------------------------------------
+
+    def _add_pattern(self, pattern: str) -> None:
+        if "pattern" in self._result:
+            self._result.setdefault("allOf", []).append({"pattern": pattern})
+        else:
+            self._result["pattern"] = pattern
+
+    def _add_items(self) -> None:
+        source, place = self._source, self._place
+        first_name = "items" if isinstance(source.get("items"), list) else "prefixItems"
+        rest_names = (
+            ("items", "additionalItems", "unevaluatedItems")
+            if first_name != "items"
+            else (
+                "additionalItems",
+                "unevaluatedItems",
+            )
+        )
+        given = [name for name in rest_names if name in source]
+        if first_name == "items" and "prefixItems" in source:
+            (place / "items").wrong("a list of schemas beside 'prefixItems'")
+        for name in given[1:]:
+            self._enforce(Keywords._without_effect, name, given[0])
+        if first_name in source:
+            self._result["prefixItems"] = self._first_items(source[first_name], place / first_name)
+        if given:
+            self._result["items"] = self._document.member(source[given[0]], place / given[0])
+
+    def _without_effect(self, name: str, value: object, place: Place) -> None:
+        place.not_enforced(f"the keyword '{name}' has no effect beside '{value}'")
+
+    def _first_items(self, value: object, place: Place) -> list[Schema | bool]:
+        if not isinstance(value, list):
+            place.refuse(value, "a list of schemas")
+        return [self._document.member(item, place / index) for index, item in enumerate(value)]
+
+    def _add_other_properties(self) -> None:
+        if "additionalProperties" in self._result:
+            if self._unnamed and self._result["additionalProperties"] is False:
+                self._result["additionalProperties"] = {"anyOf": self._unnamed}
+            return
+        if "unevaluatedProperties" in self._source:
+            value = self._source["unevaluatedProperties"]
+            self._result["additionalProperties"] = self._document.member(value, self._place / "unevaluatedProperties")
+        elif self._document.options.disable_additional_properties and "properties" in self._result:
+            self._result["additionalProperties"] = False
+
+    def _min_properties(self, name: str, value: object, place: Place) -> None:
+        """The grammar counts a name that comes twice as two, a parser as one."""
+        most = len(self._result.get("required", ())) + 1
+        if self._result.get(name, 0) > most:
+            self._result[name] = most
+            expected = f"at most the number of required properties and one ({most})"
+            place.value_not_enforced(value, expected)
+
+    def _unique_items(self, name: str, value: object, place: Place) -> None:
+        """Of a list of few values: one of its orders is written."""
+        if not isinstance(value, bool):
+            place.refuse(value, "true or false")
+        result, most = self._result, self._result.get("maxItems", MAX_PROPERTIES)
+        if not value or most <= 1:
+            return
+        items = self._document.resolved(self._source.get("items"), place)
+        bare = {key: item for key, item in items.items() if not is_annotation(key)} if isinstance(items, dict) else {}
+        values = finite_values(bare) if result.get("type") == "array" and "prefixItems" not in result else None
+        lists = None if values is None else lists_without_repetition(values, result.get("minItems", 0), most)
+        if lists is None or "anyOf" in result:
+            place.not_enforced("the keyword 'uniqueItems' is not supported: it would not be enforced")
+        for replaced in ("items", "minItems", "maxItems"):
+            result.pop(replaced, None)
+        result["anyOf"] = [self._document.member(one, place) for one in lists]
+
+    def _property_names(self, name: str, value: object, place: Place) -> None:
+        """A list of names, or a pattern of them."""
+        names = self._document.resolved(value, place)
+        bare = {key: item for key, item in names.items() if not is_annotation(key)} if isinstance(names, dict) else None
+        if names is True or bare == {} or bare == {"type": "string"}:
+            return
+        others = self._result.get("additionalProperties", True)
+        listed = finite_values(bare) if bare is not None else None
+        if bare is None or "patternProperties" in self._result:
+            self._unknown_names(place)
+        if listed is not None:
+            place.check_at_most(len(listed), MAX_PROPERTIES, "names")
+            properties = self._result.get("properties", {})
+            self._result["properties"] = {
+                encodable(one, place): properties.get(one, others) for one in listed if isinstance(one, str)
+            }
+        else:
+            pattern = _pattern_of_names(bare)
+            if pattern is None or "properties" in self._result:
+                self._unknown_names(place)
+            self._result["patternProperties"] = {self._searched(pattern, place): others}
+        self._result["additionalProperties"] = False
+
+    def _unknown_names(self, place: Place) -> NoReturn:
+        place.not_enforced("'propertyNames' is enforced where it lists names, or has a pattern of all names")
+
+
+_Handler = Callable[[Keywords, str, Any, Place], None]
+_HANDLERS: dict[str, _Handler] = {
+    "$id": Keywords._identifier,
+    "$ref": Keywords._ref,
+    "additionalItems": Keywords._later,
+    "additionalProperties": Keywords._subschema,
+    "allOf": Keywords._alternatives,
+    "anyOf": Keywords._alternatives,
+    "const": Keywords._const,
+    "enum": Keywords._enum,
+    "exclusiveMaximum": Keywords._limit,
+    "exclusiveMinimum": Keywords._limit,
+    "format": Keywords._format,
+    "id": Keywords._identifier,
+    "items": Keywords._later,
+    "maximum": Keywords._limit,
+    "minimum": Keywords._limit,
+    "multipleOf": Keywords._multiple_of,
+    "nullable": Keywords._nullable,
+    "oneOf": Keywords._alternatives,
+    "pattern": Keywords._pattern,
+    "patternProperties": Keywords._pattern_properties,
+    "prefixItems": Keywords._later,
+    "properties": Keywords._properties,
+    "propertyNames": Keywords._later,
+    "required": Keywords._required,
+    "type": Keywords._type,
+    "unevaluatedItems": Keywords._unevaluated,
+    "unevaluatedProperties": Keywords._unevaluated,
+    "uniqueItems": Keywords._later,
+    **dict.fromkeys(_COUNTS, Keywords._count),
+}
+_IN_PART = frozenset(("oneOf", "patternProperties"))
+"""Of these, what the compiler can have is enforced by their handlers."""
+_AFTER_OTHERS: dict[str, _Handler] = {
+    "propertyNames": Keywords._property_names,
+    "minProperties": Keywords._min_properties,
+    "uniqueItems": Keywords._unique_items,
+}
+"""They depend on what other keywords have become."""
+
+
+def is_annotation(name: str) -> bool:
+    return name in _ANNOTATIONS or name.startswith("x-")
+
+
+def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
+    """The pattern, or the one of a format; None where the names are limited by anything else."""
+    limits = {name: value for name, value in names.items() if (name, value) != ("type", "string")}
+    pattern, form = limits.get("pattern"), limits.get("format")
+    if len(limits) != 1:
+        return None
+    return pattern if isinstance(pattern, str) else PATTERNS.get(form) if isinstance(form, str) else None
+
+
+def _members(value: object, place: Place) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        place.refuse(value, "an object of schemas")
+    place.check_at_most(len(value), MAX_PROPERTIES, "properties")
+    return value

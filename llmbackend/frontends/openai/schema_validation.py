@@ -1,0 +1,176 @@
+"""Whether a JSON text satisfies a client's schema, by the package jsonschema, with bounded work.
+
+For: schema_report.py; in a thread. Does not know: requests. Invariants: nothing is fetched; neither a schema nor a
+pattern in it can make the work long: what takes too long is not judged.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any, Final
+
+MAX_CPU_S: Final = 1.0
+"""Of the thread: an answer of 2,000 tokens takes some 0.05 s."""
+MAX_PATTERN_CHARS: Final = 8192
+MAX_PATTERNS_S: Final = 0.5
+"""Of all patterns together. They are matched without the interpreter's lock."""
+_DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
+
+
+class NotJudgedError(Exception):
+    """Why it is not known whether a text satisfies a schema."""
+
+
+class _Budget:
+    """Of one judgement."""
+
+    def __init__(self) -> None:
+        self._end_s = time.thread_time() + MAX_CPU_S
+        self._patterns_s = MAX_PATTERNS_S
+
+    def step(self) -> None:
+        if time.thread_time() > self._end_s:
+            raise NotJudgedError(f"it takes more than {MAX_CPU_S} s")
+
+    def matches(self, pattern: str, text: str) -> bool:
+        import regex
+
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise NotJudgedError(f"a pattern has more than {MAX_PATTERN_CHARS} characters")
+        start_s = time.monotonic()
+        try:
+            found = regex.search(pattern, text, timeout=max(self._patterns_s, 0.001), concurrent=True)
+        except TimeoutError:
+            raise NotJudgedError(f"its patterns take more than {MAX_PATTERNS_S} s") from None
+        except regex.error as error:
+            raise NotJudgedError(f"a pattern cannot be read: {error}") from None
+        self._patterns_s -= time.monotonic() - start_s
+        return found is not None
+
+
+_BUDGET: ContextVar[_Budget] = ContextVar("budget")
+
+
+def violation(schema: Mapping[str, Any] | bool, text: str) -> str:
+    """What in `text` does not satisfy `schema`, without the text's own values; "" where it does. Raises
+    NotJudgedError."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return "is not JSON"
+    token = _BUDGET.set(_Budget())
+    try:
+        return _violation(schema, value)
+    except NotJudgedError:
+        raise
+    except Exception as error:  # of keywords that have no meaning in the schema's draft, and of what it refers to
+        raise NotJudgedError(f"the schema cannot be read: {type(error).__name__}") from None
+    finally:
+        _BUDGET.reset(token)
+
+
+def _violation(schema: Mapping[str, Any] | bool, value: Any) -> str:
+    from jsonschema.validators import validator_for
+    from jsonschema_specifications import REGISTRY
+
+    drafts = _bounded_drafts()
+    named = validator_for(schema) if isinstance(schema, Mapping) else None
+    draft = drafts.get(getattr(named, "__name__", "")) or drafts["Draft202012Validator"]
+    validator = draft(schema, registry=REGISTRY, format_checker=draft.FORMAT_CHECKER)
+    error = next(validator.iter_errors(value), None)
+    return "" if error is None else f"{error.json_path} does not satisfy '{error.validator or False}'"
+
+
+@functools.cache
+def _bounded_drafts() -> dict[str, Any]:
+    """Validators whose keywords look at the time. Made with the first judgement: the import takes 0.1 s."""
+    import jsonschema
+    from jsonschema.validators import extend
+
+    drafts = [getattr(jsonschema, f"{name}Validator") for name in _DRAFTS]
+    own = {
+        "pattern": _pattern,
+        "patternProperties": _pattern_properties,
+        "additionalProperties": _additional_properties,
+        "unevaluatedProperties": _unevaluated_properties,
+        "uniqueItems": _unique_items,
+    }
+    return {
+        draft.__name__: extend(
+            draft, {name: _bounded(own.get(name, check)) for name, check in draft.VALIDATORS.items()}
+        )
+        for draft in drafts
+    }
+
+
+_Check = Callable[[Any, Any, Any, Any], Any]
+
+
+def _bounded(check: _Check) -> _Check:
+    def bounded(validator: Any, value: Any, instance: Any, schema: Any) -> Iterator[Any]:
+        _BUDGET.get().step()
+        yield from check(validator, value, instance, schema) or ()
+
+    return bounded
+
+
+def _error(message: str) -> Any:
+    from jsonschema import ValidationError
+
+    return ValidationError(message)
+
+
+def _pattern(validator: Any, pattern: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if validator.is_type(instance, "string") and not _BUDGET.get().matches(pattern, instance):
+        yield _error("no match")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if not validator.is_type(instance, "object"):
+        return
+    for pattern, subschema in patterns.items():
+        for name, value in instance.items():
+            if _BUDGET.get().matches(pattern, name):
+                yield from validator.descend(value, subschema, path=name, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    if not validator.is_type(instance, "object"):
+        return
+    patterns, listed = schema.get("patternProperties", {}), schema.get("properties", {})
+    for name, value in instance.items():
+        if name not in listed and not any(_BUDGET.get().matches(pattern, name) for pattern in patterns):
+            yield from validator.descend(value, wanted, path=name)
+
+
+def _unevaluated_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """By jsonschema itself, which would match patterns of names without a bound."""
+    if b'"patternProperties"' in json.dumps(schema).encode():
+        raise NotJudgedError("'unevaluatedProperties' beside 'patternProperties' is not judged")
+    from jsonschema import Draft202012Validator
+
+    yield from Draft202012Validator.VALIDATORS["unevaluatedProperties"](validator, wanted, instance, schema) or ()
+
+
+def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
+    """jsonschema's own compares every two items."""
+    if wanted is True and validator.is_type(instance, "array"):
+        seen: set[str] = set()
+        for item in instance:
+            key = json.dumps(_comparable(item), sort_keys=True)
+            if key in seen:
+                yield _error("two items are equal")
+            seen.add(key)
+
+
+def _comparable(value: Any) -> Any:
+    """The value with one spelling of each number."""
+    if isinstance(value, dict):
+        return {name: _comparable(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_comparable(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
