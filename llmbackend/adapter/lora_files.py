@@ -7,6 +7,7 @@ read, whatever links lie in it; a copy never changes, so that an engine that sta
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
@@ -14,12 +15,18 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, BinaryIO, Final
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
 
-FILES: Final = {"adapter_config.json": 1 << 20, "adapter_model.safetensors": 4 << 30}
+WEIGHTS: Final = "adapter_model.safetensors"
+FILES: Final = {"adapter_config.json": 1 << 20, WEIGHTS: 4 << 30}
 """What PEFT writes for an adapter, and how many bytes of it are taken."""
+_MAX_HEADER_BYTES: Final = 16 << 20
+_MAX_RANK: Final = 512
+"""The largest max_lora_rank that vLLM takes."""
+_MAX_FEATURES: Final = 1 << 18
+_ELEMENT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 
 
 class AdapterCopies:
@@ -86,8 +93,38 @@ def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: P
         if status.st_size > limit_bytes:
             text = f"'{name}' has {status.st_size} bytes, expected at most {limit_bytes}"
             raise invalid_argument(f"LoRA adapter '{path}': {text}")
+        if name == WEIGHTS:
+            try:
+                _check_header(source, status.st_size)
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise invalid_argument(f"LoRA adapter '{path}': '{name}' is no adapter's: {error}") from None
+            source.seek(0)
         with target.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _check_header(source: BinaryIO, size_bytes: int) -> None:
+    """Before gigabytes are read: the header describes the whole file, and nothing larger than an adapter's matrices.
+    Raises ValueError, or another error of a header that is not one. Source: the format of safetensors."""
+    header_bytes = int.from_bytes(source.read(8), "little")
+    if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
+        raise ValueError(f"its header has {header_bytes} bytes, expected 1 to {_MAX_HEADER_BYTES}, within the file")
+    tensors = json.loads(source.read(header_bytes))
+    tensors.pop("__metadata__", None)
+    described_bytes = 8 + header_bytes
+    for name, tensor in tensors.items():
+        shape, dtype = tensor["shape"], tensor["dtype"]
+        if not _is_matrix(shape) or dtype not in _ELEMENT_BYTES:
+            raise ValueError(f"tensor {name[:200]!r} is {dtype} of {str(shape)[:200]}, expected a LoRA matrix")
+        described_bytes += shape[0] * shape[1] * _ELEMENT_BYTES[dtype]
+    if described_bytes != size_bytes:
+        raise ValueError(f"its header describes {described_bytes} bytes, the file has {size_bytes}")
+
+
+def _is_matrix(shape: Any) -> bool:
+    if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
+        return False
+    return 0 < min(shape) <= _MAX_RANK and max(shape) <= _MAX_FEATURES
 
 
 def _why(path: str, error: OSError) -> TritonError:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmbackend.adapter.lora_files import WEIGHTS
 from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.infer_request import AdapterResult
+
+
+def weights(tensors: dict[str, Any], header_bytes: int | None = None) -> bytes:
+    """A file of safetensors without its tensors."""
+    header = json.dumps(tensors).encode()
+    return (len(header) if header_bytes is None else header_bytes).to_bytes(8, "little") + header
 
 
 class Registry(LoraRegistry):
@@ -20,9 +29,9 @@ class Registry(LoraRegistry):
         self.answers: list[TritonError | None] = []
         self.names: set[str] = set()
         super().__init__({} if configured is None else configured, lambda: None, self._note)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            (folder / "cat").mkdir(exist_ok=True)
-            (folder / "cat" / name).write_text(name)
+        (folder / "cat").mkdir()
+        (folder / "cat" / "adapter_config.json").write_text("{}")
+        (folder / "cat" / WEIGHTS).write_bytes(weights({}))
 
     def _note(self, name: str, is_served: bool) -> None:
         (self.names.add if is_served else self.names.discard)(name)
@@ -124,3 +133,29 @@ def test_a_closed_registry_leaves_no_file_and_no_question(registry: Registry) ->
     assert [error and error.code for error in registry.answers] == [None, ErrorCode.UNAVAILABLE]
     assert not any(Path(copy).parent.exists() for copy in copies)
     assert registry.names == set() and registry.wanted() == {}
+
+
+@pytest.mark.parametrize(
+    ("head", "size_bytes", "told"),
+    [
+        (b"", 3 << 30, "its header has 0 bytes"),  # a sparse file
+        (weights({}, 1 << 40), 3 << 30, "its header has 1099511627776 bytes"),
+        (weights({}), 3 << 30, "its header describes 10 bytes, the file has 3221225472"),
+        (weights({"a": {"dtype": "F32", "shape": [8, 100_000_000]}}), 3 << 30, "expected a LoRA matrix"),
+        (weights({"a": {"dtype": "F32", "shape": [700, 700]}}), 3 << 30, "expected a LoRA matrix"),
+        (weights({"a": {"dtype": "I8", "shape": [8, 8]}}), 3 << 30, "tensor 'a' is I8 of [8, 8]"),
+        (weights({"a": {"dtype": "F32", "shape": [8, -8]}}), 3 << 30, "expected a LoRA matrix"),
+        (weights({"a": 1}), 100, "is no adapter's"),
+        (b"\2\0\0\0\0\0\0\0[]", 10, "is no adapter's"),
+    ],
+)
+def test_weights_are_measured_by_their_header_before_they_are_read(
+    registry: Registry, head: bytes, size_bytes: int, told: str
+) -> None:
+    with (registry.folder / "cat" / WEIGHTS).open("wb") as file:
+        file.write(head)
+        file.truncate(size_bytes)
+    with pytest.raises(TritonError) as refused:
+        registry.ask("a")
+    assert told in refused.value.message and refused.value.code is ErrorCode.INVALID_ARG
+    assert registry.wanted() == {}

@@ -5,6 +5,7 @@ The adapters are files as PEFT writes them; the reference merges weights itself 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,7 @@ def test_an_unknown_adapter_is_refused_by_name(tmp_path: Path) -> None:
         ({"use_dora": True}, "'use_dora' is true, only false is supported"),
         ({"bias": "all"}, '\'bias\' is "all", only "none" is supported'),
         ({"modules_to_save": ["lm_head"]}, "'modules_to_save' is"),
-        ({"r": 32}, "has rank 32, expected at most 16 (engine argument 'max_lora_rank')"),
+        ({"r": 32}, "'r' is 32, expected an integer from 1 to 16 (engine argument 'max_lora_rank')"),
     ],
 )
 def test_an_adapter_that_asks_for_more_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -128,6 +129,29 @@ def test_an_adapter_that_asks_for_more_is_refused(change: dict[str, Any], told: 
     with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
         make_model_runner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
     assert told in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lora_alpha": float("nan")}, "'lora_alpha' is NaN, expected a number of at most 10000 times the rank"),
+        ({"lora_alpha": float("-inf")}, "'lora_alpha' is -Infinity"),
+        ({"lora_alpha": 1e308}, "'lora_alpha' is 1e+308"),
+        ({"lora_alpha": 10**400}, "'lora_alpha' is 1000"),
+        ({"lora_alpha": "16"}, "'lora_alpha' is \"16\""),
+        ({"alpha_pattern": {"q_proj": -1e30}}, "'alpha_pattern' is -1e+30"),
+        *(({"r": rank}, "expected an integer from 1 to 16") for rank in (10**9, -4, 0, 8.5, "8", True)),
+    ],
+)
+def test_a_field_out_of_range_is_refused(change: dict[str, Any], told: str, tmp_path: Path) -> None:
+    """What adapter_config.json says, whatever the matrices are."""
+    model = write_model("llama", tmp_path / "model")
+    write_adapter(model, ("q_proj",), tmp_path / "doll", 5)
+    path = tmp_path / "doll" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ValueError, match="LoRA 'doll'") as refused:
+        make_model_runner(config_of(tmp_path / "model", {"doll": tmp_path / "doll"}))
+    assert told in str(refused.value) and f"'{next(iter(change))}' is" in str(refused.value)
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
 }
 """Fields of adapter_config.json that ask for more than two matrices, with the values that do not."""
+_MAX_SCALE = 10_000
+"""Of alpha over the rank, which is 0.5 to 4 in adapters that were trained: beyond it activations overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ def _read(folder: Path, max_lora_rank: int) -> dict[str, LoraMatrices]:
     for field, allowed in _UNSUPPORTED.items():
         if field in config and config[field] not in allowed:
             raise ValueError(f"'{field}' is {json.dumps(config[field])}, only {json.dumps(allowed[0])} is supported")
+    _check_rank(config.get("r"), max_lora_rank)
     sides: dict[str, dict[str, torch.Tensor]] = {}
     for tensor_name, tensor in load_file(folder / "adapter_model.safetensors").items():
         match = _TENSOR_NAME.fullmatch(tensor_name)
@@ -99,6 +102,12 @@ def _read(folder: Path, max_lora_rank: int) -> dict[str, LoraMatrices]:
             raise ValueError(f"tensor '{tensor_name}' is not one of a plain LoRA's matrices of a linear layer")
         sides.setdefault(match["module"], {})[match["side"]] = tensor.float()
     return {module: _matrices(module, pair, config, max_lora_rank) for module, pair in sides.items()}
+
+
+def _check_rank(rank: Any, max_rank: int) -> None:
+    if rank is not None and (type(rank) is not int or not 1 <= rank <= max_rank):
+        expected = f"an integer from 1 to {max_rank} (engine argument 'max_lora_rank')"
+        raise ValueError(f"'r' is {json.dumps(rank)}, expected {expected}")
 
 
 def _matrices(module: str, pair: Mapping[str, torch.Tensor], config: Mapping[str, Any], max_rank: int) -> LoraMatrices:
@@ -110,13 +119,17 @@ def _matrices(module: str, pair: Mapping[str, torch.Tensor], config: Mapping[str
         raise ValueError(f"'{module}' has a lora_A of rank {rank} and a lora_B of rank {up.shape[1]}")
     if rank > max_rank:
         raise ValueError(f"'{module}' has rank {rank}, expected at most {max_rank} (engine argument 'max_lora_rank')")
-    scale = _alpha(module, config) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    field, alpha = _alpha(module, config)
+    if type(alpha) not in (int, float) or not abs(alpha) <= _MAX_SCALE * rank:
+        raise ValueError(f"'{field}' is {json.dumps(alpha)}, expected a number of at most {_MAX_SCALE} times the rank")
+    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     return LoraMatrices(down, up * scale)
 
 
-def _alpha(module: str, config: Mapping[str, Any]) -> float:
-    """The module's own alpha where a pattern matches the end of its name, as in PEFT; else the adapter's."""
+def _alpha(module: str, config: Mapping[str, Any]) -> tuple[str, Any]:
+    """The field and its value: the module's own alpha where a pattern matches the end of its name, as in PEFT; else the
+    adapter's."""
     for pattern, alpha in (config.get("alpha_pattern") or {}).items():
         if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return float(alpha)
-    return float(config["lora_alpha"])
+            return "alpha_pattern", alpha
+    return "lora_alpha", config["lora_alpha"]
