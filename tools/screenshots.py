@@ -1,15 +1,17 @@
 """All pictures of the web pages in docs/images: light and dark, with 1 and 64 requests, an engine killed, on a phone.
 
-Starts a server of the demo model and a real browser (Chromium, by Playwright). Run: `python -m tools.screenshots`.
+Starts a server of the demo model and a real browser (Chromium, by Playwright). Run: `python -m tools.screenshots`, with the
+names of parts (chat, engine, phone) for some of them.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,13 +42,10 @@ def main() -> None:
     flags = ("--allow-fault-injection=true", "--model-control-mode=explicit", "--load-model=demo")
     with sync_playwright() as driver, Server(demo=True, arguments=flags) as server:
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        for theme in THEMES:
-            with _page(browser, theme, DESK) as page:
-                _chats(page, server.http_url, theme)
-            with _page(browser, theme, DESK) as page:
-                _engines(page, server.http_url, theme)
-            with _page(browser, theme, PHONE) as page:
-                _phone(page, server.http_url, theme)
+        for name, (take, size) in PARTS.items():
+            for theme in THEMES if name in (sys.argv[1:] or PARTS) else ():
+                with _page(browser, theme, size) as page:
+                    take(page, server.http_url, theme)
         browser.close()
 
 
@@ -59,21 +58,25 @@ def _page(browser: Browser, theme: Theme, size: ViewportSize) -> Iterator[Page]:
 
 def _chats(page: Page, url: str, theme: str) -> None:
     page.goto(f"{url}/")
-    page.wait_for_timeout(2000)
+    page.get_by_text("demo", exact=True).wait_for()
     _ask(page, "What is continuous batching?")
     _save(page, f"chat-{theme}")
     page.get_by_role("button", name="Settings of this chat").click()
     page.mouse.move(600, 600)  # away from the button, whose tip covers the settings
     page.get_by_role("textbox", name="Tools as JSON").fill(json.dumps([WEATHER]))
+    page.wait_for_timeout(1000)  # the field waits for the end of the typing
     _ask(page, "What is the weather in Paris?")
     _save(page, f"chat-tools-{theme}")
 
 
 def _ask(page: Page, text: str) -> None:
+    ended = page.get_by_role("button", name="Generate again")
+    count = ended.count()
     box = page.get_by_placeholder("Ask something")
     box.fill(text)
     box.press("Enter")
-    page.wait_for_timeout(2500)
+    ended.nth(count).wait_for()
+    page.wait_for_timeout(1000)  # for scrolling, and the tips of buttons
 
 
 def _engines(page: Page, url: str, theme: str) -> None:
@@ -103,7 +106,7 @@ def _engines(page: Page, url: str, theme: str) -> None:
 
 def _phone(page: Page, url: str, theme: str) -> None:
     page.goto(f"{url}/")
-    page.wait_for_timeout(2000)
+    page.get_by_text("demo", exact=True).wait_for()
     _ask(page, "What is paged attention?")
     _save(page, f"chat-phone-{theme}")
     page.goto(f"{url}/operations")
@@ -145,6 +148,12 @@ def _post(url: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     return urllib.request.urlopen(request, timeout=120)
 
+
+PARTS: dict[str, tuple[Callable[[Page, str, str], None], ViewportSize]] = {
+    "chat": (_chats, DESK),
+    "engine": (_engines, DESK),
+    "phone": (_phone, PHONE),
+}
 
 if __name__ == "__main__":
     main()

@@ -246,13 +246,15 @@ def test_json_that_is_none_stops_sending_and_is_said_beside_the_button(chat: Any
     assert chat.locator(".composer").get_by_text("Tools is not JSON").count() == 0
 
 
-def test_the_label_of_a_field_does_not_cover_its_placeholder(chat: Any) -> None:
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_title_of_a_field_does_not_cover_its_placeholder(chat: Any, width: int) -> None:
+    chat.set_viewport_size({"width": width, "height": 800})
     chat.get_by_role("button", name="Settings of this chat").click()
     for name in ("Tools as JSON", "JSON schema"):
         field = chat.get_by_role("textbox", name=name)
         field.wait_for()
-        label = chat.locator(".q-field__label", has_text=name)
-        assert label.bounding_box()["y"] + label.bounding_box()["height"] <= field.bounding_box()["y"] + 4
+        title = chat.locator(".settings").get_by_text(name, exact=True)
+        assert title.bounding_box()["y"] + title.bounding_box()["height"] <= field.bounding_box()["y"]
 
 
 def test_the_skip_link_is_the_first_stop_of_tab(chat: Any) -> None:

@@ -67,12 +67,10 @@ class SettingsPanel:
                 for number in _NUMBERS:
                     self._fields[number.name] = self._number(number)
             self._fields["stop"] = self._text("Stop strings, one per line", "stop", rows=2)
-            ui.label("Tools").classes("settings__section")
-            self._fields["tools"] = self._text("Tools as JSON", "tools", rows=5)
-            self._fields["tools"].props(f"stack-label placeholder='{_TOOLS_EXAMPLE}'").classes("mono")
-            ui.label("Answers").classes("settings__section")
-            self._fields["schema"] = self._text("JSON schema", "schema", rows=4)
-            self._fields["schema"].props(f"stack-label placeholder='{_SCHEMA_EXAMPLE}'").classes("mono")
+            self._fields["tools"] = self._json("Tools as JSON", "tools", 5, _TOOLS_EXAMPLE)
+            self._fields["schema"] = self._json("JSON schema", "schema", 4, _SCHEMA_EXAMPLE)
+            ui.label("Answers follow it.").classes("muted")
+            ui.label("Token probabilities").classes("settings__section")
             self._fields["with_probabilities"] = ui.switch(
                 "Ask for token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
             )
@@ -94,8 +92,14 @@ class SettingsPanel:
     def _text(self, label: str, name: str, rows: int) -> ui.textarea:
         field = ui.textarea(label, on_change=lambda event: self._changed(name, event.value or ""))
         field.props(f"outlined dense debounce=400 rows={rows}").classes("full-width")
-        if name in _READERS:
-            field.validation = lambda text: _problem_of(name, text)
+        return field
+
+    def _json(self, title: str, name: str, rows: int, example: str) -> ui.textarea:
+        """With its title above it: a label inside would cover text that is scrolled."""
+        ui.label(title).classes("settings__section")
+        field = self._text("", name, rows).classes("mono")
+        field.props(f"aria-label='{title}' placeholder='{example}'")
+        field.validation = lambda text: _problem_of(name, text)
         return field
 
     def _number(self, number: _Number) -> ui.number:
