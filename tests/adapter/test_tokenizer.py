@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -189,3 +190,10 @@ def test_the_bytes_of_a_token_that_is_part_of_a_character() -> None:
         assert b"".join(found).decode().strip() == weather and len([one for one in parts if one]) >= 3
         plain = tokenizer.encode("hello", add_special_tokens=False)
         assert [tokenizer.partial_bytes(one) for one in plain] == [None] * len(plain)
+
+
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    os.mkfifo(tmp_path / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"'tokenizer\.json' is not a regular file"):
+        load_tokenizer(str(tmp_path), interpreter="/nowhere/python")

@@ -24,6 +24,7 @@ from llmbackend.fork_server.interpreter import is_this
 
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer
 from .tokenizer_files import (
+    FILES,
     TOKENIZER_FILE,
     convert,
     download,
@@ -182,6 +183,7 @@ class TokenizerSource:
         if source == "mock":
             return cls(None, given, {})
         directory = local_directory(source, interpreter)
+        _check_files(directory)
         config = read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
         return cls(directory, given or _chat_template_source(directory, config), special_tokens)
@@ -225,6 +227,14 @@ def local_directory(source: str, interpreter: str) -> Path:
     if path.is_absolute() or source.startswith("."):
         raise FileNotFoundError(f"the tokenizer's directory '{source}' does not exist")
     return Path(run_in(interpreter, download, source))
+
+
+def _check_files(directory: Path) -> None:
+    """Raises ValueError for a tokenizer's file that a library would wait for, such as a pipe."""
+    for pattern in FILES:
+        for path in directory.glob(pattern):
+            if not path.is_file() and not path.is_dir():
+                raise ValueError(f"'{path.name}' is not a regular file")
 
 
 def read_json(path: Path) -> dict[str, Any]:

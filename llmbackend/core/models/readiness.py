@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from llmbackend.core.errors import TritonError
+from llmbackend.core.kept_threads import KeptThreads
 
 log = logging.getLogger(__name__)
 
@@ -20,13 +21,14 @@ ANSWER_TIMEOUT_S = 6.0
 
 
 class _Question:
-    """One call of the backend, on a thread of its own."""
+    """One call of the backend, on one of `threads`."""
 
-    def __init__(self, ask: Callable[[], None], name: str) -> None:
+    def __init__(self, ask: Callable[[], None], threads: KeptThreads) -> None:
+        """Raises RuntimeError where there is no thread."""
         self._answered = threading.Event()
         self._reason = ""
         self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
-        threading.Thread(target=self._run, args=(ask,), name=f"ready-{name}", daemon=True).start()
+        threads.run(lambda: self._run(ask))
 
     def _run(self, ask: Callable[[], None]) -> None:
         try:
@@ -53,6 +55,7 @@ class Readiness:
         self._name = name
         self._version = version
         self._lock = threading.Lock()
+        self._threads = KeptThreads(f"ready-{name}")
         self._question: _Question | None = None
         self._logged = ""
         self._closed = False
@@ -66,7 +69,10 @@ class Readiness:
             if self._closed:
                 return "it is being unloaded"
             if self._question is None or self._question.is_answered:
-                self._question = _Question(ask, self._name)
+                try:
+                    self._question = _Question(ask, self._threads)
+                except RuntimeError as error:
+                    return f"it cannot be asked whether it is ready: {error}"
             question = self._question
         reason = question.answer(ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
         if timeout_s is None or question.is_answered:
@@ -80,6 +86,7 @@ class Readiness:
             question = self._question
         if question is not None:
             question.answer(ANSWER_TIMEOUT_S)
+        self._threads.close()
 
     def _log_change(self, reason: str) -> None:
         with self._lock:

@@ -8,7 +8,7 @@ it loaded.
 from __future__ import annotations
 
 import asyncio
-import threading
+import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
@@ -21,6 +21,7 @@ from starlette.responses import Response
 from llmbackend import __version__
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
+from llmbackend.core.kept_threads import KeptThreads
 from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_response
@@ -55,6 +56,8 @@ class ReadinessProbes:
 
     def __init__(self, server: Host) -> None:
         self._server = server
+        self._threads = KeptThreads("readiness-probe")
+        weakref.finalize(self, self._threads.close)
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}
         """For questions that came while the same one was being asked: it is asked once more for all of them."""
@@ -85,22 +88,24 @@ class ReadinessProbes:
         return answer
 
     def _start(self, question: Hashable, ask: Callable[[], T]) -> asyncio.Future[T]:
-        answer = self._under_way[question] = asyncio.wrap_future(_on_a_thread(ask))
+        answer = self._under_way[question] = asyncio.wrap_future(self._on_a_thread(ask))
         answer.add_done_callback(lambda _: self._under_way.pop(question))
         return answer
 
+    def _on_a_thread(self, ask: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
 
-def _on_a_thread(ask: Callable[[], T]) -> Future[T]:
-    future: Future[T] = Future()
+        def run() -> None:
+            try:
+                future.set_result(ask())
+            except BaseException as error:
+                future.set_exception(error)
 
-    def run() -> None:
         try:
-            future.set_result(ask())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="readiness-probe", daemon=True).start()
-    return future
+            self._threads.run(run)
+        except RuntimeError as error:
+            future.set_exception(unavailable(f"the server cannot be asked whether it is ready: {error}"))
+        return future
 
 
 class ProbeEndpoints:

@@ -1,0 +1,63 @@
+"""KeptThreads: threads for questions that may hang, one of which is kept for the next question.
+
+For: readiness, which is asked again and again. Does not know: what is asked. Invariants: a question that hangs delays
+no other while another thread can be started; where none can (a process limit), questions wait for the ones that exist,
+so that a server that has answered once goes on answering.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+Job = Callable[[], None]
+
+
+class KeptThreads:
+    """Any thread."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_threads = 0
+        self._num_free = 0
+        """Threads that wait for a job, less the jobs that wait for a thread."""
+        self._is_closed = False
+
+    def run(self, job: Job) -> None:
+        """Runs `job`, which must not raise, on one of the threads. Raises RuntimeError where there is none and none can
+        be started."""
+        with self._lock:
+            if self._num_free <= 0:
+                self._start()
+            self._num_free -= 1
+            self._jobs.put(job)
+
+    def close(self) -> None:
+        """Each thread ends once it has no job."""
+        with self._lock:
+            self._is_closed = True
+            for _ in range(self._num_free):
+                self._jobs.put(None)
+            self._num_free = 0
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        except RuntimeError:
+            if not self._num_threads:
+                raise
+            return
+        self._num_threads += 1
+        self._num_free += 1
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+            with self._lock:
+                if self._num_free > 0 or (self._is_closed and not self._num_free):
+                    self._num_threads -= 1
+                    return
+                self._num_free += 1
