@@ -114,6 +114,8 @@ def test_inference_request_has_tritons_arguments_and_refusals() -> None:
         pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], model_version=None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="flags must be an int from 0 to 4294967295, got -1"):
         pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], flags=-1)
+    with pytest.raises(TypeError, match="correlation_id must be int or str"):
+        pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], correlation_id=None)  # type: ignore[arg-type]
     with pytest.raises(pb_utils.TritonModelException, match="Correlation ID must be integer or string"):
         pb_utils.InferenceRequest(model_name="m", inputs=[], requested_output_names=[], correlation_id=b"c")  # type: ignore[arg-type]
     with pytest.raises(pb_utils.TritonModelException, match="Input tensor for request with id '' and model name 'm'"):
@@ -159,6 +161,7 @@ def test_tensors_and_responses_refuse_what_triton_refuses() -> None:
     refused: list[tuple[type[Exception], Callable[[], Any]]] = [
         (TypeError, lambda: pb_utils.Tensor(None, array)),  # type: ignore[arg-type]
         (TypeError, lambda: pb_utils.Tensor("X", None)),  # type: ignore[arg-type]
+        (TypeError, lambda: pb_utils.Tensor("", None)),  # type: ignore[arg-type]
         (pb_utils.TritonModelException, lambda: pb_utils.Tensor("", array)),
         (pb_utils.TritonModelException, lambda: pb_utils.Tensor.from_dlpack("X", None)),
         (pb_utils.TritonModelException, lambda: pb_utils.Tensor.from_dlpack("", array)),
@@ -221,8 +224,10 @@ def test_bfloat16_goes_through_numpy_and_dlpack() -> None:
     shared[0] = 3.0
     assert values.tolist() == [3.0, -2.0]
     back = pb_utils.Tensor.from_dlpack("b", torch.tensor([0.5], dtype=torch.bfloat16))
-    assert back.triton_dtype() == 14 and back.as_numpy().tolist() == [0.5]
-    assert back.as_numpy().dtype == ml_dtypes.bfloat16
+    assert back.triton_dtype() == 14 and torch.utils.dlpack.from_dlpack(back.to_dlpack()).tolist() == [0.5]
+    for tensor_of_either in (tensor, back):
+        with pytest.raises(pb_utils.TritonModelException, match="'b' has type BF16, which numpy has no type for"):
+            tensor_of_either.as_numpy()
 
 
 def test_config_json_has_numbers_and_defaults_and_comes_back() -> None:

@@ -221,6 +221,8 @@ class InferenceRequest:
 def _correlation_id(value: int | str) -> int | str:
     if isinstance(value, str):
         return str(value)
+    if value is None:
+        raise TypeError("correlation_id must be int or str, got NoneType")
     if not hasattr(value, "__index__"):
         raise TritonModelException("Correlation ID must be integer or string")
     return arguments.integer(value, "correlation_id", 0, _MAX_UINT64)

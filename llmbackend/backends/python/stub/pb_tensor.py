@@ -85,9 +85,9 @@ class Tensor:
     __slots__ = ("_data", "_datatype", "_name")
 
     def __init__(self, name: str | bytes, array: Array) -> None:
+        if not isinstance(array, np.ndarray):  # types first, as in Triton's C++ signature
+            raise TypeError(f"Tensor {name!r} needs a numpy array, got {type(array).__name__}")
         name = _name(name)
-        if not isinstance(array, np.ndarray):
-            raise TypeError(f"Tensor '{name}' needs a numpy array, got {type(array).__name__}")
         datatype = _DATATYPE_OF_DTYPE.get(array.dtype) or np_to_triton_dtype(array.dtype)
         if datatype is None:
             raise ValueError(f"tensor '{name}' has numpy dtype {array.dtype}, which has no Triton datatype")
@@ -121,18 +121,14 @@ class Tensor:
     def as_numpy(self) -> Array:
         """The data; writable, as in Triton: a read-only view of a message is copied at the first call.
 
-        Raises TritonModelException for BF16 where ml_dtypes is not installed: to_dlpack() gives it, to torch for one.
+        Raises TritonModelException for BF16, which numpy has no type for: to_dlpack() gives it, to torch for one.
         """
+        if self._datatype == "BF16":
+            raise TritonModelException(
+                f"tensor '{self._name}' has type BF16, which numpy has no type for; use to_dlpack()"
+            )
         if not self._data.flags.writeable:
             self._data = self._data.copy()
-        if self._datatype == "BF16" and self._data.dtype.name != _BFLOAT16:
-            bfloat16 = _bfloat16()
-            if bfloat16 is None:
-                raise TritonModelException(
-                    f"tensor '{self._name}' has type BF16, which numpy has no type for without the package ml_dtypes; "
-                    "use to_dlpack()"
-                )
-            self._data = self._data.view(bfloat16)
         return self._data
 
     def is_cpu(self) -> bool:
