@@ -76,12 +76,9 @@ lint: $(VENV)/.test
 # The servers and engines that tests start import what those before them have compiled.
 unit check smoke: export PYTHONDONTWRITEBYTECODE =
 
-# Three workers for two cores, because many tests wait; the tests of a file run in one worker, because they share servers,
-# in the order of tests/conftest.py. A machine that others use, too, may stall a test for longer than it waits: what
-# failed (exit status 1) is run once more, alone.
+# What fails is run once more, alone. A test that then passes is named as flaky, and fails the suite the second time.
 unit: $(VENV)/.test
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS) || \
-		{ [ $$? = 1 ] && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --exitfirst $(ARGS); }
+	$(BIN)/python -m tools.unit $(ARGS)
 
 smoke: $(VENV)/.test
 	$(BIN)/python tools/smoke.py

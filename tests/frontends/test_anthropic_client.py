@@ -175,9 +175,13 @@ def test_a_conversation_goes_on_with_what_was_answered(client: anthropic.Anthrop
     assert blocks(message) == [{"type": "text", "text": "It rains."}]
 
 
-def test_an_answer_is_prefilled(client: anthropic.Anthropic) -> None:
+def test_an_answer_is_prefilled(client: anthropic.Anthropic, base: str) -> None:
+    """It goes on behind the last message's text, which the model reads as its own."""
     messages = [{"role": "user", "content": "Go on."}, {"role": "assistant", "content": "The answer is ("}]
-    assert isinstance(client.messages.create(**fields("", messages=messages)), anthropic.types.Message)
+    message = client.messages.create(**fields("", messages=messages, max_tokens=20))
+    body = {"model": MODEL, "prompt": "user: Go on.\nassistant: The answer is (", "max_tokens": 20, "temperature": 0}
+    (choice,) = httpx.post(f"{base}/v1/completions", json=body, timeout=20).json()["choices"]
+    assert blocks(message) == [{"type": "text", "text": choice["text"]}] and choice["text"]
 
 
 def test_the_order_of_events(client: anthropic.Anthropic) -> None:
