@@ -1,10 +1,12 @@
 """Train the bundled demo model: tokenizer, weights, and the Hugging Face files of its version directory.
 
-One command, no download, no third-party text; the defaults are those of the bundled weights. Does not know: the server.
+One command, no download, no third-party text; the defaults made the bundled weights, but for their last updates (see
+the README beside them). Does not know: the server.
 Invariants: the batch of an update depends on the seed and the update's number alone, and the learning rate is
 constant until the last `--decay-updates`, so a run that is stopped and resumed, or given more `--updates` before its
-decay began, computes the same weights as one long run (same torch, same machine). Products are bfloat16, weights and
-their optimizers float32; what is written is the average of the weights of the last updates.
+decay began, computes the same weights as one long run (same torch, same machine). Products are
+bfloat16 (float32 with `--plain`), weights and their optimizers float32; what is written is the average of the weights
+of the last updates.
 """
 
 from __future__ import annotations
@@ -13,14 +15,14 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from demo_corpus.corpus import TEMPLATE, draw, segments
+from demo_corpus.corpus import TEMPLATE, WEIGHTS, draw, segments
 from demo_corpus.source import Source
 from packed_attention import NAME as PACKED_ATTENTION
 from packed_attention import packed_mask
@@ -96,8 +98,8 @@ class Batch:
         return Batch(*(part[begin:end] for part in parts))
 
 
-def make_batch(tokenizer: Tokenizer, source: Source, rows: int) -> Batch:
-    """Each sample goes into the first row with room; the batch is full when one finds none."""
+def make_batch(tokenizer: Tokenizer, source: Source, rows: int, weights: Mapping[str, float] = WEIGHTS) -> Batch:
+    """Each sample goes into the first row with room; the batch is full when one finds none. weights: of the skills."""
     shape = (rows, ROW_TOKENS)
     batch = Batch(
         torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long),
@@ -105,7 +107,7 @@ def make_batch(tokenizer: Tokenizer, source: Source, rows: int) -> Batch:
     )  # fmt: skip
     used, counts = [0] * rows, [0] * rows
     while True:
-        ids, labels = encode(tokenizer, segments(draw(source)))
+        ids, labels = encode(tokenizer, segments(draw(source, weights)))
         if len(ids) > ROW_TOKENS:
             continue
         row = next((row for row in range(rows) if used[row] + len(ids) <= ROW_TOKENS), None)
@@ -130,9 +132,10 @@ def encode(tokenizer: Tokenizer, pieces: list[tuple[str, bool]]) -> tuple[list[i
     return ids, [*labels, IGNORE]
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch) -> torch.Tensor:
-    """Summed cross-entropy of the learned tokens. A token sees the tokens before it in its own sample."""
-    mask = packed_mask(batch.samples)
+def loss_of(model: LlamaForCausalLM, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """Summed cross-entropy of the learned tokens. A token sees the tokens before it in its own sample. dtype: of the
+    products."""
+    mask = packed_mask(batch.samples, dtype)
     hidden = model.model(
         input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions, use_cache=False
     ).last_hidden_state
@@ -185,16 +188,21 @@ class Run:
             multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(args.average_decay),  # type: ignore[no-untyped-call]
         )
         self.parameters = list(self.model.parameters())
+        self.dtype = torch.float32 if args.plain else torch.bfloat16
+        self.weights = WEIGHTS | dict(args.weight)
         self.loss = torch.compile(loss_of) if args.compile else loss_of
         self.pool = ThreadPoolExecutor(args.threads, initializer=torch.set_num_threads, initargs=(1,))
         matrices = [each for each in self.model.model.layers.parameters() if each.ndim == 2]
         known = {id(each) for each in matrices}
         others = [each for each in self.parameters if id(each) not in known]
         halves = matrices[0::2], matrices[1::2]
+        adamw: dict[str, Any] = {"lr": args.lr, "betas": (0.9, 0.98), "weight_decay": 0.0, "fused": True}
         self.optimizers: list[torch.optim.Optimizer] = [
             *(torch.optim.Muon(half, lr=args.lr, weight_decay=0.05, adjust_lr_fn="match_rms_adamw") for half in halves),
-            torch.optim.AdamW(others, lr=args.lr, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+            torch.optim.AdamW(others, **adamw),
         ]
+        if args.plain:
+            self.optimizers = [torch.optim.AdamW(self.parameters, **adamw)]
         self.update = 0
         self.coming: Future[Batch] | None = None
         self.checkpoint = Path(args.scratch) / "checkpoint.pt"
@@ -258,12 +266,12 @@ class Run:
         return total
 
     def batch_of(self, update: int) -> Batch:
-        return make_batch(self.backend, Source(f"{self.args.seed}:{update}"), self.args.rows)
+        return make_batch(self.backend, Source(f"{self.args.seed}:{update}"), self.args.rows, self.weights)
 
     def gradients(self, batch: Batch) -> tuple[float, tuple[torch.Tensor, ...]]:
         """Loss and gradients of one pass, on a pool thread; the caller adds the passes in their order."""
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = self.loss(self.model, batch)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not self.args.plain):
+            loss = self.loss(self.model, batch, self.dtype)
         return loss.item(), torch.autograd.grad(loss, self.parameters)
 
     def train(self) -> None:
@@ -296,6 +304,13 @@ class Run:
         self.tokenizer.save_pretrained(directory)
 
 
+def _skill_weight(text: str) -> tuple[str, float]:
+    name, _, number = text.partition("=")
+    if name not in WEIGHTS:
+        raise argparse.ArgumentTypeError(f"'{name}' is no skill, expected one of {', '.join(WEIGHTS)}")
+    return name, float(number)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("model_repository/demo/1"), help="version directory to write")
@@ -304,6 +319,12 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--start-from", type=Path, help="version directory whose weights and tokenizer the run begins with"
+    )
+    parser.add_argument(
+        "--plain", action="store_true", help="float32 and AdamW: for processors that have no products of bfloat16"
+    )
+    parser.add_argument(
+        "--weight", type=_skill_weight, action="append", default=[], help="SKILL=NUMBER, of the mixture; repeatable"
     )
     parser.add_argument("--restart", action="store_true", help="ignore a checkpoint in the scratch folder")
     parser.add_argument("--seed", type=int, default=1)

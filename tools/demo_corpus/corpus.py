@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ SKILLS: dict[str, tuple[Callable[[Source], Sample], float]] = {
 }
 
 _MAKERS = [maker for maker, _ in SKILLS.values()]
-_WEIGHTS = [weight for _, weight in SKILLS.values()]
+WEIGHTS = {name: weight for name, (_, weight) in SKILLS.items()}
+"""Of the skills in the mixture, in their order."""
 _ANSWER = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
 
 
@@ -67,9 +68,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 _RENDER = _environment().from_string(TEMPLATE)
 
 
-def draw(source: Source) -> Sample:
+def draw(source: Source, weights: Mapping[str, float] = WEIGHTS) -> Sample:
     """A sample of the mixture, whose questions are on the source's side."""
-    return draw_skill(source, source.choices(_MAKERS, _WEIGHTS)[0])
+    return draw_skill(source, source.choices(_MAKERS, list(weights.values()))[0])
 
 
 def draw_skill(source: Source, maker: Callable[[Source], Sample]) -> Sample:
