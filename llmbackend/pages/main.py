@@ -32,14 +32,16 @@ def main() -> None:
     parser.add_argument("--socket-descriptor", type=int, required=True)
     parser.add_argument("--api-socket", type=Path, required=True)
     options = parser.parse_args()
-    _before_nicegui()
+    _before_nicegui(options.api_socket.parent)
     asyncio.run(_serve(options.socket_descriptor, options.api_socket))
 
 
-def _before_nicegui() -> None:
-    """NiceGUI reads its environment when it is imported."""
+def _before_nicegui(folder: Path) -> None:
+    """NiceGUI reads its environment when it is imported. Nothing is stored, so that any folder will do: asking for a
+    temporary one writes a file, and would end this process where that folder is full."""
+    tempfile.tempdir = str(folder)
     os.environ.pop("PYTEST_CURRENT_TEST", None)  # a server that a test started must behave as any other
-    os.environ["NICEGUI_STORAGE_PATH"] = tempfile.gettempdir()  # nothing is stored; the default is the working folder
+    os.environ["NICEGUI_STORAGE_PATH"] = str(folder)  # the default is the working folder
 
 
 async def _serve(descriptor: int, api_socket: Path) -> None:

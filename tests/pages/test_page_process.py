@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import subprocess
+import sys
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,6 +45,35 @@ def test_it_ends_a_while_after_the_last_connection_and_starts_again() -> None:
             await pages.connect(Silent)
 
     asyncio.run(check())
+
+
+FULL = """
+import sys, tempfile
+def full():
+    raise FileNotFoundError("No usable temporary directory found")
+tempfile._get_default_tempdir = full  # as where every write fails
+from llmbackend.pages.main import main
+main()
+"""
+
+
+def test_it_serves_where_the_temporary_folder_is_full(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as api, socket.socket(socket.AF_UNIX) as listener:
+        api.bind(str(tmp_path / "api.sock"))
+        listener.bind(str(tmp_path / "pages.sock"))
+        listener.listen()
+        arguments = ["--socket-descriptor", str(listener.fileno()), "--api-socket", str(tmp_path / "api.sock")]
+        process = subprocess.Popen(
+            [sys.executable, "-c", FULL, *arguments], stdin=subprocess.PIPE, pass_fds=(listener.fileno(),)
+        )
+        with process, socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(60)
+            client.connect(str(tmp_path / "pages.sock"))
+            client.sendall(b"GET /chat HTTP/1.1\r\nHost: localhost\r\nAccept: text/html\r\nConnection: close\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200 ")
+            assert process.stdin is not None
+            process.stdin.close()
+        assert process.returncode == 0
 
 
 class Silent(asyncio.Protocol):
