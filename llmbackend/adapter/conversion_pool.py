@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
-from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled, unavailable
+from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled, internal, unavailable
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .infer_task import InferTask
@@ -79,7 +79,7 @@ class ConversionPool:
         stop: Callable[[InferTask], None],
         on_change: Callable[[], None],
     ) -> None:
-        """submit: queues the tasks of a request
+        """submit: queues the tasks of a request, or answers them; never raises
         stop: ends a task with what it has so far
         on_change: called when the number of requests here has changed
         """
@@ -146,19 +146,26 @@ class ConversionPool:
             if conversion.has_begun:
                 return
             conversion.has_begun = True
+        tasks: Sequence[InferTask] = ()
         try:
-            tasks = conversion.convert()
+            tasks = self._converted(conversion)
             self._tasks.release(conversion.level)  # each task takes a place of its own
             if tasks:
                 self._submit_tasks(tasks)
-        except Exception:
-            logger.exception("a converted request could not be queued")
-            tasks = ()
         finally:
             self._forget(conversion)
         if conversion.is_stopped:
             for task in tasks:
                 self._stop_task(task)
+
+    def _converted(self, conversion: Conversion) -> Sequence[InferTask]:
+        """None for a request that was answered."""
+        try:
+            return conversion.convert()
+        except Exception as error:
+            logger.exception("a request could not be converted")
+            conversion.refuse(internal(f"the request could not be converted: {error}"))
+            return ()
 
     def _forget(self, conversion: Conversion) -> None:
         if conversion.alarm is not None:

@@ -1,7 +1,8 @@
 """Copies of LoRA adapters' files, which engines read: later changes to the originals have no effect.
 
 For: LoraRegistry. Does not know: what is in the files, engines. Invariants: nothing outside the operator's folder is
-read, whatever links lie in it; a copy never changes, so that an engine that starts later computes the same.
+read, whatever links lie in it; a copy never changes, so that an engine that starts later computes the same; `remove`
+takes no lock and waits for no disk, because it is called by finalizers, on any thread.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, BinaryIO, Final
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
@@ -35,11 +37,16 @@ class AdapterCopies:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._root: Path | None = None
+        self._removed: SimpleQueue[str | None] = SimpleQueue()
+        """`put` can be called again within itself, as a finalizer may."""
+        self._remover = threading.Thread(target=self._remove_all, name="lora-copies", daemon=True)
 
     def copy(self, folder: str, path: str) -> str:
         """Copies the adapter at `path` below `folder`; the copy's folder. Raises TritonError."""
         with self._lock:
-            self._root = self._root or Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
+            if self._root is None:
+                self._root = Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
+                self._remover.start()
         target = Path(tempfile.mkdtemp(dir=self._root))
         try:
             with _opened_below(folder, path) as descriptor:
@@ -54,11 +61,18 @@ class AdapterCopies:
         return str(target)
 
     def remove(self, copy: str) -> None:
-        shutil.rmtree(copy, ignore_errors=True)
+        """Soon. Any thread."""
+        self._removed.put(copy)
 
     def close(self) -> None:
         if self._root is not None:
+            self._removed.put(None)
+            self._remover.join()
             shutil.rmtree(self._root, ignore_errors=True)
+
+    def _remove_all(self) -> None:
+        while (copy := self._removed.get()) is not None:
+            shutil.rmtree(copy, ignore_errors=True)
 
 
 def relative_path(folder: str, path: str) -> str:

@@ -299,8 +299,24 @@ class ModelState:
             refuse(self._refused(refusal))
 
     def submit(self, tasks: Sequence[InferTask]) -> None:
-        """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered
-        UNAVAILABLE. A task that has ended before (its client has all its tokens) is answered at once."""
+        """Queues the tasks of a request and wakes the engines. If they cannot be queued, all are answered: UNAVAILABLE,
+        or INTERNAL after an error. A task that has ended before (its client has all its tokens) is answered at once.
+        """
+        try:
+            self._submit(tasks)
+        except Exception as error:
+            logger.exception("request %s could not be queued", tasks[0].request_id)
+            for task in tasks:
+                self._give_up(task, internal(f"the request could not be queued: {error}"))
+
+    def _give_up(self, task: InferTask, error: TritonError) -> None:
+        """Ends a task that may be in the map, with an engine, or have ended."""
+        if task.request_id in self.tasks:
+            self._request_stop(task.request_id, error)
+        elif not task.has_ended:
+            self.fail(task, error)
+
+    def _submit(self, tasks: Sequence[InferTask]) -> None:
         tasks = self._going_on(tasks)
         if not tasks:
             return

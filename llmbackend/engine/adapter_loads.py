@@ -1,7 +1,8 @@
 """LoRA adapters that come and go while an engine runs: their files are read beside its steps.
 
 For: the engine core, whose thread owns it. Does not know: what an adapter is, who asked for it. Invariants: each load
-ends with one result; an adapter is removed only when no live request has it; a running step waits for no file.
+ends with one result; an adapter is removed only when no live request has it; neither a step nor a request waits on the
+engine's thread for a file: a request whose adapter is being read is held here until then.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from .infer_request import AdapterLoad, AdapterResult
+from .infer_request import AdapterLoad, AdapterResult, InferRequest
 from .step import Runner
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class AdapterLoads:
         self._loading: dict[str, Future[Any]] = {}
         self._results: list[AdapterResult] = []
         self._unwanted: set[str] = set()
+        self._held: dict[str, InferRequest] = {}
+        """Requests by id, in the order in which they came."""
 
     @property
     def is_loading(self) -> bool:
@@ -77,20 +80,30 @@ class AdapterLoads:
         self._unwanted.add(name)
         self._drop_unused()
 
-    def finish(self, name: str) -> None:
-        """Waits for the adapter of a request, where it is still being read."""
-        if (future := self._loading.get(name)) is not None:
-            wait([future])
-            self._take(name)
+    def holds(self, request: InferRequest) -> bool:
+        """Whether the request was taken, because its adapter is still being read; `take_results` gives it back."""
+        if request.lora_name not in self._loading:
+            return False
+        self._held[request.request_id] = request
+        return True
+
+    def forget(self, request_id: str) -> bool:
+        """Ends a request that is held; False when it is not."""
+        return self._held.pop(request_id, None) is not None
 
     def wait(self, timeout_s: float) -> None:
         """Until an adapter was read."""
         wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
 
-    def take_results(self) -> tuple[AdapterResult, ...]:
-        """Of the loads that have ended, whose adapters requests may have from now on."""
+    def take_results(self, add: Callable[[InferRequest], None]) -> tuple[AdapterResult, ...]:
+        """Of the loads that have ended, whose adapters requests may have from now on. add: gets the requests that were
+        held for them, also where a load has failed."""
         for name in [name for name, future in self._loading.items() if future.done()]:
             self._take(name)
+        ready = [request for request in self._held.values() if request.lora_name not in self._loading]
+        for request in ready:
+            del self._held[request.request_id]
+            add(request)
         self._drop_unused()
         results, self._results = tuple(self._results), []
         return results
@@ -112,7 +125,8 @@ class AdapterLoads:
             self._results.append(AdapterResult(name))
 
     def _drop_unused(self) -> None:
-        for name in [name for name in self._unwanted if not self._is_used(name)]:
+        held = {request.lora_name for request in self._held.values()}
+        for name in [name for name in self._unwanted - held if not self._is_used(name)]:
             self._unwanted.discard(name)
             if (future := self._loading.pop(name, None)) is not None:
                 future.cancel()

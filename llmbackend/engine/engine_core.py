@@ -128,9 +128,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether `step()` has something to compute or to emit."""
-        if self._live or self._ended or self._in_flight or self.adapters.has_work or self.prefixes.has_work:
-            return True
-        return self._reporter is not None and self._reporter.has_work
+        has_work = self._live or self._ended or self._in_flight or self.adapters.has_work or self.prefixes.has_work
+        return bool(has_work) or (self._reporter is not None and self._reporter.has_work)
 
     def watch(self, watch: Watch) -> None:
         """What the results of steps report from now on."""
@@ -146,7 +145,8 @@ class EngineCore:
         request_id = request.request_id
         if request_id in self._live:
             raise ValueError(f"request_id '{request_id}' is already live in this engine, expected a unique id")
-        self.adapters.finish(request.lora_name)
+        if self.adapters.holds(request):
+            return
         if error := refusal(request, self.info):
             self._ended.append(StepOutput(request_id, finish_reason="error", error=error))
             return
@@ -175,13 +175,14 @@ class EngineCore:
         """Ends a request in any state; its blocks are free on return. An unknown id is one that has ended already."""
         if sequence := self._live.get(request_id):
             self._end(sequence)
+        if sequence or self.adapters.forget(request_id):
             self._ended.append(StepOutput(request_id, finish_reason="abort"))
 
     def step(self) -> StepResult:
         """One step of all that can run; also emits what ended since the last one. An exception ends the engine."""
         if self._constraints.is_compiling:
             self._take_compiled()
-        adapters = self.adapters.take_results()
+        adapters = self.adapters.take_results(self.add)
         step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
         read_s = 0.0 if self._reporter is None else self._now_s()
         outputs, self._ended = self._ended, []

@@ -277,6 +277,10 @@ class ForkedProcess:
             else:
                 self._kill_group()
 
+    def kill_server(self) -> None:
+        """For a server that hangs; children that do not end with it go on."""
+        self._server.kill()
+
     def take_status(self) -> None:
         """Takes one message of the server, if there is one: the process id, later the returncode."""
         with self._lock:

@@ -2,13 +2,15 @@
 
 For: a host and its frontend processes, so that a limit holds for all of them together. Does not know: what is counted.
 Invariants: a process changes its own counts alone, and `forget` takes away those of one that died; nobody waits for a
-process that hangs. An operation takes some five microseconds.
+process that hangs; `add` never fails, so that what is counted in several names is counted in all of them or given back.
+An operation takes some five microseconds.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import mmap
 import os
 import struct
@@ -19,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+log = logging.getLogger(__name__)
 _HEAD: Final = struct.Struct("<i")
 """The number of processes."""
 _WINDOWS: Final = 4096
@@ -66,11 +69,16 @@ class SharedCounts:
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
     def add(self, name: str, change: int) -> None:
+        """A name for which there is no record left is not counted, and so not limited, until others have gone."""
         with self.lock:
-            record = self._take(name)
+            try:
+                record = self._take(name)
+            except RuntimeError as error:
+                log.warning("%s", error)
+                return
             at = self._counts_at(record) + self._process * _COUNT.size
             (count,) = _COUNT.unpack_from(self._memory, at)
-            _COUNT.pack_into(self._memory, at, count + change)
+            _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: what goes was not counted
             self._free_if_unused(record)
 
     def forget(self, process: int) -> None:

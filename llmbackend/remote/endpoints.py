@@ -11,7 +11,7 @@ from typing import Final
 
 from .sockets import Connection, ConnectionOwner, CurveKeys, HostSocket
 from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
-from .zmq_sockets import HEARTBEAT_TIMEOUT_S, ZmqConnection, ZmqHostSocket
+from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S, ZmqConnection, ZmqHostSocket
 
 _IPC: Final = "ipc://"
 _TCP: Final = "tcp://"
@@ -33,7 +33,7 @@ def new_host_socket(endpoint: str, keys: CurveKeys | None, timeout_s: float | No
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixHostSocket(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S)
-    return ZmqHostSocket(endpoint, keys, timeout_s or HEARTBEAT_TIMEOUT_S)
+    return ZmqHostSocket(endpoint, keys, timeout_s or FRONTEND_HEARTBEAT_TIMEOUT_S)
 
 
 def new_connection(
@@ -43,7 +43,7 @@ def new_connection(
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixConnection(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S, owner)
-    return ZmqConnection(endpoint, keys, timeout_s or HEARTBEAT_TIMEOUT_S, owner)
+    return ZmqConnection(endpoint, keys, timeout_s or FRONTEND_HEARTBEAT_TIMEOUT_S, owner)
 
 
 def _path(endpoint: str) -> Path:

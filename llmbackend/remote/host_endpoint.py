@@ -57,6 +57,8 @@ CallHandler = Callable[[Call, Callable[[CallResult], object]], None]
 """(call, what is to be called with its result, on any thread)"""
 LARGE_BYTES: Final = 256 << 10
 """A request with more is decoded and validated apart from the others."""
+MAX_WAITING_BYTES: Final = 256 << 20
+"""Of such requests, of all frontends, that are not decoded yet; beyond it they are refused."""
 _BEAT_S: Final = 1.0
 _PROBES_S: Final = 0.1
 """How often frontends are looked for while one of them is missing."""
@@ -76,10 +78,12 @@ class HostEndpoint:
         keys: CurveKeys | None = None,
         heartbeat_timeout_s: float | None = None,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
         release: str = __version__,
     ) -> None:
         """heartbeat_timeout_s: after which a silent frontend is gone; None = that of the endpoint's kind
         max_unread_bytes: of one frontend
+        max_waiting_bytes: of large requests that wait to be decoded; one alone may have more
 
         Raises ValueError for an endpoint that cannot be used.
         """
@@ -96,6 +100,9 @@ class HostEndpoint:
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
         self._large = ThreadPoolExecutor(2, thread_name_prefix="remote-large")
+        self._max_waiting_bytes = max_waiting_bytes
+        self._waiting_bytes = 0
+        self._waiting_lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="remote-host", daemon=True)
 
     @property
@@ -248,16 +255,40 @@ class HostEndpoint:
 
     def _submit(self, frontend: AttachedFrontend, submit: Submit, frames: list[memoryview], num_bytes: int) -> None:
         request = frontend.requests[submit.number] = HostedRequest(submit.number, frontend)
-        if num_bytes > LARGE_BYTES:
-            self._large.submit(self._infer_large, frontend, request, submit, frames)
-        else:
+        if num_bytes <= LARGE_BYTES:
             self._infer(frontend, request, submit, frames)
+        elif self._takes_large(num_bytes):
+            self._large.submit(self._infer_large, frontend, request, submit, frames, num_bytes)
+        else:
+            limit = self._max_waiting_bytes
+            text = f"the host is at its limit of {limit} bytes of large requests that wait to be decoded"
+            self._refuse_request(frontend, submit, unavailable(text))
+
+    def _takes_large(self, num_bytes: int) -> bool:
+        with self._waiting_lock:
+            if self._waiting_bytes and self._waiting_bytes + num_bytes > self._max_waiting_bytes:
+                return False
+            self._waiting_bytes += num_bytes
+            return True
 
     def _infer_large(
-        self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: list[memoryview]
+        self,
+        frontend: AttachedFrontend,
+        request: HostedRequest,
+        submit: Submit,
+        frames: list[memoryview],
+        num_bytes: int,
     ) -> None:
-        if not frontend.is_lost:
-            self._infer(frontend, request, submit, frames)
+        try:
+            if not frontend.is_lost:
+                self._infer(frontend, request, submit, frames)
+        finally:
+            with self._waiting_lock:
+                self._waiting_bytes -= num_bytes
+
+    def _refuse_request(self, frontend: AttachedFrontend, submit: Submit, error: TritonError) -> None:
+        frontend.requests.pop(submit.number, None)
+        frontend.decided(Decision(submit.number, WireError.of(error)))
 
     def _infer(
         self, frontend: AttachedFrontend, request: HostedRequest, submit: Submit, frames: Sequence[Frame]
@@ -272,8 +303,7 @@ class HostEndpoint:
             if not isinstance(error, TritonError):
                 log.exception("a frontend's request to model '%s' cannot be submitted", submit.model_name)
                 error = internal("internal error, see the server's log")
-            frontend.requests.pop(submit.number, None)
-            frontend.decided(Decision(submit.number, WireError.of(error)))
+            self._refuse_request(frontend, submit, error)
             return
         if submit.is_confirmed:
             frontend.decided(Decision(submit.number))

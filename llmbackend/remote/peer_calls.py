@@ -25,7 +25,7 @@ from llmbackend.core.errors import TritonError, internal, unavailable
 from .host_endpoint import HostEndpoint
 from .sockets import CurveKeys
 from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
-from .zmq_sockets import HEARTBEAT_TIMEOUT_S, new_socket
+from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S, new_socket
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -41,7 +41,7 @@ class PeerCalls:
         endpoint: HostEndpoint,
         host_id: str,
         keys: CurveKeys | None = None,
-        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+        heartbeat_timeout_s: float = FRONTEND_HEARTBEAT_TIMEOUT_S,
         release: str = __version__,
     ) -> None:
         """endpoint: of this host, over a network, started; its peers are called. To be made on the event loop."""

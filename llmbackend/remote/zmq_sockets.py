@@ -23,7 +23,7 @@ from llmbackend.cluster_secrets import ClientCheck
 from .sockets import ConnectionOwner, CurveKeys, Parts, Sender
 from .tensors import Frame
 
-HEARTBEAT_TIMEOUT_S: Final = 5.0
+FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
 """Silence after which an end counts as gone."""
 _MESSAGES_AT_ONCE: Final = 64
 _POLLIN: Final = int(zmq.POLLIN)

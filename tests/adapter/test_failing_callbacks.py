@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.activity import InstanceReports
+from llmbackend.adapter.conversion_pool import SHORT_BYTES
 from llmbackend.adapter.infer_task import InferTask
 from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.adapter.metrics import LlmMetrics
+from llmbackend.adapter.model_instance_state import ModelInstanceState
+from llmbackend.adapter.model_state import ModelState
+from llmbackend.adapter.prefix_routing import PrefixRouting
 from llmbackend.adapter.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
@@ -113,3 +117,34 @@ def test_the_requests_of_a_dead_engine_go_on(
         dies = FailsOnce(monkeypatch, TaskMap, "record_outputs")
         assert texts(start(host)) == undisturbed
         assert fails.num_failures == dies.num_failures == 1
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(TaskMap, "admit"), (TaskMap, "enqueue"), (PrefixRouting, "place"), (ModelState, "wake_engines")],
+)
+def test_a_request_that_cannot_be_queued_is_answered_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, is_long: bool
+) -> None:
+    """Long requests are converted, and queued, on another thread than the instance's."""
+    text = "x" * (SHORT_BYTES + 1 if is_long else 3)
+    with llm_host(tmp_path, max_model_len=8192, num_kv_blocks=4096) as host:
+        fails = FailsOnce(monkeypatch, owner, name)
+        call = host.start(text_input=text, sampling={"max_tokens": 3, "temperature": 0}).wait()
+        assert fails.num_failures == 1 and call.num_finals == 1
+        assert call.error is None or call.error.message == "the request could not be queued: 'a bug'"
+        assert host.infer(text_input=text, sampling={"max_tokens": 3, "temperature": 0}).error is None
+        assert host.metric("vllm:num_requests_waiting") == 0
+
+
+def test_a_long_request_whose_conversion_fails_is_answered_and_its_place_given_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = 'parameters { key: "max_queue_size" value { string_value: "1" } }'
+    with llm_host(tmp_path, bound, max_model_len=8192, num_kv_blocks=4096) as host:
+        FailsOnce(monkeypatch, ModelInstanceState, "_convert")
+        text, sampling = "x" * (SHORT_BYTES + 1), {"max_tokens": 3, "temperature": 0}
+        error = host.infer(text_input=text, sampling=sampling).error
+        assert error is not None and error.message == "the request could not be converted: 'a bug'"
+        assert host.infer(text_input=text, sampling=sampling).error is None

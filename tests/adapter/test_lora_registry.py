@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from llmbackend.adapter.lora_files import WEIGHTS
 from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.infer_request import AdapterResult
+from tests.helpers.waiting import eventually
 
 
 def weights(tensors: dict[str, Any], header_bytes: int | None = None) -> bytes:
@@ -159,3 +162,25 @@ def test_weights_are_measured_by_their_header_before_they_are_read(
         registry.ask("a")
     assert told in refused.value.message and refused.value.code is ErrorCode.INVALID_ARG
     assert registry.wanted() == {}
+
+
+def test_the_files_of_an_adapter_are_removed_on_no_thread_that_serves(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one who has an adapter may be an engine's loop; it waits for no disk."""
+    remove, gate, removers = shutil.rmtree, threading.Event(), []
+
+    def slow(path: str, **options: Any) -> None:
+        removers.append(threading.current_thread().name)
+        assert gate.wait(20)
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    key = registry.serve("a")
+    copy, handle = Path(registry.wanted()[key]), registry.take("a")
+    registry.unload("a")
+    del handle
+    assert registry.wanted() == {} and copy.exists()
+    gate.set()
+    eventually(lambda: not copy.exists())
+    assert removers == ["lora-copies"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import InferRequest
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import AdapterLoad, InferRequest
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.runners import make_runner
 from tests.helpers.mock_engine import (
@@ -268,3 +270,51 @@ def test_the_mock_model_needs_no_torch() -> None:
     runner = make_runner(EngineConfig(model="mock", num_kv_blocks=4))
     assert isinstance(runner, MockRunner)
     assert runner.info.num_blocks == 4
+
+
+class SlowAdapters:
+    """Reading `slow` takes until the test says so."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.names: set[str] = set()
+
+    def read(self, name: str, path: str) -> str:
+        assert name != "slow" or self.gate.wait(20)
+        return name
+
+    def add(self, name: str, matrices: str) -> None:
+        self.names.add(matrices)
+
+    def remove(self, name: str) -> None:
+        self.names.discard(name)
+
+
+class AdaptingMock(MockRunner):
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.adapters = SlowAdapters()
+
+
+def test_a_request_whose_adapter_is_being_read_holds_up_no_other() -> None:
+    """As in an engine that follows a dead one, and gets the adapters and the requests of that one at once."""
+    runner = AdaptingMock(EngineConfig(model="mock"))
+    core = EngineCore(EngineConfig(model="mock"), runner)
+    core.adapters.load(AdapterLoad("slow", "anywhere"))
+    held = msgspec.structs.replace(make_request("held"), lora_name="slow")
+    for request in (held, msgspec.structs.replace(held, request_id="aborted"), make_request("other")):
+        core.add(request)
+    core.adapters.drop("slow")  # not before its requests have ended
+    outcomes = Outcomes()
+    core.abort("aborted")
+    while "other" not in outcomes.of or outcomes["other"].finish_reason is None:
+        outcomes.add(core.step())
+    assert set(outcomes.of) == {"other", "aborted"} and core.has_work
+    assert outcomes["aborted"].finish_reason == "abort" and not outcomes["aborted"].token_ids
+    runner.adapters.gate.set()
+    while core.has_work:
+        outcomes.add(core.step())
+    expect_oracle(outcomes["held"], held)
+    core.step()
+    assert runner.adapters.names == set()
+    core.close()

@@ -21,6 +21,7 @@ from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.mock.mock_model import MockRunner
+from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
@@ -124,6 +125,19 @@ def test_close_in_the_middle_of_work_leaves_nothing(transport: Transport) -> Non
     if isinstance(transport, ProcessTransport):
         assert not is_alive(pid_of(transport))
         assert not Path(transport._directory).exists()
+
+
+def test_a_kill_waits_for_no_fork_server_that_hangs(
+    process: ProcessTransport, fork_server: EngineForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its fork server would say how a process ended; while it is stopped it says nothing."""
+    monkeypatch.setattr(transport_module, "KILLED_TIMEOUT_S", 0.2)
+    assert fork_server._server is not None
+    os.kill(fork_server._server.process.pid, signal.SIGSTOP)
+    pid = pid_of(process)
+    process.close(force=True)
+    eventually(lambda: not is_alive(pid))
+    assert not Path(process._directory).exists()
 
 
 @pytest.mark.parametrize("kind", ["inline", "process"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
+from llmbackend.adapter.lora_files import AdapterCopies
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
@@ -190,3 +193,27 @@ def test_without_a_folder_there_is_no_such_path(server: InferenceServer) -> None
     with serve_openai(server) as base:
         status, text, _ = error_of(change(f"{base}/v1", "load", lora_name="a", lora_path="cat"))
     assert status == 404 and "--lora-folder" in text
+
+
+def test_a_change_waits_for_no_other(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that hangs, on a disk that does not answer, holds up neither other loads nor unloads."""
+    copy, gate, begun = AdapterCopies.copy, threading.Event(), threading.Event()
+
+    def slow(copies: AdapterCopies, folder: str, path: str) -> str:
+        if path == "cat":
+            begun.set()
+            assert gate.wait(20)
+        return copy(copies, folder, path)
+
+    monkeypatch.setattr(AdapterCopies, "copy", slow)
+    with ThreadPoolExecutor(1) as pool:
+        hanging = pool.submit(load, url, "cat", "cat")
+        assert begun.wait(20)
+        try:
+            load(url, "dog", "deep/dog")
+            assert change(url, "unload", lora_name="dog").status_code == 200
+            again = change(url, "load", lora_name="cat", lora_path="cat")
+            assert again.status_code == 400 and "'cat' is being loaded" in again.text
+        finally:
+            gate.set()
+        hanging.result()

@@ -7,7 +7,8 @@ import logging
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,12 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseFlag
 from llmbackend.core.tensors import Tensor
-from llmbackend.remote.host_endpoint import HostEndpoint
+from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
+from llmbackend.remote.requests import unpacked_request
 from llmbackend.remote.sockets import CurveKeys
-from llmbackend.remote.wire import Peer
+from llmbackend.remote.tensors import Frame
+from llmbackend.remote.wire import Peer, Submit
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async
@@ -143,6 +146,48 @@ def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
         assert [response.error for response in got["one"]] == [None]
 
     asyncio.run(run())
+
+
+def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
+    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is slow to decode holds no more of them than its limit; others go on."""
+    got: dict[str, list[InferenceResponse]] = {"first": [], "second": [], "small": []}
+    gate = threading.Event()
+
+    def slow(submit: Submit, frames: Sequence[Frame]) -> InferenceRequest:
+        assert sum(map(len, frames)) < LARGE_BYTES or gate.wait(20)
+        return unpacked_request(submit, frames)
+
+    monkeypatch.setattr("llmbackend.remote.host_endpoint.unpacked_request", slow)
+
+    def submit(server: RemoteServer, name: str, size: int) -> None:
+        def callback(response: InferenceResponse | None, flags: ResponseFlag) -> None:
+            got[name] += [response] if response is not None else []
+
+        text = Tensor.text("text_input", "n=1".ljust(size))
+        server.infer_async(InferenceRequest("llm", id=f"{name} {keys is None}", inputs=(text,)), callback)
+
+    async def run() -> None:
+        async with (
+            served(host, tmp_path, keys=keys, max_waiting_bytes=3 * LARGE_BYTES) as endpoint,
+            attached(endpoint.endpoint, keys=keys) as server,
+        ):
+            submit(server, "first", 2 * LARGE_BYTES)
+            submit(server, "second", 2 * LARGE_BYTES)
+            submit(server, "small", 8)
+            await eventually_async(lambda: bool(got["second"] and got["small"]))
+            assert not got["first"]
+            gate.set()
+            await eventually_async(lambda: bool(got["first"]))
+            submit(server, "second", 2 * LARGE_BYTES)
+            await eventually_async(lambda: len(got["second"]) > 1)
+
+    asyncio.run(run())
+    refusal, *answers = [response.error for response in got["second"]]
+    assert refusal is not None and refusal.code is ErrorCode.UNAVAILABLE
+    assert f"limit of {3 * LARGE_BYTES} bytes" in refusal.message
+    assert [response.error for response in got["first"] + got["small"]] + answers == [None] * (2 + len(answers))
 
 
 def test_a_link_over_a_network_is_encrypted_and_carries_the_same(host: InferenceServer) -> None:

@@ -21,7 +21,7 @@ from ..config import EngineConfig
 if TYPE_CHECKING:
     from llmbackend.cluster_secrets import ClusterSecrets
 
-HEARTBEAT_TIMEOUT_S: Final = 2.0
+ENGINE_HEARTBEAT_TIMEOUT_S: Final = 2.0
 """How long the other end of a link may be silent."""
 
 
@@ -122,7 +122,7 @@ def use_locator(
     secrets: ClusterSecrets | None = None,
     *,
     host_id: str = "",
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
+    heartbeat_timeout_s: float = ENGINE_HEARTBEAT_TIMEOUT_S,
 ) -> None:
     """Before models load: from now on `transport: process` engines are where `locator` says; None = children again.
 

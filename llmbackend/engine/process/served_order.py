@@ -13,7 +13,7 @@ import msgspec
 
 from ..config import EngineConfig
 from ..rank_order import RankMeeting
-from .locating import HEARTBEAT_TIMEOUT_S
+from .locating import ENGINE_HEARTBEAT_TIMEOUT_S
 
 
 class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     port: int = 0
     incarnation: int = 0
     node: str = ""
-    heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S
+    heartbeat_timeout_s: float = ENGINE_HEARTBEAT_TIMEOUT_S
     outlives_parent: bool = False
     orphan_timeout_s: float = 30.0
     meeting: RankMeeting | None = None

@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 DESCRIPTORS_OF_AN_ENGINE = 24
 """What starting one opens here: libzmq's, the lifeline, its output, the fork server's sockets and pipes."""
 CLOSE_TIMEOUT_S = 5.0
+KILLED_TIMEOUT_S = 5.0
+"""How long after SIGKILL a process may take to end: more only in a system call that cannot be interrupted."""
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 LAST_MESSAGE_TIMEOUT_MS = 1000
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -170,6 +172,15 @@ class PairTransport(Transport):
             raise self._cause_of_death()
         return messages
 
+    def _ends_when_killed(self, process: ForkedProcess) -> bool:
+        """A fork server that hangs does not tell of the end of its children: then it is killed, and another one is
+        started for the next engine."""
+        if process.wait(KILLED_TIMEOUT_S):
+            return True
+        logger.warning("the end of an engine process is not told by its fork server, which is killed")
+        process.kill_server()
+        return process.wait(KILLED_TIMEOUT_S)
+
     def _has_ended_in_order(self) -> bool:
         """Whether the engine, which is at its end, has sent why: its last message may be seen after its end."""
         return False
@@ -288,7 +299,9 @@ class ProcessTransport(PairTransport):
         if self._process is not None and not self._process.wait(timeout_s):
             logger.warning("killing an engine process that does not end")
             self._process.kill()
-            self._process.wait(None)
+            if not self._ends_when_killed(self._process):
+                logger.error("engine process %d does not end after SIGKILL, and is left behind", self._process.pid)
+                return False
         if self._output is not None:
             self._output.wait()
         if self._directory:

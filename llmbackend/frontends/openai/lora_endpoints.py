@@ -1,14 +1,15 @@
 """/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters while it serves.
 
-For: the router. Does not know: files, engines. Invariant: an answer says what is: a loaded adapter is served from then
-on, an unloaded one takes no further request. Adapters lie below one folder, which the server's operator has named.
+For: the router. Does not know: files, engines. Invariants: an answer says what is: a loaded adapter is served from then
+on, an unloaded one takes no further request; of one name there is one change at a time; a change waits for no other.
+Adapters lie below one folder, which the server's operator has named.
 Source: vLLM's protocol of these paths, its statuses and texts.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any, Final
 
 import orjson
@@ -56,7 +57,8 @@ class LoraEndpoints:
         self._gate = gate
         self._catalog = catalog
         self._folder = folder
-        self._changes = asyncio.Lock()
+        self._changing: set[str] = set()
+        """Names of adapters."""
 
     def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
         """Each takes POST."""
@@ -65,7 +67,7 @@ class LoraEndpoints:
     async def load(self, http: Request) -> Response:
         fields = read(LoadLoraAdapterRequest, await self._body(http))
         name = fields.lora_name
-        async with self._changes:
+        with self._change(name):
             model = self._catalog.named(fields.model)
             self._catalog.check_adapter_name(name, model)
             change = {"action": "load", "name": name, "folder": self._folder, "path": fields.lora_path}
@@ -74,10 +76,22 @@ class LoraEndpoints:
 
     async def unload(self, http: Request) -> Response:
         name = read(UnloadLoraAdapterRequest, await self._body(http)).lora_name
-        async with self._changes:
+        with self._change(name):
             model = self._catalog.model_of_adapter(name)
             await self._send(model, {"action": "unload", "name": name})
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    @contextlib.contextmanager
+    def _change(self, name: str) -> Iterator[None]:
+        """Raises OpenAIError while another change of the name is under way, which may take as long as a load does."""
+        if name in self._changing:
+            text = f"The lora adapter '{name}' is being loaded or unloaded."
+            raise OpenAIError(text, param="lora_name", code="invalid_value")
+        self._changing.add(name)
+        try:
+            yield
+        finally:
+            self._changing.discard(name)
 
     async def _body(self, http: Request) -> JsonObject:
         if not self._folder:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.engine.process.locating import HEARTBEAT_TIMEOUT_S
+from llmbackend.engine.process.locating import ENGINE_HEARTBEAT_TIMEOUT_S
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.server.endpoints import Endpoint
 from llmbackend.server.settings import ServerSettings
@@ -34,7 +34,7 @@ from .returning import Address
 from .shared_store import shared_store
 from .stand_in_agent import Engines
 
-CUT_S = (0.5, 2 * HEARTBEAT_TIMEOUT_S)
+CUT_S = (0.5, 2 * ENGINE_HEARTBEAT_TIMEOUT_S)
 KEEPER_SHARE = 0.2
 """Of kills of engines, those of the process that keeps one, which ends with it."""
 BUSY_TIMEOUT_S = 30.0
@@ -131,7 +131,7 @@ async def hosts_cluster(models: Sequence[ModelSetup], num_machines: int = 3) -> 
         write_model(directory, model)
     secrets, log = directory / "secrets", directory / "cluster.log"
     ClusterSecrets.create(secrets)
-    engines = Engines(secrets, log, Links(), HEARTBEAT_TIMEOUT_S)
+    engines = Engines(secrets, log, Links(), ENGINE_HEARTBEAT_TIMEOUT_S)
     any_port = Endpoint("127.0.0.1", 0)
     with shared_store(directory) as store, _logging_to(log):
         settings = ServerSettings(

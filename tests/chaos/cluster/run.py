@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from llmbackend.engine.process.locating import HEARTBEAT_TIMEOUT_S
+from llmbackend.engine.process.locating import ENGINE_HEARTBEAT_TIMEOUT_S
 from tests.helpers.server_process import ROOT
 
 from ..agents.api_requests import make_api_specs
@@ -93,7 +93,7 @@ def _max_tokens(spec: StreamSpec) -> int:
 
 def acts(choice: Choice) -> list[Act]:
     limit_s = None if choice.demo else KILLED_LIMIT_S
-    cut_limit_s = None if choice.demo else HEARTBEAT_TIMEOUT_S + KILLED_LIMIT_S
+    cut_limit_s = None if choice.demo else ENGINE_HEARTBEAT_TIMEOUT_S + KILLED_LIMIT_S
     one_machine = [
         KillRound("one machine: frontends", [Kind.FRONTEND], 40, choice.seed + 10, limit_s),
         KillRound("one machine: engines", [Kind.ENGINE], 60, choice.seed + 11, limit_s),
