@@ -48,8 +48,9 @@ class Tally:
     def __str__(self) -> str:
         return (
             f"schemas: {self.schemas} ({self.refused} refused with a path, {self.reduced} in part), texts: "
-            f"{self.valid_texts} generated and valid, {self.cut_off} cut off, {self.wrong_texts} invalid ones impossible, "
-            f"{self.not_generated} valid ones not generated, {self.not_judged} not judged, {len(self.wrong_verdicts)} wrong verdicts"
+            f"{self.valid_texts} generated and valid, {self.cut_off} cut off, {self.wrong_texts} invalid ones "
+            f"impossible, {self.not_generated} valid ones not generated, {self.not_judged} not judged, "
+            f"{len(self.wrong_verdicts)} wrong verdicts"
         )
 
 
