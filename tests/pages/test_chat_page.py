@@ -347,6 +347,27 @@ def test_an_answer_goes_on_after_its_engine_died_and_says_so(page: Any, tmp_path
         assert stop_server(server) == 0
 
 
+def test_stop_ends_the_request_in_the_server_before_the_grace(page: Any, tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "mock", mock_step_ms=100)
+    server = start_server("--model-repository", str(tmp_path), "--resume-grace=600")
+    try:
+        page.goto(f"http://{server.http}/")
+        page.get_by_text("mock", exact=True).wait_for()
+        page.evaluate("llmbackendChat.saveSettings(JSON.stringify({model: 'mock', max_tokens: 450, temperature: 0}))")
+        page.reload()
+        page.get_by_text("mock", exact=True).wait_for()
+        say(page, "a question")
+        page.wait_for_function("document.querySelector('.prose')?.textContent.length > 5")
+        page.keyboard.press("Escape")
+        complete(page, 1)
+        server.wait_until_idle("mock", 10)
+        (kept,) = stored(page)
+        assert kept["turns"][1]["finish_reason"] == "stopped by you"
+    finally:
+        page.goto("about:blank")
+        assert stop_server(server) == 0
+
+
 def test_where_keys_are_configured_the_page_asks_for_one(page: Any, tmp_path: Path) -> None:
     write_echo_model(tmp_path)
     server = start_server("--model-repository", str(tmp_path), "--api-key", "sk-secret")
