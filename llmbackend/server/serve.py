@@ -164,7 +164,8 @@ def _announce(
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s())
     tell_ready(ready_descriptor, urls)
-    in_thread(give_back_freed)
+    with contextlib.suppress(RuntimeError):  # a machine without room for a thread serves all the same
+        in_thread(give_back_freed)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
         log.warning("%s", warning)

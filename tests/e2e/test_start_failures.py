@@ -14,6 +14,7 @@ from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.server.start_failure import MAX_MODELS_SHOWN, advice, failure_summary
+from tests.helpers.server_process import write_mock_model
 
 CHECKPOINT = "Give the directory of a Hugging Face checkpoint"
 
@@ -145,3 +146,35 @@ def test_many_failures_are_cut() -> None:
     lines = failure_summary({f"m{index}": "x " * 5000 for index in range(MAX_MODELS_SHOWN + 3)}).splitlines()
     assert lines[-1] == "and 3 more models; the log above names them."
     assert max(map(len, lines)) < 800
+
+
+READY_WITHOUT_A_THREAD = """
+import sys
+from llmbackend.cli import main
+from llmbackend.server import serve
+
+in_thread = serve.in_thread
+
+def full(function, *arguments):
+    if function is serve.give_back_freed:
+        raise RuntimeError("can't start new thread")
+    return in_thread(function, *arguments)
+
+serve.in_thread = full
+main.main()
+"""
+
+
+def test_a_server_that_is_ready_stays_where_no_thread_can_be_started(tmp_path: Path) -> None:
+    write_mock_model(tmp_path, "m")
+    ports = [f"--{protocol}-port=0" for protocol in ("http", "grpc", "metrics")]
+    flags = ["serve", "--model-repository", str(tmp_path), "--http-address=127.0.0.1", "--allow-pages=false", *ports]
+    command = [sys.executable, "-c", READY_WITHOUT_A_THREAD, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        said = []
+        for line in process.stdout:
+            said.append(line)
+            if line.startswith("Try:"):
+                process.terminate()
+    assert process.returncode == 0 and "Traceback" not in "".join(said), said
