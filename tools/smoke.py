@@ -214,12 +214,17 @@ def metrics(server: Server) -> None:
         assert match and float(match[1]) > 0, f"{name} missing or zero"
 
 
+def root(server: Server) -> None:
+    assert "/v2/models/{model}/generate" in curl(f"http://{server.http}/")
+
+
 def log_has_no_complaints(server: Server) -> None:
     complaints = [line for line in server.log if COMPLAINT.match(line)]
     assert not complaints, complaints
 
 
 CHECKS: list[Check] = [
+    root,
     http_health,
     http_metadata,
     curl_generate,

@@ -16,13 +16,14 @@ from .port_holder import holder_of
 
 
 class PortTakenError(OSError):
-    """service: Triton's name of what would have listened."""
+    """The text names the process that has the port, where that is known. service: Triton's name of what would have
+    listened there."""
 
     def __init__(self, error: OSError, service: str, wish: PortWish) -> None:
-        super().__init__(error.errno, error.strerror)
+        holder = holder_of(wish.port or 0)
+        super().__init__(error.errno, f"{error.strerror}{f', held by {holder}' if holder else ''}")
         self.service = service
         self.socket = f"{wish.address}:{wish.port}"
-        self.holder = holder_of(wish.port or 0)
 
 
 @dataclass(frozen=True, slots=True)

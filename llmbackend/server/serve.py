@@ -194,14 +194,12 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
     }
     try:
         return ClaimedPorts.claim(**wishes)
-    except PortTakenError as error:
-        log.error(
-            "failed to start %s service: Unavailable - Socket '%s' already in use", error.service, error.socket
-        )  # as Triton
-        who = error.holder or "what has the port"
-        raise _StartRefusedError(f"cannot listen: {error}. Stop {who}, or choose another port.") from error
     except OSError as error:
-        raise _StartRefusedError(f"cannot listen: {error}. Choose another address or port.") from error
+        if isinstance(error, PortTakenError):  # in Triton's words, too
+            text = "failed to start %s service: Unavailable - Socket '%s' already in use"
+            log.error(text, error.service, error.socket)
+        text = f"cannot listen: {error}. Stop what has the port, or choose another one."
+        raise _StartRefusedError(text) from error
 
 
 def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:

@@ -15,16 +15,18 @@ from typer.main import get_command
 
 from llmbackend.adapter.engine_args import OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.schemas import sampling
 from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
 from llmbackend.cli.engine_flags import EngineFlags
 from llmbackend.cli.serve import app as serve_app
+from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.config import EngineConfig
 from llmbackend.server import serve
 from llmbackend.server.settings import ServerSettings
-from llmbackend.server.start_failure import as_flags
+from llmbackend.server.start_failure import advice, as_flags
 
 FIELDS = {field.name for field in msgspec.structs.fields(EngineConfig)}
 
@@ -148,6 +150,18 @@ def test_errors_name_the_flag(
         cli.main()
     assert end.value.code == 2
     assert capsys.readouterr().err.rstrip().splitlines()[-1].startswith(reason)
+
+
+def test_a_hub_that_does_not_answer_is_no_fault_of_the_generation_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, interpreter: str) -> Path:
+        raise OSError(f"{source} is out of reach")
+
+    monkeypatch.setattr(sampling, "local_directory", refuse)
+    with pytest.raises(TritonError) as caught:
+        sampling.read_sampling_defaults(EngineConfig(model="org/name"))
+    said = as_flags(caught.value.message)
+    assert said.startswith("--model is 'org/name', which is no directory here, and the hub did not give its files: ")
+    assert "check the name and the network" in advice(said).lower()
 
 
 def test_what_the_engine_says_later_names_the_flag_too() -> None:

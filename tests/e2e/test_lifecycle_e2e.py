@@ -265,8 +265,8 @@ def test_a_taken_port_ends_with_the_reason_before_a_model_is_loaded(tiny: Server
     command += ["--http-port", port, "--grpc-port", "0", "--metrics-port", "0"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == 1
-    assert f"cannot listen: [Errno 98] Address already in use: 127.0.0.1:{port}" in run.stderr
-    assert f"Stop process {tiny.process.pid} (" in run.stderr
+    taken = f"cannot listen: [Errno 98] Address already in use: 127.0.0.1:{port}"
+    assert f"{taken}, held by process {tiny.process.pid} (" in run.stderr
     assert f"failed to start HTTP service: Unavailable - Socket '127.0.0.1:{port}' already in use" in run.stderr
     assert "Traceback" not in run.stderr and "loading" not in run.stderr.lower()
 
