@@ -28,9 +28,10 @@ class OwnedFolder:
         """kind: a word of its name. Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
         self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-        new = self.path / f"{_OWNER}.new"
-        new.write_text(_identity(os.getpid()))
-        new.rename(self.path / _OWNER)  # whole when anybody reads it
+        with contextlib.suppress(OSError):  # the disk is full: nobody but this process will remove it
+            new = self.path / f"{_OWNER}.new"
+            new.write_text(_identity(os.getpid()))
+            new.rename(self.path / _OWNER)  # whole when anybody reads it
 
 
 def remove_abandoned() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Awaitable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -241,7 +242,7 @@ class FrontendServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
         endpoints = (self._http, self._page_api, self._metrics)
-        stops = [endpoint.stop(grace_s) for endpoint in endpoints if endpoint is not None]
+        stops: list[Awaitable[None]] = [endpoint.stop(grace_s) for endpoint in endpoints if endpoint is not None]
         if self._pages is not None:
             stops.append(self._pages.process.stop())
         if self._grpc is not None:
