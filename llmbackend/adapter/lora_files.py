@@ -138,7 +138,7 @@ def _check_header(source: BinaryIO, size_bytes: int) -> None:
 def _is_matrix(shape: Any) -> bool:
     if not isinstance(shape, list) or len(shape) != 2 or not all(type(size) is int for size in shape):
         return False
-    return 0 < min(shape) <= _MAX_RANK and max(shape) <= _MAX_FEATURES
+    return bool(0 < min(shape) <= _MAX_RANK and max(shape) <= _MAX_FEATURES)
 
 
 def _why(path: str, error: OSError) -> TritonError:

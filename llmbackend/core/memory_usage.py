@@ -14,7 +14,8 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryType(Enum):
-    """CPU and GPU are totals; what follows is a part of the total before it."""
+    """CPU and GPU are what the process has; the others say what for. KV memory on CPU is reserved: of it, only what was
+    used is resident."""
 
     CPU = "CPU"
     """Resident memory of the instance's process, with what it shares with others; without a process of its own, what
