@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbackend.frontends.inference_gate import LARGE_BODY_BYTES
-from llmbackend.frontends.openai import requests
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.requests import GenerationRequest, decode_cost, parse_chat, parse_completion
+from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)
 KEYS = st.text(max_size=4) | st.just("type")
@@ -24,42 +24,8 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
-FIELDS = st.sampled_from(
-    [
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "logit_bias",
-        "max_tokens",
-        "max_completion_tokens",
-        "min_tokens",
-        "n",
-        "logprobs",
-        "top_logprobs",
-        "stream",
-        "stream_options",
-        "echo",
-        "suffix",
-        "tools",
-        "tool_choice",
-        "response_format",
-        "user",
-        "metadata",
-        "store",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "ignore_eos",
-        "chat_template_kwargs",
-        "messages",
-        "prompt",
-        "model",
-    ]
-)
+CHAT_FIELDS, COMPLETION_FIELDS = sorted(ChatCompletionRequest.model_fields), sorted(CompletionRequest.model_fields)
+FIELDS = st.sampled_from(sorted({*CHAT_FIELDS, *COMPLETION_FIELDS}))
 MESSAGE_FIELDS = st.sampled_from(
     ["role", "content", "name", "tool_calls", "tool_call_id", "refusal", "reasoning_content", "function_call"]
 )
@@ -94,12 +60,32 @@ def test_arbitrary_messages(messages: list[Any]) -> None:
     parse(parse_chat, {"model": "m", "messages": messages})
 
 
-def test_every_field_is_taken_or_refused() -> None:
-    neutral = {"n": 1, "store": False, "user": "me", "tools": [], "response_format": {"type": "text"}, "suffix": None}
+@pytest.mark.parametrize(
+    ("parser", "other", "own", "others"),
+    [
+        (parse_chat, "prompt", CHAT_FIELDS, COMPLETION_FIELDS),
+        (parse_completion, "messages", COMPLETION_FIELDS, CHAT_FIELDS),
+    ],
+)
+def test_every_field_of_the_schema_is_read_and_those_of_the_other_endpoint_are_not(
+    parser: Any, other: str, own: list[str], others: list[str]
+) -> None:
+    good = {name: value for name, value in GOOD.items() if name != other}
+    for name in own:
+        with pytest.raises(OpenAIError) as wrong:
+            parser(good | {name: [[["x"]]]})
+        assert str(wrong.value.param).startswith(name) and "unknown field" not in str(wrong.value)
+        if name not in good:
+            parser(good | {name: None})
+    for name in {*others, "no_such_field"} - {*own}:
+        with pytest.raises(OpenAIError, match=f"unknown field '{name}'"):
+            parser(good | {name: 1})
+
+
+def test_neutral_values_are_taken() -> None:
     assert parse_completion({"model": "m", "prompt": "hi", "n": 1, "suffix": None}).sampling == {"max_tokens": 16}
-    with pytest.raises(OpenAIError, match="unknown field 'suffix'"):
-        parse_chat({"model": "m", "messages": GOOD["messages"], **neutral})
-    assert requests.parse_chat({"model": "m", "messages": GOOD["messages"], "tools": []}).is_chat
+    neutral = {"n": 1, "store": False, "user": "me", "tools": [], "response_format": {"type": "text"}}
+    assert parse_chat({"model": "m", "messages": GOOD["messages"], **neutral}).is_chat
 
 
 def test_many_small_objects_count_as_a_large_body() -> None:
