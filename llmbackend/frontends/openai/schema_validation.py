@@ -143,7 +143,11 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
         return
     patterns, listed = schema.get("patternProperties", {}), schema.get("properties", {})
     for name, value in instance.items():
-        if name not in listed and not any(_BUDGET.get().matches(pattern, name) for pattern in patterns):
+        if name in listed or any(_BUDGET.get().matches(pattern, name) for pattern in patterns):
+            continue
+        if wanted is False:
+            yield _error("is not allowed")
+        else:
             yield from validator.descend(value, wanted, path=name)
 
 
