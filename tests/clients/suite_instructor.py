@@ -5,12 +5,14 @@ For: `make clients`. Does not know: the server. Invariant: no retries, so that e
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from ipaddress import IPv4Network
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import instructor
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import UUID4, BaseModel, Field, SecretStr
 
 HELLO: list[Any] = [{"role": "user", "content": "How is the weather? Answer in JSON."}]
 MODES = ("TOOLS", "TOOLS_STRICT", "JSON", "JSON_SCHEMA")
@@ -50,6 +52,23 @@ def test_completion_beside_the_object(base_url: str) -> None:
         response_model=Weather, **options()
     )
     assert isinstance(found, Weather) and completion.usage.completion_tokens > 0
+
+
+class Record(BaseModel):
+    """Of types whose schemas have formats and keywords that no grammar enforces."""
+
+    tags: Annotated[set[Literal["a", "b", "c", "d", "e", "f"]], Field(max_length=3)]
+    home: Annotated[Path, Field(json_schema_extra={"maxLength": 4})]
+    password: Annotated[SecretStr, Field(max_length=4)]
+    id: UUID4
+    network: IPv4Network
+    sizes: dict[Literal["x", "y"], bool]
+
+
+@pytest.mark.parametrize("mode", ["TOOLS", "JSON_SCHEMA"])
+def test_types_beyond_json(base_url: str, mode: str) -> None:
+    made = client(base_url, mode)
+    assert isinstance(made.chat.completions.create(response_model=Record, **options()), Record)
 
 
 async def test_asynchronous(base_url: str) -> None:

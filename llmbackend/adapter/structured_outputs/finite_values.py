@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 Scalar = str | int | float | bool | None
@@ -54,7 +54,7 @@ def _has_type(value: Any, kind: str) -> bool:
     return names[type(value)] == kind
 
 
-def lists_without_repetition(values: list[Scalar], least: int, most: int) -> list[dict[str, Any]] | None:
+def lists_without_repetition(values: Sequence[object], least: int, most: int) -> list[dict[str, Any]] | None:
     """Schemas whose instances are the lists of `least` to `most` of the values, none of them twice; None where these
     are too many."""
     most = min(most, len(values))

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from .bounds import MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, Place
+from .bounds import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, Place
 from .schema_keywords import Keywords, Schema, SchemaOptions, is_annotation
 from .schema_values import encodable, number_of
 
@@ -44,6 +44,7 @@ class _Translation:
         self._left_out = left_out
         self._nodes = 0
         self._depth = 0
+        self._added_alternatives = 0
         self._names: dict[str, str] = {}
         """Definition by the pointer that refers to it."""
         self._waiting: list[tuple[str, Place]] = []
@@ -99,6 +100,11 @@ class _Translation:
         """Notes that what stands there is not enforced."""
         if len(self._left_out) < MAX_LEFT_OUT and place.pointer not in self._left_out:
             self._left_out.append(place.pointer)
+
+    def has_room_for(self, alternatives: int) -> bool:
+        """Counts alternatives that no client wrote; False where they would be too many."""
+        self._added_alternatives += alternatives
+        return self._added_alternatives <= MAX_ADDED_ALTERNATIVES
 
     def resolved(self, value: object, place: Place) -> object:
         """What a schema that is nothing but a reference stands for; others are their own."""

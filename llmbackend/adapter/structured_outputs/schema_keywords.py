@@ -62,6 +62,7 @@ class Document(Protocol):
     def root_path(self) -> str: ...
 
     def leave_out(self, place: Place) -> None: ...
+    def has_room_for(self, alternatives: int) -> bool: ...
     def resolved(self, value: object, place: Place) -> object: ...
     def member(self, value: object, place: Place) -> Schema | bool: ...
     def applied(self, value: object, place: Place, is_in_place: bool) -> Schema | bool: ...
@@ -300,12 +301,15 @@ class Keywords:
         items = self._document.resolved(self._source.get("items"), place)
         bare = {key: item for key, item in items.items() if not is_annotation(key)} if isinstance(items, dict) else {}
         values = finite_values(bare) if result.get("type") == "array" and "prefixItems" not in result else None
-        lists = None if values is None else lists_without_repetition(values, result.get("minItems", 0), most)
-        if lists is None or "anyOf" in result:
+        lists = None
+        if values is not None:
+            known = [self._document.literal(one, place) for one in values]
+            lists = lists_without_repetition(known, result.get("minItems", 0), most)
+        if lists is None or "anyOf" in result or not self._document.has_room_for(len(lists)):
             place.not_enforced("the keyword 'uniqueItems' is not supported: it would not be enforced")
         for replaced in ("items", "minItems", "maxItems"):
             result.pop(replaced, None)
-        result["anyOf"] = [self._document.member(one, place) for one in lists]
+        result["anyOf"] = lists
 
     def _property_names(self, name: str, value: object, place: Place) -> None:
         """A list of names, or a pattern of them."""

@@ -148,3 +148,10 @@ def test_what_is_no_schema_or_has_no_bounds_is_refused(schema: Any, text: str) -
 def test_the_list_of_what_is_left_out_is_bounded() -> None:
     schema = {f"unknown{number}": 1 for number in range(5000)}
     assert len(not_enforced(COMPILER, guided_json=schema)) == 64
+
+
+def test_lists_without_repetitions_are_bounded_together() -> None:
+    names = [f"p{number}" for number in range(8)]
+    unique = {"type": "array", "items": {"enum": [1, 2, 3, 4, 5]}, "uniqueItems": True}
+    left_out = not_enforced(COMPILER, guided_json={"properties": dict.fromkeys(names, unique)})
+    assert left_out == tuple(f"guided_json#/properties/{name}/uniqueItems" for name in names[5:])
