@@ -68,7 +68,7 @@ def websocket_headers(host: str, origin: str) -> dict[str, str]:
 
 
 def test_without_a_viewer_there_is_no_process(server: ServerProcess) -> None:
-    response, _ = get(server, "/", {})
+    response, _ = get(server, "/chat", {})
     assert response.status == 404
     refused, text = get(server, "/chat", {**HTML, "Host": "evil.example"})
     assert refused.status == 403 and "evil.example" in text
