@@ -20,11 +20,31 @@ VARIANTS = list(library.available())
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
 
 
-def quantised(x: Array) -> tuple[Array, Array]:
-    """Integers and the scale of each row, in float32 arithmetic as the kernel does it."""
-    largest = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
-    factor = np.where(largest > 0, np.float32(127) / np.maximum(largest, np.float32(1e-35)), 0).astype(np.float32)
-    return np.rint(x * factor).astype(np.int64), largest / np.float32(127)
+def quantised(x: Array, limit: Array | None = None) -> tuple[Array, Array]:
+    """Integers and the scale of each row, in float32 arithmetic as the kernel does it. limit: the magnitude of each
+    row [rows, 1] that becomes 127; None: its largest one, as for weights."""
+    if limit is None:
+        limit = np.abs(x).max(axis=1, keepdims=True).astype(np.float32)
+    factor = np.where(limit > 0, np.float32(127) / np.maximum(limit, np.float32(1e-35)), 0).astype(np.float32)
+    return np.rint(x * factor).astype(np.int64), limit / np.float32(127)
+
+
+def narrow_limits(x: Array) -> Array:
+    """The magnitude [rows, 1] that becomes 127 in rows of activations: 8 means of a row, but so that at most one element
+    in 32 is beyond it."""
+    rows, k = x.shape
+    magnitudes = np.zeros((rows, -(-k // 64) * 64), np.float32)
+    magnitudes[:, :k] = np.abs(x)
+    lanes = np.zeros((rows, 64), np.float32)
+    for begin in range(0, magnitudes.shape[1], 64):
+        lanes += magnitudes[:, begin : begin + 64]
+    while (half := lanes.shape[1] // 2) > 0:
+        lanes = lanes[:, :half] + lanes[:, half:]
+    largest = magnitudes.max(axis=1, keepdims=True)
+    limit = np.minimum(lanes / np.float32(k) * np.float32(8), largest)
+    while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
+        limit = np.where(crowded, np.minimum(limit * 2, largest), limit)
+    return limit.astype(np.float32)
 
 
 @dataclass
@@ -72,6 +92,16 @@ class Layer:
         x[:, : self.k] = stored(np.random.default_rng(seed).standard_normal((rows, self.k)), self.x_type)
         return x
 
+    def x_with_outliers(self, rows: int) -> Array:
+        """Rows of real models: some elements are 20 to 10,000 times larger than the others. Row 0 has none, row 1 more
+        than can be wide."""
+        x = numbers(self.x(rows), self.x_type)
+        random = np.random.default_rng(3)
+        for row in range(1, rows):
+            places = random.integers(0, self.k, self.k if row == 1 else max(1, self.k // 40))
+            x[row, places] *= 20.0 ** random.uniform(1, 3, len(places)) * random.choice((-1, 1), len(places))
+        return stored(x, self.x_type)
+
     def old_y(self, rows: int) -> Array:
         """What y holds before: NaN, or what is added to."""
         y = stored(np.full((rows + 1, self.n + 19), np.nan), self.y_type)
@@ -106,7 +136,8 @@ class Layer:
         return y[: len(x), : self.n]
 
     def expected(self, x: Array) -> Array:
-        integers, scale = quantised(numbers(x[:, : self.k], self.x_type))
+        row = numbers(x[:, : self.k], self.x_type)
+        integers, scale = quantised(row, narrow_limits(row))
         first, second = (
             (integers @ packed.integers.T) * scale.astype(np.float64) * packed.expected_scale[:, 0] + bias
             for packed, bias in zip((self.packed[0], self.packed[-1]), self.biases, strict=True)
@@ -115,7 +146,7 @@ class Layer:
             old: Array = self.old_y(len(x))[: len(x), : self.n]
             return np.asarray(old + first * self.factor)
         if self.epilogue is Epilogue.SILU_MUL:
-            return np.asarray(first / (1 + np.exp(-first)) * second)
+            return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
         if self.epilogue is Epilogue.GELU_MUL:
             return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
         return np.asarray(first)
@@ -165,6 +196,32 @@ def test_it_finishes(variant: str, epilogue: Epilogue, with_bias: bool, y_type: 
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SILU_MUL])
+@pytest.mark.parametrize("x_type", [Type.FLOAT32, Type.BFLOAT16])
+def test_elements_beyond_the_limit_keep_their_integers(variant: str, epilogue: Epilogue, x_type: Type) -> None:
+    for n, k in ((33, 7), (72, 130), (40, 6200)):
+        layer = Layer(engine(variant), n, k, epilogue, x_type=x_type)
+        x = layer.x_with_outliers(9)
+        got = layer.run(x)
+        np.testing.assert_allclose(got, layer.expected(x), rtol=2e-5, atol=2e-5)
+        assert np.array_equal(np.concatenate([layer.run(x[row : row + 1], threads=2) for row in range(9)]), got)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("k", [576, 4864])
+def test_a_huge_element_costs_the_others_nothing(variant: str, k: int) -> None:
+    """One scale for a whole row would round all of them to zero."""
+    layer = Layer(engine(variant), 64, k, with_bias=False)
+    layer.packed[0].weight[:, 5] = 0  # what the element itself gives is not looked at
+    layer.packed = [Packed(layer.engine, layer.packed[0].weight)]
+    x = layer.x(4)
+    x[:, 5] = [0.0, 20.0, 100.0, -1000.0]
+    exact = x[:, :k].astype(np.float64) @ layer.packed[0].weight.T.astype(np.float64)
+    error = np.linalg.norm(layer.run(x) - exact, axis=1) / np.linalg.norm(exact, axis=1)
+    assert (error < [0.03, 0.03, 0.03, 0.06]).all(), error  # it also counts in the mean
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("n", "k", "epilogue"), [(70, 129, Epilogue.SILU_MUL), (33, 6400, Epilogue.ADD)])
 def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, n: int, k: int, epilogue: Epilogue) -> None:
@@ -184,7 +241,7 @@ def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue) -> 
     results = []
     for variant in fused:
         layer = Layer(engine(variant), 45, 333, epilogue)
-        results.append(layer.run(layer.x(29)))
+        results.append(np.concatenate([layer.run(layer.x(29)), layer.run(layer.x_with_outliers(29))]))
     for variant, result in zip(fused, results, strict=True):
         assert np.array_equal(result, results[0]), variant
 
@@ -211,7 +268,8 @@ def test_avx_vnni_agrees_bit_by_bit(avx_vnni: NativeKernels, epilogue: Epilogue)
         emulated, plain = (Layer(kernels, n, k, epilogue) for kernels in (avx_vnni, engine("avx2")))
         for rows in (1, 2, 6, 7, 29):
             emulated.check(rows)
-            assert np.array_equal(emulated.run(emulated.x(rows)), plain.run(plain.x(rows))), f"{rows} rows"
+            for x in (emulated.x(rows), emulated.x_with_outliers(rows)):
+                assert np.array_equal(emulated.run(x), plain.run(x)), f"{rows} rows"
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

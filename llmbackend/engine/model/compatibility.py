@@ -25,6 +25,9 @@ _ENCODER_TASKS = (
     "ForMultipleChoice", "ForNextSentencePrediction",
 )  # fmt: skip
 _PROBE_LENS = [5, 3]
+_MAX_INT8_ERROR = 0.25
+"""Rounding to int8 flips with the last bit of its input, so two programs of one int8 model agree no better than either
+agrees with the float model: SmolLM2-135M 8 %. A program that computes something else is off by 50 % and more."""
 MAX_PROBE_TOKENS = 8
 """Tokens, and samples, that a program must have room for to be verified."""
 
@@ -87,9 +90,14 @@ class CheckedModel:
     compared with them."""
     logits: torch.Tensor
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
+    int8: bool = False
+    """Whether the logits that are compared with these are computed by int8 weights, and these by the checkpoint's."""
 
     def difference(self, logits: torch.Tensor) -> str:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
+        if self.int8:
+            error = _relative_rms_error(logits.float(), self.logits.float())
+            return "" if error <= _MAX_INT8_ERROR else f"by {error:.0%} (relative RMS)"
         scale = self.logits.abs().max().item()
         tolerance = scale * (1e-3 if self.logits.dtype == torch.float32 else 8e-2)
         difference = (logits.float() - self.logits.float()).abs().max().item()
@@ -103,6 +111,20 @@ class CheckedModel:
         logits = torch.cat([program(token_ids) for token_ids in self.sequences])
         if difference := self.difference(logits):
             raise ProgramUnsupportedError(f"the program's logits differ from the modules' {difference}")
+
+    @torch.inference_mode()
+    def verify_int8_modules(self, model: Any) -> None:
+        """Compares the model, now with int8 linear layers, with what it was. Raises ValueError."""
+        _, _, flattened = check_calls(model)
+        if difference := self.difference(flattened):
+            reason = f"its logits by int8 weights differ from those by its own {difference}"
+            raise unsupported(type(model).__name__, reason)
+
+
+def _relative_rms_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of logits [tokens, vocab], without what is added to all logits of a token, which changes no probability."""
+    logits, expected = (each - each.mean(-1, keepdim=True) for each in (logits, expected))
+    return float((logits - expected).norm() / expected.norm())
 
 
 @torch.inference_mode()

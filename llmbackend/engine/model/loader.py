@@ -142,11 +142,13 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
+    packs_int8 = config.quantization is not None and not dense
+    if packs_int8:  # what is asked of the model itself is asked before its weights are rounded
+        checked = replace(_check(model.eval(), on_one_thread=False), int8=True)
     with part("pack"):
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory)
-    report("trying the model")
-    with part("check"), _on_one_thread() if kernels is not None else contextlib.nullcontext():
-        checked = check_model(model)
+    if not packs_int8:
+        checked = _check(model, on_one_thread=kernels is not None)
     adapters = None
     if batch is not None:
         adapters = load_adapters(
@@ -174,6 +176,12 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         why_modules=why_modules,
         adapters=adapters,
     )
+
+
+def _check(model: Any, on_one_thread: bool) -> CheckedModel:
+    report("trying the model")
+    with part("check"), _on_one_thread() if on_one_thread else contextlib.nullcontext():
+        return check_model(model)
 
 
 @contextlib.contextmanager

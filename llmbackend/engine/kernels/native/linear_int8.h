@@ -78,22 +78,60 @@ inline void store_quantised(Stored* p, Ints q) {
 struct QuantisedRows {
     Stored* data;
     float* scale;
+    int32_t* num_wide;
+    Wide* wide;  // [rows][most_wide]
     size_t stride;
+    int most_wide;
 
     static size_t stride_of(int k) { return (padded_k(k) * sizeof(Stored) / 64 | 1) * 64 / sizeof(Stored); }
-    static size_t bytes(int rows, int k) { return rows * stride_of(k) * sizeof(Stored) + (rows * 4 + 63) / 64 * 64; }
+    static size_t bytes(int rows, int k) {
+        return rows * stride_of(k) * sizeof(Stored) + (rows * (8 + k / kWideEvery * sizeof(Wide)) + 63) / 64 * 64;
+    }
 
     QuantisedRows(char* memory, int rows, int k)
         : data(reinterpret_cast<Stored*>(memory)),
           scale(reinterpret_cast<float*>(memory + rows * stride_of(k) * sizeof(Stored))),
-          stride(stride_of(k)) {}
+          num_wide(reinterpret_cast<int32_t*>(scale + rows)),
+          wide(reinterpret_cast<Wide*>(num_wide + rows)),
+          stride(stride_of(k)),
+          most_wide(k / kWideEvery) {}
 
     template <class X>
     void fill(int row, const X* x, int k) {
-        const Scale chosen(largest_magnitude(x, k));
+        const Magnitudes magnitude = magnitudes(x, k);
+        float limit = narrow_limit(magnitude);
+        while (limit < magnitude.largest && !fill_wide(row, x, k, limit)) limit *= 2;
+        if (!(limit < magnitude.largest)) fill_narrow(row, x, k, magnitude.largest);
+    }
+
+    template <class X>
+    void fill_narrow(int row, const X* x, int k, float limit) {
+        const Scale chosen(limit);
         scale[row] = chosen.scale;
+        num_wide[row] = 0;
         Stored* out = data + row * stride;
         quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
+    }
+
+    // False: too many elements are beyond the limit.
+    template <class X>
+    bool fill_wide(int row, const X* x, int k, float limit) {
+        const Scale chosen(limit);
+        scale[row] = chosen.scale;
+        Stored* out = data + row * stride;
+        Wide* own = wide + static_cast<size_t>(row) * most_wide;
+        int count = 0;
+        quantise_row(x, k, chosen.factor, [&](int i, Ints q) {
+            Ints narrow = q > 127 ? Ints{} + 127 : q;
+            narrow = narrow < -127 ? Ints{} - 127 : narrow;
+            store_quantised(out + i, narrow);
+            const Ints rest = q - narrow;
+            if (!any(rest)) return;
+            for (int lane = 0; lane < kLanes; lane++)
+                if (rest[lane] != 0 && count++ < most_wide) own[count - 1] = {i + lane, rest[lane]};
+        });
+        num_wide[row] = count;
+        return count <= most_wide;
     }
 
     void fill(const LinearOp& op, int row) {
@@ -343,6 +381,20 @@ struct Columns {
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Adds what the wide elements of a row have beyond 127 to its sums of one panel.
+inline void add_wide(const int8_t* panel, const Wide* wide, int count, int32_t* sums) {
+    Ints total[kPanelVectors];
+    for (int v = 0; v < kPanelVectors; v++) total[v] = load_ints(sums + v * kLanes);
+    for (int i = 0; i < count; i++) {
+        const int8_t* quad = panel + wide[i].k / 4 * kQuadBytes;
+        const int left = 24 - wide[i].k % 4 * 8;  // brings the weight's byte to the top of its 32 bits
+        for (int v = 0; v < kPanelVectors; v++)
+            total[v] += ((load_ints(quad + v * kLanes * 4) << left) >> 24) * wide[i].rest;
+    }
+    std::memcpy(sums, total, sizeof total);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // The whole operation: chunks of rows times panels of columns, in tasks that threads share.
 
 struct Product {
@@ -377,7 +429,7 @@ struct Product {
                              block + factor * sums_rows * kPanel);
                 }
                 if (end == k)
-                    for (int r = 0; r < rows; r++) finish(row + r, column, count, one, two, block + r * kPanel);
+                    for (int r = 0; r < rows; r++) finish(row + r, panel, count, one, two, block + r * kPanel);
             });
         }
     }
@@ -401,11 +453,14 @@ struct Product {
         for (int i = 0, row = first; row < last; i++, row += height) f(row, std::min(height, last - row), i, blocks);
     }
 
-    void finish(int row, int column, int count, const Columns& one, const Columns& two, const int32_t* block) const {
+    void finish(int row, int panel, int count, const Columns& one, const Columns& two, int32_t* block) const {
+        for (int factor = 0; factor < num_factors && x.num_wide[row] > 0; factor++)
+            add_wide(panel_of(factor, panel), x.wide + static_cast<size_t>(row) * x.most_wide, x.num_wide[row],
+                     block + factor * sums_rows * kPanel);
         PanelRow result = one.result(block, x.scale[row]);
         if (num_factors == 2)
             result = combine(op.epilogue, result, two.result(block + sums_rows * kPanel, x.scale[row]));
-        const size_t at = static_cast<size_t>(row) * op.y_stride + column;
+        const size_t at = static_cast<size_t>(row) * op.y_stride + panel * kPanel;
         if (op.epilogue == Epilogue::kAdd) add_row(static_cast<float*>(op.y) + at, count, op.factor, result);
         else if (op.y_type == Type::kFloat32) store_row(static_cast<float*>(op.y) + at, count, result);
         else store_row(static_cast<bf16*>(op.y) + at, count, result);

@@ -127,6 +127,18 @@ inline float max(Floats v) {
 #endif
 }
 
+inline bool any(Ints v) {
+#if defined(__AVX512F__)
+    return _mm512_test_epi32_mask((__m512i)v, (__m512i)v) != 0;
+#elif defined(__AVX2__)
+    return !_mm256_testz_si256((__m256i)v, (__m256i)v);
+#else
+    int32_t bits = 0;
+    for (int i = 0; i < kLanes; i++) bits |= v[i];
+    return bits != 0;
+#endif
+}
+
 // In a vector of pairs of bf16 (one pair per 32-bit lane): the even and the odd element of each pair, widened.
 inline Floats even(Ints pairs) { return (Floats)(pairs << 16); }
 inline Floats odd(Ints pairs) { return (Floats)(pairs & static_cast<int32_t>(0xffff0000)); }

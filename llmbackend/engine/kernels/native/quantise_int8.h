@@ -1,7 +1,12 @@
-// Symmetric int8: a row of numbers, of weights or of activations, becomes integers in -127..127 and one scale.
+// int8: a row of numbers, of weights or of activations, becomes integers and one scale.
 //
-// For: packing weights here, activations in linear_int8.h. Does not know: products. Invariants: q = round(x *
-// 127 / max|x|), ties to even, the same on every instruction set; a row with a NaN or an infinity gets the scale NaN.
+// For: packing weights here, activations in linear_int8.h. Does not know: products. Invariants: integers and scales are
+// the same on every instruction set; a row with a NaN or an infinity gets the scale NaN.
+//
+// Weights: q = round(x * 127 / max|x|), ties to even. Activations: the same with a narrow limit in place of max|x|.
+// Real models have rows with a few elements that are tens to thousands of times larger than the others ("massive
+// activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the mean
+// magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest in a list.
 #pragma once
 
 #include <algorithm>
@@ -29,24 +34,35 @@ inline Floats load_some(const X* p, int count) {
     return load(some);
 }
 
-// Compared as integers, magnitudes keep their order, and infinities and NaNs are the largest.
+struct Magnitudes {
+    float largest;  // of a row with an infinity or a NaN: one of these
+    float mean;
+};
+
+// Element i is added to sum i % 64, whatever the width of a vector is.
 template <class X>
-inline float largest_magnitude(const X* x, int k) {
-    Ints best[4] = {};
-    auto take = [&](Ints& b, Floats v) {
+inline Magnitudes magnitudes(const X* x, int k) {
+    constexpr int kSums = 64, kVectors = kSums / kLanes;
+    Ints best[2] = {};
+    Floats sums[kVectors] = {};
+    // Compared as integers, magnitudes keep their order, and infinities and NaNs are the largest.
+    auto take = [&](int j, Floats v) {
         const Ints magnitude = (Ints)v & 0x7fffffff;
-        b = magnitude > b ? magnitude : b;
+        best[j % 2] = magnitude > best[j % 2] ? magnitude : best[j % 2];
+        sums[j] += (Floats)magnitude;
     };
     int i = 0;
-    for (; i + 4 * kLanes <= k; i += 4 * kLanes)
-        for (int j = 0; j < 4; j++) take(best[j], load(x + i + j * kLanes));
-    for (; i < k; i += kLanes) take(best[0], load_some(x + i, std::min(kLanes, k - i)));
+    for (; i + kSums <= k; i += kSums)
+        for (int j = 0; j < kVectors; j++) take(j, load(x + i + j * kLanes));
+    for (int j = 0; i < k; i += kLanes, j++) take(j, load_some(x + i, std::min(kLanes, k - i)));
+    for (int half = kVectors / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
     int32_t bits = 0;
     for (const Ints& b : best)
         for (int lane = 0; lane < kLanes; lane++) bits = std::max(bits, b[lane]);
-    float magnitude;
-    std::memcpy(&magnitude, &bits, 4);
-    return magnitude;
+    float largest;
+    std::memcpy(&largest, &bits, 4);
+    return {largest, sum(sums[0]) / static_cast<float>(k)};
 }
 
 // A row's scale, and the factor that quantises it. Nothing but zeros (or next to it): both zero. Not finite: a NaN.
@@ -60,6 +76,19 @@ struct Scale {
         scale = !finite ? __builtin_nanf("") : zero ? 0.0f : magnitude / 127.0f;
         factor = !finite || zero ? 0.0f : 127.0f / magnitude;
     }
+};
+
+constexpr float kNarrowMeans = 8.0f;  // the narrow limit in means of a row's magnitudes; Gaussian rows stay below it
+constexpr int kWideEvery = 32;        // at most one element of so many is wide: that bounds what they cost
+
+// The magnitude that becomes 127 in a row of activations. The magnitudes of a row's integers have a mean of 16 at most,
+// so their products with weights add up to less than 2^31 for a k below a million.
+inline float narrow_limit(const Magnitudes& row) { return std::min(row.mean * kNarrowMeans, row.largest); }
+
+// What an element has beyond 127 or -127.
+struct Wide {
+    int32_t k;
+    int32_t rest;
 };
 
 // Calls put(i, q) with the quantised vector of x[i..]; beyond k, q is zero.
@@ -80,7 +109,7 @@ inline void pack_int8(Worker& worker, const void* weight, Type type, int n, int 
                       float* scale, int32_t* sums) {
     using namespace int8;
     auto pack_column = [&](const auto* w, int column) {
-        const Scale chosen(largest_magnitude(w, k));
+        const Scale chosen(magnitudes(w, k).largest);
         char* out = static_cast<char*>(packed) + static_cast<size_t>(column / kColumns) * kColumns * padded_k(k);
         int32_t total = 0;
         quantise_row(w, k, chosen.factor, [&](int i, Ints q) {
