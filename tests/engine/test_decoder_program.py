@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
+from llmbackend.engine.model import loader
 from llmbackend.engine.model_runner import make_model_runner
 from llmbackend.engine.step import Runner
 
@@ -142,3 +144,55 @@ def test_bfloat16_lies_close_to_float32(tmp_path: Path) -> None:
     prompt = tuple((11 * i + 5) % 128 for i in range(60))
     wide, narrow = (greedy(tmp_path, prompt, 1, dtype=dtype)[1][0] for dtype in ("float32", "bfloat16"))
     assert narrow == pytest.approx(wide, abs=0.02)
+
+
+OUTLIER = 64.0
+
+
+def with_outliers(model: Any) -> Any:
+    """The same function, computed with activations like those of real models: one channel of the inputs of linear layers
+    is 64 times larger, and its weights are as much smaller."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            mlp, attention = layer.mlp, layer.self_attn
+            scale_norm(layer.input_layernorm, 3, (attention.q_proj, attention.k_proj, attention.v_proj))
+            before_mlp = getattr(layer, "pre_feedforward_layernorm", layer.post_attention_layernorm)
+            scale_norm(before_mlp, 77, (mlp.gate_proj, mlp.up_proj))
+            mlp.up_proj.weight[50] *= OUTLIER
+            mlp.down_proj.weight[:, 50] /= OUTLIER
+    return model
+
+
+def scale_norm(norm: Any, channel: int, linears: Sequence[Any]) -> None:
+    offset = 1.0 if "Gemma" in type(norm).__name__ else 0.0
+    norm.weight[channel] = (norm.weight[channel] + offset) * OUTLIER - offset
+    for linear in linears:
+        linear.weight[:, channel] /= OUTLIER
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_int8_programs_of_models_with_outliers(family: str, dtype: str, tmp_path: Path) -> None:
+    model = with_outliers(save(PROGRAMS[family], tmp_path))
+    model.save_pretrained(tmp_path)
+    made = runner(tmp_path, dtype=dtype, quantization="int8")
+    assert "int8" in made.info.description and "modules" not in made.info.description
+    prompt = tuple((11 * i + 5) % 128 for i in range(60))
+    exact, int8 = (greedy(tmp_path, prompt, 1, dtype="float32", quantization=kind)[1][0] for kind in (None, "int8"))
+    assert int8 == pytest.approx(exact, abs=0.25)
+
+
+def test_int8_models_that_compute_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its program nor its modules give what the checkpoint's own weights give."""
+    save(PROGRAMS["llama"], tmp_path)
+    swap = loader.swap_linears
+
+    def with_a_wrong_weight(model: Any, *arguments: Any) -> Any:
+        model.model.layers[1].mlp.down_proj.weight.data *= -1
+        return swap(model, *arguments)
+
+    monkeypatch.setattr(loader, "swap_linears", with_a_wrong_weight)
+    with pytest.raises(
+        ValueError, match=r"'LlamaForCausalLM' is not supported: its logits by int8 weights differ .* by \d+ %"
+    ):
+        runner(tmp_path, quantization="int8")

@@ -30,21 +30,28 @@ def quantised(x: Array, limit: Array | None = None) -> tuple[Array, Array]:
 
 
 def narrow_limits(x: Array) -> Array:
-    """The magnitude [rows, 1] that becomes 127 in rows of activations: 8 means of a row, but so that at most one element
-    in 32 is beyond it."""
+    """The magnitude [rows, 1] that becomes 127 in rows of activations: 8 typical ones of a row, but no less than their
+    mean, and so that at most one element in 32 is beyond it."""
     rows, k = x.shape
     magnitudes = np.zeros((rows, -(-k // 64) * 64), np.float32)
     magnitudes[:, :k] = np.abs(x)
-    lanes = np.zeros((rows, 64), np.float32)
+    sums = np.zeros((rows, 64), np.float32)
     for begin in range(0, magnitudes.shape[1], 64):
-        lanes += magnitudes[:, begin : begin + 64]
-    while (half := lanes.shape[1] // 2) > 0:
-        lanes = lanes[:, :half] + lanes[:, half:]
+        sums += magnitudes[:, begin : begin + 64]
+    mean = by_halves(sums) / np.float32(k)
+    typical = by_halves(np.minimum(sums[:, :32], sums[:, 32:])) * np.float32(2) / np.float32(k)
     largest = magnitudes.max(axis=1, keepdims=True)
-    limit = np.minimum(lanes / np.float32(k) * np.float32(8), largest)
+    limit = np.minimum(np.maximum(typical * np.float32(8), mean), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
-        limit = np.where(crowded, np.minimum(limit * 2, largest), limit)
+        limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
     return limit.astype(np.float32)
+
+
+def by_halves(sums: Array) -> Array:
+    """float32 [rows, 1]: the sum of each row, its halves added again and again."""
+    while (half := sums.shape[1] // 2) > 0:
+        sums = sums[:, :half] + sums[:, half:]
+    return sums
 
 
 @dataclass
@@ -215,10 +222,10 @@ def test_a_huge_element_costs_the_others_nothing(variant: str, k: int) -> None:
     layer.packed[0].weight[:, 5] = 0  # what the element itself gives is not looked at
     layer.packed = [Packed(layer.engine, layer.packed[0].weight)]
     x = layer.x(4)
-    x[:, 5] = [0.0, 20.0, 100.0, -1000.0]
+    x[:, 5] = [0.0, 20.0, 100.0, -3000.0]
     exact = x[:, :k].astype(np.float64) @ layer.packed[0].weight.T.astype(np.float64)
     error = np.linalg.norm(layer.run(x) - exact, axis=1) / np.linalg.norm(exact, axis=1)
-    assert (error < [0.03, 0.03, 0.03, 0.06]).all(), error  # it also counts in the mean
+    assert (error < 0.03).all(), error
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))

@@ -97,7 +97,7 @@ class CheckedModel:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
         if self.int8:
             error = _relative_rms_error(logits.float(), self.logits.float())
-            return "" if error <= _MAX_INT8_ERROR else f"by {error:.0%} (relative RMS)"
+            return "" if error <= _MAX_INT8_ERROR else f"by {error * 100:.0f} % (relative RMS)"
         scale = self.logits.abs().max().item()
         tolerance = scale * (1e-3 if self.logits.dtype == torch.float32 else 8e-2)
         difference = (logits.float() - self.logits.float()).abs().max().item()

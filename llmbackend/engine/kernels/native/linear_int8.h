@@ -100,7 +100,7 @@ struct QuantisedRows {
     void fill(int row, const X* x, int k) {
         const Magnitudes magnitude = magnitudes(x, k);
         float limit = narrow_limit(magnitude);
-        while (limit < magnitude.largest && !fill_wide(row, x, k, limit)) limit *= 2;
+        while (limit < magnitude.largest && !fill_wide(row, x, k, limit)) limit *= 1.5f;
         if (!(limit < magnitude.largest)) fill_narrow(row, x, k, magnitude.largest);
     }
 

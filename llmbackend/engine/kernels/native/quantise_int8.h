@@ -5,8 +5,8 @@
 //
 // Weights: q = round(x * 127 / max|x|), ties to even. Activations: the same with a narrow limit in place of max|x|.
 // Real models have rows with a few elements that are tens to thousands of times larger than the others ("massive
-// activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the mean
-// magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest in a list.
+// activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the
+// typical magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest in a list.
 #pragma once
 
 #include <algorithm>
@@ -37,9 +37,11 @@ inline Floats load_some(const X* p, int count) {
 struct Magnitudes {
     float largest;  // of a row with an infinity or a NaN: one of these
     float mean;
+    float typical;  // a mean that a few huge elements do not change
 };
 
-// Element i is added to sum i % 64, whatever the width of a vector is.
+// Element i is added to sum i % 64, whatever the width of a vector is. Of two sums, i and i + 32, the smaller one stands
+// for both in the typical magnitude.
 template <class X>
 inline Magnitudes magnitudes(const X* x, int k) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
@@ -55,14 +57,19 @@ inline Magnitudes magnitudes(const X* x, int k) {
     for (; i + kSums <= k; i += kSums)
         for (int j = 0; j < kVectors; j++) take(j, load(x + i + j * kLanes));
     for (int j = 0; i < k; i += kLanes, j++) take(j, load_some(x + i, std::min(kLanes, k - i)));
-    for (int half = kVectors / 2; half > 0; half /= 2)
-        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+    Floats smaller[kVectors / 2];
+    for (int j = 0; j < kVectors / 2; j++) {
+        smaller[j] = min(sums[j], sums[j + kVectors / 2]);
+        sums[j] += sums[j + kVectors / 2];
+    }
+    for (int half = kVectors / 4; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) sums[j] += sums[j + half], smaller[j] += smaller[j + half];
     int32_t bits = 0;
     for (const Ints& b : best)
         for (int lane = 0; lane < kLanes; lane++) bits = std::max(bits, b[lane]);
     float largest;
     std::memcpy(&largest, &bits, 4);
-    return {largest, sum(sums[0]) / static_cast<float>(k)};
+    return {largest, sum(sums[0]) / static_cast<float>(k), sum(smaller[0]) * 2 / static_cast<float>(k)};
 }
 
 // A row's scale, and the factor that quantises it. Nothing but zeros (or next to it): both zero. Not finite: a NaN.
@@ -78,12 +85,14 @@ struct Scale {
     }
 };
 
-constexpr float kNarrowMeans = 8.0f;  // the narrow limit in means of a row's magnitudes; Gaussian rows stay below it
-constexpr int kWideEvery = 32;        // at most one element of so many is wide: that bounds what they cost
+constexpr float kNarrow = 8.0f;  // the narrow limit in typical magnitudes; Gaussian rows stay below it
+constexpr int kWideEvery = 32;   // at most one element of so many is wide: that bounds what they cost
 
-// The magnitude that becomes 127 in a row of activations. The magnitudes of a row's integers have a mean of 16 at most,
-// so their products with weights add up to less than 2^31 for a k below a million.
-inline float narrow_limit(const Magnitudes& row) { return std::min(row.mean * kNarrowMeans, row.largest); }
+// The magnitude that becomes 127 in a row of activations. It is no smaller than the mean, so a row's integers have a
+// magnitude of 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
+inline float narrow_limit(const Magnitudes& row) {
+    return std::min(std::max(row.typical * kNarrow, row.mean), row.largest);
+}
 
 // What an element has beyond 127 or -127.
 struct Wide {
