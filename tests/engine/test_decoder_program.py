@@ -150,7 +150,7 @@ OUTLIER = 64.0
 
 
 def with_outliers(model: Any) -> Any:
-    """The same function, computed with activations like those of real models: one channel of the inputs of linear layers
+    """The same function with activations like those of real models: one channel of the inputs of linear layers
     is 64 times larger, and its weights are as much smaller."""
     with torch.no_grad():
         for layer in model.model.layers:
