@@ -44,7 +44,7 @@ def narrow_limits(x: Array) -> Array:
     limit = np.minimum(np.maximum(typical * np.float32(8), mean), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
         limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
-    return limit.astype(np.float32)
+    return np.asarray(limit, np.float32)
 
 
 def by_halves(sums: Array) -> Array:

@@ -97,7 +97,7 @@ class CheckedModel:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
         if self.int8:
             error = _relative_rms_error(logits.float(), self.logits.float())
-            return "" if error <= _MAX_INT8_ERROR else f"by {error * 100:.0f} % (relative RMS)"
+            return "" if error <= _MAX_INT8_ERROR else f"by {error * 100:.0f} %"
         scale = self.logits.abs().max().item()
         tolerance = scale * (1e-3 if self.logits.dtype == torch.float32 else 8e-2)
         difference = (logits.float() - self.logits.float()).abs().max().item()
@@ -117,7 +117,7 @@ class CheckedModel:
         """Compares the model, now with int8 linear layers, with what it was. Raises ValueError."""
         _, _, flattened = check_calls(model)
         if difference := self.difference(flattened):
-            reason = f"its logits by int8 weights differ from those by its own {difference}"
+            reason = f"with int8 weights its logits differ {difference} (RMS) from those of its own weights"
             raise unsupported(type(model).__name__, reason)
 
 
