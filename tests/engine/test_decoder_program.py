@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.cpu.linear import swap_linears
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
@@ -185,11 +186,10 @@ def test_int8_programs_of_models_with_outliers(family: str, dtype: str, tmp_path
 def test_int8_models_that_compute_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither its program nor its modules give what the checkpoint's own weights give."""
     save(PROGRAMS["llama"], tmp_path)
-    swap = loader.swap_linears
 
     def with_a_wrong_weight(model: Any, *arguments: Any) -> Any:
         model.model.layers[1].mlp.down_proj.weight.data *= -1
-        return swap(model, *arguments)
+        return swap_linears(model, *arguments)
 
     monkeypatch.setattr(loader, "swap_linears", with_a_wrong_weight)
     with pytest.raises(
