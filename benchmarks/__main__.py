@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from . import perplexity
 from .checkpoints import SHAPES
 from .entries import ENTRIES
 from .environments import Environments
@@ -44,6 +45,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--timeout-s", type=float, default=900.0, help="for one workload, without loading")
     parser.add_argument("--no-servers", action="store_true")
     parser.add_argument("--no-starts", action="store_true")
+    parser.add_argument("--no-perplexity", action="store_true")
     parser.add_argument("--only-servers", action="store_true", help="skip the engines alone (measured before)")
     parser.add_argument("--scratch", type=Path, default=ROOT / "build" / "bench")
     parser.add_argument(
@@ -76,6 +78,8 @@ def _measure(arguments: argparse.Namespace, environments: Environments, results:
             rounds=arguments.rounds,
             timeout_s=arguments.timeout_s,
         ).run()
+    if not arguments.no_perplexity:
+        perplexity.run(results)
     if not arguments.no_starts:
         StartSuite(environments, results, arguments.models, arguments.entries, arguments.rounds).run()
     if not arguments.no_servers:

@@ -39,6 +39,7 @@ START_NOTE = (
     "Restart: from a SIGKILL of the engine's process under a stream to that stream's next token. Memory is PSS after "
     "the ready line and one request, of all processes in the same moment."
 )
+PERPLEXITY = "perplexity"
 _SERVER_WORKLOADS = ("server HTTP", "server gRPC")
 
 
@@ -95,8 +96,8 @@ def ratio_to_best_peer(lines: Iterable[Line], model: str, workload: str, weights
 
 
 def write_report(lines: list[Line], path: Path, plot_name: str) -> None:
-    models = list(dict.fromkeys(line["model"] for line in lines))
-    parts = [_head(lines), _ratios(lines, models)]
+    models = list(dict.fromkeys(line["model"] for line in lines if line["workload"] != PERPLEXITY))
+    parts = [_head(lines), _ratios(lines, models), perplexity_table(lines)]
     if (path.parent / plot_name).exists():
         parts.append(f"![Speed against each peer]({plot_name})\n")
     for model in models:
@@ -235,6 +236,20 @@ def _server_table(lines: list[Line], model: str) -> str:
     head = "| load | engine | output tok/s | TTFT p50 | ITL p50 | ITL p99 | of the engine alone | rounds, spread |"
     title = "### Through the server: 32 streaming clients, 64 requests, 32 tokens in, 128 out"
     return "\n".join([title, "", head, "|---|---|--:|--:|--:|--:|--:|--:|", *rows, ""])
+
+
+def perplexity_table(lines: list[Line]) -> str:
+    rows = [
+        f"| {line['model']} | {line['float32']:.3f} | {line['bfloat16']:.3f} | {line['int8']:.3f} "
+        f"| {100 * (line['int8'] / line['bfloat16'] - 1):+.2f} % |"
+        for line in lines
+        if line["workload"] == PERPLEXITY and "error" not in line
+    ]
+    if not rows:
+        return ""
+    note = "Of 9,980 tokens that no model has read, in windows of 500, by the logprobs that the API returns."
+    head = "| real model | float32 | bfloat16 | int8 | int8 against bfloat16 |"
+    return "\n".join(["## Perplexity of real models", "", note, "", head, "|---|" + "--:|" * 4, *rows, ""])
 
 
 def _failures(lines: list[Line]) -> str:

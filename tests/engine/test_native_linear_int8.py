@@ -41,10 +41,10 @@ def narrow_limits(x: Array) -> Array:
     mean = by_halves(sums) / np.float32(k)
     typical = by_halves(np.minimum(sums[:, :32], sums[:, 32:])) * np.float32(2) / np.float32(k)
     largest = magnitudes.max(axis=1, keepdims=True)
-    limit = np.minimum(np.maximum(typical * np.float32(8), mean), largest)
+    limit: Array = np.minimum(np.maximum(typical * np.float32(8), mean), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
         limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
-    return np.asarray(limit, np.float32)
+    return limit
 
 
 def by_halves(sums: Array) -> Array:

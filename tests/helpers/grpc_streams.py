@@ -17,7 +17,16 @@ WAIT_S = 60.0
 class GrpcStream:
     """Starts at once. `token_ids`, `text` and `finish_reason` are what came, `error` how it ended if not well."""
 
-    def __init__(self, address: str, model: str, prompt: str, sampling: dict[str, Any], stream: bool = True) -> None:
+    def __init__(
+        self,
+        address: str,
+        model: str,
+        prompt: str,
+        sampling: dict[str, Any],
+        stream: bool = True,
+        prompt_input: str = "text_input",
+    ) -> None:
+        """prompt_input: the tensor that `prompt` is sent as: `text_input`, or `messages` for a conversation as JSON."""
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason = ""
@@ -29,7 +38,7 @@ class GrpcStream:
         self._client = triton_grpc.InferenceServerClient(address)
         self._client.start_stream(lambda result, error: self._came(result, error))
         inputs: dict[str, str | bool] = {
-            "text_input": prompt,
+            prompt_input: prompt,
             "stream": stream,
             "sampling_parameters": json.dumps(sampling),
             "exclude_input_in_output": True,

@@ -68,8 +68,8 @@ def swap_linears(
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
-    quantization "int8": all of these weights become int8, the output head's among them, which costs a tenth of a
-    percent of greedy agreement (benchmarks/quantization_quality.py) and saves a quarter of what a token reads.
+    quantization "int8": all of these weights become int8, the output head's among them
+    (benchmarks/perplexity.py: what it costs).
     """
     found = list(_plain_linears(model))
     matrices = [_matrix(linear) for _, _, linear in found]

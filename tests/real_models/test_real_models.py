@@ -1,0 +1,166 @@
+"""A real model in every weight type, program and protocol. Random weights have neither outliers nor anything to say.
+
+Runs where LLMBACKEND_REAL_MODELS names a folder that tools/real_models.py has filled (`make real-models`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from benchmarks.perplexity import perplexity, windows
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.engine_core import EngineCore
+from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.runners import make_runner
+from tests.helpers.grpc_streams import GrpcStream
+from tests.helpers.server_process import ServerProcess, post, start_server, stop_server
+from tools.real_models import NAMES
+
+FOLDER = os.environ.get("LLMBACKEND_REAL_MODELS", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not FOLDER, reason="LLMBACKEND_REAL_MODELS names no folder of real models (make real-models)"),
+]
+TYPES: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8 from bfloat16": {"dtype": "bfloat16", "quantization": "int8"},
+    "int8 from float32": {"dtype": "float32", "quantization": "int8"},
+}
+PROMPTS = (
+    "The history of the Roman Empire begins",
+    "def fibonacci(n):\n",
+    "Photosynthesis is",
+    "Q: What is the largest planet?\nA:",
+    "Once upon a time there was a small dragon who",
+)
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(params=NAMES)
+def checkpoint(request: pytest.FixtureRequest) -> Path:
+    return Path(FOLDER) / str(request.param)
+
+
+def tokens_by_transformers(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+        found.append(output[0, len(prompt) :].tolist())
+    return found
+
+
+def tokens(checkpoint: Path, prompts: list[list[int]], **engine_args: Any) -> tuple[list[list[int]], str]:
+    """Greedy tokens of all prompts at once, and how the engine describes what computes them."""
+    config = EngineConfig(model=str(checkpoint), transport="inline", **engine_args)
+    core = EngineCore(config, make_runner(config))
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0)
+    for place, prompt in enumerate(prompts):
+        core.add(InferRequest(request_id=str(place), prompt_token_ids=tuple(prompt), sampling=sampling))
+    found: list[list[int]] = [[] for _ in prompts]
+    while core.has_work:
+        for output in core.step().outputs:
+            assert not output.error
+            found[int(output.request_id)] += output.token_ids
+    core.close()
+    return found, core.info.description
+
+
+@pytest.mark.parametrize("program", ["native", "modules"])
+@pytest.mark.parametrize("weights", TYPES)
+def test_every_weight_type_answers_as_transformers(checkpoint: Path, weights: str, program: str) -> None:
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
+    expected = tokens_by_transformers(checkpoint, prompts)
+    found, description = tokens(checkpoint, prompts, enforce_eager=program == "modules", **TYPES[weights])
+    assert ("modules" in description) == (program == "modules")
+    if weights == "float32":
+        assert found == expected
+    else:  # a rounding may turn any word into another; the first ones are rarely in doubt
+        same = sum(a[:4] == b[:4] for a, b in zip(found, expected, strict=True))
+        assert same >= len(PROMPTS) - 2
+
+
+def test_int8_costs_less_than_one_percent_of_perplexity(checkpoint: Path) -> None:
+    texts = windows(checkpoint)
+    bfloat16, int8 = (perplexity(checkpoint, texts, dtype="bfloat16", quantization=kind) for kind in (None, "int8"))
+    assert int8 < bfloat16 * 1.01
+
+
+@pytest.fixture(scope="module", params=TYPES)
+def server(request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    options = [f"--{name}={value}" for name, value in TYPES[request.param].items()]
+    server = start_server("--model", str(Path(FOLDER) / NAMES[0]), "--served-model-name", "real", *options)
+    yield server
+    stop_server(server)
+
+
+def test_every_protocol_gives_the_same_answer(server: ServerProcess) -> None:
+    """Clients as users have them, unmodified."""
+    parameters = {"max_tokens": 24, "temperature": 0}
+    answers = {
+        "generate": _generate(server, parameters),
+        "gRPC stream": _grpc_stream(server, parameters),
+        "chat": _chat(server, stream=False),
+        "chat stream": _chat(server, stream=True),
+        "responses": _responses(server),
+        "messages": _messages(server),
+    }
+    assert set(answers.values()) == {answers["chat"]}, answers
+    assert "Paris" in answers["chat"]
+
+
+def _generate(server: ServerProcess, parameters: dict[str, Any]) -> str:
+    body = {"messages": json.dumps(QUESTION), "parameters": parameters}
+    status, text = post(server, "/v2/models/real/generate", body)
+    assert status == 200, text
+    return str(json.loads(text)["text_output"])
+
+
+def _grpc_stream(server: ServerProcess, parameters: dict[str, Any]) -> str:
+    stream = GrpcStream(server.grpc, "real", json.dumps(QUESTION), parameters, prompt_input="messages").finish()
+    assert stream.error is None
+    return stream.text
+
+
+def _openai(server: ServerProcess) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"http://{server.http}/v1", api_key="none")
+
+
+def _chat(server: ServerProcess, stream: bool) -> str:
+    with _openai(server) as client:
+        ask: Any = client.chat.completions.create
+        answer = ask(model="real", messages=QUESTION, max_tokens=24, temperature=0, stream=stream)
+        if not stream:
+            return str(answer.choices[0].message.content)
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+
+def _responses(server: ServerProcess) -> str:
+    with _openai(server) as client:
+        ask: Any = client.responses.create
+        return str(ask(model="real", input=QUESTION, max_output_tokens=24, temperature=0).output_text)
+
+
+def _messages(server: ServerProcess) -> str:
+    with anthropic.Anthropic(base_url=f"http://{server.http}", api_key="none") as client:
+        ask: Any = client.messages.create
+        return str(ask(model="real", messages=QUESTION, max_tokens=24, temperature=0).content[0].text)

