@@ -1,8 +1,9 @@
-"""KeptThreads: threads for questions that may hang, one of which is kept for the next question.
+"""KeptThreads: threads for jobs that may hang, one of which is kept for the next job.
 
-For: readiness, which is asked again and again. Does not know: what is asked. Invariants: a question that hangs delays
-no other while another thread can be started; where none can (a process limit), questions wait for the ones that exist,
-so that a server that has answered once goes on answering.
+For: readiness probes. Does not know: what a job does. Invariants: a job that hangs delays no other while another thread
+can be started; where none can (a process limit), jobs wait for the existing threads, so that a server that has answered
+one probe goes on answering. Every job that `run` took is run, also after `close`. An executor would not do: the
+interpreter waits for its threads at exit, including those that hang.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Job = Callable[[], None]
 
 
 class KeptThreads:
-    """Any thread."""
+    """Methods may be called from any thread."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,12 +37,12 @@ class KeptThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Each thread ends once it has no job."""
+        """Each thread ends when no job is left. To be called after the last `run`."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_free):
                 self._jobs.put(None)
-            self._num_free = 0
+            self._num_free = min(self._num_free, 0)
 
     def _start(self) -> None:
         try:

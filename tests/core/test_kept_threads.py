@@ -77,6 +77,20 @@ def test_where_no_thread_can_be_started_questions_wait_for_those_that_exist(
         assert asked(threads).result(10) == slow.result(10)
 
 
+def test_a_question_that_waits_for_a_thread_is_answered_after_close(
+    threads: KeptThreads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+    asked(threads, goes_on)
+    with monkeypatch.context() as patched:
+        refuse(patched)
+        waiting = [asked(threads) for _ in range(2)]
+        threads.close()
+    goes_on.set()
+    for answer in waiting:
+        assert answer.result(10)
+
+
 def test_without_any_thread_the_question_is_refused(threads: KeptThreads, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         refuse(patched)
