@@ -27,7 +27,7 @@ from llmbackend.engine.offline import OfflineEngine
 from llmbackend.engine.prepacking import make_served_runner
 from llmbackend.engine.runners import make_runner
 
-from ..server.process_age import process_age_s
+from ..fork_server.process_start import process_age_s
 from ..server.process_memory import peak_rss_mb, tree_pss_mb
 from ..server.start_failure import flag_of
 from .bench_plots import Measured, print_plots, write_svg

@@ -15,10 +15,10 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+from llmbackend.fork_server.process_start import started_ticks
+
 _OWNER: Final = ".owner"
 _PREFIX: Final = "llmbackend-"
-_START_TIME: Final = 19
-"""The place of a process's start time in /proc/<pid>/stat, behind its name."""
 
 
 class OwnedFolder:
@@ -50,11 +50,7 @@ def _has_ended(identity: str) -> bool:
 
 def _identity(pid: int) -> str:
     """Of the process that has this number now."""
-    try:
-        start_time = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_TIME]
-    except (OSError, IndexError):
-        start_time = "-"
-    return f"{_namespace() or '-'} {pid} {start_time}"
+    return f"{_namespace() or '-'} {pid} {started_ticks(pid)}"
 
 
 def _namespace() -> str:

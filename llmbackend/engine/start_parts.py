@@ -8,7 +8,6 @@ one.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -79,16 +78,6 @@ def note(text: str) -> None:
     start = _start.get()
     if start is not None:
         start.notes += (text,)
-
-
-def process_age_s() -> float:
-    """Since the start of this process; 0 where there is no /proc."""
-    try:
-        with open("/proc/self/stat", encoding="ascii", errors="replace") as file:
-            started_ticks = int(file.read().rpartition(")")[2].split()[19])
-    except OSError:
-        return 0.0
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def text_of(parts: Sequence[StartPart]) -> str:

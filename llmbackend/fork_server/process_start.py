@@ -1,7 +1,7 @@
-"""How long this process has existed.
+"""When a process was started: how old this one is, and whether another is still the one that had its number.
 
-For: what a start says about itself. Does not know: what was started. Invariant: where the system tells, imports before
-this one count.
+For: the report of a start, and files that name the process they belong to. Does not know: either. Invariant: where the
+system tells (Linux), the age includes what ran before this module was imported.
 """
 
 from __future__ import annotations
@@ -9,14 +9,23 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
+from typing import Final
 
 _IMPORTED_S = time.perf_counter()
+_START_TIME: Final = 19
+"""Field of /proc/<pid>/stat, counted from behind the process's name."""
+
+
+def started_ticks(pid: int) -> int:
+    """When the process was started, in the system's clock ticks since boot; 0 = there is none, or no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_START_TIME])
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 def process_age_s() -> float:
-    """Linux tells; elsewhere, since this module was imported."""
-    try:
-        started_ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.perf_counter() - _IMPORTED_S
+    """Of this process; without /proc, since this module was imported."""
+    if ticks := started_ticks(os.getpid()):
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter() - _IMPORTED_S

@@ -20,6 +20,7 @@ import uvloop
 
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.fork_server.process_start import process_age_s
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
@@ -29,7 +30,6 @@ from ..core.temporary_folders import remove_abandoned
 from .descriptor_room import raise_limit
 from .load_reports import begin_load
 from .ports import ClaimedPorts, PortTakenError, PortWish
-from .process_age import process_age_s
 from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
 from .process_memory import give_back_freed
 from .readiness import take_ready_descriptor, tell_ready

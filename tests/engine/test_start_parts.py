@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 import msgspec
@@ -9,7 +10,8 @@ import pytest
 
 from llmbackend.engine import start_parts
 from llmbackend.engine.infer_request import ModelInfo
-from llmbackend.engine.start_parts import StartPart, collecting, note, part, process_age_s, text_of
+from llmbackend.engine.start_parts import StartPart, collecting, note, part, text_of
+from llmbackend.fork_server.process_start import process_age_s, started_ticks
 
 
 def test_a_part_does_not_count_the_parts_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +46,7 @@ def test_what_was_done_before_comes_first() -> None:
 def test_the_age_of_a_process_grows_with_the_clock() -> None:
     first_s, second_s = process_age_s(), process_age_s()
     assert 0 < first_s <= second_s
+    assert started_ticks(os.getpid()) > 0 == started_ticks(2**31 - 1)
 
 
 def test_nothing_is_collected_where_nobody_collects() -> None:

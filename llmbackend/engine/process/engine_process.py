@@ -23,6 +23,8 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from llmbackend.fork_server.process_start import process_age_s
+
 from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import is_shortage
@@ -30,7 +32,7 @@ from ..fault_injection import Faults, FaultyLink, Link
 from ..infer_request import EngineInput, EngineStarted, ModelPrepared
 from ..load_progress import LoadProgress, reporting_to
 from ..rank_order import RankMeeting
-from ..start_parts import Start, StartPart, collecting, process_age_s
+from ..start_parts import Start, StartPart, collecting
 from ..step import Runner
 from .order import EngineOrder
 

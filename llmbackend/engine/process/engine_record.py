@@ -12,6 +12,8 @@ from pathlib import Path
 
 import msgspec
 
+from llmbackend.fork_server.process_start import started_ticks
+
 from .served_order import ServedEngineNews
 
 
@@ -30,7 +32,7 @@ def write_record(file: Path, news: ServedEngineNews) -> None:
     """Of this process. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = file.with_suffix(".new")
-    written.write_bytes(msgspec.json.encode(EngineRecord(os.getpid(), _start_of(os.getpid()), news)))
+    written.write_bytes(msgspec.json.encode(EngineRecord(os.getpid(), started_ticks(os.getpid()), news)))
     written.replace(file)
 
 
@@ -40,12 +42,4 @@ def read_record(file: Path) -> EngineRecord | None:
         record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
     except (OSError, msgspec.DecodeError):
         return None
-    return record if _start_of(record.pid) == record.start else None
-
-
-def _start_of(pid: int) -> int:
-    """When a process was started, in the system's ticks; 0 = there is none."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, IndexError, ValueError):
-        return 0
+    return record if started_ticks(record.pid) == record.start else None
