@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, restart_pause_s
+from tests.helpers.processes import is_alive
+from tests.helpers.waiting import eventually
 
 PROGRAM = """
 import os, signal, subprocess, sys
@@ -65,21 +66,6 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., ForkServer]]:
         server.close()
 
 
-def is_alive(pid: int) -> bool:
-    """Not as a zombie either."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize(
     ("order", "returncode", "cause"),
     [
@@ -115,7 +101,7 @@ def test_what_a_child_started_is_killed_with_it(make_server: Callable[..., ForkS
     pid, started = child.process.pid, int(child.said[2])
     child.process.kill()
     assert child.process.wait(10.0) and child.process.returncode == -signal.SIGKILL
-    wait_until(lambda: not is_alive(pid) and not is_alive(started))
+    eventually(lambda: not is_alive(pid) and not is_alive(started))
     child.close()
 
 
@@ -131,7 +117,7 @@ def test_a_child_goes_on_or_ends_when_its_server_is_killed(
     assert child.process.wait(10.0 if ends_children else 0.2) is ends_children
     assert child.process.has_lost_server
     if ends_children:
-        wait_until(lambda: not is_alive(started))
+        eventually(lambda: not is_alive(started))
     else:
         assert is_alive(pid)
         os.kill(started, signal.SIGKILL)

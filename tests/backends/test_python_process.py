@@ -16,6 +16,7 @@ import pytest
 
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
+from tests.helpers.processes import is_alive
 from tests.helpers.python_host import Answers, Host, write_model
 from tests.helpers.python_text_models import DECOUPLED, HEAD, answering, body, config, said, text
 from tests.helpers.waiting import eventually
@@ -52,15 +53,6 @@ class TritonPythonModel:
         sender.send(flags=1)
 """
 )
-
-
-def is_alive(pid: int) -> bool:
-    """Not as a zombie either."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
 
 
 def test_instances_run_in_processes_of_their_own(host: Host) -> None:

@@ -29,6 +29,7 @@ from tritonclient.utils import InferenceServerException
 
 from llmbackend.server.process_memory import descendants
 from tests.helpers.live_stream import PROTOCOLS, LiveStream
+from tests.helpers.processes import is_alive
 from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually
 
@@ -485,7 +486,7 @@ def check_what_a_killed_host_leaves(temporary: Path) -> None:
     for pid in below:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-    eventually(lambda: not any(is_running(pid) for pid in below), WAIT_S)
+    eventually(lambda: not any(map(is_alive, below)), WAIT_S)
     assert {path.name.rsplit("-", 1)[0] for path in temporary.iterdir()} >= {"llmbackend-host"}
     second = start_server(*begin, http_port=port, variables={"TMPDIR": str(temporary)})
     assert len(list(temporary.glob("llmbackend-host-*"))) == 1
@@ -499,13 +500,6 @@ def can_bind(port: int) -> bool:
         claim.bind(("127.0.0.1", port))
         return True
     return False
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_server_that_stops_lets_streams_run_to_their_end(
