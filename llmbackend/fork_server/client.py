@@ -278,7 +278,7 @@ class ForkedProcess:
                 self._kill_group()
 
     def kill_server(self) -> None:
-        """For a server that hangs; children that do not end with it go on."""
+        """For a fork server that hangs. Its children go on, unless they were started to end with it."""
         self._server.kill()
 
     def take_status(self) -> None:

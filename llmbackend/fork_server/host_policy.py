@@ -23,23 +23,23 @@ _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
 """The number of the system call, which the C library has no function for."""
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _MASK_BITS: Final = 1024
-
-
-AS_IT_IS: Final = -1
-ANY_NODE: Final = -2
+_UNCHANGED: Final = -1
+_ANY_NODE: Final = -2
 
 
 class HostPolicy(NamedTuple):
-    """cores      empty = as they are
-    numa_node  from which memory is taken; ANY_NODE = as the kernel likes, AS_IT_IS = as before
+    """What a thread or process is bound to.
+
+    cores      empty = unchanged
+    numa_node  that memory comes from; _ANY_NODE = the kernel chooses, _UNCHANGED = as for the starting thread
     """
 
     cores: tuple[int, ...] = ()
-    numa_node: int = AS_IT_IS
+    numa_node: int = _UNCHANGED
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> HostPolicy:
-        """What is not set is unbound, also for a child of a process that is bound.
+        """What has no setting is unbound, even where the starting process is bound.
 
         Raises ValueError naming the setting, its value and what was expected.
         """
@@ -47,7 +47,7 @@ class HostPolicy(NamedTuple):
             if name not in (NUMA_NODE, CPU_CORES):
                 raise ValueError(f"setting '{name}' is not known, expected {NUMA_NODE} or {CPU_CORES}")
         cores = _cores(settings[CPU_CORES]) if CPU_CORES in settings else _host_cores()
-        return cls(tuple(sorted(cores)), _node(settings[NUMA_NODE]) if NUMA_NODE in settings else ANY_NODE)
+        return cls(tuple(sorted(cores)), _node(settings[NUMA_NODE]) if NUMA_NODE in settings else _ANY_NODE)
 
     @classmethod
     def decode(cls, text: str) -> HostPolicy:
@@ -58,18 +58,18 @@ class HostPolicy(NamedTuple):
         return f"{','.join(map(str, self.cores))};{self.numa_node}"
 
     def bind(self) -> None:
-        """Binds the calling thread, and what it starts from now on. Raises OSError."""
+        """Binds the calling thread and what it starts from now on. Raises OSError."""
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         if self.numa_node >= 0:
             _set_memory_policy(_MPOL_BIND, self.numa_node)
-        elif self.numa_node == ANY_NODE:
-            with contextlib.suppress(OSError):  # where it cannot be set, it was not
+        elif self.numa_node == _ANY_NODE:
+            with contextlib.suppress(OSError):  # where it cannot be set, nothing has set it before
                 _set_memory_policy(_MPOL_DEFAULT)
 
     @contextlib.contextmanager
     def bound(self) -> Iterator[None]:
-        """Binds the calling thread within the context. Raises OSError."""
+        """Binds the calling thread for the duration of the context. Raises OSError."""
         before = os.sched_getaffinity(0)
         try:
             self.bind()
@@ -85,14 +85,14 @@ NO_POLICY: Final = HostPolicy()
 
 
 def policy_of(policies: Mapping[str, HostPolicy], name: str) -> HostPolicy:
-    """A name without a policy is unbound; where there is no policy at all, nothing is changed."""
+    """A name without a policy is unbound; without any policy nothing is changed."""
     if not policies:
         return NO_POLICY
     return policies.get(name) or HostPolicy.of({})
 
 
 def _host_cores() -> set[int]:
-    """Those of this process's first thread, which no policy binds."""
+    """Those of the main thread, which no policy binds."""
     return os.sched_getaffinity(os.getpid())
 
 
@@ -122,7 +122,7 @@ def _node(text: str) -> int:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """`0-3,8-8`: as the setting is written."""
+    """In the format of `cpu-cores`: `0-3,8-8`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -133,16 +133,14 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _set_memory_policy(mode: int, node: int = -1) -> None:
-    """Of the calling thread, and of those that it starts. Raises OSError."""
+    """Of the calling thread and those that it starts. Raises OSError."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None:
         raise OSError(f"setting 'numa-node' has no effect on processors of the kind {platform.machine()}")
-    mask = None
+    mask = (ctypes.c_uint64 * (_MASK_BITS // 64))()
     if node >= 0:
-        words = (ctypes.c_ulong * (_MASK_BITS // 64))()
-        words[node // 64] = 1 << node % 64
-        mask = words
+        mask[node // 64] = 1 << node % 64
     library = ctypes.CDLL(None, use_errno=True)
-    if library.syscall(call, mode, mask, _MASK_BITS + 1 if mask is not None else 0) != 0:
+    if library.syscall(call, mode, mask, _MASK_BITS + 1) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"Unable to set NUMA memory policy: {os.strerror(number)}")

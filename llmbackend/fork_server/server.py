@@ -132,7 +132,7 @@ def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order |
                 for child in children.values():
                     _kill_group(child.pid)
                 return None
-            prepare(_text_of(message)[1])
+            prepare(_policy_and_text(message)[1])
             order = _fork(message, descriptors, control, children)
             if order is not None:
                 return order
@@ -152,7 +152,7 @@ def _fork(message: bytes, descriptors: list[int], control: socket.socket, childr
             os.close(child.status_fd)
         os.close(descriptors[0])
         os.setsid()
-        return _Order(*_text_of(message), descriptors[1:], server_pid)
+        return _Order(*_policy_and_text(message), descriptors[1:], server_pid)
     if descriptors:
         _tell(descriptors[0], pid)
     if pid > 0:
@@ -162,8 +162,8 @@ def _fork(message: bytes, descriptors: list[int], control: socket.socket, childr
     return None
 
 
-def _text_of(message: bytes) -> tuple[HostPolicy, bytes]:
-    """What stands in an order behind the number of its descriptors."""
+def _policy_and_text(message: bytes) -> tuple[HostPolicy, bytes]:
+    """The parts of an order after its first byte, which is the number of descriptors."""
     policy, _, text = message[1:].partition(b"\0")
     return HostPolicy.decode(policy.decode()), text
 

@@ -172,15 +172,6 @@ class PairTransport(Transport):
             raise self._cause_of_death()
         return messages
 
-    def _ends_when_killed(self, process: ForkedProcess) -> bool:
-        """A fork server that hangs does not tell of the end of its children: then it is killed, and another one is
-        started for the next engine."""
-        if process.wait(KILLED_TIMEOUT_S):
-            return True
-        logger.warning("the end of an engine process is not told by its fork server, which is killed")
-        process.kill_server()
-        return process.wait(KILLED_TIMEOUT_S)
-
     def _has_ended_in_order(self) -> bool:
         """Whether the engine, which is at its end, has sent why: its last message may be seen after its end."""
         return False
@@ -241,11 +232,19 @@ class InlineTransport(PairTransport):
 class ProcessTransport(PairTransport):
     """The core in a process of its own: isolates crashes and the interpreter lock. Its output joins our stderr."""
 
-    host_policy = NO_POLICY
-    """What the process is bound to; set before `launch`."""
-    _process: ForkedProcess | None = None
-    _directory = ""
-    _output: OutputReader | None = None
+    def __init__(
+        self,
+        fork_server: EngineForkServer,
+        wake_fd: int,
+        progress: Callable[[LoadProgress], None] = lambda progress: None,
+        policy: HostPolicy = NO_POLICY,
+    ) -> None:
+        """policy: what the process is bound to"""
+        super().__init__(fork_server, wake_fd, progress)
+        self._policy = policy
+        self._process: ForkedProcess | None = None
+        self._directory = ""
+        self._output: OutputReader | None = None
 
     @property
     def pid(self) -> int | None:
@@ -267,7 +266,7 @@ class ProcessTransport(PairTransport):
         try:
             self._output = OutputReader(reader_fd, _to_stderr, "llm-engine-stderr")
             lifeline_fd = self._engine_lifeline.fileno()
-            self._process = self._fork_server.fork_engine(endpoint, output_fd, lifeline_fd, self.host_policy)
+            self._process = self._fork_server.fork_engine(endpoint, output_fd, lifeline_fd, self._policy)
             self._show_progress(LoadProgress("starting the engine"))
         except OSError as error:
             kind: DeathKind = "shortage" if is_shortage(error) else "exit"
@@ -299,7 +298,7 @@ class ProcessTransport(PairTransport):
         if self._process is not None and not self._process.wait(timeout_s):
             logger.warning("killing an engine process that does not end")
             self._process.kill()
-            if not self._ends_when_killed(self._process):
+            if not self._has_ended_after_kill(self._process):
                 logger.error("engine process %d does not end after SIGKILL, and is left behind", self._process.pid)
                 return False
         if self._output is not None:
@@ -307,6 +306,15 @@ class ProcessTransport(PairTransport):
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
         return True
+
+    def _has_ended_after_kill(self, process: ForkedProcess) -> bool:
+        """Waits. The fork server reports the end of its children; one that hangs is killed, and `fork` starts another
+        for the next engine."""
+        if process.wait(KILLED_TIMEOUT_S):
+            return True
+        logger.warning("the fork server does not report the end of a killed engine process; killing the fork server")
+        process.kill_server()
+        return process.wait(KILLED_TIMEOUT_S)
 
     def _has_ended_in_order(self) -> bool:
         assert self._process is not None
@@ -353,6 +361,4 @@ def make_transport(
     calling thread is."""
     if fork_server.config.transport == "inline":
         return InlineTransport(fork_server, wake_fd, progress)
-    transport = ProcessTransport(fork_server, wake_fd, progress)
-    transport.host_policy = policy
-    return transport
+    return ProcessTransport(fork_server, wake_fd, progress, policy)
