@@ -1,8 +1,8 @@
 """Colours code for the pages: `python -m llmbackend.pages.chat.highlighter_process`, started by highlighting.py.
 
-For: the page process, which must not run these patterns itself: some of Pygments' take exponential time on a text that
-a model may write. Invariants: one line of JSON in, `[language, code]`; one line out, the HTML or null for a language
-that is not known; code that takes more CPU time or memory than its bound ends this process, and so does the end of its
+For: the page process, which must not run Pygments itself: some of its patterns take exponential time on text that a
+model may write. Invariants: each line of input is JSON, `[language, code]`; each line of output is the HTML, or null
+for an unknown language; code that exceeds its bound of CPU time or memory ends this process, and so does the end of
 input.
 """
 
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def coloured(language: str, code: str) -> str | None:
-    """`code` as HTML; None: the language is not known."""
+    """`code` as HTML; None = unknown language."""
     try:
         lexer = get_lexer_by_name(language, stripnl=False)
     except ClassNotFound:

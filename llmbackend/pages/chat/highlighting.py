@@ -1,8 +1,8 @@
-"""Highlighter: code as coloured HTML, from a process that ends where a text makes its patterns explode.
+"""Highlighter: code as coloured HTML, made by a process that is killed when a text takes its patterns too long.
 
-For: markdown_view.py. Does not know: Markdown, pages. Invariants: the event loop never runs a pattern; a caller waits
-for `_WAIT_S` at most, and then its code stays without colours; a language whose code ended the process is left alone
-for a while. Used on the event loop alone.
+For: markdown_view.py. Does not know: Markdown, pages. Invariants: no pattern runs on the event loop; a caller waits at
+most `_WAIT_S`, after which its code stays plain; a language whose code ended the process is not tried again for a
+while. To be used on the event loop only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_CHARACTERS: Final = 24 << 10
 """Longer code has no colours."""
 _MODULE: Final = "llmbackend.pages.chat.highlighter_process"
 _WAIT_S: Final = 5.0
-"""For the process, others' code before it included."""
+"""For the process, including code of others that it colours first."""
 _LEFT_ALONE_S: Final = 60.0
 _MAX_KEPT: Final = 64
 """Pieces of code whose HTML is kept, for a page that shows them again."""
@@ -80,7 +80,7 @@ class Highlighter:
             self._process = None
             self._leave_alone(code.language)
             return None
-        except BaseException:  # nobody reads the answer: the next question would get it
+        except BaseException:  # cancelled: the next caller would read this answer
             self._process = None
             process.kill()
             raise
@@ -126,5 +126,5 @@ def highlight_css() -> str:
         line
         for formatter, place in ((light, "body--light"), (dark, "body--dark"))
         for line in formatter.get_style_defs(f".{place} .code").splitlines()
-        if ".hl-" in line
+        if f".{CLASS_PREFIX}" in line
     )

@@ -2,9 +2,9 @@ r"""What models write beyond CommonMark: formulas and task lists, as rules of ma
 
 For: markdown.py. Does not know: how formulas look (static/math.js has KaTeX render them). Invariants: a formula reaches
 the HTML as escaped text; `\(…\)`, `\[…\]`, `$…$` and `$$…$$` begin and end one, but "$5 and $6" does not; a blank line
-ends a formula that was not closed, which then is text, so that what stands before it does not change when the text
-grows; a formula is searched for its end at most MAX_CHARACTERS far.
-Source: Pandoc's `tex_math_dollars` (what a `$` may stand beside); GitHub's task lists.
+ends an unclosed formula, which is then text, so that earlier blocks do not change while the text grows; the end of an
+inline formula is searched for within MAX_CHARACTERS.
+Source: Pandoc's `tex_math_dollars` (what may stand beside a `$`); GitHub's task lists.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ def add_rules(parser: MarkdownIt) -> None:
         "fence", "math_block", _formula_block, {"alt": ["paragraph", "reference", "blockquote", "list"]}
     )
     parser.core.ruler.after("inline", "tasks", _mark_tasks)
-    for name in ("math_inline", "math_block", "math_open", "task_box"):
-        parser.add_render_rule(name, _RENDERERS[name])
+    parser.add_render_rule("math_inline", _render_inline)
+    parser.add_render_rule("math_block", _render_block)
+    parser.add_render_rule("math_open", _render_open)
+    parser.add_render_rule("task_box", _render_task_box)
 
 
 def _inline_formula(state: StateInline, silent: bool) -> bool:
@@ -60,7 +62,7 @@ def _opening(text: str, position: int) -> str | None:
 
 
 def _end(text: str, begin: int, limit: int, closing: str) -> int:
-    """Where the formula ends; -1: nowhere."""
+    """Index of the closing delimiter; -1 = there is none."""
     end = text.find(closing, begin, limit)
     while end > 0 and closing[0] == "$" and text[end - 1] == "\\":
         end = text.find(closing, end + 1, limit)
@@ -68,7 +70,7 @@ def _end(text: str, begin: int, limit: int, closing: str) -> int:
 
 
 def _is_in_dollars(text: str, begin: int, end: int) -> bool:
-    """Whether single dollars there can be those of a formula, not prices."""
+    """Whether the text between single dollars can be a formula: "$5 and $6" are prices."""
     return not (text[begin].isspace() or text[end - 1].isspace() or text[end + 1 : end + 2].isdigit())
 
 
@@ -89,7 +91,7 @@ def _formula_block(state: StateBlock, start_line: int, end_line: int, silent: bo
 
 
 def _goes_on(state: StateBlock, line: int) -> bool:
-    """Whether a line belongs to the block that the lines before it belong to."""
+    """Whether a line continues the block of the line before it."""
     return not state.isEmpty(line) and state.sCount[line] >= state.blkIndent
 
 
@@ -130,15 +132,5 @@ def _formula(text: str, *, is_displayed: bool, tag: str) -> str:
 
 
 def _render_task_box(renderer: Any, tokens: Sequence[Token], idx: int, *_: Any) -> str:
-    is_done = tokens[idx].meta["is_done"]
-    return f'<span class="task__box">{"☑" if is_done else "☐"}</span><span class="hidden-text">' + (
-        "done: </span>" if is_done else "to do: </span>"
-    )
-
-
-_RENDERERS: Final = {
-    "math_inline": _render_inline,
-    "math_block": _render_block,
-    "math_open": _render_open,
-    "task_box": _render_task_box,
-}
+    box, spoken = ("☑", "done: ") if tokens[idx].meta["is_done"] else ("☐", "to do: ")
+    return f'<span class="task__box">{box}</span><span class="hidden-text">{spoken}</span>'

@@ -69,7 +69,7 @@ class SettingsPanel:
             self._fields["stop"] = self._text("Stop strings, one per line", "stop", rows=2)
             self._fields["tools"] = self._json("Tools as JSON", "tools", 5, _TOOLS_EXAMPLE)
             self._fields["schema"] = self._json("JSON schema", "schema", 4, _SCHEMA_EXAMPLE)
-            ui.label("Answers follow it.").classes("muted")
+            ui.label("Answers match this schema.").classes("muted")
             ui.label("Token probabilities").classes("settings__section")
             self._fields["with_probabilities"] = ui.switch(
                 "Ask for token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
