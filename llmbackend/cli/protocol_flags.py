@@ -8,6 +8,7 @@ is every page).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, get_args
@@ -192,8 +193,9 @@ class CorsFlags:
             headers=_strings("--allowed-headers", self.allowed_headers),
         )
 
-    def hosts(self) -> frozenset[str]:
-        return frozenset(name.lower() for name in _strings("--allowed-hosts", self.allowed_hosts))
+    def hosts(self, further: Sequence[str]) -> frozenset[str]:
+        names = (*_strings("--allowed-hosts", self.allowed_hosts), *further)
+        return frozenset(name.lower().strip() for name in names)
 
 
 def _strings(flag: str, text: str) -> tuple[str, ...]:

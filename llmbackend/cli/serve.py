@@ -83,7 +83,7 @@ def serve(
         protocols=replace(
             protocols.options(),
             cors=cors.options(),
-            allowed_hosts=cors.hosts() | frozenset(name.lower().strip() for name in pages.pages_host or ()),
+            allowed_hosts=cors.hosts(pages.pages_host or ()),
             http_metrics=metrics.allow_metrics,
         ),
         flags=given_flags(context),

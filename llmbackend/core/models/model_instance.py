@@ -123,14 +123,14 @@ class LoadedInstance:
         return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """What it holds now, as far as its backend says."""
+        """What it holds now; empty where its backend does not tell."""
         if not self._is_initialized or not self._functions.has(MEMORY_USAGE):
             return ()
         try:
             usage: Sequence[MemoryUsage] = self._functions.call(MEMORY_USAGE, self)
             return usage
         except TritonError as error:
-            log.error("the memory of instance '%s' is not known: %s", self.name, error.status)
+            log.error("failed to get the memory usage of instance '%s': %s", self.name, error.status)
             return ()
 
     def request_done(self, channel: ResponseChannel) -> None:

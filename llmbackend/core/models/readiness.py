@@ -72,7 +72,7 @@ class Readiness:
                 try:
                     self._question = _Question(ask, self._threads)
                 except RuntimeError as error:
-                    return f"it cannot be asked whether it is ready: {error}"
+                    return f"its readiness cannot be checked: {error}"
             question = self._question
         reason = question.answer(ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
         if timeout_s is None or question.is_answered:

@@ -1,11 +1,11 @@
 """`pb_utils.Tensor`, the datatype helpers of Triton's python backend, and how a tensor travels in a packet.
 
 For: model code, and both ends of the sockets. Does not know: requests and responses. Invariants: BYTES data is an
-object array of `bytes` whatever the model gave (str, numpy strings); BF16 data is ml_dtypes' bfloat16 where that
-package is installed, else uint16 that only DLPack can name, and travels as uint16; a small tensor is part of the
-pickled message, a large one is a part of its own that is copied once; both arrive writable. DLPack shares memory,
-except that of a device, which is copied to the CPU: a bfloat16 tensor passes through numpy as uint16, and its capsule
-is relabelled before numpy reads it, or after numpy made it.
+object array of `bytes` whatever the model gave (str, numpy strings); BF16 data may be given as ml_dtypes' bfloat16, is
+returned by DLPack only, because numpy has no such type, and travels as uint16; a small tensor is part of the pickled
+message, a large one is a part of its own that is copied once; both arrive writable. DLPack shares memory, except that
+of a device, which is copied to the CPU: a bfloat16 tensor passes through numpy as uint16, and its capsule is relabelled
+before numpy reads it, or after numpy made it.
 Source: Triton python_backend documentation and transcript 61; dlpack.h, where a capsule holds a DLManagedTensor, whose
 first member is the DLTensor.
 """
