@@ -70,7 +70,7 @@ def histogram(values_s: Sequence[float], num_bins: int = _ROWS) -> list[Bin]:
 
 
 def _decimals(limits: Sequence[float]) -> int:
-    """How many tell all limits apart; at least 1."""
+    """The fewest decimals that keep all limits distinct; at least 1."""
     enough = (
         each for each in range(1, _MOST_DECIMALS) if len({f"{limit:.{each}f}" for limit in limits}) == len(limits)
     )

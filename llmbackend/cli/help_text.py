@@ -1,8 +1,8 @@
-"""How commands read and show their flags: names may be abbreviated; the help has sections, each flag whole on a line.
+"""How commands read and show their flags: names may be abbreviated; the help has sections, each flag on one line.
 
-For: the commands. Does not know: any flag. Invariants: an abbreviation means a flag only where it can mean no other;
-no name and no text of the help is cut off, so that a flag can be searched for and copied (typer's own tables cut long
-names at 80 columns).
+For: the commands. Does not know: any flag. Invariants: an abbreviation is accepted only if it is unambiguous; the help
+truncates no name and no text, so that flags can be searched for and copied (typer's own tables truncate long names at
+80 columns).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class PlainHelpCommand(TyperCommand):
 
 
 def _with_whole_names(args: list[str], parameters: list[Any]) -> list[str]:
-    """The command line with each unambiguous beginning of a long name in full, as getopt_long reads it. Raises
-    BadParameter for an ambiguous one; others are left to the parser."""
+    """The command line with each unambiguous abbreviation of a long name expanded, as getopt_long does. Raises
+    BadParameter for an ambiguous one; unknown names are left to the parser."""
     named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
     whole: list[str] = []
     rest = iter(args)

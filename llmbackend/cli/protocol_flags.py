@@ -193,7 +193,7 @@ class CorsFlags:
             headers=_strings("--allowed-headers", self.allowed_headers),
         )
 
-    def hosts(self, further: Sequence[str]) -> frozenset[str]:
+    def hosts(self, further: Sequence[str] = ()) -> frozenset[str]:
         names = (*_strings("--allowed-hosts", self.allowed_hosts), *further)
         return frozenset(name.lower().strip() for name in names)
 

@@ -14,16 +14,16 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryType(Enum):
-    """CPU and GPU are what the process has; the others say what for. KV memory on CPU is reserved: of it, only what was
-    used is resident."""
+    """CPU and GPU are totals, the others parts. CPU_KV_CACHE is reserved memory, of which CPU includes only what has
+    been used and so is resident."""
 
     CPU = "CPU"
-    """Resident memory of the instance's process, with what it shares with others; without a process of its own, what
-    the instance is known to hold."""
+    """Resident memory of the instance's process, including shared pages; without a process of its own, what the
+    instance is known to hold."""
     CPU_WEIGHTS = "CPU_WEIGHTS"
     CPU_KV_CACHE = "CPU_KV_CACHE"
     GPU = "GPU"
-    """Memory for tensors and graphs, with what is free in the allocator's pools."""
+    """Memory for tensors and graphs, including free memory in the allocator's pools."""
     GPU_WEIGHTS = "GPU_WEIGHTS"
     GPU_KV_CACHE = "GPU_KV_CACHE"
 
@@ -37,7 +37,7 @@ class MemoryUsage(NamedTuple):
 
 
 def process_memory(pid: int) -> list[MemoryUsage]:
-    """What a process of this machine has resident now; nothing when it has ended. Takes microseconds."""
+    """The resident memory of a process of this machine; empty when it has ended. Takes microseconds."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             resident_pages = int(file.read().split()[1])

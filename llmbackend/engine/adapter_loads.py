@@ -1,8 +1,8 @@
 """LoRA adapters that come and go while an engine runs: their files are read beside its steps.
 
 For: the engine core, whose thread owns it. Does not know: what an adapter is, who asked for it. Invariants: each load
-ends with one result; an adapter is removed only when no live request has it; neither a step nor a request waits on the
-engine's thread for a file: a request whose adapter is being read is held here until then.
+ends with one result; an adapter is removed only when no live request uses it; the engine's thread never waits for a
+file: a request whose adapter is still being read is held here until it has been read.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class AdapterLoads:
         self._results: list[AdapterResult] = []
         self._unwanted: set[str] = set()
         self._held: dict[str, InferRequest] = {}
-        """Requests by id, in the order in which they came."""
+        """Requests by id, in order of arrival."""
 
     @property
     def is_loading(self) -> bool:
@@ -81,7 +81,7 @@ class AdapterLoads:
         self._drop_unused()
 
     def holds(self, request: InferRequest) -> bool:
-        """Whether the request was taken, because its adapter is still being read; `take_results` gives it back."""
+        """True = the request is held, because its adapter is still being read; `take_results` hands it back."""
         if request.lora_name not in self._loading:
             return False
         self._held[request.request_id] = request
@@ -96,8 +96,8 @@ class AdapterLoads:
         wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
 
     def take_results(self, add: Callable[[InferRequest], None]) -> tuple[AdapterResult, ...]:
-        """Of the loads that have ended, whose adapters requests may have from now on. add: gets the requests that were
-        held for them, also where a load has failed."""
+        """Results of the loads that have ended; their adapters can be used from now on. add: called with each request
+        that was held for them, also when the load has failed."""
         for name in [name for name, future in self._loading.items() if future.done()]:
             self._take(name)
         ready = [request for request in self._held.values() if request.lora_name not in self._loading]

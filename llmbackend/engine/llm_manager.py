@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 
 def _source(config: EngineConfig, index: int, wakeup: Wakeup, policy: HostPolicy) -> EngineSource:
-    """Children of this process, unless a cluster says where engines are, and how their machines bind them."""
+    """Child processes, unless a cluster places the engines; then their machines bind them."""
     engines = remote_engines()
     if engines is None or config.transport != "process":
         return ForkedEngines(config, RUNNERS, policy)
@@ -79,7 +79,7 @@ class LlmManager:
     ) -> None:
         """callbacks: called on the loop's thread
         index: of the instance, by which a cluster knows its engine
-        policy: what the loop and the engine are bound to; an engine of another machine is bound to nothing
+        policy: what the loop and the engine are bound to; it does not apply to an engine on another machine
         """
         self._max_num_seqs = config.max_num_seqs
         self._reads_ahead = config.transport == "process"
@@ -201,7 +201,7 @@ class LlmManager:
         self._wakeup.close()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # what cannot be bound has failed in the instance's own thread
+        with contextlib.suppress(OSError):  # the instance's own thread has reported it
             self._policy.bind()
         while not self._stopping:
             try:
@@ -348,10 +348,10 @@ class LlmManager:
         self._call(self._on.engine_lost, lost, error)
 
     def _call(self, callback: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Calls a callback whose failure loses no request; it is logged, and the loop goes on.
+        """Calls a callback whose failure loses no request: it is logged, and the loop continues.
 
-        `get_requests` and `send_responses` are called directly: when one of them fails, it is unknown which requests
-        were taken or which outputs were recorded, so that the engine is discarded and its requests are given back.
+        `get_requests` and `send_responses` are not called through this: after an exception it is unknown which requests
+        were taken or which outputs were recorded, so the engine is discarded and its requests are given back.
         """
         try:
             return callback(*args, **kwargs)

@@ -58,7 +58,7 @@ CallHandler = Callable[[Call, Callable[[CallResult], object]], None]
 LARGE_BYTES: Final = 256 << 10
 """A request with more is decoded and validated apart from the others."""
 MAX_WAITING_BYTES: Final = 256 << 20
-"""Of such requests, of all frontends, that are not decoded yet; beyond it they are refused."""
+"""Of large requests of all frontends that wait to be decoded; beyond it they are refused."""
 _BEAT_S: Final = 1.0
 _PROBES_S: Final = 0.1
 """How often frontends are looked for while one of them is missing."""
@@ -83,7 +83,7 @@ class HostEndpoint:
     ) -> None:
         """heartbeat_timeout_s: after which a silent frontend is gone; None = that of the endpoint's kind
         max_unread_bytes: of one frontend
-        max_waiting_bytes: of large requests that wait to be decoded; one alone may have more
+        max_waiting_bytes: of large requests that wait to be decoded; a single one may be larger
 
         Raises ValueError for an endpoint that cannot be used.
         """

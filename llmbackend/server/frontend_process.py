@@ -39,7 +39,7 @@ GONE: Final = 1
 
 
 def main() -> int:
-    end_with(os.getppid())  # also while it is stopped, so that the next server finds the ports free
+    end_with(os.getppid())  # even while SIGSTOPped, so that the next server can bind the ports
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     try:
         settings = receive_settings(channel)

@@ -54,7 +54,7 @@ class ServedHost(Host, Protocol):
 
 
 _GRPC_DRAIN_S: Final = 86_400.0
-"""For calls that run when the host begins to stop; the host ends them earlier, with their errors."""
+"""Upper bound for calls in flight when the host begins to stop; the host ends them earlier, with an error."""
 
 
 class FrontendServer:
@@ -161,7 +161,7 @@ class FrontendServer:
             self.metrics_port = self._metrics.port
 
     def _sites_of(self, claim: socket.socket) -> SiteCheck | None:
-        """The check of the endpoint on `claim`. Frontend processes have checked what comes over a unix socket."""
+        """The check of the endpoint on `claim`. What comes over a unix socket was checked by a frontend process."""
         if claim.family == socket.AF_UNIX:
             return None
         is_open = not self._access.has_keys and is_loopback(claim.getsockname()[0])
@@ -232,8 +232,8 @@ class FrontendServer:
             copy_streams(self._streams, self._http_app, self._gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
-        """Before the host stops: resumable streams that other hosts have copies of go on there. gRPC accepts no more
-        connections and calls, as Triton's; those that run go on until `stop`."""
+        """Before the host stops: resumable streams continue on the hosts that have copies. As in Triton, gRPC refuses
+        new connections and calls; calls in flight continue until `stop`."""
         if self._streams is not None:
             self._streams.leave()
         if self._grpc is not None:

@@ -1,7 +1,6 @@
-"""Which process has a TCP port, for the message of a server that cannot have it.
+"""Which process listens on a TCP port, for the error of a server that cannot bind it.
 
-For: ports.py. Does not know: why it is asked. Invariant: what this user may not see, or a system without /proc does not
-tell, is "".
+For: ports.py. Does not know: why it is asked. Invariant: "" where it is unknown: another user's process, or no /proc.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MAX_COMMAND_CHARACTERS: Final = 120
 
 
 def holder_of(port: int) -> str:
-    """`process 12 (its command)`, of each process that listens on the port on any address; "" = not known."""
+    """`process 12 (its command)` of each process that listens on the port, on any address; "" = unknown."""
     sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
     found = [_described(process) for process in Path("/proc").glob("[0-9]*") if sockets and _has(process, sockets)]
     return " and ".join(sorted(found))
@@ -36,7 +35,7 @@ def _inodes(port: int) -> Iterator[str]:
 def _has(process: Path, sockets: set[str]) -> bool:
     try:
         return any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir())
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has ended, or belongs to another user
         return False
 
 

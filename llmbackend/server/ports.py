@@ -16,8 +16,7 @@ from .port_holder import holder_of
 
 
 class PortTakenError(OSError):
-    """The text names the process that has the port, where that is known. service: Triton's name of what would have
-    listened there."""
+    """Names the process that has the port, if known. service: Triton's name of the endpoint that needs it."""
 
     def __init__(self, error: OSError, service: str, wish: PortWish) -> None:
         holder = holder_of(wish.port or 0)
@@ -50,7 +49,7 @@ class ClaimedPorts:
 
     @classmethod
     def claim(cls, *, http: PortWish, metrics: PortWish, grpc: PortWish) -> ClaimedPorts:
-        """Raises OSError, of a port that others have PortTakenError; then no port is kept."""
+        """Raises PortTakenError for a port in use, OSError for other failures; then no port is kept."""
         claims: dict[str, socket.socket | None] = {}
         try:
             for service, wish in (("GRPC", grpc), ("HTTP", http), ("Metrics", metrics)):  # in Triton's order

@@ -164,7 +164,7 @@ def _announce(
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s())
     tell_ready(ready_descriptor, urls)
-    with contextlib.suppress(RuntimeError):  # a machine without room for a thread serves all the same
+    with contextlib.suppress(RuntimeError):  # out of threads: the server works without it
         in_thread(give_back_freed)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
@@ -195,7 +195,7 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
     try:
         return ClaimedPorts.claim(**wishes)
     except OSError as error:
-        if isinstance(error, PortTakenError):  # in Triton's words, too
+        if isinstance(error, PortTakenError):  # also in Triton's words
             text = "failed to start %s service: Unavailable - Socket '%s' already in use"
             log.error(text, error.service, error.socket)
         text = f"cannot listen: {error}. Stop what has the port, or choose another one."

@@ -1,8 +1,8 @@
 """What a starting server shows on the terminal: bars while models load, then what is served, where, and how to try it.
 
-For: `llmbackend serve`. Does not know: engines. Invariants: no bar is drawn where standard error is no terminal: there,
-the log gets a line for each stage of a load, and more for a stage that takes long; log lines stand above the bars; when
-loading is over the bars are gone.
+For: `llmbackend serve`. Does not know: engines. Invariants: without a terminal on standard error there are no bars, but
+log lines: one for each stage of a load, more for a long stage; log lines appear above the bars; the bars disappear when
+loading ends.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LoadLines(logging.Handler):
         super().__init__()
         self._clock = clock
         self._last: dict[int, tuple[str, float]] = {}
-        """Of each engine that loads: the stage that was last logged, and when."""
+        """Per loading engine: the stage that was logged last, and when."""
 
     def emit(self, record: logging.LogRecord) -> None:
         engine: int = record.__dict__["engine"]

@@ -48,7 +48,7 @@ DESCRIPTORS_OF_AN_ENGINE = 24
 """What starting one opens here: libzmq's, the lifeline, its output, the fork server's sockets and pipes."""
 CLOSE_TIMEOUT_S = 5.0
 KILLED_TIMEOUT_S = 5.0
-"""How long after SIGKILL a process may take to end: more only in a system call that cannot be interrupted."""
+"""How long a process may take to end after SIGKILL; only one in an uninterruptible system call takes longer."""
 CLOSE_TIMEOUT_BEFORE_LOADED_S = 1.0
 LAST_MESSAGE_TIMEOUT_MS = 1000
 _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
@@ -299,7 +299,7 @@ class ProcessTransport(PairTransport):
             logger.warning("killing an engine process that does not end")
             self._process.kill()
             if not self._has_ended_after_kill(self._process):
-                logger.error("engine process %d does not end after SIGKILL, and is left behind", self._process.pid)
+                logger.error("engine process %d has not ended after SIGKILL and is left behind", self._process.pid)
                 return False
         if self._output is not None:
             self._output.wait()

@@ -15,7 +15,7 @@ import msgspec
 
 TITLE_CHARACTERS: Final = 60
 _MAX_VERSIONS: Final = 10
-"""Of one turn, with what followed it; the oldest go."""
+"""Of one turn, each with the turns that followed it; the oldest are dropped."""
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -71,9 +71,9 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     """How long the answer paused because its engine had died; None: it had not."""
     probabilities: tuple[TokenProbability, ...] = ()
     others: tuple[tuple[Turn, ...], ...] = ()
-    """The other versions of this turn, each with the turns that followed it, in the order in which they were made."""
+    """The other versions of this turn, each with the turns that followed it, oldest first."""
     place: int = 0
-    """Of this version among the others."""
+    """Index of this version among all of them."""
 
     @property
     def is_empty(self) -> bool:
@@ -82,7 +82,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether this is an answer that ended before the model had ended it."""
+        """Whether this is an answer that broke off before the model ended it."""
         ended_early = self.error or self.finish_reason in ("length", STOPPED, INTERRUPTED)
         return bool(self.role == "assistant" and self.content and not self.tool_calls and ended_early)
 
@@ -93,14 +93,14 @@ INTERRUPTED: Final = "interrupted"
 
 
 class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer while it is generated, as the browser keeps it: with it another page goes on where this one was."""
+    """An answer while it is generated, as the browser stores it, so that a reloaded page can continue it."""
 
     key: str
-    """Names the request: a second one with it gets the answer of the first."""
+    """Idempotency key of the request: a second request with it gets the answer of the first."""
     index: int
     """Of the answer among the turns."""
     base: Turn
-    """What the answer had before this request: the text that it continues, other versions."""
+    """The answer before this request: the text that is continued, other versions."""
     turn: Turn
     """What has arrived so far."""
     stream_id: str = ""
@@ -164,20 +164,20 @@ class Chat(msgspec.Struct, kw_only=True):
         return self.title or "New chat"
 
     def add_user(self, text: str, version: Turn | None = None) -> None:
-        """version: from `cut`, of the turn that the new one replaces."""
+        """version: from `cut`: the place of the turn that the new one replaces."""
         version = version or Turn(role="user")
         self.turns.append(msgspec.structs.replace(version, content=text))
         self.title = self.title or " ".join(text.split())[:TITLE_CHARACTERS]
 
     def cut(self, index: int) -> Turn:
-        """Removes the turns from `index` on. Returns an empty turn for their place, whose other versions they are."""
+        """Removes the turns from `index` on. Returns an empty turn to replace them, with them as its other versions."""
         tail = self.turns[index:]
         del self.turns[index:]
         others = (tail[0].others if tail[0].is_empty else _versions(tail))[-_MAX_VERSIONS:]
         return Turn(role=tail[0].role, others=others, place=len(others))
 
     def show_version(self, index: int, place: int) -> None:
-        """Puts another version of the turn at `index`, with what followed it, in place of the one that is there."""
+        """Replaces the turn at `index`, and what followed it, by another version."""
         versions = list(_versions(self.turns[index:]))
         first, *following = versions.pop(place)
         self.turns[index:] = [msgspec.structs.replace(first, others=tuple(versions), place=place), *following]
@@ -187,8 +187,8 @@ class Chat(msgspec.Struct, kw_only=True):
         return self.turns[-1].tool_calls if self.turns and self.turns[-1].role == "assistant" else ()
 
     def request(self, begun: Turn) -> dict[str, Any]:
-        """The body of the chat completion that answers the last turn. begun: the answer so far, which the model goes on
-        with. Raises ValueError for tools or a schema that are none."""
+        """The body of the chat completion that answers the last turn. begun: the answer so far, which the model
+        continues. Raises ValueError for invalid tools or an invalid schema."""
         settings = self.settings
         body: dict[str, Any] = {
             "model": settings.model,

@@ -1,9 +1,9 @@
 """Generation: one answer, from its request to its end, shown as it arrives.
 
-For: page.py. Does not know: the chat around it. Invariants: the page changes at most some ten times a second, and less
-often where that takes longer, so that long answers of several viewers do not take up the page process; what has
-arrived is kept however the answer ends. The stream is a resumable one: where its connection breaks off it is read on
-from the last event, and a page that is loaded again reads it from its beginning.
+For: page.py. Does not know: the chat around it. Invariants: the page is updated at most about ten times a second, and
+less often where an update takes long, so that long answers of several viewers do not saturate the page process; what
+has arrived is kept however the answer ends. The stream is resumable: after a lost connection it is read on from the
+last event, and a reloaded page reads it from its beginning.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .turn_views import AnswerView
 
 _SHOW_EVERY_S: Final = 0.06
 _SHARE_OF_TIME: Final = 0.2
-"""That much of the time is spent on showing, at most."""
+"""The largest share of the time that is spent on updating the page."""
 _SILENCE_S: Final = 3.0
 """Without a token the page says that it waits."""
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
-"""Of the server's ids of chat completions, before the client's own."""
+"""What the server puts before the client's request id in the id of a chat completion."""
 _COME_BACK_S: Final = 30.0
-"""So long a stream without connection goes on (--resume-grace)."""
+"""How long the server keeps a stream without a connection (--resume-grace)."""
 _RETRY_EVERY_S: Final = 1.0
 _UNAUTHORIZED: Final = 401
 _NOT_FOUND: Final = 404
@@ -52,7 +52,9 @@ class Generation:
         client: Client,
         host_model: str,
     ) -> None:
-        """unfinished: the answer so far; one with a stream is read from there. host_model: that computes `model`."""
+        """unfinished: the answer so far, read from its stream if it has one
+        host_model: the host's model behind the `model` of the request
+        """
         self._api = viewer.api
         self._key = viewer.key
         self._request = {**request, "request_id": unfinished.key}
@@ -62,9 +64,9 @@ class Generation:
         self._host_model = host_model
         self._answer = Answer(unfinished.base)
         self._event_id = unfinished.stream_id
-        """Of the last event, or the name of the stream; "" = nothing has arrived."""
+        """Id of the last event, or of the stream; "" = nothing has arrived."""
         self._is_away = False
-        """Whether the connection of the stream is lost."""
+        """Whether the connection is lost."""
         self._engine_state = ""
         self._recovery_ms: float | None = None
         self._news_s = time.monotonic()
@@ -74,12 +76,12 @@ class Generation:
         self._reading: asyncio.Task[None] | None = None
         self._is_stopped = False
         self.is_dropped = False
-        """Nobody here wants the answer any more, not even what has arrived."""
+        """This page no longer wants the answer, not even what has arrived."""
         self.needs_key = False
-        """The API has refused the request for want of a key."""
+        """The API has refused the request because of its key."""
 
     def stop(self) -> None:
-        """Ends it, here and in the server; what has arrived is kept."""
+        """Ends it here and in the server; what has arrived is kept."""
         self._is_stopped = True
         background_tasks.create(self._stop_request(), name="stop an answer")
         self._end_reading()
@@ -89,12 +91,12 @@ class Generation:
         self.stop()
 
     def leave(self) -> None:
-        """The browser has gone: the server goes on for a while, for the page that may be loaded again."""
+        """The browser has disconnected: the server continues for a while, because the page may be reloaded."""
         self.is_dropped = True
         self._end_reading()
 
     def so_far(self) -> UnfinishedAnswer:
-        """With it another page goes on."""
+        """What another page needs to continue."""
         stream_id = self._event_id.partition(":")[0]
         return msgspec.structs.replace(self._unfinished, turn=self._kept(), stream_id=stream_id)
 
@@ -119,38 +121,38 @@ class Generation:
 
     async def _stop_request(self) -> None:
         path = f"/v2/models/{quote(self._host_model, safe='')}/stop"
-        with contextlib.suppress(ApiError):  # it may just have ended; without its reader it ends after the grace
+        with contextlib.suppress(ApiError):  # it may just have ended; else it ends after the grace period
             await self._api.post(path, {"id": f"{_ID_PREFIX}{self._unfinished.key}"})
 
     def turn(self) -> Turn:
-        """The answer as it ends now."""
+        """The answer if it ended now."""
         kept = self._kept()
         if not kept.finish_reason and not kept.error:
             kept = msgspec.structs.replace(kept, finish_reason=INTERRUPTED)
         return kept
 
     def _kept(self) -> Turn:
-        """What has arrived here, or what the page before this one had, if that is more."""
+        """What has arrived here, or what the previous page had received, if that is more."""
         turn = self._answer.turn(is_stopped=self._is_stopped)
         known = self._unfinished.turn
         if len(known.content) + len(known.reasoning) > len(turn.content) + len(turn.reasoning):
             turn = msgspec.structs.replace(known, finish_reason=turn.finish_reason, error=turn.error)
-        timing = None if self._unfinished.stream_id else turn.timing  # what is read a second time comes at once
+        timing = None if self._unfinished.stream_id else turn.timing  # a stream that is read again arrives at once
         return msgspec.structs.replace(turn, recovery_ms=self._recovery_ms, timing=timing)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Until the answer has ended, also over several connections."""
+        """Reads until the answer has ended, over several connections if need be."""
         try:
             while not await self._read_connection():
                 self._is_away = True
                 await asyncio.sleep(_RETRY_EVERY_S)
         except ValueError as error:
-            self._answer.error = f"the stream is not readable: {error}"
+            self._answer.error = f"the stream cannot be read: {error}"
 
     async def _read_connection(self) -> bool:
-        """Whether there is nothing more to read. Raises ValueError for events that are no JSON."""
+        """True = there is nothing more to read. Raises ValueError for an event that is not JSON."""
         try:
             async with contextlib.aclosing(self._api.stream("POST", _PATH, self._request, self._headers())) as events:
                 async for event in events:
@@ -163,17 +165,17 @@ class Generation:
         return self._fail(ApiError(0, "the server has closed the connection"))
 
     def _headers(self) -> dict[str, str]:
-        """A stream that has begun is asked for its rest; else one is begun, or found if it begins just now."""
+        """Ask for the rest of a stream that has begun; else begin one, or join the one that the same key has begun."""
         if self._event_id:
             return {"last-event-id": self._event_id}
         return {"x-resumable-stream": "true", "idempotency-key": self._unfinished.key}
 
     def _fail(self, error: ApiError) -> bool:
-        """Whether it is for good."""
+        """Records the error; False = the connection is to be tried again."""
         silence_s = time.monotonic() - self._news_s
         if self._event_id and error.status in _LOST_CONNECTION and silence_s < _COME_BACK_S:
             return False
-        if not (self._event_id and error.status == _NOT_FOUND):  # a stream that has gone leaves what has arrived of it
+        if not (self._event_id and error.status == _NOT_FOUND):  # an expired stream: what has arrived is kept
             self._answer.error = str(error)
         self.needs_key = error.status == _UNAUTHORIZED
         return True

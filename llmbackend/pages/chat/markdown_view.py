@@ -1,7 +1,7 @@
-"""MarkdownView: one element with a model's Markdown, whose code gets its colours when they are there.
+"""MarkdownView: one element with a model's Markdown, whose code is coloured as soon as the colours are known.
 
-For: turn_views.py. Does not know: turns. Invariants: a text is shown at once, one that has grown within `_WAIT_S`; its
-colours come from another process, which is asked about the newest text alone.
+For: turn_views.py. Does not know: turns. Invariants: a new text is shown at once, a longer version of it within
+`_WAIT_S`; the colours come from another process, which is asked about the newest version only.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .highlighting import Code, Highlighter
 from .markdown import codes, plain, to_html
 
 _HIGHLIGHTER: Final = Highlighter()
-"""All viewers' code is coloured by one process."""
+"""One process colours the code of all viewers."""
 _WAIT_S: Final = 1.0
-"""For the colours of a text, before it is shown with those that are there."""
+"""For the colours of a text; then it is shown with those that are known."""
 
 
 class MarkdownView:
@@ -25,7 +25,7 @@ class MarkdownView:
         self._element = ui.html("", sanitize=True).props("dir=auto")
         self._text = ""
         self._is_complete = False
-        """Whether the newest text is shown as it shall stay."""
+        """Whether the newest text is shown in its final form."""
         self._is_colouring = False
 
     def show(self, text: str, *, is_plain: bool = False) -> None:
@@ -40,7 +40,7 @@ class MarkdownView:
             background_tasks.create(self._colour(), name="colours of code")
 
     async def _colour(self) -> None:
-        """Shows the newest text once its code has been coloured: without colours first, growing code would flicker."""
+        """Shows the newest text once its code is coloured: if it were shown plain first, growing code would flicker."""
         try:
             while not self._is_complete and not self._element.is_deleted:
                 text = self._text

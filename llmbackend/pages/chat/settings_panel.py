@@ -1,7 +1,7 @@
 """SettingsPanel: what the requests of a chat are made with: system prompt, sampling, tools.
 
 For: page.py. Does not know: requests. Invariant: a field that is empty leaves its value to the server; a value that is
-not of the field's kind is shown as wrong and does not change the settings, and nothing is sent until it is mended.
+not of the field's kind is marked as wrong and does not change the settings, and nothing is sent until it is fixed.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SettingsPanel:
 
     @property
     def problem(self) -> str:
-        """What is wrong with what is written in a field; "" = nothing."""
+        """What is wrong with the first invalid field; "" = nothing."""
         problems = (_problem_of(name, self._fields[name].value) for name in _READERS)
         return next((problem for problem in problems if problem), "")
 
@@ -95,7 +95,7 @@ class SettingsPanel:
         return field
 
     def _json(self, title: str, name: str, rows: int, example: str) -> ui.textarea:
-        """With its title above it: a label inside would cover text that is scrolled."""
+        """With its title above: a label inside the field would cover scrolled text."""
         ui.label(title).classes("settings__section")
         field = self._text("", name, rows).classes("mono")
         field.props(f"aria-label='{title}' placeholder='{example}'")
@@ -127,7 +127,7 @@ class SettingsPanel:
 
 
 def _problem_of(name: str, text: Any) -> str | None:
-    """What is wrong with the JSON of a field; None for nothing, and for other fields."""
+    """What is wrong with the JSON of a field; None = nothing, or not a field of JSON."""
     if name not in _READERS or not text or not text.strip():
         return None
     try:
