@@ -92,6 +92,7 @@ real-models: $(VENV)/real_models
 $(VENV)/real_models: $(VENV)/.test
 	$(PIP_INSTALL) --no-deps gguf==0.19.0
 	$(BIN)/python -m tools.real_models $@
+	touch $@
 
 schemas: $(VENV)/.test
 	$(BIN)/python -m tests.schemas $(ARGS)
