@@ -20,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO, Final
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 WEIGHTS: Final = "adapter_model.safetensors"
 FILES: Final = {"adapter_config.json": 1 << 20, WEIGHTS: 4 << 30}
@@ -36,7 +37,7 @@ class AdapterCopies:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._root: Path | None = None
+        self._root: OwnedFolder | None = None
         self._removed: SimpleQueue[str | None] = SimpleQueue()
         """`put` can be called again within itself, as a finalizer may."""
         self._remover = threading.Thread(target=self._remove_all, name="lora-copies", daemon=True)
@@ -45,9 +46,9 @@ class AdapterCopies:
         """Copies the adapter at `path` below `folder`; the copy's folder. Raises TritonError."""
         with self._lock:
             if self._root is None:
-                self._root = Path(tempfile.mkdtemp(prefix="llmbackend-lora-"))
+                self._root = OwnedFolder("lora")
                 self._remover.start()
-        target = Path(tempfile.mkdtemp(dir=self._root))
+        target = Path(tempfile.mkdtemp(dir=self._root.path))
         try:
             with _opened_below(folder, path) as descriptor:
                 for name, limit_bytes in FILES.items():
@@ -68,7 +69,7 @@ class AdapterCopies:
         if self._root is not None:
             self._removed.put(None)
             self._remover.join()
-            shutil.rmtree(self._root, ignore_errors=True)
+            self._root.remove()
 
     def _remove_all(self) -> None:
         while (copy := self._removed.get()) is not None:

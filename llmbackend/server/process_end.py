@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn, ParamSpec, TypeVar
 
-from llmbackend.core.temporary_folders import OwnedFolder
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 from .process_memory import descendants
 

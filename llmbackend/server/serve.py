@@ -26,7 +26,7 @@ from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
-from ..core.temporary_folders import remove_abandoned
+from ..fork_server.temporary_folders import remove_abandoned
 from .descriptor_room import raise_limit
 from .load_reports import begin_load
 from .ports import ClaimedPorts, PortTakenError, PortWish

@@ -13,12 +13,12 @@ from __future__ import annotations
 import os
 import sys
 import tarfile
-import tempfile
 import threading
 from pathlib import Path
 
 from llmbackend.core.backend_api import internal, invalid_argument
 from llmbackend.fork_server.client import ForkServer, Program
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 from .stub_process import output_log
 
@@ -31,7 +31,7 @@ _NAMES = ("bin/python", "bin/python3")
 class Environments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._unpacked: dict[tuple[str, int, int], tempfile.TemporaryDirectory[str]] = {}
+        self._unpacked: dict[tuple[str, int, int], OwnedFolder] = {}
         self._fork_servers: dict[str, ForkServer] = {}
 
     def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
@@ -53,8 +53,8 @@ class Environments:
             for fork_server in self._fork_servers.values():
                 fork_server.close()
             self._fork_servers.clear()
-            for directory in self._unpacked.values():
-                directory.cleanup()
+            for folder in self._unpacked.values():
+                folder.remove()
             self._unpacked.clear()
 
     def _fork_server(self, interpreter: str, variables: dict[str, str]) -> ForkServer:
@@ -85,15 +85,15 @@ class Environments:
         key = (str(archive.resolve()), facts.st_mtime_ns, facts.st_size)
         with self._lock:
             if key not in self._unpacked:
-                directory = tempfile.TemporaryDirectory(prefix="llmbackend-python-env-", ignore_cleanup_errors=True)
+                folder = OwnedFolder("python-env")
                 try:
                     with tarfile.open(archive) as opened:
-                        opened.extractall(directory.name, filter="tar")
+                        opened.extractall(folder.path, filter="tar")
                 except (tarfile.TarError, OSError, EOFError) as error:
-                    directory.cleanup()
+                    folder.remove()
                     raise internal(f"{PARAMETER} '{archive}' can not be unpacked: {error}") from None
-                self._unpacked[key] = directory
-            return Path(self._unpacked[key].name)
+                self._unpacked[key] = folder
+            return self._unpacked[key].path
 
 
 def _log(line: str) -> None:

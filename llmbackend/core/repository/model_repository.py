@@ -27,6 +27,7 @@ from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, OverrideError, TritonError, internal, invalid_argument
 from llmbackend.core.json_text import json_depth
 from llmbackend.core.messages import LoadParameters
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
 from .model_names import SEPARATOR, ModelIdentifier, identifier
@@ -100,7 +101,7 @@ class ModelRepository:
         self._config_name = config_name
         self._is_namespacing = is_namespacing
         self._lock = threading.Lock()
-        self._uploads: Path | None = None
+        self._uploads: OwnedFolder | None = None
 
     def leave_out_unreadable(self) -> list[TritonError]:
         """Repositories that are no directory, or cannot be read, are not looked at from now on. Returns why, INTERNAL
@@ -164,9 +165,9 @@ class ModelRepository:
     def close(self) -> None:
         """Removes the files of models that came with their load request."""
         with self._lock:
-            directory, self._uploads = self._uploads, None
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            folder, self._uploads = self._uploads, None
+        if folder is not None:
+            folder.remove()
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -256,8 +257,8 @@ class ModelRepository:
     def _upload_directory(self) -> Path:
         with self._lock:
             if self._uploads is None:
-                self._uploads = Path(tempfile.mkdtemp(prefix="llmbackend-models-"))
-            return self._uploads
+                self._uploads = OwnedFolder("models")
+            return self._uploads.path
 
 
 def is_upload(parameters: LoadParameters | None) -> bool:

@@ -8,8 +8,6 @@ Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from llmbackend.core.config.model_config import read_config
 from llmbackend.core.errors import TritonError, internal, invalid_argument, unavailable
 from llmbackend.core.files import import_file
 from llmbackend.core.repoagent_api import API_VERSION, Action
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 from .model_files import config_path
 
@@ -93,7 +92,7 @@ class LoadedAgentModel:
         self.location = location
         self.last: Action | None = None
         self._config = config
-        self._acquired: Path | None = None
+        self._acquired: OwnedFolder | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -103,13 +102,15 @@ class LoadedAgentModel:
 
     def acquire_location(self) -> Path:
         if self._acquired is None:
-            self._acquired = Path(tempfile.mkdtemp(prefix="llmbackend-agent-"))
-        return self._acquired
+            self._acquired = OwnedFolder("agent")
+        location = self._acquired.path / "model"
+        location.mkdir(exist_ok=True)
+        return location
 
     def release_location(self) -> None:
         if self._acquired is None:
             raise unavailable("No mutable location to be deleted")
-        shutil.rmtree(self._acquired, ignore_errors=True)
+        self._acquired.remove()
         self._acquired = None
 
     def update_location(self, location: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import Final, TypeVar
 
-from llmbackend.core.temporary_folders import OwnedFolder
+from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Temporary folders that live as long as their process; the folders of killed processes are removed by a later one.
 
-For: the server process, and what it starts. Does not know: what is in a folder. Invariants: a file in each folder names
-the process that owns it; a folder is removed by its owner, or after its owner has ended. Without /proc the folders of
-killed processes stay.
+For: files that must not outlive their process. Does not know: what is in a folder. Invariants: a file in each folder
+names the process that owns it; a folder is removed by its owner, or after its owner has ended. Without /proc the
+folders of killed processes stay.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import weakref
 from pathlib import Path
 from typing import Final
 
-from llmbackend.fork_server.process_start import started_ticks
+from .process_start import started_ticks
 
 _OWNER: Final = ".owner"
 _PREFIX: Final = "llmbackend-"
