@@ -52,6 +52,7 @@ NOT_JUDGED: list[tuple[Any, str]] = [
     ({"minimum": "x"}, "cannot be read"),
     ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "is not judged"),
 ]
+BEHIND_A_REFERENCE = ({"patternProperties": {"^(a+)+$": {}}}, {"dependentSchemas": {"a": {}}})
 
 
 @pytest.mark.parametrize(("schema", "text"), SATISFIED)
@@ -70,6 +71,13 @@ def test_what_cannot_be_judged_says_why(schema: Any, why: str) -> None:
     text = next((texts[name] for name in texts if name in schema), json.dumps("a" * 40 + "b"))
     with pytest.raises(NotJudgedError, match=why):
         violation(schema, text)
+
+
+@pytest.mark.parametrize("target", BEHIND_A_REFERENCE)
+def test_unevaluated_properties_follow_no_reference_without_a_bound(target: dict[str, Any]) -> None:
+    referring = {"$ref": "#/$defs/target", "unevaluatedProperties": False}
+    with pytest.raises(NotJudgedError, match="is not judged"):
+        violation({"properties": {"x": referring}, "$defs": {"target": target}}, '{"x": {"aaaa!": 1}}')
 
 
 def test_many_items_are_compared_once_each() -> None:

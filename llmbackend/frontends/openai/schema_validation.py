@@ -1,7 +1,7 @@
 """Whether a JSON text satisfies a client's schema, by the package jsonschema, with bounded work.
 
-For: schema_report.py; in a thread. Does not know: requests. Invariants: nothing is fetched; neither a schema nor a
-pattern in it can make the work long: what takes too long is not judged.
+For: schema_report.py; in a thread. Does not know: requests. Invariants: nothing is fetched; what takes too long, because
+of the schema or of a pattern in it, is not judged.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ MAX_CPU_S: Final = 1.0
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
 """Of all patterns together. They are matched without the interpreter's lock."""
+_UNBOUNDED: Final = ("patternProperties", "dependentSchemas")
+"""Keywords that jsonschema's `unevaluatedProperties` follows, through references, without calling `_Budget`."""
 _DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
 
 
@@ -28,13 +30,20 @@ class NotJudgedError(Exception):
 class _Budget:
     """Of one judgement."""
 
-    def __init__(self) -> None:
+    def __init__(self, schema: Mapping[str, Any] | bool) -> None:
+        self._schema = schema
         self._end_s = time.thread_time() + MAX_CPU_S
         self._patterns_s = MAX_PATTERNS_S
 
     def step(self) -> None:
         if time.thread_time() > self._end_s:
             raise NotJudgedError(f"it takes more than {MAX_CPU_S} s")
+
+    @functools.cached_property
+    def unbounded(self) -> str:
+        """A keyword of `_UNBOUNDED` that the schema has anywhere; "" = none."""
+        text = json.dumps(self._schema)
+        return next((name for name in _UNBOUNDED if f'"{name}"' in text), "")
 
     def matches(self, pattern: str, text: str) -> bool:
         import regex
@@ -62,12 +71,12 @@ def violation(schema: Mapping[str, Any] | bool, text: str) -> str:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return "is not JSON"
-    token = _BUDGET.set(_Budget())
+    token = _BUDGET.set(_Budget(schema))
     try:
         return _violation(schema, value)
     except NotJudgedError:
         raise
-    except Exception as error:  # of keywords that have no meaning in the schema's draft, and of what it refers to
+    except Exception as error:  # a keyword's value or a reference that jsonschema cannot use
         raise NotJudgedError(f"the schema cannot be read: {type(error).__name__}") from None
     finally:
         _BUDGET.reset(token)
@@ -152,9 +161,8 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
 
 
 def _unevaluated_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    """By jsonschema itself, which would match patterns of names without a bound."""
-    if b'"patternProperties"' in json.dumps(schema).encode():
-        raise NotJudgedError("'unevaluatedProperties' beside 'patternProperties' is not judged")
+    if keyword := _BUDGET.get().unbounded:
+        raise NotJudgedError(f"'unevaluatedProperties' is not judged in a schema with '{keyword}'")
     from jsonschema import Draft202012Validator
 
     yield from Draft202012Validator.VALIDATORS["unevaluatedProperties"](validator, wanted, instance, schema) or ()
