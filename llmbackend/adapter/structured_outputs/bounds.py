@@ -39,8 +39,8 @@ PROBES, PROBE_MASKS = 2, 32
 
 
 class NotEnforcedError(TritonError):
-    """A keyword of a schema that no grammar holds an answer to. It stands in a valid schema, and limits the work of
-    nobody: a request that does not insist on it can be served without."""
+    """A keyword of a valid schema that a grammar cannot enforce. No bound depends on it: a request that is not strict is
+    served without it."""
 
 
 class Place:

@@ -1,7 +1,7 @@
-"""Schemas of a few values: which these are, and what is enforced because they are few.
+"""Schemas that allow only a few values: which values, and the lists without repetitions of them.
 
-For: json_schema.py. Does not know: the document around a schema. Invariant: the values are all that the schema allows,
-each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not).
+For: schema_keywords.py. Does not know: the document around a schema. Invariant: the values are all that the schema
+allows, each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ORDERS: Final = 120
 
 
 def finite_values(schema: Mapping[str, Any]) -> list[Scalar] | None:
-    """The values of a schema that has nothing but `type`, `enum` and `const`; None where they are not few scalars."""
+    """The values of a schema that has only `type`, `enum` and `const`; None unless they are listed scalars."""
     if not schema.keys() <= _KEYWORDS:
         return None
     kinds = schema.get("type")
@@ -49,7 +49,7 @@ def _has_type(value: Any, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     if isinstance(value, int | float):
-        return kind == "number" or (kind == "integer" and float(value).is_integer())
+        return kind == "number" or (kind == "integer" and (isinstance(value, int) or value.is_integer()))
     names = {str: "string", type(None): "null", dict: "object", list: "array"}
     return names[type(value)] == kind
 

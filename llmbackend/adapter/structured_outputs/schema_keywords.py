@@ -81,7 +81,7 @@ class Keywords:
         self._place = place
         self._is_in_place = is_in_place
         self._unnamed: list[Schema | bool] = []
-        """What the properties have to be whose patterns of names are left out."""
+        """Schemas of `patternProperties` whose patterns are not enforced: any other property satisfies one of them."""
         self._result: Schema = {}
 
     def translated(self) -> Schema:
@@ -208,7 +208,7 @@ class Keywords:
         self._add_pattern(self._searched(value, place))
 
     def _searched(self, pattern: str, place: Place) -> str:
-        """Raises NotEnforcedError for an expression that the compiler has no form of."""
+        """Raises NotEnforcedError for a regular expression that the compiler cannot express."""
         try:
             return regular_expressions.searched(WITHOUT_LOOKING_AROUND.get(pattern, pattern), place)
         except TritonError as error:
@@ -246,15 +246,8 @@ class Keywords:
     def _add_items(self) -> None:
         source, place = self._source, self._place
         first_name = "items" if isinstance(source.get("items"), list) else "prefixItems"
-        rest_names = (
-            ("items", "additionalItems", "unevaluatedItems")
-            if first_name != "items"
-            else (
-                "additionalItems",
-                "unevaluatedItems",
-            )
-        )
-        given = [name for name in rest_names if name in source]
+        rest_names = ("items", "additionalItems", "unevaluatedItems")
+        given = [name for name in rest_names if name in source and name != first_name]
         if first_name == "items" and "prefixItems" in source:
             (place / "items").wrong("a list of schemas beside 'prefixItems'")
         for name in given[1:]:
@@ -371,13 +364,13 @@ _HANDLERS: dict[str, _Handler] = {
     **dict.fromkeys(_COUNTS, Keywords._count),
 }
 _IN_PART = frozenset(("oneOf", "patternProperties"))
-"""Of these, what the compiler can have is enforced by their handlers."""
+"""Their handlers enforce what the compiler accepts of them."""
 _AFTER_OTHERS: dict[str, _Handler] = {
     "propertyNames": Keywords._property_names,
     "minProperties": Keywords._min_properties,
     "uniqueItems": Keywords._unique_items,
 }
-"""They depend on what other keywords have become."""
+"""They depend on the results of other keywords."""
 
 
 def is_annotation(name: str) -> bool:

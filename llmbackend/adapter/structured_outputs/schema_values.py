@@ -1,4 +1,4 @@
-"""Numbers and texts of schemas as the grammar compiler can have them.
+"""Numbers and texts of schemas, as far as the grammar compiler can represent them.
 
 For: json_schema.py and schema_keywords.py. Does not know: keywords beyond their names. Invariant: a value that is
 returned means to the compiler what it means to the client.
@@ -18,14 +18,16 @@ _FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
 
 
 def within(value: object, name: str) -> object:
-    """A limit beyond what can be compared: one that is nearer to 0 allows less."""
+    """A limit; one beyond what the compiler compares exactly becomes the nearest exact one, which is stricter."""
     if isinstance(value, int) and not isinstance(value, bool):
         return min(value, EXACT) if name.endswith("aximum") else max(value, -EXACT)
     return value
 
 
 def number_of(value: object, place: Place, *, smallest: float = _SMALLEST) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        place.refuse(value, "a number")
+    if isinstance(value, float) and not math.isfinite(value):
         place.refuse(value, "a number")
     if abs(value) > EXACT or 0 < abs(value) < smallest:
         expected = f"a number from {-EXACT} to {EXACT}, not closer to 0 than {smallest}"

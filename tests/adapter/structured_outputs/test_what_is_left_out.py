@@ -88,6 +88,7 @@ def test_only_what_is_left_out_is_refused_where_the_request_is_strict(kind: Any,
 
 
 OVERLAPPING = {"oneOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"type": "object"}]}
+BEYOND_DOUBLES = 10**400
 LEFT_OUT: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "object", "strict": True, "properties": {"a": {"minLenght": 3}}}, ["strict", "properties/a/minLenght"]),
     ({"items": OVERLAPPING}, ["items/oneOf"]),
@@ -98,6 +99,9 @@ LEFT_OUT: list[tuple[dict[str, Any], list[str]]] = [
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 1}, ["maxProperties"]),
     ({"patternProperties": {"^a": {"type": "integer"}, "b": {"type": "string"}}}, ["patternProperties"]),
     ({"type": "number", "multipleOf": 0.00001, "maximum": 3}, ["multipleOf"]),
+    ({"multipleOf": BEYOND_DOUBLES, "enum": [BEYOND_DOUBLES]}, ["multipleOf", "enum"]),
+    ({"type": "array", "items": {"type": "integer", "enum": [BEYOND_DOUBLES]}, "uniqueItems": True},
+     ["items/enum", "uniqueItems"]),
     ({"type": "object", "patternProperties": {"^(?=a)": {"type": "integer"}}, "additionalProperties": False},
      ["patternProperties"]),
 ]  # fmt: skip
