@@ -2,7 +2,7 @@
 
 For: a host and its frontend processes, so that a limit holds for all of them together. Does not know: what is counted.
 Invariants: a process changes its own counts alone, and `forget` takes away those of one that died; nobody waits for a
-process that hangs; `add` never fails, so that what is counted in several names is counted in all of them or given back.
+process that hangs; `add` never fails, so that a caller that counts under several names can always undo it.
 An operation takes some five microseconds.
 """
 
@@ -69,7 +69,7 @@ class SharedCounts:
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
     def add(self, name: str, change: int) -> None:
-        """A name for which there is no record left is not counted, and so not limited, until others have gone."""
+        """While no record is free for a new name, it is not counted, and so not limited; a warning says so."""
         with self.lock:
             try:
                 record = self._take(name)
@@ -78,7 +78,7 @@ class SharedCounts:
                 return
             at = self._counts_at(record) + self._process * _COUNT.size
             (count,) = _COUNT.unpack_from(self._memory, at)
-            _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: what goes was not counted
+            _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: it was not counted when it came
             self._free_if_unused(record)
 
     def forget(self, process: int) -> None:

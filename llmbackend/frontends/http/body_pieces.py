@@ -1,9 +1,8 @@
-"""BodyPieces: the pieces of a request's body as the parser finds them, joined and counted without Python's part.
+"""BodyPieces: collects and counts the chunks of a request's body without running Python code for each of them.
 
-For: GuardedProtocol, whose parser calls it for each chunk of a body. Does not know: requests, limits of time.
-Invariant: a chunk costs no bytecode, since both callbacks that the parser calls for one are built-in functions. In a
-body in chunks of one byte each takes six bytes on the wire, and methods in Python would take ten times the parser's
-own time.
+For: GuardedProtocol, whose parser calls it for each chunk of a body. Does not know: requests, time limits. Invariant:
+the callbacks that the parser calls for a chunk are built-in functions. A chunk of one byte takes six bytes on the wire,
+and callbacks in Python would take ten times as long as the parser itself.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from typing import Any, Final
 import httptools
 
 MAX_CHUNKS: Final = 65_536
-"""Of one body, those that are not empty. Source: Triton's HTTP frontend, and its text."""
+"""Of one body, without the empty last one. Source: Triton's HTTP frontend, as is the text below."""
 TOO_MANY_CHUNKS: Final = (
     f"Chunked request body exceeds maximum of {MAX_CHUNKS} non-empty chunks. Send fewer or larger HTTP chunks."
 )
 _PARSED_AT_ONCE_BYTES: Final = 64 << 10
 _DENSE_PARSED_AT_ONCE_BYTES: Final = 8 << 10
-"""Of the beginning of a request and of what comes in many chunks: some 1,400 chunks of one byte take the parser 0.2
-ms."""
+"""At the beginning of a request, and after many small chunks: 1,400 chunks of one byte take the parser 0.2 ms."""
 _DENSE_PIECES: Final = 64
 
 
@@ -32,20 +30,20 @@ class BodyPieces:
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
         self._heads = count()
-        """Of chunks; reading the counter counts, too."""
+        """Counts chunk headers. Reading the count increments it."""
         self._heads_before = 0
-        """What the counter stands at where no chunk of this request has begun."""
+        """The count before the first chunk of this request."""
         self.is_dense = False
-        """Whether what was parsed last came in many chunks: the rest of it then waits for the next turn."""
+        """Whether the data parsed last had many chunks: the rest of the read then waits for the next turn."""
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
         """How much of a read may be parsed next."""
 
     def parser(self, protocol: Any) -> httptools.HttpRequestParser:
-        """One that tells `protocol` everything but the pieces of bodies."""
+        """A parser that calls `protocol` for everything except chunks of bodies."""
         return httptools.HttpRequestParser(_Callbacks(protocol, self._pieces.append, self._heads.__next__))
 
     def begin(self) -> None:
-        """To be called when another request begins."""
+        """A request begins."""
         self._heads_before = next(self._heads) + 1
         self.parsed_at_once_bytes = _DENSE_PARSED_AT_ONCE_BYTES
 
@@ -60,13 +58,13 @@ class BodyPieces:
 
     @property
     def num_chunks(self) -> int:
-        """Of the request that is being received: those that have begun, the empty last one included."""
+        """Chunks of the current request that have begun, including the empty last one."""
         self._heads_before += 1
         return next(self._heads) + 1 - self._heads_before
 
 
 class _Callbacks:
-    """What the parser calls; it looks each up once."""
+    """The parser's callbacks, which it looks up when it is made."""
 
     def __init__(self, protocol: Any, on_body: Callable[[bytes], None], on_chunk_header: Callable[[], int]) -> None:
         self.on_message_begin = protocol.on_message_begin

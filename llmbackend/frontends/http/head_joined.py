@@ -1,7 +1,7 @@
-"""HeadJoined: the transport of a connection as the response to one request sees it.
+"""HeadJoined: the transport of one response, which sends header and beginning of the body in one write.
 
-For: GuardedProtocol. Does not know: HTTP, beyond that a response's first write is its header. Invariant: bytes leave in
-the order in which they were written, and none waits longer than the current turn of the event loop.
+For: GuardedProtocol. Does not know: HTTP, beyond that a response's first write is its header. Invariants: bytes leave
+in the order in which they were written; only the header is held back, at most for the current turn of the event loop.
 """
 
 from __future__ import annotations
@@ -11,15 +11,12 @@ from collections.abc import Callable
 from typing import Final
 
 _NOT_JOINED_BYTES: Final = 64 << 10
-"""The beginning of a body that is this large is written by itself: copying it would cost more than one write less."""
+"""A body that begins with this much is written separately: copying it would cost more than the write."""
 
 
 class HeadJoined(asyncio.Transport):
-    """The transport of a connection as the response to one request sees it: header and beginning of the body leave in
-    one write, which waits no longer than the current turn of the event loop; after it nothing waits.
-
-    uvicorn writes the header by itself, and each write is a packet, a system call and a wake-up of the client: a tenth
-    of the time of a small request."""
+    """uvicorn writes the header separately, and each write is a packet, a system call and a wake-up of the client: a
+    tenth of the time of a small request."""
 
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, close: Callable[[], None]

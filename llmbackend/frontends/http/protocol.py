@@ -42,8 +42,6 @@ _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
 _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
 """How long a connection beyond the limit has to send a header, so that it can be refused in its path's protocol."""
-
-
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET_LOOKED_FOR_AFTER_S: Final = 0.05
 _RESET_LOOKED_FOR_EACH_S: Final = 1.0
@@ -89,9 +87,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
         self._unparsed = b""
-        """Of a read that comes in many chunks: what is parsed in later turns of the event loop."""
+        """Received data that is parsed in later turns of the event loop, because it has many chunks."""
         self._is_read_past = False
-        """Whether the rest of a body whose request was answered is dropped unparsed, until the connection closes."""
+        """Whether all further data is dropped unparsed: the rest of a body whose request has been answered."""
 
     # --- connection -------------------------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._unparsed:
             self._unparsed += data
-            self.transport.pause_reading()  # which the application may have ended
+            self.transport.pause_reading()  # the application may have resumed it
         else:
             self._parse_at_length(data)
 
@@ -215,7 +213,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _take_body(self) -> None:
-        """Hands on what one read, or the rest of one request in it, has brought of a body."""
+        """Passes on the part of a body that the parser has just found."""
         if body := self._pieces.take():
             self.on_body(body)
 

@@ -36,7 +36,7 @@ class Router(StarletteRouter):
 
 
 def without_trailing_slash(app: ASGIApp) -> ASGIApp:
-    """`app`, which finds a path under /v1 without the slash that some clients put behind it."""
+    """`app`, for which a path under /v1 has no trailing slash, which some clients send."""
 
     def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path: str = scope.get("path", "")

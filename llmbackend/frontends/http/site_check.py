@@ -12,6 +12,7 @@ import ipaddress
 import socket
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -29,7 +30,11 @@ class SiteCheck:
     hosts: Collection[str] = ()
     """In lower case: names of this server besides IP addresses, localhost and the machine's name."""
     checks_host: bool = True
-    """Whether every request needs such a Host, or none at all as HTTP/1.0 allows."""
+    """Whether a Host that is none of these is refused. A request without a Host, as HTTP/1.0 allows, is served."""
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        return frozenset({"localhost", socket.gethostname().lower(), *self.hosts})
 
     def refusal(self, method: str, headers: Headers) -> str:
         """Why a request is refused, "" if it is not."""
@@ -53,7 +58,8 @@ class SiteCheck:
         )
 
     def host_refusal(self, headers: Headers) -> str:
-        """Why a request for something that is served under this server's names alone is refused, "" if it is not."""
+        """Why a request is refused for what is served under this server's names only, "" if it is not. The Host is
+        required here, and checked whatever `checks_host` says."""
         hosts = (value.decode("latin-1").lower() for name, value in headers if name == b"host")
         return self._host_refusal(next(hosts, ""))
 
@@ -70,7 +76,7 @@ class SiteCheck:
             name = urlsplit(f"//{host}").hostname or ""
             if not name or "@" in host:
                 return False
-            if name in ("localhost", socket.gethostname().lower()) or name.endswith(".localhost") or name in self.hosts:
+            if name in self._names or name.endswith(".localhost"):
                 return True
             ipaddress.ip_address(name)
         except ValueError:
@@ -79,8 +85,8 @@ class SiteCheck:
 
 
 def _is_of_another_site(method: str, host: str, site: str, origins: list[str]) -> bool:
-    """Browsers say it themselves (Sec-Fetch-Site), over TLS and on this machine; elsewhere the origin is compared with
-    the host. Following a link from another site is a GET without an Origin."""
+    """Browsers tell it in Sec-Fetch-Site, over TLS and to loopback addresses; elsewhere Origin is compared with Host.
+    A GET without an Origin is a link that was followed from another site: it is served."""
     if site:
         return site not in _OWN_SITE and (bool(origins) or method not in _SAFE_METHODS)
     return any(_authority(origin) != host for origin in origins)

@@ -1,7 +1,7 @@
 """Whether a JSON text satisfies a client's schema, by the package jsonschema, with bounded work.
 
-For: schema_report.py; in a thread. Does not know: requests. Invariants: nothing is fetched; what takes too long, because
-of the schema or of a pattern in it, is not judged.
+For: schema_report.py; in a thread. Does not know: requests. Invariants: nothing is fetched; where the
+schema or a pattern in it takes too long, the text is not judged.
 """
 
 from __future__ import annotations
