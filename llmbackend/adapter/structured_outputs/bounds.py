@@ -39,8 +39,8 @@ PROBES, PROBE_MASKS = 2, 32
 
 
 class NotEnforcedError(TritonError):
-    """A keyword of a valid schema that a grammar cannot enforce. No bound depends on it: a request that is not strict is
-    served without it."""
+    """A keyword of a valid schema that a grammar cannot enforce. No bound depends on it: a request that is not strict
+    is served without it."""
 
 
 class Place:

@@ -129,7 +129,7 @@ class _Translation:
         each other."""
         pointer = value.get("$ref") if isinstance(value, dict) else None
         is_alone = isinstance(value, dict) and all(name == "$ref" or is_annotation(name) for name in value)
-        if not (is_alone and isinstance(pointer, str)) or pointer in self._inlined:
+        if not is_alone or not isinstance(pointer, str) or not _is_local(pointer) or pointer in self._inlined:
             return self._schema(value, place, is_in_place=is_in_place)
         self._inlined.append(pointer)
         target = self._target(pointer, place / "$ref")

@@ -96,6 +96,8 @@ LEFT_OUT: list[tuple[dict[str, Any], list[str]]] = [
     ({"if": {"type": "string"}, "then": {"minLength": 2}}, ["if", "then"]),
     ({"type": "object", "minProperties": 3}, ["minProperties"]),
     ({"$ref": "https://example.com/schema"}, ["$ref"]),
+    ({"oneOf": [{"$ref": "https://example.com/schema"}]}, ["oneOf/0/$ref"]),
+    ({"oneOf": [{"$ref": "#anchor"}, {"type": "string"}]}, ["oneOf", "oneOf/0/$ref"]),
     ({"type": "object", "properties": {"a": {}}, "maxProperties": 1}, ["maxProperties"]),
     ({"patternProperties": {"^a": {"type": "integer"}, "b": {"type": "string"}}}, ["patternProperties"]),
     ({"type": "number", "multipleOf": 0.00001, "maximum": 3}, ["multipleOf"]),
