@@ -12,7 +12,7 @@ import pytest
 
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.call_grammars import required_calls, voluntary_calls
+from llmbackend.frontends.openai.call_grammars import places_not_enforced, required_calls, voluntary_calls
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
 from llmbackend.frontends.openai.tagged_parameters import value_end
@@ -68,7 +68,7 @@ def grammar_of(name: str) -> CallGrammar:
 
 
 def structure(name: str, max_calls: int | None = None) -> dict[str, Any]:
-    form = required_calls(use(SCHEMAS, max_calls), grammar_of(name), [])
+    form = required_calls(use(SCHEMAS, max_calls), grammar_of(name))
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -114,8 +114,22 @@ def test_a_text_cannot_hold_what_would_end_it(name: str) -> None:
 )
 def test_what_tags_cannot_enforce_is_refused_by_name(schema: dict[str, Any], expected: str) -> None:
     with pytest.raises(OpenAIError, match=expected) as raised:
-        required_calls(use({"now": {}, "f": schema}, is_strict=True), grammar_of("qwen3_coder"), [])
+        required_calls(use({"now": {}, "f": schema}, is_strict=True), grammar_of("qwen3_coder"))
     assert raised.value.param == "tools[1].function.parameters"
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_required_properties_that_are_no_names_are_refused(is_strict: bool) -> None:
+    asked = use({"f": {"properties": {"a": {}}, "required": [["a"]]}}, is_strict=is_strict)
+    with pytest.raises(OpenAIError, match="'required' must be a list of names"):
+        required_calls(asked, grammar_of("qwen3_coder"))
+
+
+@pytest.mark.parametrize("definitions", [None, [], "a"])
+def test_a_reference_into_definitions_that_are_no_object_is_not_followed(definitions: Any) -> None:
+    asked, grammar = use({"f": {"$ref": "#/$defs/a", "$defs": definitions}}), grammar_of("qwen3_coder")
+    assert required_calls(asked, grammar)
+    assert list(places_not_enforced(asked, grammar)) == ["tools[0].function.parameters#/$ref"]
 
 
 LEFT_OUT: list[tuple[dict[str, Any], str]] = [
@@ -123,6 +137,7 @@ LEFT_OUT: list[tuple[dict[str, Any], str]] = [
     ({"properties": {"a": {"type": "integer"}}, "strict": True}, "/strict"),
     ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, "/required"),
     ({"properties": {"a<b": {}, "a": {"type": "integer"}}}, "/properties/a<b"),
+    ({"properties": {"a<b/c": {}, "a": {"type": "integer"}}}, "/properties/a<b~1c"),
     ({"$defs": {"d": {"properties": {"a": {"type": "integer"}}, "not": {}}}, "$ref": "#/$defs/d"}, "/not"),
 ]
 
@@ -131,9 +146,9 @@ LEFT_OUT: list[tuple[dict[str, Any], str]] = [
 def test_what_tags_cannot_enforce_is_left_out_where_the_function_is_not_strict(
     schema: dict[str, Any], path: str
 ) -> None:
-    not_enforced: list[str] = []
-    form = required_calls(use({"f": schema}), grammar_of("qwen3_coder"), not_enforced)
-    assert not_enforced == [f"tools[0].function.parameters#{path}"]
+    asked, grammar = use({"f": schema}), grammar_of("qwen3_coder")
+    form = required_calls(asked, grammar)
+    assert list(places_not_enforced(asked, grammar)) == [f"tools[0].function.parameters#{path}"]
     parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
     for value, is_right in (("3", True), ('"x"', False)):
         written = f"<tool_call>\n<function=f>\n<parameter=a>\n{value}\n</parameter>\n</function>\n</tool_call>"
@@ -147,7 +162,7 @@ def test_places_in_a_grammar_are_told_in_the_functions_schema(name: str) -> None
         "f": {"type": "object", "properties": {"x": {"type": "string"}, "a/b": {"type": "integer", "not": {}}}},
     }
     asked = use(schemas)
-    form = required_calls(asked, grammar_of(name), [])
+    form = required_calls(asked, grammar_of(name))
     sampling: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
     plan = AnswerPlan(
         tool_use=asked, tool_format=TOOL_CALL_FORMATS[name], reasoning_format=None, includes_reasoning=True,
@@ -179,7 +194,7 @@ def custom_use(*, syntax: str = "lark", definition: str = PATCH, is_required: bo
 
 def custom_structure(name: str, use: ToolUse) -> dict[str, Any]:
     table, grammar = TOOL_CALL_FORMATS[name], grammar_of(name)
-    form = required_calls(use, grammar, []) if use.is_required else voluntary_calls(use, grammar, table.trigger, [])
+    form = required_calls(use, grammar) if use.is_required else voluntary_calls(use, grammar, table.trigger)
     return {"structured_outputs": {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 
@@ -256,7 +271,7 @@ def test_a_mistake_in_a_grammar_is_told_of_the_tool(name: str, syntax: str, defi
     "schema", [{}, {"type": ["object", "null"]}, {"anyOf": [{"required": ["a"]}, {"type": "null"}]}]
 )
 def test_arguments_are_an_object_whatever_the_schema_says(schema: dict[str, Any]) -> None:
-    form = required_calls(use({"f": schema}), grammar_of("hermes"), [])
+    form = required_calls(use({"f": schema}), grammar_of("hermes"))
     parameters: dict[str, Any] = {"structured_outputs": {"structural_tag": {"format": form}}}
     for arguments, is_right in (('{"a": 1}', True), ("false", False), ('"t"', False), ("null", False), ("[]", False)):
         written = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
@@ -265,5 +280,5 @@ def test_arguments_are_an_object_whatever_the_schema_says(schema: dict[str, Any]
 
 def test_a_schema_of_something_else_than_an_object_is_refused() -> None:
     with pytest.raises(OpenAIError, match="'type' is 'string', expected \"object\"") as raised:
-        required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"), [])
+        required_calls(use({"now": {}, "f": {"type": "string"}}), grammar_of("hermes"))
     assert raised.value.param == "tools[1].function.parameters"

@@ -7,15 +7,16 @@ does not reason has no plan, and its text passes unread; what was asked for and 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .call_grammars import required_calls, voluntary_calls
+from .call_grammars import places_not_enforced, required_calls, voluntary_calls
 from .errors import JsonObject, OpenAIError
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
-from .tagged_parameters import written_properties
+from .tagged_parameters import property_path, written_properties
 from .tools import ToolUse
 
 _PATH = re.compile(
@@ -43,8 +44,6 @@ class AnswerPlan:
     """Whether special tokens that are no markers are content."""
     sampling: JsonObject = field(default_factory=dict)
     """Sampling parameters, on top of the request's."""
-    not_enforced: tuple[str, ...] = ()
-    """Places of keywords of functions' schemas that the format of calls has no form for."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
@@ -70,13 +69,20 @@ class AnswerPlan:
         inside = found["path"] or ""
         if found["element"] is not None and function.input_grammar is None:
             name = list(written_properties(function.parameters))[int(found["element"])]
-            inside = f"/properties/{name.replace('~', '~0').replace('/', '~1')}{inside}"
+            inside = property_path(name) + inside
         return f"{function.param}#{inside}"
 
     @property
     def has_grammar(self) -> bool:
         """Whether the model is held to what it may write, calls among it."""
         return STRUCTURED_OUTPUTS in self.sampling
+
+    @property
+    def not_enforced(self) -> Iterator[str]:
+        """Places of keywords of functions' schemas that the format of calls cannot enforce."""
+        calls = self.tool_format
+        if self.has_grammar and self.tool_use is not None and calls is not None and calls.grammar is not None:
+            yield from places_not_enforced(self.tool_use, calls.grammar)
 
     @property
     def schemas(self) -> dict[str, JsonObject]:
@@ -103,9 +109,8 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
     if (budget := request.reasoning.budget_tokens) is not None:
         sampling["thinking_token_budget"] = budget
-    not_enforced: list[str] = []
     if use is not None and formats.tool_calls is not None:
-        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target, not_enforced)
+        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
     return AnswerPlan(
         tool_use=use,
         tool_format=formats.tool_calls if use is not None else None,
@@ -113,7 +118,6 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         includes_reasoning=request.reasoning.is_included,
         shows_special_tokens=request.sampling.get("skip_special_tokens") is False,
         sampling=sampling,
-        not_enforced=tuple(dict.fromkeys(not_enforced)),
     )
 
 
@@ -134,22 +138,19 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
     return wanted
 
 
-def _held_to(
-    use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target, not_enforced: list[str]
-) -> JsonObject:
+def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
     """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
-    by itself. not_enforced: gets places of keywords that the format of calls has no form for."""
+    by itself."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if calls.grammar is None or not (use.is_required or calls.trigger):
         raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
     if use.is_required:
-        form = required_calls(use, calls.grammar, not_enforced)
+        form = required_calls(use, calls.grammar)
     elif wanted is None:
-        form = voluntary_calls(use, calls.grammar, calls.trigger, not_enforced)
+        form = voluntary_calls(use, calls.grammar, calls.trigger)
     else:
-        required = required_calls(use, calls.grammar, not_enforced)
-        form = {"type": "or", "elements": [required, _as_format(wanted, use)]}
+        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
     arguments = CALL_ARGUMENTS if wanted is None else {}
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
 
@@ -159,7 +160,7 @@ def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
     where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
     if use.max_calls != 1 or calls.grammar is None or calls.grammar.key_end or not calls.trigger:
         return {}
-    form = voluntary_calls(use, calls.grammar, calls.trigger, [])
+    form = voluntary_calls(use, calls.grammar, calls.trigger)
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
 
 

@@ -7,7 +7,7 @@ Source: XGrammar's documentation of structural tags for the forms of `format`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llmbackend.core.errors import shown
@@ -20,17 +20,16 @@ from .tools import INPUT, Function, InputGrammar, ToolUse
 _ANY_OBJECT: JsonObject = {"type": "object"}
 
 
-def required_calls(use: ToolUse, grammar: CallGrammar, not_enforced: list[str]) -> JsonObject:
-    """Nothing but calls, at least one, with arguments by the functions' schemas. not_enforced: gets places of keywords
-    that the format has no form for, of functions that are not strict; as for the others here."""
-    tags = [_call(function, grammar, _arguments(function), not_enforced) for function in use.functions]
+def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
+    """Nothing but calls, at least one, with arguments by the functions' schemas."""
+    tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
-def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str, not_enforced: list[str]) -> JsonObject:
+def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
     """Free text, in which a call that begins follows the schema of a strict function, or is any object of another."""
     tags = [
-        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT, not_enforced)
+        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
         for function in use.functions
     ]
     if grammar.begin:
@@ -43,6 +42,15 @@ def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str, not_enforc
         "at_least_one": False,
         "stop_after_first": use.max_calls == 1,
     }
+
+
+def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
+    """Where the schemas of functions have keywords that the format of calls cannot enforce. A strict function has none
+    for which there is a grammar."""
+    if grammar.key_end:
+        for function in use.functions:
+            if function.input_grammar is None and not function.is_strict:
+                yield from (f"{function.param}#{path}" for path in not_tagged(function.parameters))
 
 
 def _calls(tags: list[JsonObject], use: ToolUse, grammar: CallGrammar) -> JsonObject:
@@ -62,13 +70,13 @@ def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
     return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
 
 
-def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any], not_enforced: list[str]) -> JsonObject:
+def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
     begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
     content: JsonObject
     if function.input_grammar is not None:
         content = _input(function.input_grammar, grammar)
     elif grammar.key_end:
-        content = _tagged(function, grammar, not_enforced)
+        content = _tagged(function, grammar)
     else:
         content = {"type": "json_schema", "json_schema": schema, "strict": function.is_strict}
     return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
@@ -105,12 +113,10 @@ def _arguments(function: Function) -> JsonObject:
     return {**closed, **schema, "type": "object"}
 
 
-def _tagged(function: Function, grammar: CallGrammar, not_enforced: list[str]) -> JsonObject:
-    left_out = not_tagged(function.parameters)
+def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
     try:
-        if function.is_strict and left_out:
-            raise NotTaggedError(next(iter(left_out.values())))
-        not_enforced += [f"{function.param}#{path}" for path in left_out]
+        if function.is_strict and (reasons := not_tagged(function.parameters)):
+            raise NotTaggedError(next(iter(reasons.values())))
         return tagged_parameters(function.parameters, grammar, is_strict=function.is_strict)
     except NotTaggedError as error:
         message = f"'{function.param}': {error}"

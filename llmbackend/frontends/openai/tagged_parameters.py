@@ -1,7 +1,7 @@
 """What may stand between the tags of a call whose parameters are tagged text, as structural tags.
 
 For: grammars of tool calls. Does not know: which model. Invariant: a text that is let through is read as arguments that
-the function's schema allows; what such a grammar cannot hold a model to is refused, with its place in the schema.
+the function's schema allows; what such a grammar cannot enforce is known by its place in the schema.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties")
 _SAYS_NOTHING = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
 )
+_NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
 """Of a parameter that can be read back."""
 
@@ -26,15 +27,9 @@ class NotTaggedError(ValueError):
 
 
 def tagged_parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
-    """Those of the schema, in its order; those that are not required may be left out. is_strict: whether every keyword
-    in them must be enforced. Raises NotTaggedError for what is no schema of parameters."""
-    root = _resolved(schema)
-    if root.get("type", "object") != "object":
-        raise NotTaggedError("'type' must be \"object\"")
-    if not isinstance(root.get("properties", {}), Mapping):
-        raise NotTaggedError("'properties' must be an object")
-    if not isinstance(required := root.get("required", []), list):
-        raise NotTaggedError("'required' must be a list of names of 'properties'")
+    """The parameters of the schema, in its order; those that are not required are optional. is_strict: whether every
+    keyword in them must be enforced. Raises NotTaggedError for what is no schema of parameters."""
+    root, required = _checked(schema)
     root = _with_definitions(root, schema)
     elements: list[JsonObject] = []
     for name in written_properties(schema):
@@ -44,37 +39,55 @@ def tagged_parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_str
 
 
 def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those that can be written, in the order of their tags."""
+    """Those whose names can be written, in the order of their tags."""
     properties = _resolved(schema).get("properties", {})
     return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
 
 
+def property_path(name: str) -> str:
+    """The JSON pointer to a property's schema."""
+    return f"/properties/{name.replace('~', '~0').replace('/', '~1')}"
+
+
 def not_tagged(schema: Mapping[str, Any]) -> dict[str, str]:
-    """What tagged parameters cannot be held to: why, by its path in the schema."""
-    root, found = _resolved(schema), {}
+    """What tagged parameters cannot be held to: the reason, by the path in the schema. Raises NotTaggedError for what
+    is no schema of parameters."""
+    (root, required), found = _checked(schema), {}
     for key in root:
         if key not in _ENFORCED | _SAYS_NOTHING:
             found[f"/{key}"] = f"'{key}' at its root is not enforced in this model's format of calls"
-    properties, required = root.get("properties", {}), root.get("required", [])
-    if not isinstance(properties, Mapping) or not isinstance(required, list):
-        return found
+    properties = root.get("properties", {})
     if any(name not in properties for name in required):
-        found["/required"] = "'required' must be a list of names of 'properties'"
+        found["/required"] = _NOT_NAMES
     for name in properties:
         if not _NAME.fullmatch(name):
             why = f"the name of the property '{name}' cannot be written in this model's format of calls"
-            found[f"/properties/{name}"] = why
+            found[property_path(name)] = why
     return found
 
 
+def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The root and its required names. Raises NotTaggedError."""
+    root = _resolved(schema)
+    if root.get("type", "object") != "object":
+        raise NotTaggedError("'type' must be \"object\"")
+    if not isinstance(root.get("properties", {}), Mapping):
+        raise NotTaggedError("'properties' must be an object")
+    required = root.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise NotTaggedError(_NOT_NAMES)
+    return root, required
+
+
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the root stands for, where it is nothing but a reference to one of its definitions."""
+    """The definition that the root refers to, if the root is only a reference to one of its own; else the root."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not schema.keys() <= _SAYS_NOTHING | {"$ref", "type"}:
         return schema
     for kind in ("$defs", "definitions"):
-        name = reference.removeprefix(f"#/{kind}/")
-        if isinstance(target := schema.get(kind, {}).get(name), Mapping) and "$ref" not in target:
+        definitions = schema.get(kind)
+        target = definitions.get(reference.removeprefix(f"#/{kind}/")) if isinstance(definitions, Mapping) else None
+        if isinstance(target, Mapping) and "$ref" not in target:
             return target
     return schema
 

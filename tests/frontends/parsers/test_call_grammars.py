@@ -110,7 +110,7 @@ def test_what_the_compiled_grammar_lets_through_is_a_valid_call(name: str) -> No
     assert grammar
     use = ToolUse(tools=(), functions=FUNCTIONS, is_required=True, max_calls=1, is_legacy=False)
     compiler = byte_grammars.compiler()
-    wanted = {"structural_tag": {"format": required_calls(use, grammar, [])}}
+    wanted = {"structural_tag": {"format": required_calls(use, grammar)}}
     compiled = byte_grammars.grammar(compiler, structured_outputs=wanted)
     hints = [text for text in (grammar.value_end, grammar.value_end.strip(), grammar.text_quote, *TEXTS) if text]
     schemas = {function.name: function.parameters for function in FUNCTIONS}
