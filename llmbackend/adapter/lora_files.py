@@ -111,7 +111,7 @@ def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: P
         if name == WEIGHTS:
             try:
                 _check_header(source, status.st_size)
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except ValueError as error:
                 raise invalid_argument(f"LoRA adapter '{path}': '{name}' is no adapter's: {error}") from None
             source.seek(0)
         with target.open("wb") as copy:
@@ -119,18 +119,24 @@ def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: P
 
 
 def _check_header(source: BinaryIO, size_bytes: int) -> None:
-    """Before gigabytes are read: the header describes the whole file, and nothing larger than an adapter's matrices.
-    Raises ValueError, or another error of a header that is not one. Source: the format of safetensors."""
+    """Raises ValueError unless the header describes the whole file, and only matrices as large as an adapter's: before
+    gigabytes are copied. Source: the format of safetensors."""
     header_bytes = int.from_bytes(source.read(8), "little")
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"its header has {header_bytes} bytes, expected 1 to {_MAX_HEADER_BYTES}, within the file")
-    tensors = json.loads(source.read(header_bytes))
+    try:
+        tensors = json.loads(source.read(header_bytes))
+    except RecursionError:
+        raise ValueError("its header is nested too deeply") from None
+    if not isinstance(tensors, dict):
+        raise ValueError("its header is no JSON object")
     tensors.pop("__metadata__", None)
     described_bytes = 8 + header_bytes
     for name, tensor in tensors.items():
-        shape, dtype = tensor["shape"], tensor["dtype"]
-        if not _is_matrix(shape) or dtype not in _ELEMENT_BYTES:
-            raise ValueError(f"tensor {name[:200]!r} is {dtype} of {str(shape)[:200]}, expected a LoRA matrix")
+        shape, dtype = (tensor.get("shape"), tensor.get("dtype")) if isinstance(tensor, dict) else (None, None)
+        if not _is_matrix(shape) or not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
+            what = f"{str(dtype)[:200]} of {str(shape)[:200]}"
+            raise ValueError(f"tensor {name[:200]!r} is {what}, expected a LoRA matrix")
         described_bytes += shape[0] * shape[1] * _ELEMENT_BYTES[dtype]
     if described_bytes != size_bytes:
         raise ValueError(f"its header describes {described_bytes} bytes, the file has {size_bytes}")
