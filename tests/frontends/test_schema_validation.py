@@ -52,7 +52,7 @@ NOT_JUDGED: list[tuple[Any, str]] = [
     ({"minimum": "x"}, "cannot be read"),
     ({"patternProperties": {"a": {}}, "unevaluatedProperties": False}, "is not judged"),
 ]
-BEHIND_A_REFERENCE = ({"patternProperties": {"^(a+)+$": {}}}, {"dependentSchemas": {"a": {}}})
+BEHIND_A_REFERENCE: list[dict[str, Any]] = [{"patternProperties": {"^(a+)+$": {}}}, {"dependentSchemas": {"a": {}}}]
 
 
 @pytest.mark.parametrize(("schema", "text"), SATISFIED)

@@ -63,13 +63,13 @@ class Commits:
             raise _logged(error) from None
 
     async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
-        """As `read`, for a request: raises StoreError also when it takes too long. `ask` must change nothing, since it
-        may go on then."""
+        """As `read`, for a request: also raises StoreError when it takes too long. `ask` may still be running then, so
+        it must not change anything."""
         async with self._answered_in_time():
             return await self.read(ask)
 
     async def settled(self, done: asyncio.Future[None]) -> None:
-        """Returns when what `add` gave is done. Raises StoreError, also when that takes too long; then the writes may
+        """Waits for `done`, which `add` returned. Raises StoreError, also when it takes too long: then the writes may
         still be committed."""
         async with self._answered_in_time():
             await asyncio.shield(done)
@@ -107,7 +107,7 @@ class Commits:
             self._flushing = None
 
     async def _commit(self, writes: Sequence[Write]) -> StoreError | None:
-        """Why it failed. Any error is one of the store to those who wait."""
+        """Returns the error, if any: an unexpected one becomes a StoreError."""
         try:
             for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
                 self.on_refused(id)
@@ -125,7 +125,7 @@ class Commits:
 
 
 def _logged(error: StoreError) -> StoreError:
-    """A client is told to look into the log."""
+    """`error`, logged: the client's message refers to the log."""
     log.error("%s", error, extra={CAUSE: cause_of(error)})
     return error
 

@@ -5,9 +5,8 @@ without the header costs one look at its headers; of requests with one key one r
 bytes, whole, also while it runs; another body is refused, never answered with the first one's; an answer that is no 2xx
 is given to those who wait for it and forgotten; what is kept is bounded for each API key and for all together, and ends
 with its time to live. The request goes on without its client for the grace, so that a retry finds it.
-Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; where it says 409, a retry waits here, unless
-the first request's body does not come), Stripe
-(`Idempotent-Replayed`).
+Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; a retry waits where it says 409, which is sent
+only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
 """
 
 from __future__ import annotations
@@ -38,9 +37,10 @@ REPLAYED: Final = (b"idempotent-replayed", b"true")
 _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 _BODY_WAIT_S: Final = 1.0
-"""How long a request waits for the body of an earlier one with its key, whose client may be slow."""
+"""How long a request waits for the body of an earlier one with the same key, whose client may be slow."""
 _MAX_BYTES: Final = 256 << 20
-"""Of the answers of all keys together. Those that have ended go, then no request with a key is accepted."""
+"""Of the answers of all keys together. When it is exceeded, finished answers are forgotten; if none is left, requests
+with a key are refused."""
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
@@ -261,7 +261,7 @@ class IdempotentRequests:
             answer.presence.lost()
 
     def _make_room(self, owner: str) -> str:
-        """For one more answer; says why there is none where all are running."""
+        """Makes room for one more answer. Returns why it cannot, "" if there is room."""
         of_owner = self._answers[owner]
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
             return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, more are not accepted"
@@ -277,7 +277,7 @@ class IdempotentRequests:
             held -= gone.journal.held_bytes
 
     def _forget_one(self, answers: OrderedDict[str, _Answer]) -> _Answer | None:
-        """The oldest that has ended; None where all are running."""
+        """Forgets and returns the oldest that has ended; None if all are running."""
         oldest = next((one for one in answers.values() if one.has_ended), None)
         if oldest is not None:
             self._forget(oldest)

@@ -29,7 +29,7 @@ HELD_EVENT_BYTES = 4 << 20
 _WATCH_INTERVAL_S = 0.25
 """Between two looks for events that another server writes."""
 _EXPIRY_PAUSE_S = 10.0
-"""Before the store, which could not remove what has expired, is asked again."""
+"""Before expired documents are looked for again, after the store has failed."""
 _LOADED_BYTES = 1 << 20
 """Of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
@@ -108,7 +108,7 @@ class ResponseStore:
             await asyncio.sleep(interval_s)
             try:
                 await self._take_over()
-            except StoreError:  # which was logged where it happened
+            except StoreError:  # logged by Commits
                 continue
             except Exception as error:
                 log_bug("unexpected error while responses were taken over", error)
@@ -189,8 +189,7 @@ class ResponseStore:
         return self._commits.add([step, Put(document)])
 
     async def settled(self, commit: asyncio.Future[None]) -> None:
-        """Returns when it is done. Raises StoreError, also for a store that does not answer in time, which may take the
-        writes after all."""
+        """Waits for the commit. Raises StoreError, also when the store does not answer in time; it may commit later."""
         await self._commits.settled(commit)
 
     def forget(self, log: LiveLog) -> None:
@@ -258,7 +257,7 @@ class ResponseStore:
     async def _expire_or_try_again(self) -> None:
         try:
             await self._expire()
-        except StoreError:  # which was logged where it happened
+        except StoreError:  # logged by Commits
             self._expire_at(self.clock_s() + _EXPIRY_PAUSE_S)
 
     async def _expire(self) -> None:
@@ -310,7 +309,7 @@ class LiveLog:
             await self._store.settled(self._last)
 
     async def room(self) -> None:
-        """Waits while much is not committed yet, however long the store takes. Raises StoreError."""
+        """Waits while too much is uncommitted, however long the store takes. Raises StoreError."""
         if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES and self._last is not None:
             await asyncio.shield(self._last)
 

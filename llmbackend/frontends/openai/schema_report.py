@@ -1,8 +1,8 @@
-"""What of a request's schemas its answer is not held to, and whether the finished answer satisfies them all the same.
+"""Which keywords of a request's schemas are not enforced, and whether the finished answer satisfies the schemas anyway.
 
-For: generations, and the endpoints of all APIs, whose answers say it in headers and in one line of the log. Does not
-know: HTTP, how a grammar is made. Invariants: places are named in the client's own fields; where the grammar holds the
-answer to everything, nothing is kept and nothing is judged.
+For: generations, and the endpoints of all APIs, which report it in headers and in one line of the log. Does not know:
+HTTP, how a grammar is made. Invariants: places are named in the client's own fields; if everything is enforced, no
+delta is kept and nothing is validated.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class SchemaReport:
         self._plan = plan
         self._places: dict[str, None] = dict.fromkeys(plan.not_enforced if plan is not None else ())
         self._deltas: dict[int, list[Delta]] = {}
-        """Of each choice, where the answer is to be judged."""
+        """Of each choice; only if the answer will be judged."""
 
     @property
     def is_needed(self) -> bool:
@@ -61,7 +61,7 @@ class SchemaReport:
         return {NOT_ENFORCED: value}
 
     def judge(self, response_id: str) -> dict[str, str]:
-        """What is known behind the answer, which is logged, too: in proportion to the answer."""
+        """What is known after the answer; also logs it. The work is in proportion to the answer."""
         faults: list[str] = []
         unknown: list[str] = []
         for choice, deltas in sorted(self._deltas.items()):
@@ -70,10 +70,14 @@ class SchemaReport:
             except NotJudgedError as error:
                 unknown.append(f"choice {choice}: {error}")
         verdict = "false" if faults else "unknown" if unknown or not self._deltas else "true"
-        said = {"true": "the answer satisfies its schema", "false": "; ".join(faults[:4])}
+        result = {
+            "true": "the answer satisfies its schema",
+            "false": "; ".join(faults[:4]),
+            "unknown": f"not judged: {'; '.join(unknown[:4])}",
+        }
         level = logging.WARNING if faults else logging.INFO
         places = ", ".join(list(self._places)[:8])
-        log.log(level, "%s: not enforced: %s; %s", response_id, places, said.get(verdict) or f"not judged: {unknown}")
+        log.log(level, "%s: not enforced: %s; %s", response_id, places, result[verdict])
         return self.headers() | {VALID: verdict}
 
     def _faults(self, response_id: str, choice: int, deltas: Sequence[Delta]) -> Iterator[str]:
@@ -100,7 +104,7 @@ class SchemaReport:
         return answer.message()
 
     def _schema_of_text(self) -> Any:
-        """The one that the request names for the answer's text. Raises NotJudgedError for one inside of tags."""
+        """The schema that the request gives for the answer's text. Raises NotJudgedError for one in structural tags."""
         sampling = self._request.sampling
         wanted = sampling.get(STRUCTURED_OUTPUTS)
         if (isinstance(wanted, dict) and "structural_tag" in wanted) or "structural_tag" in sampling:
@@ -112,7 +116,7 @@ class SchemaReport:
             raise NotJudgedError("the schema cannot be read") from None
 
     def _own(self, place: str) -> str:
-        """A place in the sampling parameters, in the client's fields."""
+        """A place in the sampling parameters, as one in the client's fields."""
         param, _, path = place.partition("#")
         if param == STRUCTURED_OUTPUTS and self._plan is not None and self._plan.has_grammar:
             return self._plan.own_place(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
