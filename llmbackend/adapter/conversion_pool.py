@@ -146,7 +146,6 @@ class ConversionPool:
             if conversion.has_begun:
                 return
             conversion.has_begun = True
-        tasks: Sequence[InferTask] = ()
         try:
             tasks = self._converted(conversion)
             self._tasks.release(conversion.level)  # each task takes a place of its own
@@ -159,7 +158,7 @@ class ConversionPool:
                 self._stop_task(task)
 
     def _converted(self, conversion: Conversion) -> Sequence[InferTask]:
-        """None for a request that was answered."""
+        """The request's tasks; empty if the request has been answered."""
         try:
             return conversion.convert()
         except Exception as error:

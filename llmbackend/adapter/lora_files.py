@@ -133,7 +133,8 @@ def _check_header(source: BinaryIO, size_bytes: int) -> None:
     tensors.pop("__metadata__", None)
     described_bytes = 8 + header_bytes
     for name, tensor in tensors.items():
-        shape, dtype = (tensor.get("shape"), tensor.get("dtype")) if isinstance(tensor, dict) else (None, None)
+        fields: dict[str, Any] = tensor if isinstance(tensor, dict) else {}
+        shape, dtype = fields.get("shape", "no shape"), fields.get("dtype", "no dtype")
         if not _is_matrix(shape) or not isinstance(dtype, str) or dtype not in _ELEMENT_BYTES:
             what = f"{str(dtype)[:200]} of {str(shape)[:200]}"
             raise ValueError(f"tensor {name[:200]!r} is {what}, expected a LoRA matrix")
