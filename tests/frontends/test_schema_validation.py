@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from llmbackend.frontends.openai.schema_report import VALID, SchemaReport
 from llmbackend.frontends.openai.schema_validation import NotJudgedError, violation
+from llmbackend.frontends.openai.tensors import Delta
 
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 SATISFIED: list[tuple[Any, str]] = [
@@ -84,3 +89,17 @@ def test_many_items_are_compared_once_each() -> None:
     items = [{"a": number} for number in range(20_000)]
     assert violation({"uniqueItems": True}, json.dumps(items)) == ""
     assert violation({"uniqueItems": True}, json.dumps([*items, {"a": 7}])) != ""
+
+
+def test_all_choices_of_an_answer_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock_s = itertools.count(0.0, 0.2)
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock_s))
+    schema = {"type": "integer", "minimum": 1, "unknown": 0}
+    request: Any = SimpleNamespace(
+        sampling={"structured_outputs": {"json": schema}}, schema_field="", structure_field="structured_outputs"
+    )
+    report = SchemaReport(request, None)
+    for choice in range(8):
+        places = ["structured_outputs#/json/unknown"]
+        report.add(choice, Delta("5", "stop", [], 1, 1, True, not_enforced=places))
+    assert report.judge("id")[VALID] == "unknown"

@@ -19,7 +19,7 @@ from .answers import Answer
 from .errors import JsonObject
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
-from .schema_validation import NotJudgedError, violation
+from .schema_validation import Budget, NotJudgedError, violation
 from .tensors import Delta
 
 log = logging.getLogger(__name__)
@@ -62,11 +62,12 @@ class SchemaReport:
 
     def judge(self, response_id: str) -> dict[str, str]:
         """What is known after the answer; also logs it. The work is in proportion to the answer."""
+        budget = Budget()
         faults: list[str] = []
         unknown: list[str] = []
         for choice, deltas in sorted(self._deltas.items()):
             try:
-                faults += [f"choice {choice}: {fault}" for fault in self._faults(response_id, choice, deltas)]
+                faults += [f"choice {choice}: {fault}" for fault in self._faults(response_id, choice, deltas, budget)]
             except NotJudgedError as error:
                 unknown.append(f"choice {choice}: {error}")
         verdict = "false" if faults else "unknown" if unknown or not self._deltas else "true"
@@ -80,7 +81,7 @@ class SchemaReport:
         log.log(level, "%s: not enforced: %s; %s", response_id, places, result[verdict])
         return self.headers() | {VALID: verdict}
 
-    def _faults(self, response_id: str, choice: int, deltas: Sequence[Delta]) -> Iterator[str]:
+    def _faults(self, response_id: str, choice: int, deltas: Sequence[Delta], budget: Budget) -> Iterator[str]:
         if deltas[-1].finish_reason == "length":
             yield "was cut off at its length"
             return
@@ -89,10 +90,10 @@ class SchemaReport:
         calls += [message["function_call"]] if "function_call" in message else []
         schemas = self._plan.schemas if self._plan is not None else {}
         for call in calls:
-            if fault := violation(schemas.get(call["name"], True), call["arguments"]):
+            if fault := violation(schemas.get(call["name"], True), call["arguments"], budget):
                 yield f"the arguments of '{call['name']}': {fault}"
         schema = None if calls else self._schema_of_text()
-        if schema is not None and (fault := violation(schema, message["content"] or "")):
+        if schema is not None and (fault := violation(schema, message["content"] or "", budget)):
             yield fault
 
     def _message(self, response_id: str, choice: int, deltas: Sequence[Delta]) -> JsonObject:

@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 MAX_CPU_S: Final = 1.0
-"""Of the thread: an answer of 2,000 tokens takes some 0.05 s."""
+"""CPU time of the thread for one answer; 2,000 tokens take 0.05 s."""
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
-"""Of all patterns together. They are matched without the interpreter's lock."""
+"""Of all patterns for one answer. They are matched without the interpreter's lock."""
 _UNBOUNDED: Final = ("patternProperties", "dependentSchemas")
-"""Keywords that jsonschema's `unevaluatedProperties` follows, through references, without calling `_Budget`."""
+"""Keywords that jsonschema's `unevaluatedProperties` follows, through references, without a bound on the work."""
 _DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
 
 
@@ -27,23 +27,16 @@ class NotJudgedError(Exception):
     """Why it is not known whether a text satisfies a schema."""
 
 
-class _Budget:
-    """Of one judgement."""
+class Budget:
+    """For all texts of one answer. Made in the thread that judges them."""
 
-    def __init__(self, schema: Mapping[str, Any] | bool) -> None:
-        self._schema = schema
+    def __init__(self) -> None:
         self._end_s = time.thread_time() + MAX_CPU_S
         self._patterns_s = MAX_PATTERNS_S
 
     def step(self) -> None:
         if time.thread_time() > self._end_s:
             raise NotJudgedError(f"it takes more than {MAX_CPU_S} s")
-
-    @functools.cached_property
-    def unbounded(self) -> str:
-        """A keyword of `_UNBOUNDED` that the schema has anywhere; "" = none."""
-        text = json.dumps(self._schema)
-        return next((name for name in _UNBOUNDED if f'"{name}"' in text), "")
 
     def matches(self, pattern: str, text: str) -> bool:
         import regex
@@ -61,17 +54,17 @@ class _Budget:
         return found is not None
 
 
-_BUDGET: ContextVar[_Budget] = ContextVar("budget")
+_BUDGET: ContextVar[Budget] = ContextVar("budget")
 
 
-def violation(schema: Mapping[str, Any] | bool, text: str) -> str:
-    """What in `text` does not satisfy `schema`, without the text's own values; "" where it does. Raises
-    NotJudgedError."""
+def violation(schema: Mapping[str, Any] | bool, text: str, budget: Budget | None = None) -> str:
+    """What in `text` does not satisfy `schema`, without the text's own values; "" where it does. budget: shared with
+    other texts. Raises NotJudgedError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return "is not JSON"
-    token = _BUDGET.set(_Budget(schema))
+    token = _BUDGET.set(budget or Budget())
     try:
         return _violation(schema, value)
     except NotJudgedError:
@@ -86,12 +79,21 @@ def _violation(schema: Mapping[str, Any] | bool, value: Any) -> str:
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
 
+    _check_bounded(schema)
     drafts = _bounded_drafts()
     named = validator_for(schema) if isinstance(schema, Mapping) else None
     draft = drafts.get(getattr(named, "__name__", "")) or drafts["Draft202012Validator"]
     validator = draft(schema, registry=REGISTRY, format_checker=draft.FORMAT_CHECKER)
     error = next(validator.iter_errors(value), None)
     return "" if error is None else f"{error.json_path} does not satisfy '{error.validator or False}'"
+
+
+def _check_bounded(schema: Mapping[str, Any] | bool) -> None:
+    """Raises NotJudgedError."""
+    text = json.dumps(schema)
+    found = next((name for name in _UNBOUNDED if f'"{name}":' in text), "")
+    if found and '"unevaluatedProperties":' in text:
+        raise NotJudgedError(f"'unevaluatedProperties' is not judged in a schema with '{found}'")
 
 
 @functools.cache
@@ -105,7 +107,6 @@ def _bounded_drafts() -> dict[str, Any]:
         "pattern": _pattern,
         "patternProperties": _pattern_properties,
         "additionalProperties": _additional_properties,
-        "unevaluatedProperties": _unevaluated_properties,
         "uniqueItems": _unique_items,
     }
     return {
@@ -158,14 +159,6 @@ def _additional_properties(validator: Any, wanted: Any, instance: Any, schema: A
             yield _error("is not allowed")
         else:
             yield from validator.descend(value, wanted, path=name)
-
-
-def _unevaluated_properties(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    if keyword := _BUDGET.get().unbounded:
-        raise NotJudgedError(f"'unevaluatedProperties' is not judged in a schema with '{keyword}'")
-    from jsonschema import Draft202012Validator
-
-    yield from Draft202012Validator.VALIDATORS["unevaluatedProperties"](validator, wanted, instance, schema) or ()
 
 
 def _unique_items(validator: Any, wanted: Any, instance: Any, schema: Any) -> Iterator[Any]:
