@@ -13,6 +13,7 @@ import pytest
 
 from llmbackend.cli.protocol_flags import HttpFlags
 from llmbackend.core.errors import TritonError
+from llmbackend.frontends.openai.generation import Generation
 from llmbackend.frontends.openai.requests import MAX_OBJECTS, json_object
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 from tests.helpers.fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
@@ -261,6 +262,21 @@ def test_errors_of_the_model_come_before_the_status(client: openai.OpenAI, strea
 def test_engine_failure_in_a_whole_response(http: httpx.Client) -> None:
     response = http.post("/completions", json=COMPLETION | {"prompt": ["hi", "too long"]})
     assert refusal(response, 400)["type"] == "invalid_request_error"
+
+
+def test_a_stream_whose_last_step_fails_ends_with_an_error(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def failing(generation: Generation) -> dict[str, str]:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(Generation, "checked", failing)
+    answer = http.post("/chat/completions", json=CHAT | {"stream": True})
+    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert (
+        json.loads([event for event in events if event != "[DONE]"][-1])["error"]["message"] == "internal server error"
+    )
+    assert "a bug" in caplog.text
 
 
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:

@@ -109,10 +109,11 @@ class AnswerEvents:
 
     async def _end(self) -> bytes:
         self.is_over = True
-        if self._error is None:
-            await self._generation.checked()
         try:
-            end = self._writer.end() if self._error is None else self._failed(self._error)
+            if self._error is not None:
+                raise self._error
+            await self._generation.checked()
+            end = self._writer.end()
         except Exception as error:
             end = self._failed(error)
         if self._before_end is not None:
