@@ -27,7 +27,6 @@ from tools.real_models import NAMES, make
 from .report import PERPLEXITY, perplexity_table
 from .suite import Results
 
-ROOT = Path(__file__).parents[1]
 TEXT_PATH = Path(__file__).parent / "texts" / "operations.md"
 NUM_TOKENS = 10_000
 WINDOW_TOKENS = 500
@@ -72,16 +71,14 @@ def measure(checkpoint: Path) -> dict[str, float]:
 
 
 def run(results: Results) -> None:
-    """Adds a line for each real model, made where `make real-models` makes it, and for the bundled one."""
-    checkpoints = {name: make(name, Path(sys.prefix) / "real_models") for name in NAMES}
-    checkpoints["demo model"] = ROOT / "model_repository" / "demo" / "1"
-    for name, path in checkpoints.items():
+    """Adds a line for each real model, made where `make real-models` makes it."""
+    for name in NAMES:
         if not results.has(model=name, workload=PERPLEXITY):
+            path = make(name, Path(sys.prefix) / "real_models")
             command = [sys.executable, "-m", "benchmarks.perplexity", "--json", str(path)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-            results.add(
-                {"model": name, "workload": PERPLEXITY, "entry": "llmbackend", "round": 0, **json.loads(done.stdout)}
-            )
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            figures = json.loads(done.stdout)
+            results.add({"model": name, "workload": PERPLEXITY, "entry": "llmbackend", "round": 0, **figures})
 
 
 def main() -> None:
