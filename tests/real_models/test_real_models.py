@@ -5,6 +5,7 @@ Runs where LLMBACKEND_REAL_MODELS names a folder that tools/real_models.py has f
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Iterator
@@ -52,10 +53,15 @@ def checkpoint(request: pytest.FixtureRequest) -> Path:
     return Path(FOLDER) / str(request.param)
 
 
-def tokens_by_transformers(checkpoint: Path, prompts: list[list[int]]) -> list[list[int]]:
+@functools.cache
+def tokens_by_transformers(checkpoint: Path) -> tuple[list[list[int]], list[list[int]]]:
+    """The prompts' tokens, and those that follow them in float32."""
     import torch
+    from tokenizers import Tokenizer
     from transformers import AutoModelForCausalLM
 
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     found = []
     for prompt in prompts:
@@ -63,7 +69,7 @@ def tokens_by_transformers(checkpoint: Path, prompts: list[list[int]]) -> list[l
         options = {"max_new_tokens": NUM_TOKENS, "do_sample": False, "pad_token_id": 0}
         output = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         found.append(output[0, len(prompt) :].tolist())
-    return found
+    return prompts, found
 
 
 def tokens(checkpoint: Path, prompts: list[list[int]], **engine_args: Any) -> tuple[list[list[int]], str]:
@@ -85,11 +91,7 @@ def tokens(checkpoint: Path, prompts: list[list[int]], **engine_args: Any) -> tu
 @pytest.mark.parametrize("program", ["native", "modules"])
 @pytest.mark.parametrize("weights", TYPES)
 def test_every_weight_type_answers_as_transformers(checkpoint: Path, weights: str, program: str) -> None:
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]
-    expected = tokens_by_transformers(checkpoint, prompts)
+    prompts, expected = tokens_by_transformers(checkpoint)
     found, description = tokens(checkpoint, prompts, enforce_eager=program == "modules", **TYPES[weights])
     assert ("modules" in description) == (program == "modules")
     if weights == "float32":
