@@ -50,7 +50,8 @@ def test_a_missing_weight_is_found_without_the_packages_of_the_tests(tmp_path: P
 def test_the_ready_block_says_what_computes_and_each_phase_is_logged(tmp_path: Path) -> None:
     """Standard error is no terminal here."""
     command = [sys.executable, "-m", "llmbackend.cli", "serve", "--http-port=0", "--grpc-port=0", "--metrics-port=0"]
-    variables = {**only_serving(), "HOME": str(tmp_path), "NO_COLOR": "1"}
+    cache = {"LLMBACKEND_WEIGHT_CACHE_DIR": str(tmp_path / "weights")}  # that of other tests may have the weights
+    variables = {**only_serving(), **cache, "HOME": str(tmp_path), "NO_COLOR": "1"}
     with (tmp_path / "log").open("w+") as log:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=variables, text=True) as server:
             assert server.stdout is not None

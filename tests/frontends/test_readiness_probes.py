@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+from collections.abc import Iterator
 from typing import Any, cast
+
+import pytest
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.operations.probes import ReadinessProbes
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    """Probes' threads end with the object that has them, which is part of a cycle."""
+    yield
+    gc.collect()
 
 
 class SlowServer:

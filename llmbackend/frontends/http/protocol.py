@@ -174,9 +174,12 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
         """A client that closes its sending half still gets its answer. Whether it has closed the connection instead
-        shows only in what comes back when something is sent: an interim response, which clients pass over."""
+        shows only in what comes back when something is sent: an interim response, which clients pass over. A feed that
+        is being read (GET) may have nothing to send for long, so its client counts as gone."""
         running = self._running
         if self._receiving is not None or running is None or running.response_complete or self.scheme == "https":
+            return False
+        if running.response_started and running.scope["method"] == "GET":
             return False
         self.cycle.keep_alive = False
         if not running.response_started and running.scope["http_version"] == "1.1":

@@ -22,7 +22,7 @@ class Rule:
 
     `golden` empty: `ours` replaces the whole answer, or NOT_COMPARED accepts any.
 
-    `command` is a part of the command's text, empty for every command.
+    `command` is a part of the command's text, which ends with a line break; empty for every command.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Rule:
     ours: str
 
     def concerns(self, transcript_number: str, command_text: str) -> bool:
-        return transcript_number in self.transcripts and self.command in command_text
+        return transcript_number in self.transcripts and self.command in f"{command_text}\n"
 
     def apply(self, answer: str) -> str:
         return answer.replace(self.golden, self.ours) if self.golden else self.ours

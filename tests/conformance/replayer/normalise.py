@@ -20,6 +20,7 @@ _VARIABLE_LENGTH = re.compile(r"\$WORK|<ns>|<ms>|^# HELP", re.MULTILINE)
 _VARYING = (
     (re.compile(r'("ns":|\bns: )\d+'), r"\g<1><ns>"),
     (re.compile(r'("last_inference":|\blast_inference: )\d+'), r"\g<1><ms>"),
+    (re.compile(r'("type":"CPU","id":0,"byte_size":|\btype: "CPU" +byte_size: )\d+'), r"\g<1><bytes>"),
     (re.compile(r"(cancelled id=\w+ at )\d+"), r"\g<1><n>"),
     (re.compile(r"^(\w+_duration_us\{.*\} )\d+", re.MULTILINE), r"\g<1><us>"),
     (re.compile(r"^(\w+_duration_secs\{.*\} )[\d.e-]+$", re.MULTILINE), r"\g<1><s>"),
