@@ -57,6 +57,7 @@ class KeptThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # a waiting thread keeps nothing alive that may own these threads
             with self._lock:
                 if self._num_free > 0 or (self._is_closed and not self._num_free):
                     self._num_threads -= 1

@@ -96,9 +96,8 @@ def test_every_weight_type_answers_as_transformers(checkpoint: Path, weights: st
     assert ("modules" in description) == (program == "modules")
     if weights == "float32":
         assert found == expected
-    else:  # a rounding may turn any word into another; the first ones are rarely in doubt
-        same = sum(a[:4] == b[:4] for a, b in zip(found, expected, strict=True))
-        assert same >= len(PROMPTS) - 2
+    else:  # rounding decides between words that are about as likely, and the rest follows from the first such word
+        assert sum(a[0] == b[0] for a, b in zip(found, expected, strict=True)) >= len(PROMPTS) - 1
 
 
 def test_int8_costs_less_than_one_percent_of_perplexity(checkpoint: Path) -> None:
