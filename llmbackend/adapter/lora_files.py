@@ -19,7 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO, Final
 
-from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
+from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, unavailable
 from llmbackend.fork_server.temporary_folders import OwnedFolder
 
 WEIGHTS: Final = "adapter_model.safetensors"
@@ -38,6 +38,7 @@ class AdapterCopies:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._root: OwnedFolder | None = None
+        self._is_closed = False
         self._removed: SimpleQueue[str | None] = SimpleQueue()
         """`put` can be called again within itself, as a finalizer may."""
         self._remover = threading.Thread(target=self._remove_all, name="lora-copies", daemon=True)
@@ -45,6 +46,8 @@ class AdapterCopies:
     def copy(self, folder: str, path: str) -> str:
         """Copies the adapter at `path` below `folder`; the copy's folder. Raises TritonError."""
         with self._lock:
+            if self._is_closed:
+                raise unavailable("the model was unloaded")
             if self._root is None:
                 self._root = OwnedFolder("lora")
                 self._remover.start()
@@ -59,6 +62,9 @@ class AdapterCopies:
         except BaseException:
             self.remove(str(target))
             raise
+        finally:
+            if self._is_closed:  # meanwhile: `close` may have come before a file was made
+                shutil.rmtree(self._root.path, ignore_errors=True)
         return str(target)
 
     def remove(self, copy: str) -> None:
@@ -66,6 +72,9 @@ class AdapterCopies:
         self._removed.put(copy)
 
     def close(self) -> None:
+        """A copy that is being made is removed at its end."""
+        with self._lock:
+            self._is_closed = True
         if self._root is not None:
             self._removed.put(None)
             self._remover.join()

@@ -3,7 +3,8 @@
 For: request conversion, which takes an adapter for each request, ModelState, and the loops of engines, which bring
 their engine to what is wanted here. Does not know: matrices, tensors, how an operator's request came. Invariants: a
 name stands for one set of weights from a request's conversion to its end, also when it is loaded anew or unloaded
-meanwhile; an engine that starts later gets the same files; each change is answered once.
+meanwhile; an engine that starts later gets the same files; each change is answered once, a load within its deadline,
+also while a disk does not answer: files are read on a thread of their own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
 
-from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, unavailable
+from llmbackend.core.backend_api import ErrorCode, TritonError, internal, invalid_argument, unavailable
 from llmbackend.engine.infer_request import AdapterResult
+from llmbackend.waiting.timer import Alarm, Timer
 
 from .lora_files import AdapterCopies
 from .schemas.schema import LoraError
@@ -24,6 +29,11 @@ from .schemas.schema import LoraError
 logger = logging.getLogger(__name__)
 
 Answer = Callable[[TritonError | None], None]
+
+LOAD_TIMEOUT_S: Final = 60.0
+"""For one adapter: reading its files, and the engines' load. 4 GiB from a disk of 100 MB/s take 43 s."""
+_MAX_READS: Final = 8
+"""At the same time. Each has a thread, which a disk that does not answer keeps beyond the deadline."""
 
 
 class AdapterHandle:
@@ -44,11 +54,14 @@ class _Loading:
     name: str
     path: str
     """As the operator calls it."""
-    copy: str
-    handle: AdapterHandle
+    answer: Answer
+    alarm: Alarm
+    """At its deadline."""
+    copy: str = ""
+    """"" while the files are being read."""
+    handle: AdapterHandle = NO_ADAPTER
     engines: set[int] = field(default_factory=set)
-    """Which have not told yet how it went."""
-    answer: Answer = lambda error: None
+    """Which were told to load it, and have not reported the result."""
 
 
 class LoraRegistry:
@@ -57,10 +70,13 @@ class LoraRegistry:
     def __init__(
         self,
         configured: Mapping[str, str] | None,
+        timer: Timer,
         on_change: Callable[[], None],
         on_names: Callable[[str, bool], None] = lambda name, is_served: None,
+        load_timeout_s: float = LOAD_TIMEOUT_S,
     ) -> None:
         """configured: name → folder; None = this model takes no adapters
+        timer: for the deadlines of loads; stopped after `close`
         on_change: there is something new in `wanted`
         on_names: an adapter that was loaded at run time is served, or is not any more
         """
@@ -68,12 +84,15 @@ class LoraRegistry:
         self._configured = dict(configured or {})
         self._on_change = on_change
         self._on_names = on_names
+        self._timer = timer
+        self._load_timeout_s = load_timeout_s
         self._lock = threading.RLock()
         self._copies = AdapterCopies()
         self._keys = itertools.count(1)
         self._served = {name: AdapterHandle(name) for name in self._configured}
         self._wanted: Mapping[str, str] = dict(self._configured)
         self._loading: dict[str, _Loading] = {}
+        self._num_reads = 0
 
     def wanted(self) -> Mapping[str, str]:
         """What engines should have, key → folder; a changed mapping is another object."""
@@ -92,29 +111,83 @@ class LoraRegistry:
             return handle
 
     def load(
-        self, name: str, folder: str, path: str, *, in_place: bool, engines: Iterable[int], answer: Answer
+        self,
+        name: str,
+        folder: str,
+        path: str,
+        *,
+        in_place: bool,
+        engines: Callable[[], Iterable[int]],
+        answer: Answer,
     ) -> None:
-        """Copies the adapter and has the engines load it; `answer` is called when all have, or one could not.
+        """Has the adapter copied and loaded by the engines, and returns at once; `answer` is called when all engines
+        have it, when it cannot be loaded, or UNAVAILABLE when that takes longer than the deadline.
 
-        Raises TritonError when the adapter cannot be taken; then `answer` is not called.
+        engines: those that run when the files have been copied
+        Raises TritonError when the load cannot begin; then `answer` is not called.
         """
-        self._check_name(name, in_place)
-        copy = self._copies.copy(folder, path)
         with self._lock:
-            try:
-                self._check_name(name, in_place)
-                remaining = set(engines)
-                if not remaining:
-                    raise unavailable("no engine is running")
-            except TritonError:
-                self._copies.remove(copy)
-                raise
+            self._check_name(name, in_place)
+            if self._num_reads >= _MAX_READS:
+                raise unavailable(
+                    f"The lora adapter '{name}' cannot be loaded now: {_MAX_READS} others are being read."
+                )
             key = f"{name}#{next(self._keys)}"
-            handle = AdapterHandle(key)
-            weakref.finalize(handle, self._retire, key, copy).atexit = False
-            self._loading[key] = _Loading(name, path, copy, handle, remaining, answer)
-            self._wanted = {**self._wanted, key: copy}
+            loading = _Loading(name, path, answer, partial(self._expire, key))
+            threading.Thread(
+                target=self._read, args=(key, folder, path, engines), name="lora-read", daemon=True
+            ).start()
+            self._num_reads += 1
+            self._loading[key] = loading
+        self._timer.start()
+        self._timer.set(loading.alarm, time.monotonic_ns() + int(self._load_timeout_s * 1e9))
+
+    def _read(self, key: str, folder: str, path: str, engines: Callable[[], Iterable[int]]) -> None:
+        """On a thread of its own."""
+        try:
+            copy = self._copies.copy(folder, path)
+        except TritonError as error:
+            self._give_up(key, error)
+        except Exception as error:
+            logger.exception("a LoRA adapter could not be read")
+            self._give_up(key, internal(f"the adapter could not be read: {error}"))
+        else:
+            self._offer(key, copy, set(engines()))
+        finally:
+            with self._lock:
+                self._num_reads -= 1
+
+    def _offer(self, key: str, copy: str, engines: set[int]) -> None:
+        """To the engines, unless the load was given up meanwhile."""
+        with self._lock:
+            loading = self._loading.get(key)
+            if loading is None or not engines:
+                self._copies.remove(copy)
+            else:
+                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key), engines
+                weakref.finalize(loading.handle, self._retire, key, copy).atexit = False
+                self._wanted = {**self._wanted, key: copy}
+        if not engines:
+            self._give_up(key, unavailable("no engine is running"))
         self._on_change()
+
+    def _give_up(self, key: str, error: TritonError) -> None:
+        """Nothing is left of the load; what is still being read is removed then. Does nothing after its end."""
+        with self._lock:
+            loading = self._loading.pop(key, None)
+        if loading is not None:
+            self._timer.clear(loading.alarm)
+            loading.answer(error)
+
+    def _expire(self, key: str) -> None:
+        with self._lock:
+            loading = self._loading.get(key)
+            if loading is None:
+                return
+            doing = f"its engines did not load '{loading.path}'" if loading.copy else f"'{loading.path}' was not read"
+            text = f"The lora adapter '{loading.name}' was not loaded: {doing} within {self._load_timeout_s:g} s."
+        logger.error("%s", text)
+        self._give_up(key, unavailable(text))
 
     def unload(self, name: str) -> None:
         """Requests that have it go on. Raises TritonError when there is no such adapter."""
@@ -142,6 +215,7 @@ class LoraRegistry:
             if not result.error:
                 self._served[loading.name] = loading.handle
                 self._on_names(loading.name, True)
+        self._timer.clear(loading.alarm)
         text = result.error.replace(f"LoRA '{result.name}'", f"LoRA adapter '{loading.name}'")
         text = text.replace(loading.copy, loading.path)
         loading.answer(invalid_argument(text, param="lora_path") if text else None)
@@ -155,10 +229,8 @@ class LoraRegistry:
 
     def close(self) -> None:
         """After the last engine."""
-        with self._lock:
-            loading, self._loading = self._loading, {}
-        for one in loading.values():
-            one.answer(unavailable("the model was unloaded"))
+        for key in tuple(self._loading):
+            self._give_up(key, unavailable("the model was unloaded"))
         served, self._served = self._served, {}
         for name in served.keys() - self._configured.keys():
             self._on_names(name, False)
@@ -187,5 +259,5 @@ class LoraRegistry:
         self._on_change()
 
 
-NO_LORAS = LoraRegistry(None, lambda: None)
+NO_LORAS = LoraRegistry(None, Timer(), lambda: None)
 """Of a model without adapters."""

@@ -141,8 +141,7 @@ class ModelInstanceState:
                 self._handle_stop_request(request)
                 continue
             if (change := lora_change(request)) is not None:
-                change_loras = partial(self._change_loras, request, change, time.monotonic_ns())
-                self._model.convert_later(request, change_loras, partial(self._refuse, request))
+                self._change_loras(request, change, time.monotonic_ns())
                 continue
             convert = partial(self._convert, request, time.monotonic_ns())
             if is_short(request):
@@ -176,8 +175,8 @@ class ModelInstanceState:
         self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())
         request.release()
 
-    def _change_loras(self, request: Request, change: LoraChange, start_ns: int) -> Sequence[InferTask]:
-        """Answered when the engines have loaded the adapter."""
+    def _change_loras(self, request: Request, change: LoraChange, start_ns: int) -> None:
+        """Answered when the engines have loaded the adapter, or its deadline is over."""
 
         def answer(error: TritonError | None) -> None:
             request.new_response().send(ResponseFlag.FINAL, error)
@@ -192,7 +191,6 @@ class ModelInstanceState:
         except Exception as error:
             logger.exception("a LoRA adapter could not be loaded")
             answer(internal(f"the adapter could not be loaded: {error}"))
-        return ()
 
     def _refuse(self, request: Request, error: TritonError) -> None:
         request.new_response().send(ResponseFlag.FINAL, self._model.schema.client_error(error))

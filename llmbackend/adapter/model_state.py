@@ -103,7 +103,7 @@ class ModelState:
         self._tokenizer = TokenizerLoader(self.arguments.engine) if schema.needs_tokenizer else None
         engine = self.arguments.engine
         configured = engine.lora_modules if engine.enable_lora else None
-        self.loras = LoraRegistry(configured, self.wake_engines, self.metrics.set_adapter)
+        self.loras = LoraRegistry(configured, self._timer, self.wake_engines, self.metrics.set_adapter)
 
     def public_parameters(self) -> dict[str, str]:
         """What frontends may know of the model, as parameters of its configuration: its adapters, its chat template,
@@ -205,17 +205,19 @@ class ModelState:
         return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
 
     def change_loras(self, change: LoraChange, answer: Callable[[TritonError | None], None]) -> None:
-        """Loads or unloads an adapter; `answer` is called when it is done. Raises TritonError, and does not call it,
-        when it cannot be."""
+        """Loads or unloads an adapter without waiting for it; `answer` is called when it is done or has failed. Raises
+        TritonError, and does not call it, when it cannot begin."""
         if change.action == "unload":
             self.loras.unload(change.name)
             answer(None)
             return
         if reason := self.why_no_engine():
             raise self._refused(reason)
-        engines = [engine.index for engine in tuple(self._engines)]
         self.loras.load(
-            change.name, change.folder, change.path, in_place=change.in_place, engines=engines, answer=answer
+            *(change.name, change.folder, change.path),
+            in_place=change.in_place,
+            engines=lambda: [engine.index for engine in tuple(self._engines)],
+            answer=answer,
         )
 
     def ready_engines(self) -> list[EngineHandle]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.lora_files import WEIGHTS
+from llmbackend.adapter import lora_registry
+from llmbackend.adapter.lora_files import WEIGHTS, AdapterCopies
 from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.infer_request import AdapterResult
+from llmbackend.waiting.timer import Timer
 from tests.helpers.waiting import eventually
 
 
@@ -27,11 +30,13 @@ def weights(tensors: dict[str, Any], header_bytes: int | None = None) -> bytes:
 class Registry(LoraRegistry):
     """With two engines, and what they and clients were told."""
 
-    def __init__(self, folder: Path, configured: dict[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, configured: dict[str, str] | None = None, load_timeout_s: float = 60) -> None:
         self.folder = folder
         self.answers: list[TritonError | None] = []
         self.names: set[str] = set()
-        super().__init__({} if configured is None else configured, lambda: None, self._note)
+        self.timer = Timer()
+        configured = {} if configured is None else configured
+        super().__init__(configured, self.timer, lambda: None, self._note, load_timeout_s)
         (folder / "cat").mkdir()
         (folder / "cat" / "adapter_config.json").write_text("{}")
         (folder / "cat" / WEIGHTS).write_bytes(weights({}))
@@ -39,12 +44,23 @@ class Registry(LoraRegistry):
     def _note(self, name: str, is_served: bool) -> None:
         (self.names.add if is_served else self.names.discard)(name)
 
+    def begin(self, name: str, *, in_place: bool = False, engines: tuple[int, ...] = (0, 1)) -> None:
+        folder, answer = str(self.folder), self.answers.append
+        self.load(name, folder, "cat", in_place=in_place, engines=lambda: engines, answer=answer)
+
     def ask(self, name: str, *, in_place: bool = False, engines: tuple[int, ...] = (0, 1)) -> str:
-        """Its key."""
-        before = set(self.wanted())
-        self.load(name, str(self.folder), "cat", in_place=in_place, engines=engines, answer=self.answers.append)
+        """Its key, once its files are copied. Raises TritonError when they cannot be."""
+        before, num_answers = set(self.wanted()), len(self.answers)
+        self.begin(name, in_place=in_place, engines=engines)
+        eventually(lambda: set(self.wanted()) - before or len(self.answers) > num_answers)
+        if len(self.answers) > num_answers and (error := self.answers.pop()):
+            raise error
         [key] = set(self.wanted()) - before
         return key
+
+    def close(self) -> None:
+        super().close()
+        self.timer.stop()
 
     def serve(self, name: str, *, in_place: bool = False) -> str:
         key = self.ask(name, in_place=in_place)
@@ -127,7 +143,7 @@ def test_names_that_cannot_be_had(tmp_path: Path) -> None:
         registry.ask("c", engines=())
     assert registry.take("").key == "" and registry.take("doll").key == "doll"
     registry.close()
-    assert refusal(LoraRegistry(None, lambda: None), "doll") == "LoRA feature is not enabled."
+    assert refusal(LoraRegistry(None, Timer(), lambda: None), "doll") == "LoRA feature is not enabled."
 
 
 def test_a_closed_registry_leaves_no_file_and_no_question(registry: Registry) -> None:
@@ -187,3 +203,103 @@ def test_the_files_of_an_adapter_are_removed_on_no_thread_that_serves(
     gate.set()
     eventually(lambda: not copy.exists())
     assert removers == ["lora-copies"]
+
+
+class HangingDisk:
+    """Reads of adapters wait for it while it hangs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.goes_on = threading.Event()
+        self.copies: list[Path] = []
+        copy = AdapterCopies.copy
+
+        def slow(copies: AdapterCopies, folder: str, path: str) -> str:
+            assert self.goes_on.wait(20)
+            made = copy(copies, folder, path)
+            self.copies.append(Path(made))
+            return made
+
+        monkeypatch.setattr(AdapterCopies, "copy", slow)
+
+
+def readers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "lora-read"]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HangingDisk]:
+    disk = HangingDisk(monkeypatch)
+    yield disk
+    disk.goes_on.set()
+    eventually(lambda: not readers())
+
+
+def test_a_load_whose_disk_hangs_is_refused_at_its_deadline_and_may_be_tried_again(
+    tmp_path: Path, disk: HangingDisk
+) -> None:
+    registry = Registry(tmp_path, load_timeout_s=0.05)
+    registry.begin("a")
+    eventually(lambda: registry.answers)
+    error = registry.answers[0]
+    assert error is not None and error.code is ErrorCode.UNAVAILABLE
+    assert error.message == "The lora adapter 'a' was not loaded: 'cat' was not read within 0.05 s."
+    registry.begin("a")  # its name is free again
+    eventually(lambda: len(registry.answers) == 2)
+    disk.goes_on.set()
+    eventually(lambda: len(disk.copies) == 2 and not readers())
+    eventually(lambda: not any(copy.exists() for copy in disk.copies))
+    assert (
+        len(registry.answers) == 2 and registry.wanted() == {} and registry.names == set() and not len(registry.timer)
+    )
+    registry.close()
+
+
+def test_a_load_that_engines_do_not_finish_is_refused_at_its_deadline(tmp_path: Path) -> None:
+    registry = Registry(tmp_path, load_timeout_s=0.3)
+    key = registry.ask("a")
+    copy = Path(registry.wanted()[key])
+    registry.loaded(0, AdapterResult(key))
+    eventually(lambda: registry.answers)
+    [error] = registry.answers
+    assert error is not None and error.message.endswith("its engines did not load 'cat' within 0.3 s.")
+    assert registry.wanted() == {}, "engines drop it"
+    eventually(lambda: not copy.exists())
+    registry.loaded(1, AdapterResult(key))  # late
+    assert len(registry.answers) == 1 and registry.names == set() and "is not supported" in refusal(registry, "a")
+    registry.close()
+
+
+def test_a_disk_that_hangs_keeps_a_bounded_number_of_threads(
+    registry: Registry, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lora_registry, "_MAX_READS", 2)
+    registry.begin("a")
+    registry.begin("b")
+    with pytest.raises(TritonError, match="'c' cannot be loaded now: 2 others are being read") as refused:
+        registry.begin("c")
+    assert refused.value.code is ErrorCode.UNAVAILABLE and len(readers()) == 2
+    disk.goes_on.set()
+    eventually(lambda: not readers())
+    registry.begin("c")
+
+
+def test_a_load_that_outlives_its_model_leaves_no_file(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, reads, goes_on = tmp_path / "temporary", threading.Event(), threading.Event()
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    def slow(*arguments: Any) -> None:
+        reads.set()
+        assert goes_on.wait(20)
+
+    monkeypatch.setattr(shutil, "copyfileobj", slow)
+    registry.begin("a")
+    assert reads.wait(20)
+    registry.close()
+    [error] = registry.answers
+    assert error is not None and error.message == "the model was unloaded"
+    goes_on.set()
+    eventually(lambda: not readers())
+    assert registry.wanted() == {} and list(temporary.iterdir()) == []

@@ -1,4 +1,5 @@
-"""LoRA adapters that were loaded at run time survive their engine: its successor has the same weights."""
+"""LoRA adapters at run time while things fail: an engine that dies (its successor has the same weights), a disk that
+does not answer."""
 
 from __future__ import annotations
 
@@ -6,19 +7,27 @@ import contextlib
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import openai
 import pytest
 
+from llmbackend.adapter import model_state
+from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES
+from llmbackend.adapter.lora_files import AdapterCopies
+from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from tests.frontends.test_lora_at_run_time import MODEL, change, load, text_of
+from tests.frontends.test_lora_at_run_time import MODEL, change, error_of, load, text_of
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter
 from tests.frontends.test_openai_tools_recovery import children, connected, engines
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -72,3 +81,38 @@ def test_a_request_ends_with_the_adapter_it_began_with_also_in_another_engine(tm
             "llmbackend:engine_restarts_total", {**labels, "cause": "killed"}
         )
         assert killed == 1, "the request was over before its engine died"
+
+
+def test_a_disk_that_does_not_answer_holds_up_no_request_and_its_adapters_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, disk, num_begun = AdapterCopies.copy, threading.Event(), threading.Semaphore(0)
+
+    def slow(copies: AdapterCopies, folder: str, path: str) -> str:
+        num_begun.release()
+        assert disk.wait(60)
+        return copy(copies, folder, path)
+
+    monkeypatch.setattr(AdapterCopies, "copy", slow)
+    monkeypatch.setattr(model_state, "LoraRegistry", partial(LoraRegistry, load_timeout_s=3))
+    write_adapter(tmp_path / "cat", 0)
+    names = [f"cat{number}" for number in range(MAX_THREADS + 1)]
+    with (
+        serving(tmp_path) as (_, url),
+        openai.OpenAI(base_url=url, api_key="none", max_retries=0) as client,
+        ThreadPoolExecutor(len(names)) as pool,
+    ):
+        answers = [pool.submit(change, url, "load", lora_name=name, lora_path="cat") for name in names]
+        try:
+            assert all(num_begun.acquire(timeout=20) for _ in names)
+            with pytest.raises(openai.BadRequestError, match="context"):  # it is tokenised beside the instance's thread
+                client.completions.create(model=MODEL, prompt="a cat " * SHORT_BYTES, max_tokens=1)
+            for name, answer in zip(names, answers, strict=True):
+                text = f"The lora adapter '{name}' was not loaded: 'cat' was not read within 3 s."
+                assert error_of(answer.result(30)) == (503, text, None)
+        finally:
+            disk.set()
+        eventually(lambda: not any(thread.name == "lora-read" for thread in threading.enumerate()))
+        assert [model.id for model in client.models.list()] == [MODEL]
+        load(url, names[0], "cat")
+        assert text_of(client, names[0]) != text_of(client, MODEL)
