@@ -26,6 +26,10 @@ class Reload(msgspec.Struct, frozen=True, tag=True):
     """To the process: read API keys and certificates again."""
 
 
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """To the process: the host is stopping, so gRPC accepts no more connections and calls."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """To the process: accept nothing more, give what runs so many seconds, then end."""
 
@@ -37,7 +41,7 @@ class Serving(msgspec.Struct, frozen=True, tag=True):
 
 
 ALIVE_EVERY_S: Final = 5.0
-Message = Serve | Reload | Drain | Serving
+Message = Serve | Reload | Leave | Drain | Serving
 
 
 def send_settings(channel: socket.socket, settings: FrontendSettings) -> None:

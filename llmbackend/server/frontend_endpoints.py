@@ -79,6 +79,10 @@ class FrontendEndpoints:
         """Reads API keys and certificates again."""
         self._access.reload()
 
+    async def leave(self) -> None:
+        """gRPC accepts nothing more; what runs goes on until `stop`."""
+        await self._endpoints.leave()
+
     async def stop(self, grace_s: float) -> None:
         """Accepts nothing more, and gives what runs `grace_s` seconds."""
         await self._endpoints.stop(grace_s)

@@ -21,7 +21,17 @@ from llmbackend.core.errors import TritonError
 from llmbackend.core.server_log import RepeatedErrors, RepeatFilter
 from llmbackend.fork_server.server import end_with
 
-from .control_channel import ALIVE_EVERY_S, ControlChannel, Drain, Message, Reload, Serve, Serving, receive_settings
+from .control_channel import (
+    ALIVE_EVERY_S,
+    ControlChannel,
+    Drain,
+    Leave,
+    Message,
+    Reload,
+    Serve,
+    Serving,
+    receive_settings,
+)
 from .descriptor_room import raise_limit
 from .frontend_settings import FrontendSettings
 from .process_end import exit_now
@@ -71,6 +81,8 @@ async def _run(settings: FrontendSettings, channel: socket.socket) -> int:
             _say_alive(control)
         elif isinstance(message, Reload):
             endpoints.reload()
+        elif isinstance(message, Leave):
+            await endpoints.leave()
         elif isinstance(message, Drain):
             return await _drain(endpoints, inbox, message.grace_s)
     return GONE

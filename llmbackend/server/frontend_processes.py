@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import Final
 
-from .control_channel import ControlChannel, Drain, Message, Reload, Serve, Serving, send_settings
+from .control_channel import ControlChannel, Drain, Leave, Message, Reload, Serve, Serving, send_settings
 from .frontend_settings import FrontendSettings
 from .process_end import in_thread
 from .process_log import log_line
@@ -76,6 +76,11 @@ class FrontendProcesses:
         for keeper in self._keepers:
             keeper.tell(Reload())
 
+    def leave(self) -> None:
+        """gRPC accepts no more connections and calls, as the host is stopping; what runs goes on until `stop`."""
+        for keeper in self._keepers:
+            keeper.leave()
+
     async def stop(self, grace_s: float) -> None:
         """They accept nothing more, and what runs gets `grace_s` seconds; then none is left."""
         await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
@@ -91,6 +96,7 @@ class _Keeper:
         self.process: subprocess.Popen[bytes] | None = None
         self._control: ControlChannel | None = None
         self._serves = False
+        self._leaves = False
         self._is_stopping = False
         self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._keeping: asyncio.Task[None] | None = None
@@ -101,6 +107,10 @@ class _Keeper:
     def serve(self) -> None:
         self._serves = True
         self.tell(Serve())
+
+    def leave(self) -> None:
+        self._leaves = True
+        self.tell(Leave())
 
     async def first_serves(self) -> None:
         await self._first
@@ -166,6 +176,8 @@ class _Keeper:
         self._control = control = await ControlChannel.over(ours)
         if self._serves:
             control.send(Serve())
+        if self._leaves:
+            control.send(Leave())
         logging_its_lines = asyncio.create_task(self._log(process))
         hearing = asyncio.create_task(self._hear(control, process))
         code = await in_thread(process.wait)

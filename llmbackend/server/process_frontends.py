@@ -95,7 +95,8 @@ class ProcessFrontends:
 
     async def leave(self) -> None:
         """Frontends move to other hosts, where there are any, with what these can go on with; so do the clients of
-        resumable streams."""
+        resumable streams. gRPC accepts no more connections and calls on any port of this host."""
+        self._processes.leave()
         await self._private.leave()
         if self._member is not None:
             await asyncio.gather(*(in_thread(endpoint.leave) for endpoint in self._requests))

@@ -30,7 +30,7 @@ from tritonclient.utils import InferenceServerException
 from llmbackend.server.process_memory import descendants
 from tests.helpers.live_stream import PROTOCOLS, LiveStream
 from tests.helpers.processes import is_alive
-from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
+from tests.helpers.server_process import ServerProcess, kill_server, post, start_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -534,3 +534,33 @@ def listens_at(address: str) -> bool:
             return True
     except OSError:
         return False
+
+
+def test_while_the_server_stops_grpc_refuses_connections_and_running_calls_end(tmp_path: Path) -> None:
+    """As a server of one process does, and Triton."""
+    write_mock_model(tmp_path, "slow", mock_step_ms=20)
+    with ExitStack() as stack:
+        server = start_server("--model-repository", str(tmp_path), "--frontend-processes=2")
+        stack.callback(kill_server, server)
+        running = [LiveStream(server, "grpc", "slow", f"the {number}th", 300) for number in range(4)]
+        for one in running:
+            one.wait_until_begun()
+        server.process.send_signal(signal.SIGTERM)
+        eventually(lambda: is_refused(server.grpc))
+        assert (
+            server.process.poll() is None
+            and post(server, "/v1/completions", {"model": "slow", "prompt": "x"})[0] == 503
+        )
+        late = LiveStream(server, "grpc", "slow", "late", 5)
+        assert late.finish() == "" and "Connection refused" in (late.error or late.broken)
+        assert all(one.finish() for one in running) and not any(one.error or one.broken for one in running)
+        assert server.process.wait(timeout=WAIT_S) == 0
+
+
+def is_refused(address: str) -> bool:
+    host, port = address.split(":")
+    try:
+        socket.create_connection((host, int(port))).close()
+    except ConnectionRefusedError:
+        return True
+    return False
