@@ -24,7 +24,7 @@ from llmbackend.core.server_log import ServerLog
 from ..frontends.access.access_control import AccessControl
 from ..frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
 from ..frontends.counts import Counts
-from ..frontends.grpc.server import create_grpc_server
+from ..frontends.grpc.server import check_threads, create_grpc_server
 from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from ..frontends.http.routing import without_trailing_slash
@@ -211,6 +211,7 @@ class FrontendServer:
             return
         if self._claims is not None and self._claims.grpc is not None:
             self._claims.grpc.close()  # gRPC binds by itself
+        check_threads()
         registry = self._server.metrics_registry
         access = self._access.grpc_interceptors(registry)
         self._grpc, self.grpc_port = await create_grpc_server(

@@ -149,7 +149,10 @@ async def _listens(frontends: Frontends, server: InferenceServer, timeout_s: flo
         await frontends.start()
     except (OSError, RuntimeError) as error:
         log.error("cannot listen: %s", error)
-        await in_thread(server.stop, timeout_s)
+        try:
+            await in_thread(server.stop, timeout_s)
+        except RuntimeError:  # there is no room for its threads
+            exit_now(1)
         return False
     return True
 

@@ -178,3 +178,35 @@ def test_a_server_that_is_ready_stays_where_no_thread_can_be_started(tmp_path: P
             if line.startswith("Try:"):
                 process.terminate()
     assert process.returncode == 0 and "Traceback" not in "".join(said), said
+
+
+LITTLE_ADDRESS_SPACE = """
+import resource, sys
+from pathlib import Path
+from llmbackend.cli.main import main
+from llmbackend.server.frontend_server import FrontendServer
+
+start, room_bytes = FrontendServer.start, int(sys.argv.pop()) << 20
+
+async def limited(self):
+    used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    limit_bytes = used_bytes + room_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    await start(self)
+
+FrontendServer.start = limited
+main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("room_mib", [8, 100])
+def test_a_server_without_room_for_grpcs_threads_ends_with_one_line(tmp_path: Path, room_mib: int) -> None:
+    """Where `ulimit -v` is just enough to load models, gRPC's core would abort the process, or end by SIGSEGV."""
+    write_mock_model(tmp_path, "mock")
+    flags = [f"--{protocol}-port=0" for protocol in ("http", "grpc", "metrics")]
+    command = [sys.executable, "-c", LITTLE_ADDRESS_SPACE, "serve", "--model-repository", str(tmp_path), *flags]
+    done = subprocess.run([*command, str(room_mib)], capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "pthread_create" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if "cannot listen" in line]
+    assert "gRPC needs" in line and "ulimit -v" in line and "--allow-grpc=false" in line

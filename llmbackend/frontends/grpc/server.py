@@ -7,6 +7,8 @@ RPCs see well-formed messages only; watchers of the health service cost one look
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -43,6 +45,30 @@ _SERIALISED: Final = frozenset({"ModelStreamInfer"})
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
+_CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
+"""Of gRPC's pool: one for each core, within these bounds."""
+_MORE_THREADS: Final = 6
+"""gRPC's others (its watcher, timers, poller), and the first ones that requests need."""
+
+
+def check_threads() -> None:
+    """Raises RuntimeError where the threads that gRPC needs cannot be started: its core would try for ten seconds, and
+    then abort the process. Their stacks and heaps are kept by the C library for the next threads."""
+    wanted, may_end, threads = _CORE_THREADS + _MORE_THREADS, threading.Event(), list[threading.Thread]()
+    try:
+        for _ in range(wanted):
+            thread = threading.Thread(target=may_end.wait, name="grpc-threads", daemon=True)
+            thread.start()
+            threads.append(thread)
+    except (RuntimeError, MemoryError):
+        raise RuntimeError(
+            f"gRPC needs {wanted} threads, but only {len(threads)} can be started: allow more processes (ulimit -u, "
+            "pids.max) or address space (ulimit -v), or start without gRPC (--allow-grpc=false)"
+        ) from None
+    finally:
+        may_end.set()
+        for thread in threads:
+            thread.join()
 
 
 async def create_grpc_server(
