@@ -64,6 +64,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer
 @pytest.fixture(scope="module")
 def url(server: InferenceServer, folder: Path) -> Iterator[str]:
     with serve_openai(server, lora_folder=str(folder)) as base:
+        load(f"{base}/v1", "first", "cat")  # the model's timer starts with it, and stays
+        assert change(f"{base}/v1", "unload", lora_name="first").status_code == 200
         yield f"{base}/v1"
 
 
