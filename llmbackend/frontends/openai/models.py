@@ -32,7 +32,7 @@ MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
 LORA_NAMES = "lora_names"
 """The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
 LORA_MODELS = "lora_models"
-"""The parameter that lists those of them that are models by their own names, whatever the separator is."""
+"""The parameter that lists those of them that are models by their own names, with any separator."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 """The metric in which a model reports the adapters that were loaded at run time, by the label `lora_name`."""
 

@@ -6,7 +6,8 @@
 // Weights: q = round(x * 127 / max|x|), ties to even. Activations: the same with a narrow limit in place of max|x|.
 // Real models have rows with a few elements that are tens to thousands of times larger than the others ("massive
 // activations", arXiv 2402.17762); a scale for those would round all others to zero. So the limit follows the
-// typical magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest in a list.
+// typical magnitude, and an element beyond it keeps its whole integer, in two parts: 127 of it among the int8, the rest
+// in a list.
 #pragma once
 
 #include <algorithm>
@@ -40,7 +41,7 @@ struct Magnitudes {
     float typical;  // a mean that a few huge elements do not change
 };
 
-// Element i is added to sum i % 64, whatever the width of a vector is. Of two sums, i and i + 32, the smaller one stands
+// Element i is added to sum i % 64, for every vector width. Of two sums, i and i + 32, the smaller one stands
 // for both in the typical magnitude.
 template <class X>
 inline Magnitudes magnitudes(const X* x, int k) {
@@ -89,7 +90,7 @@ constexpr float kNarrow = 8.0f;  // the narrow limit in typical magnitudes; Gaus
 constexpr int kWideEvery = 32;   // at most one element of so many is wide: that bounds what they cost
 
 // The magnitude that becomes 127 in a row of activations. It is no smaller than the mean, so a row's integers have a
-// magnitude of 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
+// magnitude of at most 127 on average, and its products with weights add up to less than 2^31 for a k up to 130,000.
 inline float narrow_limit(const Magnitudes& row) {
     return std::min(std::max(row.typical * kNarrow, row.mean), row.largest);
 }
