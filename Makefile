@@ -80,10 +80,10 @@ real-triton: $(VENV)/.test
 	LLMBACKEND_REAL_TRITON=$(LLMBACKEND_REAL_TRITON) $(BIN)/python -m pytest tests/real_triton $(ARGS)
 
 conformance-live: $(VENV)/.test
-	$(BIN)/python -m tests.live $(ARGS)
+	$(BIN)/python -m trials.live $(ARGS)
 
 chaos cluster soak overload idle: $(VENV)/.test
-	$(BIN)/python -m tests.chaos $@ $(ARGS)
+	$(BIN)/python -m trials.chaos $@ $(ARGS)
 
 real-models: $(VENV)/real_models
 	LLMBACKEND_REAL_MODELS=$(VENV)/real_models $(BIN)/python -m pytest tests/real_models $(ARGS)
@@ -95,23 +95,23 @@ $(VENV)/real_models: $(VENV)/.test
 	touch $@
 
 schemas: $(VENV)/.test
-	$(BIN)/python -m tests.schemas $(ARGS)
+	$(BIN)/python -m trials.schemas $(ARGS)
 
 fuzz: $(VENV)/.test
-	$(BIN)/python -m tests.fuzz $(ARGS)
+	$(BIN)/python -m trials.fuzz $(ARGS)
 
 clients: $(VENV)/.test
-	$(BIN)/python -m tests.clients $(ARGS)
+	$(BIN)/python -m trials.clients $(ARGS)
 
 formats: $(VENV)/.test
 	$(DOWNLOAD_TEMPLATES) --no-binary llama-cpp-python llama-cpp-python==0.3.36
 	$(BIN)/python -m pytest tests/frontends/parsers $(ARGS)
 
 stall: $(VENV)/.test
-	$(BIN)/python -m tests.stall $(ARGS)
+	$(BIN)/python -m trials.stall $(ARGS)
 
 fields: $(VENV)/.test
-	$(BIN)/python -m tests.fields
+	$(BIN)/python -m trials.fields
 
 bench: $(VENV)/.serve $(VENV)/real_models
 	$(BIN)/python -m benchmarks $(ARGS)

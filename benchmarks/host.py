@@ -28,7 +28,7 @@ import psutil
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from tests.helpers.server_process import start_server, stop_server
-from tests.live.real_triton import RealTriton
+from trials.live.real_triton import RealTriton
 
 from .environments import Environments
 

@@ -34,7 +34,9 @@ def check_contents(wheel: Path) -> None:
     needed |= {"llmbackend/py.typed", "llmbackend/demo_repository/demo/1/model.safetensors"}
     if missing := needed - names:
         raise SystemExit(f"FAIL {wheel.name} lacks {', '.join(sorted(missing))}")
-    if strange := [name for name in names if name.startswith(("tests/", "tools/")) or name.endswith((".cpp", ".h"))]:
+    if strange := [
+        name for name in names if name.startswith(("tests/", "trials/", "tools/")) or name.endswith((".cpp", ".h"))
+    ]:
         raise SystemExit(f"FAIL {wheel.name} has {', '.join(sorted(strange))}")
     if "manylinux" not in wheel.name or "-abi3-" not in wheel.name:
         raise SystemExit(f"FAIL {wheel.name} is for one system or one version of Python alone")

@@ -13,9 +13,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
 from llmbackend.frontends.passing_on.host_http import HOST_IS_GONE
-from tests.chaos.cluster.hosts_cluster import hosts_cluster
-from tests.chaos.cluster.returning import Address
-from tests.chaos.server import mock
+from trials.chaos.cluster.hosts_cluster import hosts_cluster
+from trials.chaos.cluster.returning import Address
+from trials.chaos.server import mock
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 

@@ -11,15 +11,15 @@ import httpx
 import pytest
 import tritonclient.grpc.aio as triton_grpc
 
-from tests.chaos.agents.model import thinking_template
-from tests.chaos.agents.requests import PLAN_SCHEMA, TOOLS
-from tests.chaos.clients.grpc_stream import outputs_of_result, request_of, results
-from tests.chaos.cluster.hosts_cluster import HostsCluster, hosts_cluster
-from tests.chaos.cluster.machine import Machine
-from tests.chaos.cluster.processes import until_in_thread
-from tests.chaos.server import ModelSetup, mock
-from tests.chaos.specs import StreamSpec
 from tests.helpers.server_process import ROOT
+from trials.chaos.agents.model import thinking_template
+from trials.chaos.agents.requests import PLAN_SCHEMA, TOOLS
+from trials.chaos.clients.grpc_stream import outputs_of_result, request_of, results
+from trials.chaos.cluster.hosts_cluster import HostsCluster, hosts_cluster
+from trials.chaos.cluster.machine import Machine
+from trials.chaos.cluster.processes import until_in_thread
+from trials.chaos.server import ModelSetup, mock
+from trials.chaos.specs import StreamSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -25,12 +25,12 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from tests.chaos.judge import judge, judge_prefix
-from tests.chaos.load import Arrivals, Clients, LiveStream, Run
-from tests.chaos.outcome import Outcome
-from tests.chaos.server import ServerUnderTest, mock, running
-from tests.chaos.specs import Lengths, StreamSpec, make_specs
 from tests.helpers.machine_settings import machine_settings
+from trials.chaos.judge import judge, judge_prefix
+from trials.chaos.load import Arrivals, Clients, LiveStream, Run
+from trials.chaos.outcome import Outcome
+from trials.chaos.server import ServerUnderTest, mock, running
+from trials.chaos.specs import Lengths, StreamSpec, make_specs
 
 MODEL = "mock"
 MAX_FAULTS = 3

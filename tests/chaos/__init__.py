@@ -1,1 +1,0 @@
-"""Chaos, soak, overload, idle: faults injected into a real server over real sockets. `python -m tests.chaos --help`."""

@@ -1,1 +1,0 @@
-"""Hostile input on every way in: HTTP, gRPC, model configurations, engine arguments. `python -m tests.fuzz --help`."""
