@@ -17,6 +17,7 @@ from llmbackend.core.messages import InferenceResponse, ModelMetadata, Parameter
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends.grpc import codec as grpc_codec
 from llmbackend.frontends.grpc.messages import OpenRequest
+from llmbackend.frontends.grpc.response_messages import response_parts
 from llmbackend.frontends.http.json_reader import parse, repeated_keys
 from llmbackend.frontends.http.responses import response_encoding
 from llmbackend.frontends.kserve import generate_codec, infer_codec
@@ -183,8 +184,7 @@ def test_response_parameters_reach_every_protocol() -> None:
     response = InferenceResponse("m", 1, "", (), parameters)
     assert json.loads(infer_codec.encode_response(response, infer_codec.OutputForm())[0])["parameters"] == parameters
     assert json.loads(generate_codec.encode_response(response)).items() >= parameters.items()
-    message: Any = pb.ModelInferResponse()
-    grpc_codec.fill_response(message, response)
+    message: Any = pb.ModelInferResponse.FromString(b"".join(response_parts(response)))
     assert message.parameters["b"].bool_param and message.parameters["i"].int64_param == 3
 
 

@@ -7,15 +7,11 @@ knows the model, checks them. Source: grpc_service.proto and Triton's infer_hand
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any, Final
 
-from tritonclient.grpc import service_pb2 as pb
-
-from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.errors import invalid_argument
-from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.tensors import NUMPY_DTYPE, RawTensor, SharedInput, to_wire
+from llmbackend.core.messages import InferenceRequest
+from llmbackend.core.tensors import NUMPY_DTYPE, RawTensor, SharedInput
 
 from ..kserve.request_parameters import RequestOptions, classes_from_proto, shared_range_from_proto
 from .messages import OpenRequest, raw_contents, where
@@ -109,27 +105,3 @@ def _input(request: OpenRequest, tensor: Any, index: int, raw_index: int) -> Raw
     else:
         raise invalid_argument(f"unable to find data for input tensor {where(tensor, message.model_name)} in request.")
     return RawTensor(tensor.name, _datatype(tensor), tuple(tensor.shape), raw)
-
-
-def fill_response(message: Any, response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> None:
-    """Writes `response`, which has no error, into an empty ModelInferResponse, without the data of outputs that are in
-    shared memory."""
-    message.model_name = response.model_name
-    message.model_version = str(response.model_version)
-    message.id = response.request_id
-    for name, value in response.parameters.items():
-        _set_parameter(message.parameters[name], value)
-    for tensor in response.outputs:
-        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
-        message.raw_output_contents.append(b"" if tensor.name in in_shared_memory else to_wire(tensor))
-
-
-def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
-    if isinstance(value, bool):
-        parameter.bool_param = value
-    elif isinstance(value, int):
-        parameter.int64_param = value
-    elif isinstance(value, float):
-        parameter.double_param = value
-    else:
-        parameter.string_param = value

@@ -7,7 +7,8 @@ Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as reco
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Final
 
 import grpc
@@ -16,14 +17,15 @@ from tritonclient.grpc import service_pb2 as pb
 from llmbackend.core.errors import unsupported
 from llmbackend.core.host_protocol import Host
 
-from ..inference_gate import InferenceGate
+from ..inference_gate import LARGE_BODY_BYTES, InferenceGate
 from ..journals.resumable_streams import ResumableStreams
 from ..kserve.infer_codec import single_response
 from ..kserve.request_parameters import options_from_proto
 from ..protocol_options import ProtocolOptions
-from .codec import decode_request, fill_response, model_version
+from .codec import decode_request, model_version
 from .description_rpcs import DescriptionRpcs
 from .messages import opened
+from .response_messages import response_parts
 from .rpc import Context, close_when_sent, name_trace, rpc, sampled
 from .stream import StreamSession
 
@@ -74,8 +76,7 @@ class InferenceRpcs(DescriptionRpcs):
             response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
-        message = pb.ModelInferResponse()
-        fill_response(message, response, given.shared_outputs)
+        message = await _joined(response_parts(response, given.shared_outputs))
         if trace is not None:
             trace.mark("GRPC_SEND_START")
         return message
@@ -87,3 +88,10 @@ class InferenceRpcs(DescriptionRpcs):
     def _set_compression(self, context: Context) -> None:
         if self._compression is not None:
             context.set_compression(self._compression)
+
+
+async def _joined(parts: Sequence[bytes | memoryview]) -> bytes:
+    """A large message is joined in a thread, where Python holds no lock while it copies."""
+    if sum(map(len, parts)) <= LARGE_BODY_BYTES:
+        return b"".join(parts)
+    return await asyncio.to_thread(b"".join, parts)

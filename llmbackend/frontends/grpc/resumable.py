@@ -29,8 +29,8 @@ from ..journals.stream_record import Recording, StreamRecord
 from ..kserve.request_parameters import RequestOptions, options_from_proto
 from .codec import decode_request
 from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
+from .response_messages import outcome_message, stream_message
 from .rpc import INTERNAL_ERROR
-from .stream_messages import outcome_message, response_message
 
 RESUMABLE: Final = "resumable"
 RESUME_FROM: Final = "resume_from"
@@ -153,7 +153,7 @@ class _Responses:
         if response.error is not None:
             return outcome_message(self._model_name, self._id, final, response.error.message)
         try:
-            return response_message(response, final, self._in_shared_memory)
+            return stream_message(response, final, self._in_shared_memory)
         except Exception as error:
             log_bug(f"a response of model '{self._model_name}' cannot be encoded", error)
             return outcome_message(self._model_name, self._id, final, internal(INTERNAL_ERROR).message)

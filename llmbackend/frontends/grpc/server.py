@@ -40,7 +40,7 @@ _LARGE_MESSAGES: Final = {
     "ModelStreamInfer": parse_or_keep,
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest.FromString,
 }
-_SERIALISED: Final = frozenset({"ModelStreamInfer"})
+_SERIALISED: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
 """Methods whose handlers write serialised messages."""
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0

@@ -30,9 +30,9 @@ from ..journals.resumable_streams import ResumableStream, ResumableStreams
 from ..kserve.request_parameters import HeaderForward, options_from_proto
 from .codec import decode_request, model_version
 from .messages import LargeRequest, opened
+from .response_messages import outcome_message, refusal_message, stream_message
 from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, come_back, data_of, take_resuming
 from .rpc import INTERNAL_ERROR, Context, grpc_status, sampled
-from .stream_messages import outcome_message, refusal_message, response_message
 from .stream_writer import StreamWriter
 
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
@@ -129,7 +129,7 @@ class _Answer:
         if response.error is not None:
             return self._error(response.error, final)
         try:
-            return response_message(response, final, asked.in_shared_memory)
+            return stream_message(response, final, asked.in_shared_memory)
         except Exception as error:  # it becomes an error of its request, and does not end the stream
             log_bug(f"a response of model '{asked.model_name}' cannot be encoded", error)
             return self._error(internal(INTERNAL_ERROR), final)

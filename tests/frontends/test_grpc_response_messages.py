@@ -1,4 +1,4 @@
-"""Bytes of streamed gRPC responses: the same that protocol buffers make, whatever the outputs are."""
+"""Bytes of gRPC responses: the same that protocol buffers make, whatever the outputs are."""
 
 from __future__ import annotations
 
@@ -14,17 +14,31 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import JSON, Outputs, layout_of
-from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.grpc.codec import fill_response
+from llmbackend.core.tensors import Tensor, to_wire
 from llmbackend.frontends.grpc.poller import yield_to_event_loop
-from llmbackend.frontends.grpc.stream_messages import outcome_message, refusal_message, response_message
+from llmbackend.frontends.grpc.response_messages import (
+    outcome_message,
+    refusal_message,
+    response_parts,
+    stream_message,
+)
 
 DATATYPES = ("BYTES", "INT32", "UINT32", "FP32", "BOOL", JSON)
 
 
+def message_of(response: InferenceResponse, shared: tuple[str, ...] = ()) -> Any:
+    """As protocol buffers have it, without the response's parameters."""
+    message: Any = pb.ModelInferResponse(
+        model_name=response.model_name, model_version=str(response.model_version), id=response.request_id
+    )
+    for tensor in response.outputs:
+        message.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+        message.raw_output_contents.append(b"" if tensor.name in shared else to_wire(tensor))
+    return message
+
+
 def serialised(response: InferenceResponse, final: bool, shared: tuple[str, ...] = ()) -> bytes:
-    message: Any = pb.ModelStreamInferResponse()
-    fill_response(message.infer_response, response, shared)
+    message: Any = pb.ModelStreamInferResponse(infer_response=message_of(response, shared))
     message.infer_response.parameters["triton_final_response"].bool_param = final
     return bytes(message.SerializeToString())
 
@@ -53,7 +67,8 @@ def test_bytes_are_those_of_protocol_buffers(seed: int) -> None:
     for of_kind in (outputs, tuple(outputs)):
         response = InferenceResponse(words(draw, 200), draw.choice((-1, 0, 1, 7000)), words(draw, 200), of_kind)
         for final in (False, True):
-            assert response_message(response, final, shared) == serialised(response, final, shared)
+            assert stream_message(response, final, shared) == serialised(response, final, shared)
+        assert b"".join(response_parts(response, shared)) == message_of(response, shared).SerializeToString()
 
 
 def test_tensors_of_any_shape_and_bytes_that_are_no_text() -> None:
@@ -64,14 +79,19 @@ def test_tensors_of_any_shape_and_bytes_that_are_no_text() -> None:
         Tensor.of("D", np.array(5, np.uint8)),
     )
     for response in (InferenceResponse("m", 1, "", tensors), InferenceResponse("m", 1, "id", ())):
-        assert response_message(response, True) == serialised(response, True)
+        assert stream_message(response, True) == serialised(response, True)
+        assert b"".join(response_parts(response)) == message_of(response).SerializeToString()
 
 
 def test_parameters_of_a_response() -> None:
     response = InferenceResponse("m", 1, "i", (Tensor.text("T", "x"),), {"s": "v", "i": 3, "b": True, "f": 0.5})
-    found: Any = pb.ModelStreamInferResponse.FromString(response_message(response, False))
-    assert found.infer_response.parameters["s"].string_param == "v"
-    assert found == pb.ModelStreamInferResponse.FromString(serialised(response, False))
+    expected: Any = pb.ModelStreamInferResponse.FromString(serialised(response, False))
+    parameters = expected.infer_response.parameters
+    parameters["s"].string_param, parameters["i"].int64_param = "v", 3
+    parameters["b"].bool_param, parameters["f"].double_param = True, 0.5
+    assert pb.ModelStreamInferResponse.FromString(stream_message(response, False)) == expected
+    del parameters["triton_final_response"]
+    assert pb.ModelInferResponse.FromString(b"".join(response_parts(response))) == expected.infer_response
 
 
 def test_messages_without_outputs() -> None:

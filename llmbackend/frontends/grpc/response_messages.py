@@ -1,7 +1,7 @@
-"""ModelStreamInferResponse as bytes: what is the same in all responses of a stream is serialised once.
+"""ModelInferResponse and ModelStreamInferResponse as bytes.
 
-For: streams. Does not know: calls, the event loop. Invariant: the bytes are those that protocol buffers' own serialiser
-makes of the same message.
+What all responses of a stream share is serialised once, and a large tensor is copied once. Does not know: calls, the
+event loop. Invariant: the bytes are those that protocol buffers' own serialiser makes of the same message.
 Source: the wire format of protocol buffers; grpc_service.proto.
 """
 
@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
+from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import OutputLayout, Outputs
-from llmbackend.core.tensors import Tensor, to_wire
-
-from .codec import fill_response
+from llmbackend.core.tensors import Tensor, wire_view
 
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRING_LENGTH: Final = struct.Struct("<I")
@@ -51,12 +50,29 @@ def _length(num_bytes: int) -> bytes:
 
 
 @functools.lru_cache(maxsize=1024)
-def _head(model_name: str, model_version: int, request_id: str, final: bool) -> bytes:
+def _streamed_head(model_name: str, model_version: int, request_id: str, final: bool) -> bytes:
+    """A streamed ModelInferResponse up to its outputs, of a response without parameters."""
+    return _head(model_name, model_version, request_id, {FINAL_PARAMETER: final})
+
+
+def _head(model_name: str, model_version: int, request_id: str, parameters: Mapping[str, ParameterValue]) -> bytes:
     """A ModelInferResponse up to its outputs."""
     message = pb.ModelInferResponse(model_name=model_name, model_version=str(model_version), id=request_id)
-    message.parameters[FINAL_PARAMETER].bool_param = final
+    for name, value in parameters.items():
+        _set_parameter(message.parameters[name], value)
     serialised: bytes = message.SerializeToString()
     return serialised
+
+
+def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int):
+        parameter.int64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = value
 
 
 @functools.lru_cache(maxsize=1024)
@@ -67,11 +83,21 @@ def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
     return _OUTPUT + _length(len(serialised)) + serialised
 
 
-def response_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
-    """The message of a response that has no error, without the data of outputs that are in shared memory."""
-    if response.parameters:  # protocol buffers have an order of their own for them
-        return _with_parameters(response, final, in_shared_memory)
-    parts = [_head(response.model_name, response.model_version, response.request_id, final)]
+def response_parts(response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> list[bytes | memoryview]:
+    """The ModelInferResponse of a response that has no error, without the data of outputs that are in shared memory, in
+    parts to be joined: tensors are not copied."""
+    head = _head(response.model_name, response.model_version, response.request_id, response.parameters)
+    return [head, *_described(response.outputs, in_shared_memory)]
+
+
+def stream_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
+    """The ModelStreamInferResponse of a response that has no error, without the data of outputs in shared memory."""
+    names = response.model_name, response.model_version, response.request_id
+    if response.parameters:
+        head = _head(*names, {**response.parameters, FINAL_PARAMETER: final})
+    else:
+        head = _streamed_head(*names, final)
+    parts: list[bytes | memoryview] = [head]
     outputs = response.outputs
     if type(outputs) is Outputs and outputs.layout.is_text and not in_shared_memory:
         parts.append(_text_descriptions(outputs.layout))
@@ -92,23 +118,15 @@ def _raw_text(text: str | bytes) -> bytes:
     return b"".join((_RAW, _length(_STRING_LENGTH.size + len(data)), _STRING_LENGTH.pack(len(data)), data))
 
 
-def _described(outputs: Sequence[Tensor], in_shared_memory: Collection[str]) -> list[bytes]:
+def _described(outputs: Sequence[Tensor], in_shared_memory: Collection[str]) -> list[bytes | memoryview]:
     """The entries of `outputs`, then those of `raw_output_contents`."""
-    parts: list[bytes] = []
-    raws: list[bytes] = []
+    parts: list[bytes | memoryview] = []
+    raws: list[bytes | memoryview] = []
     for tensor in outputs:
-        raw = b"" if tensor.name in in_shared_memory else to_wire(tensor)
+        raw = b"" if tensor.name in in_shared_memory else wire_view(tensor)
         parts.append(_description(tensor.name, tensor.datatype, tensor.shape))
         raws += (_RAW, _length(len(raw)), raw)
     return parts + raws
-
-
-def _with_parameters(response: InferenceResponse, final: bool, in_shared_memory: Collection[str]) -> bytes:
-    message = pb.ModelStreamInferResponse()
-    fill_response(message.infer_response, response, in_shared_memory)
-    message.infer_response.parameters[FINAL_PARAMETER].bool_param = final
-    serialised: bytes = message.SerializeToString()
-    return serialised
 
 
 def outcome_message(model_name: str, request_id: str, final: bool, error: str = "") -> bytes:
