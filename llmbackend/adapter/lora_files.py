@@ -90,7 +90,8 @@ def relative_path(folder: str, path: str) -> str:
     inside = os.path.relpath(path, folder) if os.path.isabs(path) else path
     parts = inside.split("/")
     if "\0" in path or ".." in parts or not any(part not in ("", ".") for part in parts):
-        raise invalid_argument(f"'lora_path' is '{path[:200]}', expected a folder below the server's LoRA folder")
+        text = f"'lora_path' is '{path[:200]}', expected a folder below the server's LoRA folder"
+        raise invalid_argument(text, param="lora_path")
     return "/".join(part for part in parts if part not in ("", "."))
 
 
@@ -113,18 +114,21 @@ def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: P
     with open(descriptor, "rb") as source:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise invalid_argument(f"LoRA adapter '{path}': '{name}' is no file")
+            raise _unusable(path, f"'{name}' is no file")
         if status.st_size > limit_bytes:
-            text = f"'{name}' has {status.st_size} bytes, expected at most {limit_bytes}"
-            raise invalid_argument(f"LoRA adapter '{path}': {text}")
+            raise _unusable(path, f"'{name}' has {status.st_size} bytes, expected at most {limit_bytes}")
         if name == WEIGHTS:
             try:
                 _check_header(source, status.st_size)
             except ValueError as error:
-                raise invalid_argument(f"LoRA adapter '{path}': '{name}' is no adapter's: {error}") from None
+                raise _unusable(path, f"'{name}' is no adapter's: {error}") from None
             source.seek(0)
         with target.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
+
+
+def _unusable(path: str, reason: str) -> TritonError:
+    return invalid_argument(f"LoRA adapter '{path}': {reason}", param="lora_path")
 
 
 def _check_header(source: BinaryIO, size_bytes: int) -> None:

@@ -169,7 +169,9 @@ def test_a_changed_file_changes_no_loaded_adapter(url: str, client: openai.OpenA
 )
 def test_what_cannot_be_loaded(url: str, path: str, status: int, told: str) -> None:
     answer = change(url, "load", lora_name="x", lora_path=path)
-    assert answer.status_code == status and told in answer.json()["error"]["message"], answer.text
+    error = answer.json()["error"]
+    assert answer.status_code == status and told in error["message"], answer.text
+    assert error["param"] == ("lora_path" if status == 400 else None)
     assert error_of(change(url, "unload", lora_name="x"))[0] == 404
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.call_grammars import places_not_enforced, required_calls, voluntary_calls
+from llmbackend.frontends.openai.call_grammars import places_not_enforced, required_calls, value_end, voluntary_calls
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
-from llmbackend.frontends.openai.tagged_parameters import value_end
 from llmbackend.frontends.openai.tools import INPUT, Function, InputGrammar, ToolUse
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
@@ -43,7 +42,7 @@ MARKERS = {"openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
 READ_AS_TOKENS = {"minimax_m3"}
 """Formats whose section's end and next call begin with the same text: where `</tool_call>` is a special token of the
 vocabulary, a grammar of several calls has the model write it as that token only."""
-ENFORCED = sorted(name for name in distinct_formats() if name in TOOL_CALL_FORMATS and TOOL_CALL_FORMATS[name].grammar)
+ENFORCED = sorted(name for name in distinct_formats() if name in TOOL_CALL_FORMATS)
 TAGGED = [name for name in ENFORCED if (grammar := TOOL_CALL_FORMATS[name].grammar) and grammar.key_begin]
 COMPILER = byte_grammars.compiler()
 
@@ -130,6 +129,18 @@ def test_a_reference_into_definitions_that_are_no_object_is_not_followed(definit
     asked, grammar = use({"f": {"$ref": "#/$defs/a", "$defs": definitions}}), grammar_of("qwen3_coder")
     assert required_calls(asked, grammar)
     assert list(places_not_enforced(asked, grammar)) == ["tools[0].function.parameters#/$ref"]
+
+
+def test_parameters_of_tagged_calls_are_bounded() -> None:
+    """The model's grammar has room for no more, and plans are made on the event loop."""
+    many: dict[str, dict[str, Any]] = {
+        "f": {"properties": {str(index): {} for index in range(300)}},
+        "g": {"required": ["a"] * 600},
+    }
+    with pytest.raises(OpenAIError, match="more than 512") as raised:
+        required_calls(use(many), grammar_of("qwen3_coder"))
+    assert raised.value.param == "tools[1].function.parameters"
+    assert required_calls(use(many), grammar_of("hermes"))
 
 
 LEFT_OUT: list[tuple[dict[str, Any], str]] = [

@@ -6,17 +6,17 @@ does not reason has no plan, and its text passes unread; what was asked for and 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from .call_grammars import places_not_enforced, required_calls, voluntary_calls
+from .call_grammars import places_not_enforced, property_path, required_calls, voluntary_calls, written_properties
 from .errors import JsonObject, OpenAIError
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
-from .tagged_parameters import property_path, written_properties
 from .tools import ToolUse
 
 _PATH = re.compile(
@@ -31,7 +31,7 @@ CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
 its length is reached."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AnswerPlan:
     """How each choice of one request is read."""
 
@@ -68,9 +68,14 @@ class AnswerPlan:
         function = use.functions[int(found["inner"] or found["index"])]
         inside = found["path"] or ""
         if found["element"] is not None and function.input_grammar is None:
-            name = list(written_properties(function.parameters))[int(found["element"])]
-            inside = property_path(name) + inside
+            inside = property_path(self._parameters[function.param][int(found["element"])]) + inside
         return f"{function.param}#{inside}"
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, list[str]]:
+        """The names of tagged parameters in the order of their tags, by the place of their function's schema."""
+        functions = self.tool_use.functions if self.tool_use is not None else ()
+        return {function.param: list(written_properties(function.parameters)) for function in functions}
 
     @property
     def has_grammar(self) -> bool:
@@ -81,7 +86,7 @@ class AnswerPlan:
     def not_enforced(self) -> Iterator[str]:
         """Places of keywords of functions' schemas that the format of calls cannot enforce."""
         calls = self.tool_format
-        if self.has_grammar and self.tool_use is not None and calls is not None and calls.grammar is not None:
+        if self.has_grammar and self.tool_use is not None and calls is not None:
             yield from places_not_enforced(self.tool_use, calls.grammar)
 
     @property
@@ -143,7 +148,7 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
     by itself."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
-    if calls.grammar is None or not (use.is_required or calls.trigger):
+    if not (use.is_required or calls.trigger):
         raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
     if use.is_required:
         form = required_calls(use, calls.grammar)
@@ -158,7 +163,7 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
     """Where one call is all that there may be, the answer ends behind it: no tokens are spent on what nobody gets. Not
     where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
-    if use.max_calls != 1 or calls.grammar is None or calls.grammar.key_end or not calls.trigger:
+    if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
     form = voluntary_calls(use, calls.grammar, calls.trigger)
     return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}

@@ -11,9 +11,8 @@ from random import Random
 import jsonschema
 import pytest
 
-from llmbackend.frontends.openai.call_grammars import required_calls
+from llmbackend.frontends.openai.call_grammars import required_calls, value_end
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
-from llmbackend.frontends.openai.tagged_parameters import value_end
 from llmbackend.frontends.openai.tools import Function, ToolUse
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
@@ -25,7 +24,7 @@ NUM_WALKS = 12
 TEXTS = ("Zürich", "<", "\n")
 SPECIAL = {"openai": ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>")}
 """Markers that are read only as special tokens."""
-ENFORCED = [name for name in distinct_formats() if name in TOOL_CALL_FORMATS and TOOL_CALL_FORMATS[name].grammar]
+ENFORCED = [name for name in distinct_formats() if name in TOOL_CALL_FORMATS]
 
 
 @pytest.mark.parametrize("name", ENFORCED)

@@ -1,7 +1,8 @@
-"""What an output parser tells of a model's output: content, reasoning and tool calls, piece by piece.
+"""What an output parser finds in a model's output: content, reasoning and tool calls, piece by piece.
 
-For: writers of responses. Does not know: how models write these. Invariant: events are frozen; pieces of one kind that
-follow each other, put together, do not depend on how the output was cut into tokens' texts.
+For: the parser's parts, which put events into a Sink, and writers of responses. Does not know: how models write these.
+Invariants: events are frozen; successive pieces of one kind, joined, do not depend on how the output was cut into
+tokens; a call's arguments and end come after its start and before the next call's start.
 """
 
 from __future__ import annotations
@@ -74,3 +75,41 @@ def _append(
         result.append(ToolCallArguments(first.index, "".join(pieces)))
     elif first is not None:
         result.append(type(first)("".join(pieces)))
+
+
+class Sink:
+    """Owner: its OutputParser."""
+
+    def __init__(self) -> None:
+        self._events: list[Event] = []
+        self._ids: set[str] = set()
+        self.num_calls = 0
+        self.is_reasoning = False
+        """Whether the output stands inside reasoning."""
+
+    def take(self) -> list[Event]:
+        """The events since the last time."""
+        events, self._events = self._events, []
+        return merged(events)
+
+    def content(self, text: str) -> None:
+        if text:
+            self._events.append(ContentDelta(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self._events.append(ReasoningDelta(text))
+
+    def start(self, name: str, id: str | None = None) -> None:
+        """id: one that the model has given to an earlier call too counts as none"""
+        self._events.append(ToolCallStart(self.num_calls, name, None if id in self._ids else id))
+        self._ids |= {id} if id is not None else set()
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that started last."""
+        if text:
+            self._events.append(ToolCallArguments(self.num_calls - 1, text))
+
+    def end(self) -> None:
+        self._events.append(ToolCallEnd(self.num_calls - 1))

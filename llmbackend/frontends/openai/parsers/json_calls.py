@@ -1,18 +1,231 @@
-"""Reads calls whose arguments are JSON: one object with name and arguments, or a header with the name before them.
+"""Reads calls whose arguments are JSON, and what all other syntaxes share with them: values, headers, starts and ends.
 
-For: the sections of calls. Does not know: what stands around a call. Invariant: an object whose arguments come before
-its name is a call too; its arguments wait for the name.
+For: the sections of calls. Does not know: what stands around a call. Invariants: a call starts when its name is known
+and its arguments begin; what was read before is held back, so that it can still become content. A value is passed on at
+once, exactly as the model wrote it; one that lacks its last quote or bracket ends where its call does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import json
+import re
+from collections.abc import Callable, Collection
 
-from .arguments import MAX_HEADER_CHARS, held_arguments, read_arguments, read_header, start, whole_arguments
-from .json_values import read_string, read_value
-from .reader import NotACall, Reader, Reading
-from .sink import Sink
+from .events import Sink
+from .reader import SPACE, NotACall, Reader, Reading
 from .tables import HeadedCall, JsonCall
+
+MAX_HEADER_CHARS = 512
+_BRACKETS = re.compile(r'[{}\[\]"]')
+_STRING_STOPS = re.compile(r'["\\]')
+
+
+def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """Passes one value on; False when it was cut off, by the output's end or by a marker's special token."""
+    symbol = yield from reader.peek()
+    if reader.is_special or not symbol:
+        return False
+    if symbol in "{[":
+        return (yield from _read_balanced(reader, emit))
+    if symbol == '"':
+        return (yield from _read_quoted(reader, emit))
+    return (yield from _read_scalar(reader, emit))
+
+
+def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """An object or array; the next symbol is its first bracket."""
+    balance = _Balance()
+    while (yield from text_is_next(reader)):
+        stop = reader.value_ends.first.search(reader.text, reader.at) if not reader.value_ends.is_empty else None
+        most = stop.start() if stop else len(reader.text)
+        end = balance.end_in(reader.text, reader.at, most)
+        emit(reader.consume(end or most))
+        if end:
+            return True
+        if stop and (yield from _read_end(reader, emit, balance)):
+            return False
+    return False
+
+
+def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) -> Reading[bool]:
+    """Reads the end of the call that a broken value belongs to; what only looks like one is passed on. A string may
+    hold such a text, unless it is the output's last, or stands behind a line break, which no string of JSON has."""
+    reader.hold()
+    found = yield from reader.one_of(reader.value_ends.all)
+    if found and not balance.is_in_string:
+        return True
+    if found:
+        yield from reader.skip_space()
+        if found[0] == "\n" or reader.is_at_end:
+            return True
+    text = reader.release() or reader.take()
+    balance.end_in(text, 0, len(text))
+    emit(text)
+    return False
+
+
+class _Balance:
+    """How many brackets are open, where those within strings do not count."""
+
+    __slots__ = ("_depth", "_is_escaped", "is_in_string")
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self.is_in_string = False
+        self._is_escaped = False
+        """Whether the text so far ends with a backslash that escapes."""
+
+    def end_in(self, text: str, at: int, until: int) -> int:
+        """Where in the text the last bracket closes, which is read from `at` to `until`; 0 if it does not."""
+        if self._is_escaped:
+            at, self._is_escaped = at + 1, False
+        while found := (_STRING_STOPS if self.is_in_string else _BRACKETS).search(text, at, until):
+            at, symbol = found.end(), text[found.start()]
+            if symbol == '"':
+                self.is_in_string = not self.is_in_string
+            elif symbol == "\\":
+                self._is_escaped = at == until
+                at += 1
+            else:
+                self._depth += 1 if symbol in "{[" else -1
+                if not self._depth:
+                    return at
+        return 0
+
+
+def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """A string with its quotes; the next symbol is the first of them."""
+    emit(reader.take())
+    is_escaped = False
+    while (yield from text_is_next(reader)):
+        if is_escaped:
+            emit(reader.consume(reader.at + 1))
+            is_escaped = False
+            continue
+        found = _STRING_STOPS.search(reader.text, reader.at)
+        emit(reader.consume(found.end() if found else len(reader.text)))
+        if found and found.group() == '"':
+            return True
+        is_escaped = found is not None
+    return False
+
+
+def _read_scalar(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
+    """A number, true, false or null, up to what cannot be part of one."""
+    has_any = False
+    while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in ',}]:;{["<' + SPACE:
+        emit(reader.take())
+        has_any = True
+    return has_any
+
+
+def text_is_next(reader: Reader) -> Reading[bool]:
+    """Whether a character is next in a value. Special tokens are left out, except for markers, which end it."""
+    while (yield from reader.peek()):
+        if not reader.is_special:
+            return True
+        if any(marker.startswith(reader.text) for marker in reader.boundaries):
+            return False
+        reader.take()
+    return False
+
+
+def read_string(reader: Reader) -> Reading[str]:
+    """The value of a string. Raises NotACall where none is."""
+    if (yield from reader.peek()) != '"':
+        raise NotACall
+    pieces: list[str] = []
+    if not (yield from _read_quoted(reader, pieces.append)):
+        raise NotACall
+    try:
+        text: str = json.loads("".join(pieces), strict=False)
+    except ValueError:
+        raise NotACall from None
+    return text
+
+
+def quoted(text: str) -> str:
+    """As a JSON string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def start(reader: Reader, sink: Sink, name: str, id: str | None = None) -> None:
+    """The call is one: what was held back of it was no content."""
+    reader.drop()
+    sink.start(name, id)
+
+
+def end(reader: Reader, sink: Sink) -> None:
+    """The call is complete: what follows is layout until it turns out to be content."""
+    sink.end()
+    reader.hold()
+
+
+def cut_off(reader: Reader) -> None:
+    """The call began, and will never be complete."""
+    reader.hold()
+
+
+def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Reading[None]:
+    """Starts the call and passes its arguments on: an object as it stands, or as the value of a JSON string."""
+    yield from reader.skip_space()
+    symbol = yield from reader.peek()
+    if symbol == "{" or not symbol:
+        start(reader, sink, name, id)
+        if (yield from read_value(reader, sink.arguments)):
+            end(reader, sink)
+        else:
+            cut_off(reader)
+        return
+    pieces: list[str] = []
+    if not (yield from read_value(reader, pieces.append)):
+        raise NotACall
+    whole_arguments(reader, sink, name, id, held_arguments("".join(pieces)))
+
+
+def held_arguments(value: str) -> str:
+    """The JSON object in a whole value: itself, the one that a string holds, or an empty one for null."""
+    if value == "null":
+        return "{}"
+    try:
+        text = json.loads(value, strict=False) if value.startswith('"') else value
+    except ValueError:
+        raise NotACall from None
+    if not text.lstrip().startswith("{"):
+        raise NotACall
+    return str(text)
+
+
+def whole_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
+    """A call whose arguments are already known."""
+    start(reader, sink, name, id)
+    sink.arguments(text)
+    end(reader, sink)
+
+
+Header = tuple[str, str | None, str]
+"""A call's name, its id if the model writes one, and what ended the header."""
+
+
+def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str]) -> Reading[Header]:
+    """What stands before the arguments, up to the first of `ends`, which is read unless it is the arguments' bracket.
+
+    Raises NotACall where there is no name.
+    """
+    text, found = "", None
+    while found is None:
+        symbol = yield from reader.peek()
+        if not symbol or len(text) > MAX_HEADER_CHARS:
+            raise NotACall
+        if symbol == "{" and symbol in ends:
+            break
+        else:
+            text += reader.take()
+            found = next((end for end in ends if text.endswith(end)), None)
+    match = pattern.fullmatch(text.removesuffix(found or ""))
+    if match is None:
+        raise NotACall
+    return match["name"], match.groupdict().get("id"), found or ""
 
 
 def read_headed_call(reader: Reader, sink: Sink, call: HeadedCall) -> Reading[None]:

@@ -13,10 +13,9 @@ from collections.abc import Collection
 from string import hexdigits
 from typing import NoReturn
 
-from .arguments import MAX_HEADER_CHARS, end, read_header, start
-from .json_values import text_is_next
+from .events import Sink
+from .json_calls import MAX_HEADER_CHARS, end, quoted, read_header, start, text_is_next
 from .reader import SPACE, NotACall, Reader, Reading, markers
-from .sink import Sink
 from .tables import ANY_NAME, LiteralCall
 
 _MAX_DEPTH = 64
@@ -51,7 +50,7 @@ class LiteralCallReader:
         try:
             separator = "{"
             while key:
-                self._sink.arguments(f"{separator}{_quoted(key)}: ")
+                self._sink.arguments(f"{separator}{quoted(key)}: ")
                 yield from self._read_value(0)
                 key, separator = (yield from self._read_next_key()), ", "
         except NotACall:
@@ -143,7 +142,7 @@ class LiteralCallReader:
         if quote:
             yield from self._read_string(quote)
         else:
-            self._sink.arguments(_quoted((yield from self._read_word())))
+            self._sink.arguments(quoted((yield from self._read_word())))
 
     def _read_word(self) -> Reading[str]:
         """A key or a value without quotes."""
@@ -238,8 +237,4 @@ def _integer(word: str) -> int:
 
 
 def _escaped(text: str) -> str:
-    return _quoted(text)[1:-1]
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return quoted(text)[1:-1]

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection
 
-from .arguments import MAX_HEADER_CHARS
+from .events import Sink
+from .json_calls import MAX_HEADER_CHARS
 from .reader import Reader, Reading, markers
-from .sink import Sink
 from .tables import Messages
 
 _RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")

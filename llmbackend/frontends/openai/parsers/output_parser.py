@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .events import Event
+from .events import Event, Sink
 from .messages import MessagesReader
 from .reader import Reader, Reading
 from .sections import MarkedCallsReader
-from .sink import Sink
 from .tables import MarkedCalls, Messages, ReasoningFormat, ToolCallFormat
 
 NO_CALLS = MarkedCalls(calls=())

@@ -1,23 +1,21 @@
-"""Reads content and sections of calls in turns, as a table of marked calls says.
+"""Reads reasoning, then content and sections of calls in turns.
 
-For: the output parser. Does not know: how single calls are written. Invariant: nothing is lost: what looked
-like a section and is none is content, from its marker on; only layout next to calls is left out (white space,
-separators, closing markers).
+For: the output parser. Does not know: how single calls are written. Invariants: nothing is lost: what looked like a
+section and is none is content, from its marker on; only layout next to calls is left out (white space, separators,
+closing markers). Reasoning that is not closed extends to the end of the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+from .events import Sink
 from .json_calls import JsonCallReader, read_headed_call
 from .literal_calls import LiteralCallReader
-from .nested_calls import NestedCallReader
 from .reader import NotACall, Reader, Reading, markers
-from .reasoning import read_reasoning
 from .schema_types import Schemas
-from .sink import Sink
 from .tables import CallSyntax, HeadedCall, JsonCall, MarkedCalls, NestedCall, ReasoningFormat, TaggedCall
-from .tagged_calls import TaggedCallReader
+from .tagged_calls import NestedCallReader, TaggedCallReader
 
 _OF_JSON = frozenset('[]{},:;" \n')
 
@@ -169,3 +167,30 @@ def _value_ends(table: MarkedCalls) -> Iterator[str]:
     for end in (*table.end, *table.call_end):
         if not _OF_JSON.issuperset(end):
             yield from (end, f"\n{end}")
+
+
+def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Reading[str | None]:
+    """Behind the start marker, or where the prompt has opened the reasoning.
+
+    Returns the marker that ended it, which is held; None at the output's end.
+    """
+    sink.is_reasoning = True
+    ends = (table.end, *table.ended_by)
+    marker = yield from _read_start(reader, sink, (table.start, *ends))
+    if marker not in ends:
+        marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
+    sink.is_reasoning = not marker
+    return marker or None
+
+
+def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
+    """A marker as the first of the reasoning: some models repeat the start marker that the prompt has."""
+    reader.hold()
+    try:
+        yield from reader.skip_space()
+        marker = yield from reader.one_of(options)
+    except NotACall:
+        marker = None
+    if marker is None:
+        sink.reasoning(reader.release())
+    return marker

@@ -1,13 +1,14 @@
-"""What a format of tool calls or of reasoning is: the fields of its table.
+"""The description of a format of tool calls or of reasoning: what the parser reads, and what a grammar enforces.
 
-For: the tables in formats/, the machine that reads by them, and grammars that enforce calls. Does not know: how they
-are read. Invariant: tables are frozen values without code; the name of a table is vLLM's name of the parser.
+For: formats/, which makes both from one statement of the format; the parser; grammars of calls. Does not know: how
+calls are read. Invariant: descriptions are frozen values; the name of a format is vLLM's name of the parser.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 ANY_NAME = re.compile(r"\s*(?P<name>[^\s\"'`<>(){}\[\]|]{1,256})\s*")
 ANY_KEY = re.compile(r"\s*(?P<name>[^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
@@ -153,7 +154,7 @@ class Messages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
-    """By what a grammar enforces calls: calls `begin` + call (+ `separator` + call)… + `end`.
+    """How a grammar writes calls: `begin` + call (+ `separator` + call)… + `end`.
 
     A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object, or, where
     `key_end` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a plain string's value
@@ -178,6 +179,24 @@ class CallGrammar:
     text_quote: str | None = ""
     """What a plain string's text stands between; None: it is JSON like any other value."""
 
+    @classmethod
+    def of(cls, call: str, parameter: str = "", **other: Any) -> CallGrammar:
+        """Of calls that are written like `call`, where the first `…` stands for the name and the second for the
+        arguments. In `parameter`, the first stands for the name, the second for the value, and a third for the name
+        once more. other: further fields."""
+        call_begin, name_end, call_end = call.split("…")
+        key_begin, key_end, value_end, *name_closes = parameter.split("…") if parameter else ("", "", "")
+        return cls(
+            call_begin=call_begin,
+            name_end=name_end,
+            call_end=call_end,
+            key_begin=key_begin,
+            key_end=key_end,
+            value_end=value_end,
+            name_closes="".join(name_closes),
+            **other,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
@@ -185,10 +204,10 @@ class ToolCallFormat:
 
     name: str
     body: MarkedCalls | Messages
-    grammar: CallGrammar | None = None
-    """None: calls in this format cannot be enforced."""
+    grammar: CallGrammar
     trigger: str = ""
-    """The text at which a grammar for voluntary calls sets in: a beginning of `grammar.begin + grammar.call_begin`."""
+    """The text at which a grammar for voluntary calls sets in: a beginning of `grammar.begin + grammar.call_begin`.
+    "": calls begin without a marker, so only required calls can be enforced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +220,7 @@ class ReasoningFormat:
     name: str
     start: str
     end: str
-    ended_by: tuple[str, ...] = field(default=())
+    ended_by: tuple[str, ...] = ()
     """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
     content_begin: tuple[str, ...] = ()
     """Read behind the reasoning or calls, and at the output's beginning. Optional in what the model writes."""

@@ -1,19 +1,86 @@
-"""Reads calls whose parameters are tagged text, and makes JSON of them.
+"""Reads calls whose parameters are tagged text, also with tags of members and items in them, and makes JSON of them.
 
-For: the sections of calls. Does not know: what stands around a call. Invariant: a call whose parameters are not all
-read has no end, and what is read behind them is content.
+For: the sections of calls. Does not know: what stands around a call. Invariants: a value that can only be a string is
+passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a string if it is longer. A call whose
+parameters are not all read has no end, and what is read behind them is content.
 """
 
 from __future__ import annotations
 
 import re
 
-from .arguments import MAX_HEADER_CHARS, cut_off, end, read_arguments, read_header, start
-from .reader import NotACall, Reader, Reading, markers
-from .schema_types import Schemas, allowed_types, is_plain_text
-from .sink import Sink
-from .tables import TaggedCall
-from .tagged_values import STRING, ValueWriter, quoted
+from .events import Sink
+from .json_calls import MAX_HEADER_CHARS, cut_off, end, quoted, read_arguments, read_header, start
+from .reader import MAX_HELD_CHARS, NotACall, Reader, Reading, markers
+from .schema_types import (
+    Schema,
+    Schemas,
+    allowed_types,
+    is_any_string,
+    is_plain_text,
+    item_of,
+    json_of,
+    member_of,
+    types_of,
+)
+from .tables import NestedCall, TaggedCall
+
+STRING = frozenset(("string",))
+
+
+class ValueWriter:
+    """Makes JSON of one value, which comes in pieces."""
+
+    def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
+        self._sink = sink
+        self._types = types
+        self._trims = trims_newline
+        self._pieces: list[str] = []
+        self._num_chars = 0
+        self._newline = ""
+        """The last one, which is layout if nothing follows it."""
+        self._is_first = True
+        self._is_string = False
+
+    def begin_string(self) -> None:
+        """The value is a string, even where its text is a number or JSON."""
+        self._is_string = True
+        self._sink.arguments('"' + quoted("".join(self._pieces))[1:-1])
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it is white space so far, and no string."""
+        return not self._is_string and not any(map(str.strip, self._pieces))
+
+    def push(self, text: str) -> None:
+        if not (text := self._trimmed(text)):
+            return
+        if self._is_string:
+            self._sink.arguments(quoted(text)[1:-1])
+            return
+        self._pieces.append(text)
+        self._num_chars += len(text)
+        if self._num_chars > MAX_HELD_CHARS:
+            self.begin_string()
+
+    def _trimmed(self, text: str) -> str:
+        if not text or not self._trims:
+            return text
+        if self._is_first:
+            self._is_first = False
+            text = text.removeprefix("\n")
+        text, self._newline = self._newline + text, ""
+        if text.endswith("\n"):
+            text, self._newline = text[:-1], "\n"
+        return text
+
+    def end(self, *, is_cut_off: bool) -> None:
+        if self._is_string:
+            self._sink.arguments("" if is_cut_off else '"')
+        elif is_cut_off:
+            self._sink.arguments("".join(self._pieces))
+        else:
+            self._sink.arguments(json_of("".join(self._pieces), self._types))
 
 
 class TaggedCallReader:
@@ -132,3 +199,101 @@ class TaggedCallReader:
             if (yield from reader.one_of((call.value_begin,))) is None:
                 return None
         return key
+
+
+_ITEM = "item"
+_MAX_DEPTH = 64
+_EMPTY = {"array": "[]", "object": "{}"}
+
+
+class NestedCallReader:
+    """Reads one call."""
+
+    def __init__(
+        self, reader: Reader, sink: Sink, call: NestedCall, schemas: Schemas, *, strings_are_text: bool
+    ) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._call = call
+        self._schemas = schemas
+        self._strings_are_text = strings_are_text
+        self._marks = markers(frozenset((call.mark,)))
+        self._schema: Schema = {}
+        """Of the call's function."""
+
+    def read(self) -> Reading[None]:
+        """Behind `call.begin`."""
+        reader, call = self._reader, self._call
+        name, id, _ = yield from read_header(reader, call.header_end, call.header)
+        start(reader, self._sink, name, id)
+        self._schema = self._schemas.get(name) or {}
+        if (yield from self._read_members(self._schema, is_list=False)):
+            end(reader, self._sink)
+        elif reader.is_at_end:
+            cut_off(reader)
+
+    def _read_members(self, description: object, *, is_list: bool, first: str = "", depth: int = 0) -> Reading[bool]:
+        """Those of an object or a list, with the tag that closes it. False where it is not complete.
+
+        first: the name of the first tag, if that is already read
+        """
+        sink, separator = self._sink, "[" if is_list else "{"
+        name: str | None = first or (yield from self._next_member())
+        while name:
+            sink.arguments(separator if is_list else f"{separator}{quoted(name)}: ")
+            separator = ", "
+            child = item_of(description, self._schema) if is_list else member_of(description, name, self._schema)
+            if not (yield from self._read_value(child, depth + 1)):
+                return False
+            name = yield from self._next_member()
+        if name is None:
+            return False
+        if separator != ", ":  # there was none
+            sink.arguments(separator)
+        sink.arguments("]" if is_list else "}")
+        return True
+
+    def _next_member(self) -> Reading[str | None]:
+        """The name of the next tag; "" behind the one that closes what the members belong to, or where the model has
+        ended its output; None where neither is there."""
+        reader = self._reader
+        reader.hold()
+        yield from reader.skip_space()
+        if reader.is_at_end and not reader.is_cut_off:
+            return ""
+        if (yield from reader.one_of((self._call.mark,))) is None:
+            return None
+        return (yield from self._read_tag())
+
+    def _read_tag(self) -> Reading[str | None]:
+        """Behind its mark: the name of an opening tag, "" for a closing one, None for what is no tag."""
+        reader, name = self._reader, ""
+        yield from reader.skip_space()
+        opening = yield from reader.one_of(("<", "</"))
+        while opening and not name.endswith(">"):
+            if not (yield from reader.peek()) or reader.is_special or len(name) > MAX_HEADER_CHARS:
+                return None
+            name += reader.take()
+        return None if not opening else "" if opening == "</" else name[:-1].strip() or None
+
+    def _read_value(self, description: object, depth: int) -> Reading[bool]:
+        """Behind its tag, with the one that closes it. False where it is not complete."""
+        reader = self._reader
+        reader.drop()
+        types = types_of(description, self._schema)
+        value = ValueWriter(self._sink, types, trims_newline=False)
+        if is_any_string(description, self._schema) or (self._strings_are_text and types == STRING):
+            value.begin_string()
+        if not (yield from reader.until(self._marks, value.push)):
+            value.end(is_cut_off=reader.is_cut_off)
+            return not reader.is_cut_off
+        name = yield from self._read_tag()
+        if name and value.is_blank and depth < _MAX_DEPTH:
+            is_list = name == _ITEM if ("array" in types) == ("object" in types) else "array" in types
+            return (yield from self._read_members(description, is_list=is_list, first=name, depth=depth))
+        empty = next((text for kind, text in _EMPTY.items() if kind in types), "") if value.is_blank else ""
+        if empty and name == "":
+            self._sink.arguments(empty)
+        else:
+            value.end(is_cut_off=name != "")
+        return name == ""
