@@ -112,7 +112,7 @@ def chat(prompt: list[int]) -> bytes:
 def engine_alone(stack: ExitStack, arguments: dict[str, Any]) -> tuple[Measure, int]:
     """The engine on this process's thread, and the size of its vocabulary."""
     from llmbackend.engine.config import EngineConfig
-    from llmbackend.engine.infer_request import InferRequest, SamplingParams
+    from llmbackend.engine.messages import InferRequest, SamplingParams
     from llmbackend.engine.offline import OfflineEngine
 
     engine = stack.enter_context(OfflineEngine(EngineConfig(**arguments)))

@@ -32,7 +32,7 @@ from benchmarks.accelerator import packages, parts, report  # noqa: E402
 from benchmarks.accelerator.comparison import comparison  # noqa: E402
 from benchmarks.accelerator.running import Results, Runner, forks_work, read_lines  # noqa: E402
 
-IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "llmbackend.engine.model_runner")
+IMPORTED = ("torch", "transformers.models.auto.modeling_auto", "llmbackend.engine.model.module_runner")
 """By every section that runs an engine, so that a forked one need not wait for them."""
 
 

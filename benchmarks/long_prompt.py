@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from benchmarks.checkpoints import SHAPES
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams
 
 NUM_STREAMS = 4
 UNDISTURBED_STEPS = 100

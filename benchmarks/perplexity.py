@@ -20,8 +20,8 @@ from typing import Any
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from tools.real_models import NAMES, make
 
 from .report import PERPLEXITY, perplexity_table

@@ -120,7 +120,7 @@ class Work:
         return Run(self.num_tokens / wall_s, {name: (after[name] - before[name]) / wall_s for name in pids})
 
     def on(self, engine: Any) -> Run:
-        from llmbackend.engine.infer_request import InferRequest, SamplingParams
+        from llmbackend.engine.messages import InferRequest, SamplingParams
 
         sampling = SamplingParams(max_tokens=self.output_tokens, temperature=0.0, ignore_eos=True)
         requests = [

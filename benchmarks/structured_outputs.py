@@ -34,8 +34,8 @@ from benchmarks.structured_schemas import RECORDS, SCHEMA
 from llmbackend.engine.config import EngineConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.grammars import constraints
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, Vocabulary
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams, Vocabulary
 
 
 def requests(count: int, num_tokens: int, grammar: str) -> Iterator[InferRequest]:

@@ -25,7 +25,7 @@ from demo_corpus.exam import Question, questions
 from llmbackend import Server
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.offline import OfflineEngine
 
 Message = dict[str, Any]

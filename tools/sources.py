@@ -87,13 +87,13 @@ TERMS: dict[str, tuple[Term, ...]] = {
     ),
     "MindIE's adapter": (
         Term("LlmManager", _MANAGER, "LlmManager"),
-        Term("GetRequestsCallback", _ENGINE + "manager_callbacks.py", "ManagerCallbacks.get_requests"),
-        Term("SendResponsesCallback", _ENGINE + "manager_callbacks.py", "ManagerCallbacks.send_responses"),
-        Term("ControlSignalCallback", _ENGINE + "manager_callbacks.py", "ManagerCallbacks.control_signal"),
-        Term("LlmManagerStatsCallback", _ENGINE + "manager_callbacks.py", "ManagerCallbacks.stats"),
-        Term("SendStatusResponseCallback", _ENGINE + "manager_callbacks.py", "ManagerCallbacks.status_response"),
-        Term("Operation", _ENGINE + "manager_callbacks.py", "Operation"),
-        Term("InferRequest", _ENGINE + "infer_request.py", "InferRequest"),
+        Term("GetRequestsCallback", _ENGINE + "llm_manager.py", "ManagerCallbacks.get_requests"),
+        Term("SendResponsesCallback", _ENGINE + "llm_manager.py", "ManagerCallbacks.send_responses"),
+        Term("ControlSignalCallback", _ENGINE + "llm_manager.py", "ManagerCallbacks.control_signal"),
+        Term("LlmManagerStatsCallback", _ENGINE + "llm_manager.py", "ManagerCallbacks.stats"),
+        Term("SendStatusResponseCallback", _ENGINE + "llm_manager.py", "ManagerCallbacks.status_response"),
+        Term("Operation", _ENGINE + "llm_manager.py", "Operation"),
+        Term("InferRequest", _ENGINE + "messages.py", "InferRequest"),
         Term("ModelState", _MODEL, "ModelState", "its queue and map are one object, `tasks`"),
         Term(
             "request queue", _ADAPTER + "task_queue.py", "TaskQueue", "`ModelState.requests` of the design; in the map"
@@ -121,12 +121,12 @@ TERMS: dict[str, tuple[Term, ...]] = {
         Term("KVCacheManager.get_computed_blocks", _KV, "KVCacheManager.find"),
         Term("KVCacheManager.allocate_slots", _KV, "KVCacheManager.reserve"),
         Term("KVCacheManager.free", _KV, "KVCacheManager.release"),
-        Term("cache_salt", _ENGINE + "infer_request.py", "InferRequest.cache_salt"),
+        Term("cache_salt", _ENGINE + "messages.py", "InferRequest.cache_salt"),
         Term("GPUModelRunner.execute_model", _STEP, "Runner.execute", "the interface of all runners"),
         Term("ModelRunnerOutput.sampled_token_ids", _STEP, "SampledTokens"),
-        Term("SamplingParams", _ENGINE + "infer_request.py", "SamplingParams"),
+        Term("SamplingParams", _ENGINE + "messages.py", "SamplingParams"),
         Term("KVEventBatch", _ENGINE + "memory/kv_events.py", "EventBatch"),
-        Term("n-gram proposer", _ENGINE + "prompt_lookup.py", "LookupLengths"),
+        Term("n-gram proposer", _ENGINE + "step.py", "LookupLengths"),
     ),
 }
 

@@ -42,7 +42,7 @@ class Step:
         import torch
 
         from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
-        from llmbackend.engine.gpu.ops import AttendSpec, LayerCache
+        from llmbackend.engine.gpu.ops.ops import AttendSpec, LayerCache
 
         self.case, self.device = case, device
         self._random = torch.Generator(device).manual_seed(seed)
@@ -161,7 +161,7 @@ class Step:
 def _layout(parts: Sequence[tuple[int, int]], device: Any, max_seq_len: int) -> Any:
     import torch
 
-    from llmbackend.engine.gpu.ops import PADDING_SLOT, StepLayout
+    from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, StepLayout
 
     def ints(values: Sequence[int]) -> Any:
         return torch.tensor(values, dtype=torch.int32, device=device)

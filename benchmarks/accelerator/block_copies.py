@@ -2,8 +2,9 @@
 
     python -m benchmarks.accelerator.block_copies --shape llama-3.1-8b --device cuda --json FILE --scratch FOLDER
 
-For: kv_offloading_size (host_blocks.py). Does not know: which text a block holds. Invariants: blocks of all layers, at
-random places of the device, to neighbours on the host; the device's memory is overwritten before blocks come back.
+For: kv_offloading_size (device_kv_memory.py). Does not know: which text a block holds. Invariants: blocks of all
+layers, at random places of the device, to neighbours on the host; the device's memory is overwritten before blocks come
+back.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def measure(section: Section) -> None:
     import numpy as np
     import torch
 
-    from llmbackend.engine.gpu.host_blocks import HostBlocks
+    from llmbackend.engine.gpu.device_kv_memory import HostBlocks
     from llmbackend.engine.step import KVCopies
 
     shape, device = SHAPES[section.shape], _device(section)
@@ -73,7 +74,7 @@ def _device(section: Section) -> Any:
 def _caches(shape: Shape, num_blocks: int, device: Any) -> list[Any]:
     import torch
 
-    from llmbackend.engine.gpu.ops import LayerCache
+    from llmbackend.engine.gpu.ops.ops import LayerCache
 
     sizes = num_blocks, shape.num_kv_heads, ENGINE["block_size"], shape.head_dim
     random = torch.Generator(device).manual_seed(0)

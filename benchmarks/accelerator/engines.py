@@ -23,7 +23,7 @@ from .shapes import SHAPES, Shape
 
 if TYPE_CHECKING:
     from llmbackend.engine.config import EngineConfig
-    from llmbackend.engine.infer_request import InferRequest, StepResult
+    from llmbackend.engine.messages import InferRequest, StepResult
     from llmbackend.engine.offline import OfflineEngine
 
 MAX_MODEL_LEN = 4096
@@ -61,7 +61,7 @@ def requests_of(shape: Shape, lengths: Sequence[tuple[int, int]]) -> list[Reques
 
 def infer_request(name: str, prompt: Sequence[int], output_tokens: int, **sampling: Any) -> InferRequest:
     """Greedy unless `sampling` says otherwise."""
-    from llmbackend.engine.infer_request import InferRequest, SamplingParams
+    from llmbackend.engine.messages import InferRequest, SamplingParams
 
     parameters = {"temperature": 0.0, **sampling}
     wanted = SamplingParams(max_tokens=output_tokens, ignore_eos=True, **parameters)

@@ -39,8 +39,8 @@ def measure(section: Section) -> None:
 
 def _tokens(section: Section, scale: int, **arguments: Any) -> dict[str, list[int]]:
     """Each request's tokens. Raises RuntimeError where there was nothing to try: no preemption, or no shared prefix."""
+    from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
-    from llmbackend.engine.runners import make_runner
 
     limits = {"num_kv_blocks": BLOCKS // scale, "max_num_seqs": REQUESTS // scale, "max_num_batched_tokens": 512}
     config = engine_config(section, **{**limits, **arguments})

@@ -77,8 +77,8 @@ class _Layer:
     def __init__(self, name: str, max_tokens: int, device: str) -> None:
         import torch
 
-        from llmbackend.engine.gpu.expert_weights import ExpertProjection
-        from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec
+        from llmbackend.engine.gpu.ops.ops import ExpertRoom, ExpertSpec
+        from llmbackend.engine.gpu.weights.experts import ExpertProjection
 
         self.sizes = sizes = {**LAYERS, **TINY}[name]
         self.device = torch.device(device)
@@ -100,7 +100,7 @@ class _Layer:
         return self.expert_numbers * bits_per_number / 8
 
     def _dense(self, n: int, k: int) -> Any:
-        from llmbackend.engine.gpu.expert_weights import DenseExperts
+        from llmbackend.engine.gpu.weights.experts import DenseExperts
 
         weight = self.normal(self.sizes.count, *((k, n) if self.sizes.is_gpt_oss else (n, k))) * k**-0.5
         return DenseExperts(weight.transpose(1, 2) if self.sizes.is_gpt_oss else weight)
@@ -109,8 +109,8 @@ class _Layer:
         """Of a spread with which products keep the size of their input: without scales, numbers deviate by 2.9."""
         import torch
 
-        from llmbackend.engine.gpu.expert_weights import Int4Experts
-        from llmbackend.engine.gpu.int4_weights import Int4Weight
+        from llmbackend.engine.gpu.weights.experts import Int4Experts
+        from llmbackend.engine.gpu.weights.int4 import Int4Weight
 
         def drawn(least: int, above: int, *shape: int) -> Any:
             return torch.randint(least, above, shape, generator=self._random, device=self.device, dtype=torch.uint8)
@@ -153,7 +153,7 @@ class _Checks:
 def _checked(layer: _Layer, count: int, exact: bool) -> dict[str, Any]:
     import torch
 
-    from llmbackend.engine.gpu.triton_ops import TritonOps
+    from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
     ops, (rows, logits) = TritonOps(exact_products=exact), layer.tokens(count)
 
@@ -181,7 +181,7 @@ def _expected(layer: _Layer, rows: Any, logits: Any) -> Any:
     """float32 [tokens, width], an expert at a time."""
     import torch
 
-    from llmbackend.engine.gpu.gates import gated
+    from llmbackend.engine.gpu.ops.ops import gated
 
     def product(x: Any, projection: Any, expert: int) -> Any:
         found = x @ projection.weight.matrix(expert, torch.float32).t()
@@ -203,7 +203,7 @@ class _Once:
         self._device = device
 
     def __call__(self, name: str) -> None:
-        from llmbackend.engine.gpu.triton_ops import TritonOps
+        from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
         layer = _Layer(name, max(TIMED_TOKENS), self._device)
         for count in TIMED_TOKENS:
@@ -213,7 +213,7 @@ class _Once:
 
 
 def _timed(layer: _Layer, count: int) -> dict[str, Any]:
-    from llmbackend.engine.gpu.triton_ops import TritonOps
+    from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
     ops, expert_bytes = TritonOps(), layer.expert_bytes
     at_most = int(min(layer.sizes.count, count * layer.sizes.top_k) * expert_bytes)

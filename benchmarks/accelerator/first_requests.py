@@ -33,8 +33,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def measure(section: Section) -> None:
+    from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
-    from llmbackend.engine.runners import make_runner
 
     os.environ["TRITON_CACHE_DIR"] = str(section.scratch / "empty-triton-cache")
     wrong = []

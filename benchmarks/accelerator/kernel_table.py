@@ -27,8 +27,8 @@ MAX_NAME = 110
 
 
 def measure(section: Section) -> None:
+    from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
-    from llmbackend.engine.runners import make_runner
 
     shape, scale = SHAPES[section.shape], SCALE.get(section.shape, 1)
     limits = {"max_num_seqs": 256 // scale, "max_num_batched_tokens": max(2048 // scale, 64)}

@@ -43,7 +43,7 @@ class Way:
 
     def rows(self, x: Any) -> Any:
         """x as the program gives it to this weight."""
-        from llmbackend.engine.gpu.weights import eight_bit_rows
+        from llmbackend.engine.gpu.weights.dense import eight_bit_rows
 
         return x if self.weight.input_dtype is None else eight_bit_rows(x, self.weight.input_dtype)
 
@@ -74,7 +74,7 @@ def way(kind: str, n: int, k: int, random: Any) -> Way:
 def _dense(kind: str, n: int, k: int, random: Any) -> Way:
     from llmbackend.engine.gpu.kernels.matmul import invariant_matmul
     from llmbackend.engine.gpu.program import library_matmul
-    from llmbackend.engine.gpu.weights import DenseWeight
+    from llmbackend.engine.gpu.weights.dense import DenseWeight
 
     weight = _drawn(n, k, random)
     matmul = library_matmul if kind == "bfloat16" else invariant_matmul
@@ -83,7 +83,7 @@ def _dense(kind: str, n: int, k: int, random: Any) -> Way:
 
 def _eight_bits(kind: Literal["int8", "fp8"], n: int, k: int, random: Any) -> Way:
     from llmbackend.engine.gpu.program import library_matmul
-    from llmbackend.engine.gpu.weights import QuantizedWeight
+    from llmbackend.engine.gpu.weights.dense import QuantizedWeight
 
     weight = _drawn(n, k, random)
     bound = 2.5e-2 if kind == "int8" else 5e-2
@@ -93,7 +93,7 @@ def _eight_bits(kind: Literal["int8", "fp8"], n: int, k: int, random: Any) -> Wa
 def _int4(has_zero: bool, n: int, k: int, random: Any) -> Way:
     import torch
 
-    from llmbackend.engine.gpu.int4_weights import Int4Weight
+    from llmbackend.engine.gpu.weights.int4 import Int4Weight
 
     def numbers(*shape: int) -> Any:
         return torch.randint(0, 16, shape, dtype=torch.uint8, generator=random, device=random.device)

@@ -17,8 +17,8 @@ PROMPT_TOKENS, OUTPUT_TOKENS = 80, 16
 
 
 def measure(section: Section) -> None:
+    from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
-    from llmbackend.engine.runners import make_runner
 
     config = engine_config(section, max_num_seqs=16, **({"batch_invariant": True} if section.on_gpu else {}))
     with OfflineEngine(config, make_runner) as engine:

@@ -39,8 +39,8 @@ def measure(section: Section) -> None:
 
 def _run(section: Section, case: str, keeps: bool = False, window: int | None = None) -> tuple[DecodeRun, bool]:
     """And whether the engine gives blocks back."""
+    from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
-    from llmbackend.engine.runners import make_runner
 
     limits: dict[str, Any] = {"max_num_seqs": len(PROMPTS), "enable_prefix_caching": False}
     limits |= {"max_num_batched_tokens": 2048, "max_model_len": MAX_MODEL_LEN, "batch_invariant": True}
@@ -61,7 +61,7 @@ def _keeping(config: Any) -> Any:
     import msgspec
 
     from llmbackend.engine.kv_groups import KVGroups
-    from llmbackend.engine.runners import make_runner
+    from llmbackend.engine.make_runner import make_runner
 
     runner: Any = make_runner(config)
     runner._info = msgspec.structs.replace(runner.info, kv_groups=KVGroups())

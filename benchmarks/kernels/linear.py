@@ -18,8 +18,17 @@ from typing import Any
 import numpy as np
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import NativeKernels, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import (
+    Epilogue,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    Rows,
+    Step,
+    Type,
+    op_pointers,
+    packed_bytes,
+)
 
 MAX_HEAD_ROWS = 64
 """A prefill step samples few of its rows."""

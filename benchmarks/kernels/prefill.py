@@ -17,11 +17,10 @@ from transformers import AutoConfig
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.kernels.abi import Type
 from llmbackend.engine.kernels.choice import choose_library
-from llmbackend.engine.kernels.library import KernelLibrary
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.kernels.library import KernelLibrary, Type
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams
 
 PEAK_STEPS = 20_000
 PEAK_REPEATS = 50

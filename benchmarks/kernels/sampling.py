@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable
 

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepResult
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepResult
 
 from .engines import EngineSettings, VirtualEngine
 from .policies import LeastLoaded, Policy, Prefixes, RoundRobin

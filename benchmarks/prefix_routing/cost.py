@@ -33,11 +33,9 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.repository.model_names import ModelIdentifier
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.block_hashes import prefix_hashes
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.memory.block_journal import BlockJournal
+from llmbackend.engine.memory.block_journal import BlockJournal, prefix_hashes
 from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.messages import BlockChanges, InferRequest, SamplingParams
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .policies import QueuedTask

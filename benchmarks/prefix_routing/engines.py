@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, StepResult
+from llmbackend.engine.messages import InferRequest, StepResult
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 

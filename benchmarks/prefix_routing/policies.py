@@ -13,8 +13,8 @@ from typing import Any
 from llmbackend.adapter.placement import Place, Placement
 from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.task_map import EngineAssignment, TaskMap
-from llmbackend.engine.block_hashes import prefix_hashes
-from llmbackend.engine.infer_request import InferRequest, StepResult
+from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.messages import InferRequest, StepResult
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .engines import EngineSettings, VirtualEngine

@@ -27,9 +27,8 @@ from typing import Any
 from llmbackend.adapter.placement import Placement
 from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.task_map import EngineAssignment, TaskMap
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.block_hashes import prefix_hashes
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.messages import BlockChanges, InferRequest, SamplingParams, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .policies import QueuedTask

@@ -26,10 +26,9 @@ from llmbackend.core.activity.messages import (
     StepParts,
 )
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.engine_state import EngineState
-from llmbackend.engine.infer_request import ModelInfo
-from llmbackend.engine.load_progress import LoadProgress
-from llmbackend.engine.step_report import ROW_KINDS, BlockMap, EngineReport, StepReport
+from llmbackend.engine.messages import ModelInfo
+from llmbackend.engine.reports import ROW_KINDS, BlockMap, EngineReport, EngineState, StepReport
+from llmbackend.engine.start.load_progress import LoadProgress
 
 from .infer_task import InferTask
 from .task_map import TaskMap

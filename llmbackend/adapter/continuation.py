@@ -13,8 +13,7 @@ from typing import Any, Final
 import numpy.typing as npt
 
 from llmbackend.core.backend_api import TritonError, invalid_argument
-from llmbackend.engine.infer_request import StepOutput
-from llmbackend.engine.output_end import OutputEnd, stop_token_ids
+from llmbackend.engine.messages import OutputEnd, StepOutput, stop_token_ids
 
 from .schemas.sampling import GenerationParams
 from .text.output_assembler import OutputAssembler

@@ -6,8 +6,8 @@ For: ModelState and what chooses among its engines. Does not know: requests, ins
 from __future__ import annotations
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import ModelInfo
 from llmbackend.engine.llm_manager import LlmManager
+from llmbackend.engine.messages import ModelInfo
 
 from .task_map import EngineAssignment
 

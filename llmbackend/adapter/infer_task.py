@@ -14,8 +14,7 @@ import msgspec
 from llmbackend.core.activity.messages import InstanceActivity
 from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.request_events import RequestEvent
+from llmbackend.engine.messages import InferRequest, RequestEvent, StepOutput
 from llmbackend.waiting.timer import Alarm
 
 from .lora_registry import NO_ADAPTER, AdapterHandle

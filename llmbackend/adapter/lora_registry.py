@@ -20,7 +20,7 @@ from functools import partial
 from typing import Final
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, internal, invalid_argument, unavailable
-from llmbackend.engine.infer_request import AdapterResult
+from llmbackend.engine.messages import AdapterResult
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .lora_files import AdapterCopies

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import EngineStats, ModelInfo
+from llmbackend.engine.messages import EngineStats, ModelInfo
 
 from .infer_task import InferTask
 

@@ -27,14 +27,11 @@ from llmbackend.core.backend_api import (
     responses_together,
     unavailable,
 )
-from llmbackend.engine.block_changes import BlockChanges
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import AdapterResult, EngineStats, InferRequest, StepOutput
-from llmbackend.engine.llm_manager import LlmManager
-from llmbackend.engine.manager_callbacks import ManagerCallbacks, Operation, StatusType
-from llmbackend.engine.request_events import RequestEvent
-from llmbackend.engine.step_report import Watch
+from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation, StatusType
+from llmbackend.engine.messages import AdapterResult, BlockChanges, EngineStats, InferRequest, RequestEvent, StepOutput
+from llmbackend.engine.reports import Watch
 
 from .activity import NO_ENGINE, InstanceReports
 from .conversion_pool import is_short

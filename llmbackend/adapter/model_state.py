@@ -28,8 +28,8 @@ from llmbackend.core.backend_api import (
     unavailable,
 )
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import Vocabulary
 from llmbackend.engine.llm_manager import LlmManager
+from llmbackend.engine.messages import Vocabulary
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 

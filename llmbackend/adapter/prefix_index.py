@@ -1,7 +1,7 @@
 """Which engine has the KV of which beginnings of texts.
 
 For: the choice of an engine (placement.py); engines' loops, which pass on what their engines say. Does not know: tasks,
-loads, texts. Engines are bits of an int. A block is entered under its hash (engine/block_hashes.py), which stands for
+loads, texts. Engines are bits of an int. A block is entered under its hash (memory/block_journal.py), which stands for
 all of a text up to that block, and an engine that has a block has all before it: so the longest beginning that anyone
 has is found by bisection. Invariants: after an engine's message the index has exactly the blocks that the engine then
 had; apart from that it has what engines are computing for requests that they took, until their first tokens are there.
@@ -16,8 +16,8 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.block_hashes import numbers
+from llmbackend.engine.memory.block_journal import numbers
+from llmbackend.engine.messages import BlockChanges
 
 _BLOCKS_AT_A_TIME = 4096
 """Changed under the lock: others wait for a millisecond at most."""

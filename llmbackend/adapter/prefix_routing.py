@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.block_hashes import prefix_hashes
+from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.messages import BlockChanges
 
 from .infer_task import InferTask
 from .placement import Place, Placement

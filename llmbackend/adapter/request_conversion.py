@@ -17,8 +17,7 @@ from typing import Any
 import msgspec
 
 from llmbackend.core.backend_api import ModelInstance, Request, Tensor, invalid_argument
-from llmbackend.engine.infer_request import InferRequest, Reasoning, StepOutput
-from llmbackend.engine.output_end import own_stop_token_ids
+from llmbackend.engine.messages import InferRequest, Reasoning, StepOutput, own_stop_token_ids
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .choices import CollectedChoices

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from llmbackend.core.backend_api import ErrorCode, Resume, TritonError, invalid_argument
-from llmbackend.engine.infer_request import StepOutput
+from llmbackend.engine.messages import StepOutput
 
 
 class KnownError(msgspec.Struct, frozen=True, array_like=True):

@@ -15,7 +15,7 @@ from typing import Final
 
 from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import StepOutput
+from llmbackend.engine.messages import StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .fault_isolation import FaultIsolation

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from llmbackend.core.backend_api import Attributes, ErrorCode, RequestTrace, SpanEvent, TraceSpan, TritonError
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import SamplingParams, StepOutput
-from llmbackend.engine.request_events import RequestEvent
+from llmbackend.engine.messages import RequestEvent, SamplingParams, StepOutput
 
 from .infer_task import InferTask
 

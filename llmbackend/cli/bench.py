@@ -22,10 +22,9 @@ from rich.console import Console
 from rich.table import Table
 
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
-from llmbackend.engine.infer_request import EngineStats, InferRequest, ModelInfo, SamplingParams
-from llmbackend.engine.offline import OfflineEngine
-from llmbackend.engine.prepacking import make_served_runner
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import EngineStats, InferRequest, ModelInfo, SamplingParams
+from llmbackend.engine.offline import OfflineEngine, make_served_runner
 
 from ..fork_server.process_start import process_age_s
 from ..server.process_memory import peak_rss_mb, tree_pss_mb

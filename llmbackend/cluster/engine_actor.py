@@ -21,9 +21,8 @@ import msgspec
 import ray
 import ray.util
 
-from llmbackend.engine.process.engine_record import read_record
-from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
-from llmbackend.engine.rank_order import RankMeeting
+from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder, read_record
+from llmbackend.engine.ranks.rank_order import RankMeeting
 
 from .engine_keeper import EngineKeeper, Launch
 from .messages import EngineSpec, EngineState

@@ -21,13 +21,12 @@ from typing import Final
 
 import msgspec
 
-from llmbackend.engine.process.engine_record import read_record
-from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder, read_record
 from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
 from .ray_environment import THREADS_VARIABLE
 
-_PROGRAM: Final = "llmbackend.engine.process.served_engine"
+_PROGRAM: Final = "llmbackend.engine.process.served.served_engine"
 _DETACHED: Final = """
 import os, sys
 if os.fork():

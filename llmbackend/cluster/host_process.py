@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.engine.process.locating import stop_loads, use_locator
+from llmbackend.engine.process.served.locating import stop_loads, use_locator
 from llmbackend.remote import wire
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.sockets import CurveKeys

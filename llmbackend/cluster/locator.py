@@ -19,7 +19,7 @@ import msgspec
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.process.locating import EngineAddress
+from llmbackend.engine.process.served.locating import EngineAddress
 
 from .messages import EngineLost, EngineState, FromAgent, FromHost, HostServing, Peer, WantedEngine, Wants, engine_key
 

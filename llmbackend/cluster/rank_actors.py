@@ -20,9 +20,9 @@ import ray
 import ray.util
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from llmbackend.engine.process.rank_keeper import RankKeeper
-from llmbackend.engine.process.served_order import with_paths
-from llmbackend.engine.rank_order import RankMeeting, RankOrder
+from llmbackend.engine.process.served.served_order import with_paths
+from llmbackend.engine.ranks.rank_keeper import RankKeeper
+from llmbackend.engine.ranks.rank_order import RankMeeting, RankOrder
 
 from .messages import EngineSpec
 from .model_files import ModelFilesError, local_files

@@ -2,7 +2,7 @@
 
 For: the host, which places instances, and the adapter, which gives engines their devices. Does not know: torch, whose
 import takes seconds, and CUDA, whose initialisation takes memory on every GPU. Invariants: ids are CUDA's, counted from
-0 over the visible GPUs, in the order of their bus (engines tell CUDA so, gpu/current_device.py); a host whose driver is
+0 over the visible GPUs, in the order of their bus (engines tell CUDA so, gpu/device.py); a host whose driver is
 missing or does not answer has no GPUs.
 """
 

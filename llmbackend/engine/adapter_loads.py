@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
-from .infer_request import AdapterLoad, AdapterResult, InferRequest
+from .messages import AdapterLoad, AdapterResult, InferRequest
 from .step import Runner
 
 logger = logging.getLogger(__name__)

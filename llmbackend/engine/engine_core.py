@@ -21,7 +21,9 @@ from .adapter_loads import AdapterLoads
 from .config import EngineConfig
 from .errors import DeviceLostError
 from .grammars.constraints import Constraints
-from .infer_request import (
+from .memory.kv_cache import KVCacheManager
+from .memory.kv_events import PrefixPublishing
+from .messages import (
     EngineStats,
     FinishReason,
     InferRequest,
@@ -31,17 +33,14 @@ from .infer_request import (
     TokenLogprobs,
     Vocabulary,
 )
-from .memory.kv_cache import KVCacheManager
-from .memory.prefix_publishing import PrefixPublishing
+from .reports import Watch
 from .scheduling.drafting import Drafter
-from .scheduling.request_tracer import RequestTracer
 from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Rows, Sequence, refusal
 from .scheduling.step_pacing import StepPacer, StepWork
-from .scheduling.step_reporter import StepReporter
+from .scheduling.step_reporter import RequestTracer, StepReporter
 from .scheduling.steps_in_flight import CompletedStep, StepsInFlight, with_refusals
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
-from .step_report import Watch
 
 logger = logging.getLogger(__name__)
 

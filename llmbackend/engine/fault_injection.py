@@ -23,7 +23,7 @@ import numpy as np
 
 from .adapter_loads import Adapters, AdaptingRunner
 from .errors import DeviceLostError
-from .infer_request import InferRequest, ModelInfo
+from .messages import InferRequest, ModelInfo
 from .step import (
     BROKEN_LOGITS,
     KVCopies,

@@ -16,31 +16,89 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 
 from .config import EngineConfig
-from .engine_state import EngineHistory, EngineState
 from .errors import EngineDeadError
-from .infer_request import (
+from .messages import (
     AdapterLoad,
+    AdapterResult,
+    BlockChanges,
     EngineInput,
+    EngineStats,
     InferRequest,
     ModelInfo,
+    RequestEvent,
     StepOutput,
     StepResult,
     Vocabulary,
 )
-from .manager_callbacks import ManagerCallbacks, StatusType
 from .process.engine_sources import EngineSource, ForkedEngines
-from .process.locating import remote_engines
+from .process.served.locating import remote_engines
 from .process.supervisor import Supervisor, Wakeup
-from .step_report import Watch
+from .reports import EngineHistory, EngineReport, EngineState, Watch
+from .start.load_progress import LoadProgress
+
+
+class Operation(IntEnum):
+    """STOP ends a request. RELEASE_KV gives back its KV too; here every end does, so both are an abort."""
+
+    STOP = 1
+    RELEASE_KV = 2
+
+
+class StatusType(IntEnum):
+    CONTROL_SIGNAL_STATUS = 0
+    REQUEST_ENQUEUE_STATUS = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerCallbacks:
+    """get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
+    send_responses(outputs)             gets all outputs of a step at once
+    control_signal()                    drains the requests to stop; one that is not live is answered with an error
+    stats(stats)                        after each batch of steps
+    status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
+    engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
+                                        were pulled; get_requests may give them out again, to the next engine. After
+                                        an exception of get_requests the owner may have given out more, and after one
+                                        of send_responses some of them may have ended.
+    vocabulary()                        what tokens stand for, for requests with a grammar; once an engine; None = such
+                                        requests cannot be served
+    adapters()                          the LoRA adapters that the engine should have, name → folder; None = those of
+                                        the config. A changed mapping is another object.
+    adapter_loaded(result)              for each adapter that was loaded for it, again in each new engine
+    request_events(events)              of traced requests, before the outputs of the same step
+    reported(report)                    before the outputs of the same step; after `watch` alone
+    state_changed(state)                when the engine is ready, was lost, or has stopped
+    progress(progress)                  while an engine loads
+    blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
+                                        `follow_prefixes` alone
+    """
+
+    get_requests: Callable[[int], Sequence[InferRequest]]
+    send_responses: Callable[[Sequence[StepOutput]], None]
+    control_signal: Callable[[], Sequence[tuple[str, Operation]]]
+    stats: Callable[[EngineStats], None]
+    status_response: Callable[[str, str, StatusType], None]
+    engine_lost: Callable[[Sequence[str], EngineDeadError], None]
+    vocabulary: Callable[[], Vocabulary | None] = lambda: None
+    adapters: Callable[[], Mapping[str, str]] | None = None
+    adapter_loaded: Callable[[AdapterResult], None] = lambda result: None
+    request_events: Callable[[Sequence[RequestEvent]], None] = lambda events: None
+    reported: Callable[[EngineReport], None] = lambda report: None
+    state_changed: Callable[[EngineState], None] = lambda state: None
+    progress: Callable[[LoadProgress], None] = lambda progress: None
+    blocks_changed: Callable[[BlockChanges], None] = lambda changes: None
+
 
 logger = logging.getLogger(__name__)
 
-RUNNERS = "llmbackend.engine.runners"
+RUNNERS = "llmbackend.engine.make_runner"
 """By its name: the host need not import what computes."""
 NOT_WATCHED = Watch()
 STALL_TIMEOUT_S = 60.0
@@ -55,7 +113,7 @@ def _source(config: EngineConfig, index: int, wakeup: Wakeup, policy: HostPolicy
     engines = remote_engines()
     if engines is None or config.transport != "process":
         return ForkedEngines(config, RUNNERS, policy)
-    from .process.remote import EnginesElsewhere
+    from .process.served.remote import EnginesElsewhere
 
     return EnginesElsewhere(engines, config, index, wakeup.set)
 

@@ -92,7 +92,7 @@ def _kv_memory(config: EngineConfig, model: UnloadedModel) -> dict[str, Any]:
     bytes_per_token, max_model_len = model.kv_bytes_per_token, model.max_model_len
     if bytes_per_token is None or config.device != "cpu":
         return {"kv_bytes_per_token": bytes_per_token}
-    from .cpu.kv_memory import num_kv_blocks
+    from .cpu.native_memory import num_kv_blocks
 
     groups = KVGroups() if model.layers is None else model.layers.groups
     bytes_of_block = bytes_per_token if model.layers is None else model.layers.share_of_block(bytes_per_token)

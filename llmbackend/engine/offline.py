@@ -1,18 +1,24 @@
-"""An engine as a plain object: requests in, an iterator of step results out, on the caller's thread.
+"""An engine as a plain object on the caller's thread, and the runner that a server's engine would have.
 
-For: benchmarks, tests and programs that embed the engine. Does not know: queues, processes, callbacks. Invariant: when
-`generate` ends, even early, the engine is idle: every row and block is free.
+For: benchmarks, tests and programs that embed the engine. Does not know: queues, callbacks. Invariants: when `generate`
+ends, even early, the engine is idle: every row and block is free; a model that is not in the weight cache is packed by
+a process of its own, whose libraries and memory end with it.
 """
 
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterable
 from types import TracebackType
 
+import msgspec
+
 from .config import EngineConfig
 from .engine_core import EngineCore
-from .infer_request import InferRequest, ModelInfo, StepResult
-from .runners import make_runner
+from .make_runner import SharedParts, make_runner, shared_parts
+from .messages import InferRequest, ModelInfo, StepResult
 from .step import Runner
 
 
@@ -54,3 +60,40 @@ class OfflineEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+logger = logging.getLogger(__name__)
+
+
+def make_served_runner(config: EngineConfig) -> Runner:
+    """Raises as `make_runner`."""
+    parts = _looked_up(config)
+    if parts.is_unpacked:
+        command = [sys.executable, "-m", __name__, msgspec.json.encode(config).decode()]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
+        if done.returncode:
+            logger.warning("the process that packs the model ended with %d", done.returncode)
+        parts = _looked_up(config)
+    if parts.is_unpacked:
+        return make_runner(config)
+    made = parts.in_own_process(is_whole=False, lifeline_fd=-1)()
+    assert not isinstance(made, msgspec.Struct), "it is packed"
+    return made
+
+
+def _looked_up(config: EngineConfig) -> SharedParts:
+    parts = shared_parts(config)
+    parts.before_fork(is_whole=False)
+    return parts
+
+
+def main() -> None:
+    """In the other process."""
+    parts = _looked_up(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    if parts.is_unpacked:
+        parts.in_own_process(is_whole=False, lifeline_fd=-1)()
+        parts.publish()
+
+
+if __name__ == "__main__":
+    main()

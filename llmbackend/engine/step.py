@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from .infer_request import InferRequest, ModelInfo, TokenLogprobs
+from .config import SpeculativeConfig
+from .messages import InferRequest, ModelInfo, TokenLogprobs
 from .token_masks import PendingMasks
 
 BROKEN_LOGITS: Final = "the model computed logits that are not finite for this request"
@@ -102,7 +103,7 @@ class StepPlan:
     tokens, from the logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the
     j-th has position num_tokens[row] + j. The control side decides which of them are accepted; of a launched step the
     runner does, too, so that it can compute the next one. Of a launched step a row's drafts may all be PENDING_TOKEN:
-    the runner then looks them up in the row's text (prompt_lookup.py).
+    the runner then looks them up in the row's text (`look_up`).
     """
 
     rows: Int32Array
@@ -350,3 +351,28 @@ def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
     counts = plan.num_draft_tokens[plan.sample_rows] + 1
     ends = np.cumsum(counts, dtype=np.int32)
     return np.arange(counts.sum(), dtype=np.int32) + np.repeat(last_tokens + 1 - ends, counts)
+
+
+class LookupLengths(NamedTuple):
+    """Tokens of the shortest and of the longest ending of a text that is searched for in it."""
+
+    shortest: int
+    longest: int
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> LookupLengths:
+        return cls(config.lookup_min, config.lookup_max)
+
+
+def look_up(text: Int32Array, count: int, lengths: LookupLengths) -> Int32Array:
+    """The next `count` tokens of a text, int32 [n], n ≥ 1: those behind the last earlier occurrence of its longest
+    ending, again and again where the text ends before them; its last token where no ending has occurred."""
+    ends = np.arange(len(text) - 1)
+    matched, is_equal = np.zeros(len(ends), np.int32), np.ones(len(ends), np.bool_)
+    for back in range(min(lengths.longest, len(text) - 1)):
+        is_equal = is_equal & (ends >= back) & (text[ends - back] == text[-1 - back])
+        matched += is_equal
+    source = len(text) - 1
+    if len(ends) and (most := int(matched.max())) >= lengths.shortest:
+        source = int(np.flatnonzero(matched == most)[-1]) + 1
+    return np.resize(text[source:], count)

@@ -1,12 +1,14 @@
-"""Which tokens each sample of a step may take: bits by token, and how they are written.
+"""Which tokens may be sampled: masks of a step's samples as bits, and words that must not be completed.
 
-For: row constraints, which write them, and the samplers, which read them. Does not know: grammars, logits. Invariant:
-bit i of a row's words, from the lowest of the first word on, is token i; bits beyond the vocabulary are 0.
+For: row constraints, which make masks, and samplers, which apply them. Does not know: requests, logits. Invariant: a
+mask has one bit for each token of the vocabulary, 32 to a word; what a bad word bans follows from the tokens so far
+alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -79,3 +81,27 @@ class PendingMasks(Protocol):
 
     def result(self) -> TokenMasks:
         """Waits for them. May be called again."""
+
+
+class BadWords:
+    """One request's words of several tokens that may not be generated: the token that would complete one is banned.
+
+    A step's cost grows with the number of different lengths, not of words. Source: TensorRT-LLM's bad words, which may
+    begin in the prompt.
+    """
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        """`words`: token ids, two or more each."""
+        self._endings: dict[int, dict[tuple[int, ...], list[int]]] = defaultdict(lambda: defaultdict(list))
+        for word in words:
+            self._endings[len(word) - 1][word[:-1]].append(word[-1])
+        self._max_length = max(self._endings, default=0)
+
+    def banned(self, token_ids: npt.NDArray[np.int32]) -> list[int]:
+        """The tokens that may not follow `token_ids`, int32 [n]."""
+        tail = token_ids[-self._max_length :].tolist()
+        found: list[int] = []
+        for length, endings in self._endings.items():
+            if length <= len(tail):
+                found += endings.get(tuple(tail[-length:]), ())
+        return found

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-from llmbackend.engine.load_progress import logger as progress_log
+from llmbackend.engine.start.load_progress import logger as progress_log
 
 from .process_end import in_thread
 

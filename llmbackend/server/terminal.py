@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from llmbackend import __version__
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.engine.load_progress import LoadProgress
+from llmbackend.engine.start.load_progress import LoadProgress
 
 from .load_reports import handled_by
 

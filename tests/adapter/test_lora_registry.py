@@ -16,7 +16,7 @@ from llmbackend.adapter import lora_registry
 from llmbackend.adapter.lora_files import WEIGHTS, AdapterCopies
 from llmbackend.adapter.lora_registry import LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from llmbackend.engine.infer_request import AdapterResult
+from llmbackend.engine.messages import AdapterResult
 from llmbackend.waiting.timer import Timer
 from tests.helpers.waiting import eventually
 

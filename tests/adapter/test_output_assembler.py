@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from llmbackend.adapter.text.output_assembler import HELD_BACK, Chunk, OutputAssembler, TextToken
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
-from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
+from llmbackend.engine.messages import FinishReason, StepOutput, TokenLogprobs
 
 EOS = ByteTokenizer.EOS
 

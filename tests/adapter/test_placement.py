@@ -11,8 +11,7 @@ import pytest
 from llmbackend.adapter.placement import MAX_WAIT_S, REQUEST_TOKENS, WAKE_S, Place, Placement
 from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.task_map import EngineAssignment, TaskMap
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.infer_request import StepOutput
+from llmbackend.engine.messages import BlockChanges, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 from tests.adapter.test_task_map import make_task
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llmbackend.adapter.text.output_assembler import OutputAssembler
 from llmbackend.adapter.text.stop_strings import State, StopAutomaton, StopSequences, StopStrings
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
-from llmbackend.engine.infer_request import StepOutput
+from llmbackend.engine.messages import StepOutput
 
 LETTERS = st.text(alphabet="abc", min_size=1, max_size=5)
 

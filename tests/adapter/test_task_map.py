@@ -15,7 +15,7 @@ from llmbackend.adapter.prefix_index import PrefixIndex
 from llmbackend.adapter.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
 from llmbackend.engine.errors import DeathKind
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 

@@ -21,7 +21,7 @@ from llmbackend.adapter.schemas.vllm import VllmSchema
 from llmbackend.adapter.text.token_bias import TokenBias
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
-from llmbackend.engine.infer_request import BANNED_BIAS
+from llmbackend.engine.messages import BANNED_BIAS
 from tests.helpers.llm_host import Call, LlmHost, llm_host
 
 SCHEMA = 'parameters {{ key: "tensor_schema" value {{ string_value: "{}" }} }}'

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llmbackend.cluster.engine_keeper import EngineKeeper, Launch
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.process.served_order import ServedEngineOrder
+from llmbackend.engine.process.served.served_order import ServedEngineOrder
 
 NAME = "engine-0"
 

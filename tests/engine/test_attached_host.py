@@ -7,13 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import AdapterLoad, AdapterResult, EngineStats, StepOutput
-from llmbackend.engine.process.attached_host import AttachedHost, owner_of
-from llmbackend.engine.process.locating import EngineUsers
-from llmbackend.engine.process.remote_messages import Head
-from llmbackend.engine.process.shared_counters import SharedCounters
-from llmbackend.engine.request_events import RequestEvent
-from llmbackend.engine.step_report import BlockMap, EngineReport, StepReport, Watch
+from llmbackend.engine.messages import AdapterLoad, AdapterResult, EngineStats, RequestEvent, StepOutput
+from llmbackend.engine.process.served.attached_host import AttachedHost, owner_of
+from llmbackend.engine.process.served.locating import EngineUsers
+from llmbackend.engine.process.served.remote_messages import Head, SharedCounters
+from llmbackend.engine.reports import BlockMap, EngineReport, StepReport, Watch
 from tests.helpers.mock_engine import make_request
 from tests.helpers.served_engines import FixedLocator
 

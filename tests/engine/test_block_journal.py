@@ -11,12 +11,10 @@ import numpy as np
 import pytest
 
 from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.engine.block_changes import BlockChanges
-from llmbackend.engine.block_hashes import numbers, prefix_hashes
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.memory.block_journal import BlockJournal
+from llmbackend.engine.memory.block_journal import BlockJournal, numbers, prefix_hashes
 from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.messages import BlockChanges, InferRequest
 from tests.helpers.mock_engine import FaultyRunner, Outcomes, make_core, make_request
 
 BLOCK = 4
@@ -155,7 +153,8 @@ def test_blocks_behind_a_forgotten_one_are_not_found_until_they_are_computed_aga
 def test_hashes_are_the_same_in_every_process_and_depend_on_all_before() -> None:
     salt, text = ("tenant", "", "ä"), list(range(1000, 1050))
     code = (
-        f"from llmbackend.engine.block_hashes import prefix_hashes; print(list(prefix_hashes({salt!r}, {text!r}, 16)))"
+        "from llmbackend.engine.memory.block_journal import prefix_hashes\n"
+        f"print(list(prefix_hashes({salt!r}, {text!r}, 16)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     hashes = list(prefix_hashes(salt, text, 16))

@@ -12,8 +12,8 @@ import pytest
 
 from llmbackend.demo import DEMO_MODEL
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.cpu_memory import FilePages
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.cpu.native_memory import FilePages
+from llmbackend.engine.make_runner import make_runner
 
 ROW_BYTES = 4096
 NUM_ROWS = 19_200

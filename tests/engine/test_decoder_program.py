@@ -13,10 +13,10 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.linear import swap_linears
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model import loader
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import Runner
 
 pytestmark = [

@@ -18,8 +18,8 @@ from llguidance import LLMatcher
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams, TokenLogprobs, Vocabulary
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams, TokenLogprobs, Vocabulary
+from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.mock_engine import run_counted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -12,9 +12,9 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import AdapterLoad, InferRequest
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import AdapterLoad, InferRequest
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
-from llmbackend.engine.runners import make_runner
 from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,

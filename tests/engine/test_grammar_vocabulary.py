@@ -8,7 +8,7 @@ import pytest
 from llguidance import LLMatcher
 
 from llmbackend.engine.grammars.vocabulary import make_tokenizer
-from llmbackend.engine.infer_request import ModelInfo, Vocabulary
+from llmbackend.engine.messages import ModelInfo, Vocabulary
 
 TOKENIZER = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "tokenizer.json"
 TOOL_CALL, NEW_LINE, IM_START = 1022, 201, 1

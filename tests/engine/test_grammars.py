@@ -13,9 +13,9 @@ from llguidance import LLMatcher
 
 from llmbackend.engine.config import SpeculativeConfig, StructuredOutputsConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, Reasoning, SamplingParams, Vocabulary
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.messages import InferRequest, Reasoning, SamplingParams, Vocabulary
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable
 from llmbackend.engine.token_masks import TokenMasks, all_tokens, num_words, only

@@ -14,9 +14,9 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest
 from llmbackend.engine.memory.host_tier import HostTier
 from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.messages import InferRequest
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import KVCopies, RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_devices import FailingDevice, device_of, devices_closed, make_overlapping

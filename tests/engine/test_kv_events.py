@@ -11,11 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-from llmbackend.engine.block_hashes import prefix_hashes
-from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.config import EngineConfig, KVEventsConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.kv_events_config import KVEventsConfig
+from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.messages import InferRequest
 from tests.helpers.mock_engine import Outcomes, make_core, make_request
 
 BLOCK = 4

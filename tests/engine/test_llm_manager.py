@@ -17,8 +17,8 @@ import msgspec
 import pytest
 
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import InferRequest, StepOutput
-from llmbackend.engine.manager_callbacks import Operation, StatusType
+from llmbackend.engine.llm_manager import Operation, StatusType
+from llmbackend.engine.messages import InferRequest, StepOutput
 from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.transport import ProcessTransport
 from tests.helpers.manager_owner import Owner

@@ -18,10 +18,10 @@ from rich.console import Console
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import RUNNERS
-from llmbackend.engine.load_progress import LoadProgress, counted, report, reporting_to, show
-from llmbackend.engine.load_progress import logger as progress_log
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
+from llmbackend.engine.start.load_progress import LoadProgress, counted, report, reporting_to, show
+from llmbackend.engine.start.load_progress import logger as progress_log
 from llmbackend.server.load_reports import handled_by
 from llmbackend.server.terminal import LoadLines, load_bars
 from tests.helpers.fake_clock import FakeClock
@@ -158,7 +158,7 @@ class Hub(BaseHTTPRequestHandler):
 DOWNLOAD = """
 import json
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.load_progress import reporting_to
+from llmbackend.engine.start.load_progress import reporting_to
 from llmbackend.engine.model.loader import hub_files
 told = []
 with reporting_to(told.append):

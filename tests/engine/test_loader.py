@@ -16,7 +16,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.linear import PackedLinear, has_native, pack_linears
 from llmbackend.engine.model.compatibility import check_model
 from llmbackend.engine.model.loader import load_model
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.model.module_runner import make_model_runner
 
 pytestmark = pytest.mark.slow
 

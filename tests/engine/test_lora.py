@@ -16,8 +16,8 @@ import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import AdapterLoad, AdapterResult, InferRequest, SamplingParams
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.messages import AdapterLoad, AdapterResult, InferRequest, SamplingParams
+from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.lora_adapters import write_adapter
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]

@@ -14,10 +14,10 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.packed_decoder import PackedDecoder, PackedModel
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kv_groups import KVGroups, layer_groups
 from llmbackend.engine.load_forecast import forecast
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.packing import pack_model
 from tests.engine.test_decoder_program import SIZES, save

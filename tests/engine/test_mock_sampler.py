@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmbackend.engine.infer_request import SamplingParams
+from llmbackend.engine.messages import SamplingParams
 from llmbackend.engine.mock.mock_model import sample
 
 LOGITS = np.array([0.0, 3.0, 1.0, 2.0, -1.0])

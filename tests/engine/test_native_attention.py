@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from llmbackend.engine.attention.interface import AttentionOptions, LayerShape
-from llmbackend.engine.attention.native import NativePagedAttention
+from llmbackend.engine.attention.native_attention import NativePagedAttention
 from llmbackend.engine.attention.reference import LayerKVCache, PagedAttention, RaggedBatch
-from llmbackend.engine.cpu.kv_memory import LayerKV, NativeKVMemory
+from llmbackend.engine.cpu.native_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Kind, RotaryOp, Type
-from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.kernels.library import Kind, NativeKernels, RotaryOp, Type
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
 from tests.helpers.native_engines import Array, engine, from_bf16, to_bf16

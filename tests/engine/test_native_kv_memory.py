@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from llmbackend.engine.cpu.kv_memory import LayerKV, NativeKVMemory
+from llmbackend.engine.cpu.native_memory import LayerKV, NativeKVMemory
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Type
+from llmbackend.engine.kernels.library import Type
 
 pytestmark = pytest.mark.skipif(not library.available(), reason="no native kernels are built")
 BLOCKS, BLOCK_SIZE = 7, 32

@@ -17,8 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import choice, library
-from llmbackend.engine.kernels.abi import STRUCTURES, Type
-from llmbackend.engine.kernels.library import NativeKernels, fault_of
+from llmbackend.engine.kernels.library import STRUCTURES, NativeKernels, Type, fault_of
 
 pytestmark = pytest.mark.slow
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")

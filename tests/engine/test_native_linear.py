@@ -12,8 +12,18 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import (
+    Epilogue,
+    KernelLibrary,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    Rows,
+    Step,
+    Type,
+    op_pointers,
+    packed_bytes,
+)
 from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, numbers, stored, to_bf16
 
 VARIANTS = [name for name in library.available() if name != "amx"]

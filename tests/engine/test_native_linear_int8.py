@@ -11,8 +11,19 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, fault_of, op_pointers, packed_bytes
+from llmbackend.engine.kernels.library import (
+    Epilogue,
+    KernelLibrary,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    Rows,
+    Step,
+    Type,
+    fault_of,
+    op_pointers,
+    packed_bytes,
+)
 from tests.helpers.native_engines import Array, best_is_fast, engine, numbers, stored
 
 VARIANTS = list(library.available())

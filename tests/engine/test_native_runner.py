@@ -17,9 +17,9 @@ from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.packed_decoder import Memories, PackedDecoder, PackedModel
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import ProgramUnsupportedError
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kv_groups import KVGroups
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.packing import pack_model
 from tests.engine.test_decoder_program import PROGRAMS
@@ -50,7 +50,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.packed_decoder import Memories, PackedDecoder, PackedModel
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, StepOutput
+from llmbackend.engine.messages import InferRequest, StepOutput
 
 folder = Path(sys.argv[1])
 config = msgspec.json.decode((folder / "engine.json").read_bytes(), type=EngineConfig)

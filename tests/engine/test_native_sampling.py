@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import sample as plain_sample
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens

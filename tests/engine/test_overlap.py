@@ -13,9 +13,9 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.fault_injection import Faults, with_faults
-from llmbackend.engine.infer_request import InferRequest, StepOutput
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, StepOutput
 from llmbackend.engine.mock.mock_model import mock_generate
-from llmbackend.engine.runners import make_runner
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
 from tests.helpers.mock_engine import (

@@ -13,7 +13,7 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.mock_engine import make_request, run_to_end
 from tests.helpers.tiny_models import (
     FAMILIES,

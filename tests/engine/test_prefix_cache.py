@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_engine import (
@@ -488,7 +488,7 @@ def test_tokens_and_logprobs_of_a_real_model_do_not_change_by_a_bit(dtype: str, 
 
 
 def run_real(path: Path, wanted: list[InferRequest], dtype: Any, **options: Any) -> tuple[dict[str, Any], int]:
-    from llmbackend.engine.model_runner import make_model_runner
+    from llmbackend.engine.model.module_runner import make_model_runner
 
     config = EngineConfig(
         model=str(path), load_format="dummy", dtype=dtype, block_size=8, num_kv_blocks=60, num_threads=1, **options

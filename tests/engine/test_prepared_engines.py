@@ -13,9 +13,8 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput
-from llmbackend.engine.process.engine_sources import ForkedEngines
-from llmbackend.engine.process.fork_servers import FORK_SERVERS
+from llmbackend.engine.messages import EngineInput
+from llmbackend.engine.process.engine_sources import FORK_SERVERS, ForkedEngines
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
 from tests.helpers import preparing_runners
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request

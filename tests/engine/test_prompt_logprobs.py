@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, TokenLogprobs
+from llmbackend.engine.messages import InferRequest, TokenLogprobs
 from llmbackend.engine.mock.mock_model import MockRunner, mock_logits
 from llmbackend.engine.mock.overlapping_mock import OverlappingMockRunner
 from llmbackend.engine.sampling.prompt_logprobs import token_logprobs

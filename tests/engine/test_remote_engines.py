@@ -20,8 +20,8 @@ import zmq
 import llmbackend
 from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import EngineStarted, InferRequest
-from llmbackend.engine.process.locating import EngineAddress, stop_loads, use_locator
+from llmbackend.engine.messages import EngineStarted, InferRequest
+from llmbackend.engine.process.served.locating import EngineAddress, stop_loads, use_locator
 from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
@@ -300,7 +300,7 @@ HOST = """
 import sys
 from pathlib import Path
 from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.engine.process.locating import EngineAddress, use_locator
+from llmbackend.engine.process.served.locating import EngineAddress, use_locator
 from tests.engine.test_remote_engines import MOCK, endless
 from tests.helpers.manager_owner import Owner
 from tests.helpers.served_engines import FixedLocator
@@ -477,7 +477,7 @@ def test_a_keeper_without_a_key_says_so(tmp_path: Path, file: str | None, patter
 def test_an_order_is_checked() -> None:
     order = b'{"config": {"model": "mock"}, "secrets_folder": "x", "orphan_timeout_s": 0}\n'
     done = subprocess.run(
-        [sys.executable, "-m", "llmbackend.engine.process.served_engine"],
+        [sys.executable, "-m", "llmbackend.engine.process.served.served_engine"],
         input=order,
         stdout=subprocess.PIPE,
         check=False,

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest
-from llmbackend.engine.request_events import RequestEvent
+from llmbackend.engine.messages import InferRequest, RequestEvent
 from tests.helpers.mock_devices import devices_closed, make_overlapping
 from tests.helpers.mock_engine import make_core, random_requests
 

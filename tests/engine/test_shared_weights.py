@@ -13,8 +13,8 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.llm_manager import RUNNERS
+from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.process.engine_sources import ForkedEngines
 from llmbackend.engine.process.supervisor import Supervisor, Wakeup
 from tests.helpers.supervised_engines import load, pid_of, server_pid_of

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import EngineStats, InferRequest, SamplingParams
+from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
-from llmbackend.engine.scheduling.speculation import MAX_PAUSE_STEPS, Speculator, accepted_runs
+from llmbackend.engine.scheduling.drafting import MAX_PAUSE_STEPS, Speculator, accepted_runs
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
 from tests.helpers.repeating_text import repeat_text
@@ -438,7 +438,7 @@ def real_requests() -> list[InferRequest]:
 
 
 def run_real(path: Path, requests: list[InferRequest], **options: Any) -> tuple[dict[str, Any], EngineStats]:
-    from llmbackend.engine.model_runner import make_model_runner  # most tests here do without
+    from llmbackend.engine.model.module_runner import make_model_runner  # most tests here do without
 
     config = EngineConfig(model=str(path), load_format="dummy", transport="inline", block_size=8, **options)
     core = EngineCore(config, make_model_runner(config))

@@ -8,9 +8,9 @@ import time
 import msgspec
 import pytest
 
-from llmbackend.engine import start_parts
-from llmbackend.engine.infer_request import ModelInfo
-from llmbackend.engine.start_parts import StartPart, collecting, note, part, text_of
+from llmbackend.engine.messages import ModelInfo
+from llmbackend.engine.start import start_parts
+from llmbackend.engine.start.start_parts import StartPart, collecting, note, part, text_of
 from llmbackend.fork_server.process_start import process_age_s, started_ticks
 
 

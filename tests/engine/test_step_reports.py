@@ -10,9 +10,9 @@ import pytest
 
 from llmbackend.engine.config import SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, StepResult
+from llmbackend.engine.messages import InferRequest, StepResult
+from llmbackend.engine.reports import BlockMap, RowReport, StepReport, Watch
 from llmbackend.engine.scheduling import step_reporter
-from llmbackend.engine.step_report import BlockMap, RowReport, StepReport, Watch
 from tests.helpers.mock_devices import devices_closed, make_overlapping
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests
 

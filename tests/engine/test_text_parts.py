@@ -14,7 +14,7 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.model.compatibility import auto_class
 from llmbackend.engine.model.loader import load_model
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.model.module_runner import make_model_runner
 from tests.helpers.tiny_models import BASE, engine_tokens, expected_tokens, prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
@@ -72,7 +72,7 @@ def test_plain_weights_under_a_label_are_noted(method: str, tmp_path: Path, capl
 
 def test_float16_says_why_it_runs_as_modules(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tf.LlamaConfig(**BASE).save_pretrained(tmp_path)
-    with caplog.at_level(logging.INFO, "llmbackend.engine.model_runner"):
+    with caplog.at_level(logging.INFO, "llmbackend.engine.model.module_runner"):
         make_model_runner(EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float16", transport="inline"))
     assert "runs as transformers modules: the native CPU kernels compute float32 and bfloat16, and not float16" in (
         caplog.text

@@ -18,8 +18,8 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.llm_manager import RUNNERS
+from llmbackend.engine.messages import EngineInput
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport

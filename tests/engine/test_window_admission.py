@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest
 from llmbackend.engine.kv_groups import KVGroups
+from llmbackend.engine.messages import InferRequest
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_to_end
 from tests.helpers.windowed_mock import windowed_core
 

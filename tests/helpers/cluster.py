@@ -17,7 +17,7 @@ import msgspec
 
 from llmbackend.cluster.model_cache import DIRECTORY
 from llmbackend.cluster.ray_node import NodeRecord
-from llmbackend.engine.process.engine_record import EngineRecord
+from llmbackend.engine.process.served.served_order import EngineRecord
 from tests.helpers.server_process import ServerProcess, start_server
 from tests.helpers.waiting import eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 from hypothesis import strategies as st
 
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import mock_generate
 
 VOCAB_SIZE = 259

@@ -26,8 +26,8 @@ from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineInput, ModelInfo, StepResult
 from llmbackend.engine.llm_manager import LlmManager
+from llmbackend.engine.messages import EngineInput, ModelInfo, StepResult
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.process import engine_process, engine_sources
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan

@@ -11,12 +11,10 @@ from typing import Any
 
 import msgspec
 
-from llmbackend.engine.block_changes import BlockChanges
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.infer_request import EngineStats, InferRequest, StepOutput, Vocabulary
-from llmbackend.engine.llm_manager import LlmManager
-from llmbackend.engine.manager_callbacks import ManagerCallbacks, Operation, StatusType
+from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation, StatusType
+from llmbackend.engine.messages import BlockChanges, EngineStats, InferRequest, StepOutput, Vocabulary
 from tests.helpers.mock_engine import Outcome
 
 

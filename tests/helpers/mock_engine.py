@@ -10,14 +10,7 @@ import numpy as np
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import (
-    EngineStats,
-    InferRequest,
-    SamplingParams,
-    StepOutput,
-    StepResult,
-    TokenLogprobs,
-)
+from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams, StepOutput, StepResult, TokenLogprobs
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 

@@ -12,8 +12,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.abi import Type
-from llmbackend.engine.kernels.library import NativeKernels
+from llmbackend.engine.kernels.library import NativeKernels, Type
 
 Array = npt.NDArray[Any]
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.fault_injection import Faults
-from llmbackend.engine.infer_request import ModelPrepared
-from llmbackend.engine.rank_order import RankMeeting
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import ModelPrepared
+from llmbackend.engine.ranks.rank_order import RankMeeting
 from llmbackend.engine.step import Runner
 
 __all__ = ["make_runner", "shared_parts"]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import InferRequest
 from llmbackend.engine.memory.kv_cache import KVCacheManager
+from llmbackend.engine.messages import InferRequest
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.scheduling.scheduler import Scheduler
 from llmbackend.engine.scheduling.sequence import Rows, Sequence

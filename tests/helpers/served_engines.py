@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.process.locating import EngineAddress
-from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+from llmbackend.engine.process.served.locating import EngineAddress
+from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder
 
 END_TIMEOUT_S = 30.0
 
@@ -31,7 +31,7 @@ class ServedEngine:
 
     def __init__(self, config: EngineConfig, secrets_folder: Path, **options: Any) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "llmbackend.engine.process.served_engine"],
+            [sys.executable, "-m", "llmbackend.engine.process.served.served_engine"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )

@@ -11,8 +11,8 @@ import transformers as tf
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams
+from llmbackend.engine.model.module_runner import make_model_runner
 
 PROMPT_LENS = (13, 5, 21, 1, 30, 9)
 OUTPUT_TOKENS = 12

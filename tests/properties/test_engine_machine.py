@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate, mock_prompt_logprobs
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.helpers.engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares

@@ -19,8 +19,8 @@ import pytest
 from benchmarks.perplexity import perplexity, windows
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.runners import make_runner
+from llmbackend.engine.make_runner import make_runner
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from tests.helpers.grpc_streams import GrpcStream
 from tests.helpers.server_process import ServerProcess, post, start_server, stop_server
 from tools.real_models import NAMES

@@ -23,7 +23,7 @@ import msgspec
 
 from llmbackend.core.backend_api import TritonError, invalid_argument, shown, unsupported
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.infer_request import SamplingParams
+from llmbackend.engine.messages import SamplingParams
 
 from ..generation_bounds import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -24,7 +24,7 @@ from llmbackend.core.backend_api import (
     invalid_argument,
     layout_of,
 )
-from llmbackend.engine.infer_request import TokenLogprobs
+from llmbackend.engine.messages import TokenLogprobs
 
 from ..structured_outputs.constraint import FIELDS
 from ..text.output_assembler import Chunk, OutputAssembler

@@ -23,7 +23,7 @@ from llmbackend.core.backend_api import (
     shown,
     unsupported,
 )
-from llmbackend.engine.infer_request import TokenLogprobs
+from llmbackend.engine.messages import TokenLogprobs
 
 from ..generation_bounds import (
     MAX_CHOICES,

@@ -33,7 +33,7 @@ from llmbackend.core.backend_api import (
     shown,
     unsupported,
 )
-from llmbackend.engine.infer_request import TokenLogprobs
+from llmbackend.engine.messages import TokenLogprobs
 
 from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk

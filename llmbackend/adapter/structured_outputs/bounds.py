@@ -10,7 +10,7 @@ import dataclasses
 from typing import NoReturn
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument, shown
-from llmbackend.engine.grammars.limits import ENGINE_LIMITS
+from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
 
 MAX_DEPTH = 64
 """Of nested schemas, tags, groups of a regular expression."""

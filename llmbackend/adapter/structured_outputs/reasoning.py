@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from llmbackend.engine.infer_request import Reasoning
+from llmbackend.engine.messages import Reasoning
 
 from .bounds import Place
 

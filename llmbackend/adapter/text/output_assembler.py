@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import msgspec
 
-from llmbackend.engine.infer_request import FinishReason, StepOutput, TokenLogprobs
+from llmbackend.engine.messages import FinishReason, StepOutput, TokenLogprobs
 
 from .stop_strings import StopSequences, StopStrings
 from .tokenizer import Detokenizer

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from llmbackend.core.backend_api import invalid_argument
-from llmbackend.engine.infer_request import BANNED_BIAS
+from llmbackend.engine.messages import BANNED_BIAS
 
 from ..generation_bounds import MAX_LOGIT_BIAS, check_at_most, check_stops
 from .tokenizer import ModelTokenizer

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from tokenizers import Tokenizer, decoders
 
 from llmbackend.core.backend_api import invalid_argument
-from llmbackend.engine.infer_request import Vocabulary
+from llmbackend.engine.messages import Vocabulary
 
 from .chat import Message
 

@@ -15,10 +15,22 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.abi import AttentionOp, EmbedOp, Epilogue, Kind, LinearOp, NormOp, RotaryOp, Rows, Step, Type
-from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.library import (
+    AttentionOp,
+    EmbedOp,
+    Epilogue,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    NormOp,
+    RotaryOp,
+    Rows,
+    Step,
+    Type,
+    op_pointers,
+)
 from ..step import FlatStep, Int32Array
-from .kv_memory import LayerKV, NativeKVMemory, NativeLayerCache
+from .native_memory import LayerKV, NativeKVMemory, NativeLayerCache
 from .packed_decoder import (
     TYPE_OF,
     ArrayAt,

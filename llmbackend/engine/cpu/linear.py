@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from ..kernels.abi import Epilogue, Kind, LinearOp, Rows, Step, Type
-from ..kernels.library import NativeKernels, op_pointers
+from ..kernels.library import Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
 from ..kernels.weights import TYPE_OF, NewMemory, PackedWeight, WeightStore
-from ..load_progress import counted
-from .cpu_memory import release_pages
+from ..start.load_progress import counted
+from .native_memory import release_pages
 
 
 class NativeLinear(nn.Module):

@@ -1,8 +1,8 @@
 """Runs the steps of a packed model: one native program, and nothing else of the model than its packed weights.
 
-For: the engine core, as its `Runner`, wherever a CPU computes what can be a program. Does not know: torch, checkpoints,
-where the memories come from. Invariant: the same packed model computes the same bits in any process,
-whether it was just packed or read from a file.
+For: the engine core, as its `Runner`, wherever a CPU computes what can be a program; `why_modules` tells where the
+engine arguments rule that out. Does not know: torch, checkpoints, where the memories come from. Invariant: the same
+packed model computes the same bits in any process, whether it was just packed or read from a file.
 """
 
 from __future__ import annotations
@@ -13,20 +13,32 @@ import time
 from ..adapter_loads import refuse_adapter
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..infer_request import InferRequest, ModelInfo
 from ..kernels.library import NativeKernels, load
-from ..kernels.sampling import NativeSampling
-from ..sampling.host_step import HostSteps
+from ..messages import InferRequest, ModelInfo
+from ..sampling.native_sampling import NativeSampling
 from ..sampling.prompt_logprobs import PIECE_TOKENS
 from ..sampling.rows import SamplingRows
-from ..sampling.sampler import Sampler
-from ..start_parts import note
+from ..sampling.sampler import HostSteps, Sampler
+from ..start.start_parts import note
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
-from .cpu_memory import FilePages
 from .decoder_program import DecoderProgram, Float32Array
-from .kv_memory import num_kv_blocks
+from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks
 from .packed_decoder import PackedModel
-from .program_config import why_modules
+
+
+def why_modules(config: EngineConfig) -> str:
+    """Why the engine arguments rule out a native program; "" when they do not."""
+    reasons = {
+        "it is the mock": config.model == "mock",
+        f"device is '{config.device}'": config.device != "cpu",
+        f"the model is split over {config.num_ranks} ranks": config.num_ranks != 1,
+        "LoRA adapters are enabled": config.enable_lora,
+        "kernels is 'torch'": config.kernels == "torch",
+        "enforce_eager is set": config.enforce_eager,
+        f"block_size is {config.block_size}, not a multiple of {BLOCK_MULTIPLE}": config.block_size % BLOCK_MULTIPLE
+        != 0,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 class NativeRunner:

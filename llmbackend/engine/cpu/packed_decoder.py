@@ -17,8 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.abi import Type
-from ..kernels.library import packed_bytes
+from ..kernels.library import Type, packed_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]

@@ -1,16 +1,74 @@
-"""What the accelerator path needs of a device: ordered work that runs beside the host, and events that say when.
+"""What the accelerator path needs of a device: ordered work beside the host, events, and whether it still works.
 
-For: the runner and its parts. Does not know: models, steps, tensors' meaning. Invariants: work runs in the order in
-which it was enqueued; enqueued work reads no host memory that changes later, except pinned memory that its owner leaves
-unchanged until an event behind that work has passed.
+For: whatever loads a model on a GPU, the runner and its parts. Does not know: models, steps, tensors' meaning.
+Invariants: work runs in the order in which it was enqueued; enqueued work reads no host memory that changes later,
+except pinned memory that its owner leaves unchanged until an event behind that work has passed. A process that computes
+on `cuda:3` has it as its current device from the first call on: Triton launches kernels on a thread's current device,
+and pinned memory belongs to that device's context. Ids count GPUs in the order of their bus, as the host's list does
+(core/gpus.py), unless CUDA_DEVICE_ORDER says otherwise.
+
+A kernel that fails (an illegal address, an assertion, a hardware error) takes the device from its whole process: each
+later call fails with the same error, and only another process helps. Such an error leaves a runner as DeviceLostError,
+so that no row is blamed for it; other errors, lack of memory among them, concern one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
+
+from ..errors import DeviceLostError
+
+
+def use_gpu(device: torch.device) -> torch.device:
+    """Makes it the current device of this thread. Returns it with its index. Raises ValueError as `check_gpu`."""
+    check_gpu(device)
+    device = torch.device("cuda", device.index or 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+def check_gpu(device: torch.device) -> None:
+    """Raises ValueError when this torch cannot compute on it."""
+    subject = f"engine argument 'device' is '{device}', but this torch ({torch.__version__})"
+    if torch.version.hip is not None:
+        raise ValueError(f"{subject} is built for ROCm, expected a CUDA build: the engine's kernels are NVIDIA's only")
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # read when torch first asks for devices
+    count = torch.cuda.device_count()
+    if count == 0:
+        raise ValueError(f"{subject} sees no CUDA device")
+    if (device.index or 0) >= count:
+        raise ValueError(f"{subject} sees {count} CUDA devices, from 0 on")
+
+
+_NO_MEMORY = 2
+"""cudaErrorMemoryAllocation: of what torch's allocator does not hand out, such as pinned memory."""
+
+
+@contextmanager
+def noticing_loss(synchronize: Callable[[], None]) -> Iterator[None]:
+    """An exception inside is raised as it is where the device still works. synchronize: waits for the device, and
+    raises where it is lost; libraries report a lost device as errors of their own kinds."""
+    try:
+        yield
+    except DeviceLostError:
+        raise
+    except Exception as error:
+        if isinstance(error, torch.AcceleratorError) and getattr(error, "error_code", None) != _NO_MEMORY:
+            raise _lost(error) from error
+        try:
+            synchronize()
+        except Exception as loss:
+            raise _lost(loss) from error
+        raise
+
+
+def _lost(error: Exception) -> DeviceLostError:
+    return DeviceLostError(f"the device is lost to this process: {str(error).partition(chr(10))[0]}")
 
 
 class Event(Protocol):

@@ -17,15 +17,15 @@ import torch
 import triton
 from triton import knobs
 
-from ..infer_request import InferRequest, SamplingParams
+from ..messages import InferRequest, SamplingParams
 from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens
 from ..step import Int32Array, RowTable, SampledTokens, StepPlan
 from ..token_masks import PendingMasks, TokenMasks, all_tokens
 from .device import Device
-from .device_rows import DeviceRows
 from .kernels import narrowing, ranked_sampling, sampling
 from .kernels.ranking import CANDIDATES, LOWEST_KEY
 from .kernels.sampling import BLOCK, NUM_WORDS, RECORD
+from .rows.device_rows import DeviceRows
 
 _BLOCKS_AT_ONCE = sampling.BLOCKS_AT_ONCE
 """Blocks of the vocabulary for one program that only copies or summarises."""
@@ -56,7 +56,7 @@ class _Features:
 
 
 class DeviceSampler:
-    """Implements `Sampling` (runner.py). Owns what each row asks for, on the host and on the device.
+    """Implements `StepSampler` (gpu_runner.py). Owns what each row asks for, on the host and on the device.
 
     Tokens are those of `Sampler` for the same logits, seeds and positions: uniform numbers, edits, divisions by the
     temperature, the order of equal logits and top_k are the same bit by bit. Weights are float32 exponentials (the
@@ -242,7 +242,7 @@ class _DeviceState:
 
 
 class PreparedSampling:
-    """One step's sampling, with all it needs of the host, as `StepSampling` (runner.py)."""
+    """One step's sampling, with all it needs of the host, as `StepSampling` (gpu_runner.py)."""
 
     def __init__(
         self,

@@ -1,10 +1,15 @@
-"""CUDA graphs of whole steps: of decode steps by number of sequences, of mixed ones by number of tokens.
+"""CUDA graphs of whole steps: of decode steps by number of sequences, of mixed ones by number of tokens; and their
+memory.
 
 For: the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one.
 Does not know: requests, sampling. Invariants: what changes from step to step is in memory at fixed addresses, the
 layout of a mixed step too; a step is padded up to the next size, with sequences and tokens that write no KV and whose
 results are not used. The graph of a mixed step ends before the logits, which are computed for the tokens that are
 sampled alone.
+
+What all graphs of an engine will take is found by capturing two of each kind, before KV blocks are made. Tensors are
+counted by the allocator of this process, so that other processes on the device change nothing; what the driver keeps of
+a graph's launches is seen in the device's free memory alone, and is bounded, because others change that too.
 """
 
 from __future__ import annotations
@@ -13,14 +18,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
 from ..step import StepPlan
 from .device import Device, Graph
-from .device_rows import DeviceRows, Padded, StepShape
 from .program import GpuProgram
-from .step_sequences import num_sequences
+from .rows.device_rows import DeviceRows, Padded, StepShape
+from .rows.row_messages import num_sequences
 
 logger = logging.getLogger(__name__)
 
@@ -144,3 +151,38 @@ class StepGraphs:
                 self._logits[size] = self._program.forward(layout, self._rows.block_table)
             else:
                 self._program.run_layers(layout, self._rows.block_table)
+
+
+MOST_OF_LAUNCHES_BYTES = 32 << 20
+"""Of one graph."""
+
+
+class _Used(NamedTuple):
+    held_bytes: int
+    beside_bytes: int
+
+
+def graph_bytes(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
+    """Leaves no graphs."""
+    kinds = [[size for size in sizes if size.is_decode == is_decode] for is_decode in (True, False)]
+    total = sum(_bytes_of_kind(graphs, device, kind) for kind in kinds if kind)
+    graphs.forget()
+    return total
+
+
+def _bytes_of_kind(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
+    """The largest brings the tensors that the others share; each may need some of its own, and has launches."""
+    used = [_with_graphs(graphs, device, some) for some in (sizes[:0], sizes[-1:], sizes[-2:])]
+    first, second = (max(after.held_bytes - before.held_bytes, 0) for before, after in pairwise(used))
+    launches = min(after.beside_bytes - before.beside_bytes for before, after in pairwise(used[: len(sizes) + 1]))
+    each = min(max(launches, 0), MOST_OF_LAUNCHES_BYTES)
+    return first + second * (len(sizes) - 1) + each * len(sizes)
+
+
+def _with_graphs(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> _Used:
+    graphs.forget()
+    graphs.capture(sizes)
+    device.synchronize()
+    device.trim()
+    memory, held_bytes = device.memory(), device.held_bytes
+    return _Used(held_bytes, memory.total_bytes - memory.free_bytes - held_bytes)

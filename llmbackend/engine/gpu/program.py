@@ -18,10 +18,9 @@ from torch import nn
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
 from ..model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection, joined
-from .expert_weights import DenseExperts, ExpertProjection
-from .gates import Activation
-from .lora_slots import LoraSlots
-from .ops import (
+from .lora import LoraSlots
+from .ops.ops import (
+    Activation,
     AttendSpec,
     ExpertRoom,
     ExpertSpec,
@@ -33,7 +32,8 @@ from .ops import (
     RotarySpec,
     StepLayout,
 )
-from .weights import DenseWeight, DeviceWeight, EightBitRows, Matmul, Rows
+from .weights.dense import DenseWeight, DeviceWeight, EightBitRows, Matmul, Rows
+from .weights.experts import DenseExperts, ExpertProjection
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..infer_request import TokenLogprobs
+from ..messages import TokenLogprobs
 from ..sampling.prompt_logprobs import PIECE_TOKENS, prompt_spans
 from ..step import BROKEN_LOGITS, Int32Array, RowTable, StepPlan
 from .device import Device

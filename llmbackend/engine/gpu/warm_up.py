@@ -1,8 +1,9 @@
 """The steps that an engine runs before its first request: the largest one, and one of each kind.
 
-For: start.py. Does not know: requests, graphs, how memory is measured. Invariants: a step of a running engine needs no
-kernel that these did not, so that no request waits for a compiler; what they need of memory is at least what any step
-needs beside weights, buffers and KV blocks; they write to the first KV block alone.
+For: make_gpu_runner.py, and models that run as modules on a GPU, whose KV blocks get what the largest step leaves. Does
+not know: requests, graphs. Invariants: a step of a running engine needs no kernel that these did not, so that no
+request waits for a compiler; what they need of memory is at least what any step needs beside weights, buffers and KV
+blocks; they write to the first KV block alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ..config import EngineConfig
-from ..infer_request import ModelInfo
+from ..messages import ModelInfo
+from ..model.loader import LoadedModel
 from ..step import Int32Array, RowTable, Runner, StepPlan
-from .runner import GpuRunner, RunnerParts
-from .step_sequences import max_sequences
+from .device import Device
+from .device_kv_memory import block_bytes, num_kv_blocks
+from .gpu_runner import GpuRunner, RunnerParts
+from .rows.row_messages import max_sequences
 
 _SIZES = 1, 17, 65, 257
 """Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py,
@@ -80,3 +84,21 @@ def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
     drafts = step.drafts if step.drafts.any() else None
     rows = np.arange(num_rows, dtype=np.int32)
     runner.execute(StepPlan(rows, step.counts, np.ones(num_rows, np.bool_), drafts), table)
+
+
+_COPIES = 4
+"""Bytes that attention copies for each byte of a layer's KV that a step reads: the rows' blocks, padded by up to a
+third, once in the model's dtype and once in float32."""
+
+
+def num_module_blocks(config: EngineConfig, loaded: LoadedModel, device: Device, trial: Runner) -> int:
+    """trial: the model with one KV block. Raises ValueError when one sequence of max_model_len tokens does not fit,
+    torch.OutOfMemoryError when the largest step does not."""
+    device.trim()
+    run_largest(trial, config)
+    device.synchronize()
+    layers = loaded.layer_shapes
+    with_copies = block_bytes(layers, config.block_size, loaded.dtype) * (len(layers) + _COPIES) // len(layers)
+    num_blocks = num_kv_blocks(config, loaded.max_model_len, with_copies, device.memory(), 0)
+    # More than all rows at full length need is never used.
+    return min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // config.block_size))

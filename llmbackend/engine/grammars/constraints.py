@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import BadInputError
-from ..infer_request import InferRequest, ModelInfo, Vocabulary
+from ..messages import InferRequest, ModelInfo, Vocabulary
 from ..step import Int32Array, RowTable, StepPlan
 from ..token_masks import PendingMasks, TokenMasks, Words, num_words
 from .grammar_compiler import GrammarCompiler

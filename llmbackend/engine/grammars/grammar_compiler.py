@@ -1,24 +1,53 @@
-"""Compiles grammars on a thread of its own, and keeps those that were used last.
+"""Compiles grammars on a thread of its own, within limits, and keeps those that were used last.
 
-For: constraints.py. Does not know: rows, steps, requests. Invariants: a grammar that takes long, or fails, costs time
-on this thread only; what a compiled grammar may use of memory and time is bounded; a matcher is of one request.
+For: constraints.py, and the adapter, which by the same limits refuses with a path what the engine could not follow.
+Does not know: rows, steps, requests. Invariants: a grammar that takes long, or fails, costs time on this thread only;
+what a compiled grammar may use of memory and time is bounded; a matcher belongs to one request.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from ..errors import BadInputError
 from ..freed_memory import give_back_freed_memory
-from ..infer_request import ModelInfo, Vocabulary
-from .limits import ENGINE_LIMITS
+from ..messages import ModelInfo, Vocabulary
 from .vocabulary import make_tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarLimits:
+    """Each of one grammar, or of one mask of it."""
+
+    initial_lexer_fuel: int = 1_000_000
+    """Some 20 ms for the regular expressions of a grammar."""
+    step_lexer_fuel: int = 100_000
+    """Some 7 ms for those of one mask."""
+    step_max_items: int = 50_000
+    """Some 3 ms of one mask."""
+    max_items_in_row: int = 2_000
+    """Ways in which the grammar may go on from one place."""
+    max_lexer_states: int = 50_000
+    """Up to 100 MB."""
+    max_grammar_size: int = 500_000
+    """Symbols."""
+
+    def for_library(self) -> LLParserLimits:
+        from llguidance import LLParserLimits
+
+        return LLParserLimits(verbose_errors=False, **dataclasses.asdict(self))
+
+
+ENGINE_LIMITS: Final = GrammarLimits()
+
 
 MAX_GRAMMAR_BYTES: Final = 4 << 20
 _MAX_CACHED_BYTES: Final = 16 << 20

@@ -8,21 +8,83 @@ where it is not drafted; a mask without a token is an error that names the field
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from ..bad_words import BadWords
 from ..errors import BadInputError
-from ..infer_request import BANNED_BIAS, InferRequest, ModelInfo
-from ..output_end import stop_token_ids
-from ..token_masks import Words, all_tokens, has, only
-from . import reasoning
+from ..messages import BANNED_BIAS, InferRequest, ModelInfo, Reasoning, stop_token_ids
+from ..token_masks import BadWords, Words, all_tokens, has, only
 from .grammar_compiler import first_line
-from .reasoning import Phase
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+
+class Phase(Enum):
+    START = auto()
+    """The output may still begin with the start sequence."""
+    REASONING = auto()
+    ANSWER = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where an output is.
+
+    phase
+    num_matched    tokens at the output's end that begin the start sequence (START) or the end sequence (REASONING)
+    num_reasoning  tokens since the reasoning began, the start sequence not counted
+    """
+
+    phase: Phase
+    num_matched: int = 0
+    num_reasoning: int = 0
+
+
+ANSWERING = Progress(Phase.ANSWER)
+
+
+def begin(reasoning: Reasoning | None) -> Progress:
+    """Before the first token of the output."""
+    if reasoning is None:
+        return ANSWERING
+    if reasoning.is_open:
+        return Progress(Phase.REASONING)
+    return Progress(Phase.START) if reasoning.start_token_ids else ANSWERING
+
+
+def advance(reasoning: Reasoning, progress: Progress, token_id: int) -> Progress:
+    """Behind one more token of the output."""
+    if progress.phase is Phase.ANSWER:
+        return progress
+    if progress.phase is Phase.START:
+        if token_id != reasoning.start_token_ids[progress.num_matched]:
+            return ANSWERING
+        num_matched = progress.num_matched + 1
+        is_whole = num_matched == len(reasoning.start_token_ids)
+        return Progress(Phase.REASONING) if is_whole else Progress(Phase.START, num_matched)
+    num_matched = _matched(reasoning.end_token_ids, progress.num_matched, token_id)
+    if num_matched == len(reasoning.end_token_ids):
+        return ANSWERING
+    return Progress(Phase.REASONING, num_matched, progress.num_reasoning + 1)
+
+
+def forced_token(reasoning: Reasoning, progress: Progress) -> int | None:
+    """The next token of the end sequence, where the reasoning's limit is reached."""
+    limit = reasoning.max_tokens
+    if progress.phase is not Phase.REASONING or limit is None or progress.num_reasoning < limit:
+        return None
+    return reasoning.end_token_ids[progress.num_matched]
+
+
+def _matched(sequence: tuple[int, ...], num_matched: int, token_id: int) -> int:
+    """How many tokens at the end of (sequence[:num_matched], token_id) begin the sequence."""
+    text = (*sequence[:num_matched], token_id)
+    return next(n for n in range(len(text), -1, -1) if text[len(text) - n :] == sequence[:n])
+
 
 MAX_MARKER_TOKENS: Final = 64
 """Of the start and the end of reasoning."""
@@ -60,7 +122,7 @@ class RowConstraint:
         sampling = request.sampling
         self._request, self._vocab_size = request, info.vocab_size
         self._matcher, self._reasoning = matcher, request.reasoning
-        self._progress = reasoning.begin(request.reasoning)
+        self._progress = begin(request.reasoning)
         self.num_output = 0
         """Output tokens that it knows."""
         self.mask_s = 0.0
@@ -117,7 +179,7 @@ class RowConstraint:
         marked, progress = self._reasoning, self._progress
         if self._is_restricted:
             return []
-        if marked is not None and reasoning.forced_token(marked, progress) is not None:
+        if marked is not None and forced_token(marked, progress) is not None:
             return list(marked.end_token_ids[progress.num_matched :][:limit])
         if self._matcher is None or progress.phase is not Phase.ANSWER:
             return []
@@ -145,7 +207,7 @@ class RowConstraint:
         if before.phase is Phase.ANSWER:
             return self._match([token_id])
         assert self._reasoning is not None
-        after = self._progress = reasoning.advance(self._reasoning, before, token_id)
+        after = self._progress = advance(self._reasoning, before, token_id)
         if before.phase is Phase.START and after.phase is Phase.ANSWER:
             return self._match([*self._reasoning.start_token_ids[: before.num_matched], token_id])
         return 0
@@ -157,7 +219,7 @@ class RowConstraint:
             raise BadInputError(f"the tokens so far do not follow 'structured_outputs': {first_line(self._matcher)}")
         return len(token_ids)
 
-    def _restore(self, progress: reasoning.Progress, num_output: int, num_consumed: int) -> None:
+    def _restore(self, progress: Progress, num_output: int, num_consumed: int) -> None:
         self._progress, self.num_output = progress, num_output
         if num_consumed:
             assert self._matcher is not None
@@ -166,7 +228,7 @@ class RowConstraint:
     def _is_possible(self, token_id: int) -> bool:
         marked, progress = self._reasoning, self._progress
         if marked is not None and progress.phase is not Phase.ANSWER:
-            forced = reasoning.forced_token(marked, progress)
+            forced = forced_token(marked, progress)
             return progress.phase is Phase.REASONING and (token_id == forced if forced is not None else True)
         if self._matcher is None or token_id in self._eos:
             return True
@@ -197,7 +259,7 @@ class RowConstraint:
         """What grammar and reasoning allow; and the field that says so, or ""."""
         marked, progress, matcher = self._reasoning, self._progress, self._matcher
         if marked is not None and progress.phase is Phase.REASONING:
-            forced = reasoning.forced_token(marked, progress)
+            forced = forced_token(marked, progress)
             if forced is not None:
                 words[:] = only([forced], self._vocab_size)
                 return "'thinking_token_budget'"

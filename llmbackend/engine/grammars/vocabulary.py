@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ..infer_request import ModelInfo, Vocabulary
+from ..messages import ModelInfo, Vocabulary
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -17,8 +17,21 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from .abi import AttentionOp, Epilogue, Kind, LinearOp, Step, Type
-from .library import VARIANTS, KernelLibrary, NativeKernels, available, load, op_pointers, packed_bytes
+from .library import (
+    VARIANTS,
+    AttentionOp,
+    Epilogue,
+    KernelLibrary,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    Step,
+    Type,
+    available,
+    load,
+    op_pointers,
+    packed_bytes,
+)
 
 _ROUNDS: Final = 7
 """Libraries take turns, and the least time of each counts: other processes seldom disturb all turns."""

@@ -1,7 +1,7 @@
-"""The native kernels: which library this CPU gets, a Python handle on it, and the test that it computes correctly.
+"""The native kernels: structures of native/step.h, the library that this CPU gets, and its self-test.
 
-For: the model runner and the loader. Does not know: models; operations are handed over as structures (abi.py).
-Invariants: a library is used only when the CPU can execute it, its structures have the sizes of ours and it passed the
+For: code that builds operations or runs steps. Does not know: models. Invariants: a library is used only when the CPU
+can execute it, its structures have the sizes of ours (fields are explained in native/step.h) and it passed the
 self-test of some milliseconds (a program is compared with modules that run on the same kernels, which would not notice
 one that computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
 """
@@ -14,14 +14,100 @@ import importlib.machinery
 import logging
 import weakref
 from collections.abc import Sequence
-from ctypes import c_int32, c_int64, c_size_t, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_size_t, c_void_p
+from enum import IntEnum
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from .abi import STRUCTURES, Kind, LinearOp, Step, Type
+
+class Type(IntEnum):
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    FIXED16 = 3
+    """Of keys and values alone (native/fixed16.h)."""
+
+
+class Rows(IntEnum):
+    TOKENS = 0
+    SAMPLED = 1
+
+
+class Kind(IntEnum):
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROTARY = 3
+    ATTENTION = 4
+
+
+class Epilogue(IntEnum):
+    STORE = 0
+    ADD = 1
+    SILU_MUL = 2
+    GELU_MUL = 3
+
+
+def _fields(pointers: str = "", numbers: str = "", floats: str = "") -> list[tuple[str, type]]:
+    kinds = ((pointers, c_void_p), (numbers, c_int32), (floats, c_float))
+    return [(name, kind) for names, kind in kinds for name in names.split()]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="num_tokens num_rows num_sampled block_table_stride"),
+        *_fields("token_ids positions slots query_start seq_lens block_table sampled_tokens"),
+    ]
+
+
+class EmbedOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind weight_type"),
+        *_fields("weight out", "width out_stride", "scale"),
+        *_fields(numbers="padding"),
+    ]
+
+
+class NormOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind rows"),
+        *_fields("x weight out", "x_stride out_stride width out_type", "eps"),
+        *_fields(numbers="accumulate"),
+    ]
+
+
+class LinearOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind rows"),
+        *_fields("weight weight2 bias bias2 scale scale2 sums sums2 x y"),
+        *_fields("", "n k x_stride y_stride weight_type x_type y_type epilogue", "factor"),
+        *_fields(numbers="padding"),
+    ]
+
+
+class RotaryOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind kv_type"),
+        *_fields("q k v keys values cos_sin q_norm k_norm"),
+        *_fields("", "stride num_heads num_kv_heads head_dim rotary_dim block_size norm_whole", "eps"),
+    ]
+
+
+class AttentionOp(ctypes.Structure):
+    _fields_ = [
+        *_fields(numbers="kind kv_type"),
+        *_fields("q keys values sinks out"),
+        *_fields("", "q_stride out_stride num_heads num_kv_heads head_dim block_size window out_type"),
+        *_fields(floats="scaling softcap"),
+    ]
+
+
+STRUCTURES: Final = (Step, EmbedOp, NormOp, LinearOp, RotaryOp, AttentionOp)
+"""In the order in which the library lists their sizes."""
+
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .abi import Type
-from .library import PANEL, NativeKernels, packed_bytes
+from .library import PANEL, NativeKernels, Type, packed_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64

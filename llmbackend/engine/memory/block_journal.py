@@ -1,19 +1,64 @@
-"""Which blocks the prefix cache would find, as hashes that other processes can compute, and what has changed of that.
+"""Which blocks the prefix cache would find, as hashes that other processes can compute, and their changes.
 
-For: the prefix cache, which tells it of each block that it registers or forgets while somebody asks for it, and the
-engine core, which sends the changes. Does not know: blocks of memory, rows, requests. Invariant: it has exactly the
-blocks that a look-up from the beginning of a text reaches. A block behind a forgotten one stays registered, but is not
-reached any more: it is taken out together with that one.
+For: the prefix cache, which reports each block that it registers or forgets while somebody asks for it; the engine
+core, which sends the changes; hosts, which hash a prompt to find the engine with its longest prefix. Does not know:
+blocks of memory, rows, requests. Invariants: the journal has exactly the blocks that a look-up from the beginning of a
+text reaches: a block behind a forgotten one stays registered, but is reported as removed with it; a block's hash
+follows from the salt and from all tokens up to the block's last one. Hashes are 64 bits of BLAKE2b: two texts that
+share one by chance cost a worse choice of an engine, never a wrong token, because engines look blocks up by their
+tokens.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Final, Protocol
 
-from ..block_changes import BlockChanges
-from ..block_hashes import joined, next_hash, root_hash
+import msgspec
+
+from ..messages import BlockChanges
+
+HASH_BYTES: Final = 8
+_NUMBERS: Final = "Q"
+_TOKENS: Final = "i"
+
+
+@lru_cache(maxsize=1024)
+def root_hash(salt: tuple[str, ...]) -> bytes:
+    """What is before the first block of a text with this salt."""
+    return blake2b(msgspec.msgpack.encode(salt), digest_size=HASH_BYTES).digest()
+
+
+def next_hash(before: bytes, token_bytes: bytes) -> bytes:
+    """Of the block with these tokens (int32, one after the other) behind the one whose hash is `before`."""
+    return blake2b(before + token_bytes, digest_size=HASH_BYTES).digest()
+
+
+def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: int) -> array[int]:
+    """Of all blocks of a text that a prefix cache may have: the full ones, without its last token. uint64 [blocks]."""
+    size, before = block_size * array(_TOKENS).itemsize, root_hash(salt)
+    data = array(_TOKENS, token_ids).tobytes()
+    hashes = bytearray()
+    for end in range(size, (len(token_ids) - 1) // block_size * size + 1, size):
+        before = blake2b(before + data[end - size : end], digest_size=HASH_BYTES).digest()
+        hashes += before
+    return numbers(bytes(hashes))
+
+
+def numbers(hashes: bytes) -> array[int]:
+    """The hashes, one after the other, as integers. uint64 [len(hashes) / 8]."""
+    return array(_NUMBERS, hashes)
+
+
+def joined(hashes: Iterable[bytes]) -> bytes:
+    """What `numbers` takes apart."""
+    return b"".join(hashes)
+
 
 Salt = tuple[str, ...]
 

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..bad_words import BadWords
 from ..config import EngineConfig
-from ..infer_request import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
+from ..messages import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
 from ..sampling.prompt_logprobs import prompt_spans
 from ..sampling.rows import splitmix64, uniform
 from ..step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
-from ..token_masks import FORBIDDEN, TokenMasks, Words, as_bools
+from ..token_masks import FORBIDDEN, BadWords, TokenMasks, Words, as_bools
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130

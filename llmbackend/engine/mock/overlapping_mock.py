@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import EngineConfig
-from ..infer_request import InferRequest, TokenLogprobs
-from ..prompt_lookup import LookupLengths, look_up
-from ..step import PENDING_TOKEN, Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
+from ..messages import InferRequest, TokenLogprobs
+from ..step import PENDING_TOKEN, Int32Array, KVCopies, LookupLengths, RowTable, SampledTokens, StepPlan, look_up
 from ..token_masks import TokenMasks, Words
 from .mock_model import MockRunner, PromptToken, allowed_tokens, context_slots, prompt_tokens
 

@@ -20,10 +20,10 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
-from ..gpu.expert_weights import DenseExperts, ExpertProjection, QuantizedExperts
-from ..gpu.gates import ACTIVATIONS, Activation, gated
-from ..gpu.stored_weights import StoredLinear
-from ..gpu.weights import DenseWeight, QuantizedLinear
+from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
+from ..gpu.weights.dense import DenseWeight, QuantizedLinear
+from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
+from ..gpu.weights.stored import StoredLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Formats of checkpoints with weights of 4 bits: compressed-tensors, AWQ, GPTQ, read as the same numbers.
+"""Formats of checkpoints with weights of 4 bits: compressed-tensors, AWQ, GPTQ and mxfp4.
 
 For: the loader. Does not know: models, devices, how such weights are multiplied by. A layer named L has in place of
 L.weight [n, k]:
@@ -8,9 +8,12 @@ L.weight [n, k]:
   less 1; L.g_idx, the group of each column;
 - AWQ (gemm): L.qweight [k, n / 8], in the order 0, 2, 4, 6, 1, 3, 5, 7; L.scales and L.qzeros as GPTQ's, zeros in the
   same order and as they are.
+The experts of gpt-oss are in mxfp4: in place of E [experts, k, n] (…experts.gate_up_proj, …experts.down_proj) there are
+E_blocks, uint8 [experts, n, k / 32, 16], two numbers of e2m1 in each byte, the first one in its lower half, and
+E_scales, uint8 [experts, n, k / 32] of e8m0; all other weights are plain.
 Invariants: a number is 0 … 15, and the weight (number - zero) * scale; what is in another form, or of more or fewer
 bits, is refused by the name of its field or tensor.
-Source: the checkpoints that llm-compressor, GPTQModel and AutoAWQ write.
+Source: the checkpoints that llm-compressor, GPTQModel, AutoAWQ and OpenAI write; microscaling formats (MX) 1.0.
 """
 
 from __future__ import annotations
@@ -22,10 +25,68 @@ from typing import Any, Final, Literal, Protocol
 import torch
 
 from ..errors import CheckpointError
-from ..gpu.expert_weights import Int4Experts
-from ..gpu.int4_weights import LEAST_GROUP, PLAIN_ZERO
+from ..gpu.weights.experts import Int4Experts
+from ..gpu.weights.int4 import LEAST_GROUP, PLAIN_ZERO, Int4Weight
 from .checkpoint_files import TensorHeader, few
-from .mxfp4_format import Mxfp4Format
+
+_GROUP: Final = 32
+_BLOCKS, _SCALES = "_blocks", "_scales"
+
+
+@dataclass(frozen=True, slots=True)
+class Mxfp4Format:
+    """As PackedFormat."""
+
+    bytes_per_number: float = 0.5 + 1 / _GROUP
+
+    def plain(self, tensors: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+        weights = [name.removesuffix(_BLOCKS) for name in tensors if name.endswith(_BLOCKS)]
+        if missing := [scales for name in weights if (scales := f"{name}{_SCALES}") not in tensors]:
+            raise CheckpointError(f"its tensors do not fit its quantization_config: missing: {few(missing)}")
+        own = {f"{name}{ending}" for name in weights for ending in (_BLOCKS, _SCALES)}
+        plain = {name: TensorHeader("BF16", _shape(tensors, name)) for name in weights}
+        return {name: header for name, header in tensors.items() if name not in own} | plain
+
+    def spare(self, tensors: Mapping[str, TensorHeader]) -> frozenset[str]:
+        return frozenset()
+
+    def linears(self, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+        return set()
+
+    def has_experts(self, tensors: Mapping[str, torch.Tensor], module: str) -> bool:
+        return f"{module}.down_proj{_BLOCKS}" in tensors
+
+    def read_experts(
+        self, tensors: Mapping[str, torch.Tensor], module: str, name: str, device: torch.device, exact: bool
+    ) -> Int4Experts:
+        blocks, scales = (tensors[f"{module}.{name}{ending}"] for ending in (_BLOCKS, _SCALES))
+        experts = [
+            Int4Weight.of(_numbers(block.to(device)), scale.to(device), None, _GROUP, exact, is_float=True)
+            for block, scale in zip(blocks, scales, strict=True)
+        ]
+        return Int4Experts(Int4Weight.stacked(experts), len(experts))
+
+
+def _shape(tensors: Mapping[str, TensorHeader], name: str) -> tuple[int, ...]:
+    blocks, scales = (tensors[f"{name}{ending}"] for ending in (_BLOCKS, _SCALES))
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[-1] != _GROUP // 2:
+        raise CheckpointError(
+            f"its tensor '{name}{_BLOCKS}' is of type {blocks.dtype} and shape {list(blocks.shape)}, expected U8 and "
+            f"[experts, outputs, inputs / {_GROUP}, {_GROUP // 2}]"
+        )
+    num_experts, n, groups, _ = blocks.shape
+    if scales.dtype != "U8" or tuple(scales.shape) != (num_experts, n, groups):
+        raise CheckpointError(
+            f"its tensor '{name}{_SCALES}' is of type {scales.dtype} and shape {list(scales.shape)}, expected U8 and "
+            f"{[num_experts, n, groups]}"
+        )
+    return num_experts, groups * _GROUP, n
+
+
+def _numbers(blocks: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, k] of [n, k / 32, 16]"""
+    return torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
+
 
 Method = Literal["compressed-tensors", "gptq", "awq"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from ..errors import CheckpointError
-from ..gpu.expert_weights import ExpertProjection, QuantizedExperts
-from ..gpu.int4_weights import Int4Weight
-from ..gpu.weights import NEIGHBOURS, QuantizedLinear
+from ..gpu.weights.dense import NEIGHBOURS, QuantizedLinear
+from ..gpu.weights.experts import ExpertProjection, QuantizedExperts
+from ..gpu.weights.int4 import Int4Weight
 from .checkpoint_files import few
 from .int4_formats import Int4Format, PackedFormat
-from .meta_buffers import restore_buffers
+from .rotary import restore_buffers
 
 
 @dataclass(frozen=True, slots=True)

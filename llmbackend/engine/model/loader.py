@@ -28,14 +28,13 @@ from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
 from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
-from ..gpu.current_device import check_gpu
-from ..gpu.weights import check_device, join_neighbours, quantize_linears
-from ..kernels.abi import Type
+from ..gpu.device import check_gpu
+from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
 from ..kernels.choice import Choice, choose_library
-from ..kernels.library import NativeKernels
+from ..kernels.library import NativeKernels, Type
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
-from ..load_progress import bar_hook, download_bar, report
-from ..start_parts import part
+from ..start.load_progress import bar_hook, download_bar, report
+from ..start.start_parts import part
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model

@@ -14,7 +14,8 @@ import torch
 from ..attention.interface import LayerShape
 from ..config import EngineConfig
 from ..cpu.decoder_program import DecoderProgram
-from ..cpu.kv_memory import can_hold
+from ..cpu.native_memory import can_hold
+from ..cpu.native_runner import why_modules
 from ..cpu.packed_decoder import (
     ALIGN_BYTES,
     ArrayAt,
@@ -31,11 +32,10 @@ from ..cpu.packed_decoder import (
     PackedProjection,
     PackingPlace,
 )
-from ..cpu.program_config import why_modules
 from ..errors import ProgramUnsupportedError
-from ..kernels.abi import Type
+from ..kernels.library import Type
 from ..kernels.weights import PackedWeight, WeightStore
-from ..start_parts import part
+from ..start.start_parts import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mlp, Norm, Projection

@@ -119,3 +119,14 @@ def _rope_parameters(text_config: Any) -> Iterator[Mapping[str, Any]]:
     for value in parameters.values():
         if isinstance(value, Mapping) and "rope_type" in value:
             yield value
+
+
+def restore_buffers(model: Any) -> None:
+    """Gives a model without memory what its files do not hold: rotary frequencies, and the embedding's factor."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if "rotary" in name and hasattr(child, "config"):
+                setattr(module, name, type(child)(config=child.config))
+    embedding = model.get_input_embeddings()
+    for name, buffer in list(embedding.named_buffers(recurse=False)):
+        setattr(embedding, name, torch.full(buffer.shape, float(embedding.weight.shape[1]) ** 0.5, dtype=buffer.dtype))

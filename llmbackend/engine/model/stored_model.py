@@ -24,8 +24,8 @@ from transformers import GenerationConfig
 from ..attention.interface import AttentionOptions
 from ..config import EngineConfig
 from ..errors import CheckpointError, ProgramUnsupportedError
-from ..gpu.stored_weights import StoredLinear, StoredWeight
-from ..gpu.weights import Quantization, is_quantizable
+from ..gpu.weights.dense import Quantization, is_quantizable
+from ..gpu.weights.stored import StoredLinear, StoredWeight
 from .checkpoint_files import bad_checkpoint, read_headers
 from .compatibility import CheckedModel, architecture_name, check_calls
 from .loader import (
@@ -39,8 +39,7 @@ from .loader import (
     open_checkpoint,
 )
 from .mapped_tensors import mapped_tensors
-from .meta_buffers import restore_buffers
-from .rotary import fix_frequencies
+from .rotary import fix_frequencies, restore_buffers
 from .unloaded_model import meta_model
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import torch
 
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
-from ..gpu.weights import join_neighbours
+from ..gpu.weights.dense import join_neighbours
 from .compatibility import check_model
 from .decoder_description import Attention, Decoder
 from .loader import LoadedModel, describe_or_why, open_checkpoint, random_model

@@ -21,9 +21,9 @@ from torch import nn
 
 from ..attention.interface import AttentionOptions, LayerShape
 from ..config import EngineConfig
-from ..cpu.kv_memory import can_hold
 from ..cpu.linear import swap_linears
-from ..cpu.program_config import why_modules
+from ..cpu.native_memory import can_hold
+from ..cpu.native_runner import why_modules
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..kernels.choice import Choice
 from ..kernels.library import NativeKernels
@@ -31,7 +31,7 @@ from ..kv_groups import LayerGroups, layer_groups
 from .checkpoint_files import bad_checkpoint
 from .compatibility import architecture_name, check_calls
 from .decoder_description import describe
-from .int4_formats import PackedFormat
+from .int4_formats import Mxfp4Format, PackedFormat
 from .loader import (
     OpenedCheckpoint,
     check_stored_tensors,
@@ -41,9 +41,7 @@ from .loader import (
     random_model,
     why_not_native,
 )
-from .meta_buffers import restore_buffers
-from .mxfp4_format import Mxfp4Format
-from .rotary import fix_frequencies
+from .rotary import fix_frequencies, restore_buffers
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,10 @@
-"""A host's end of its link to an engine, wherever that runs: what the supervisor asks of it.
+"""A host's end of its link to an engine, wherever that runs: what the supervisor needs of it.
 
 For: the supervisor, which makes a new transport for each engine. Does not know: sockets, processes. Invariants: an
-engine says first how its load goes, and then one thing at a time about its steps; whatever an engine does or fails to
-do, a call returns within the time that the caller allows.
+engine first reports how its load goes, and then one message for each step; whatever an engine does or fails to do, a
+call returns within the time that the caller allows. One thread at a time uses a transport; `kill` is for any.
 
-One thread at a time uses a transport; `kill` is for any.
+Hosts import this module before they order an engine, so it imports nothing that an engine's process needs.
 """
 
 from __future__ import annotations
@@ -12,11 +12,26 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from .. import load_progress
+import msgspec
+
 from ..config import EngineConfig
 from ..errors import EngineDeadError
-from ..infer_request import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
-from ..load_progress import LoadProgress
+from ..messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
+from ..ranks.rank_order import RankMeeting
+from ..start import load_progress
+from ..start.load_progress import LoadProgress
+
+
+class EngineOrder(msgspec.Struct, frozen=True):
+    """endpoint  of the host's socket
+    is_whole  whether the engine loads the checkpoint itself, with all that this takes; else it may share what its fork
+              server holds, or prepare that and end
+    meeting   where the other ranks of a split model come, which others start; None = they are forked
+    """
+
+    endpoint: str
+    is_whole: bool = False
+    meeting: RankMeeting | None = None
 
 
 class Transport(ABC):

@@ -29,12 +29,12 @@ from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import is_shortage
 from ..fault_injection import Faults, FaultyLink, Link
-from ..infer_request import EngineInput, EngineStarted, ModelPrepared
-from ..load_progress import LoadProgress, reporting_to
-from ..rank_order import RankMeeting
-from ..start_parts import Start, StartPart, collecting
+from ..messages import EngineInput, EngineStarted, ModelPrepared
+from ..ranks.rank_order import RankMeeting
+from ..start.load_progress import LoadProgress, reporting_to
+from ..start.start_parts import Start, StartPart, collecting
 from ..step import Runner
-from .order import EngineOrder
+from .engine_link import EngineOrder
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ class EngineProgram:
 
 
 def prepare(runners: str, config_json: str) -> EngineProgram:
-    """In the fork server. `runners`: the name of a module like engine/runners.py."""
+    """In the fork server. `runners`: the name of a module like engine/make_runner.py."""
     return EngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)
 
 

@@ -1,22 +1,67 @@
 """Where a supervisor's engines come from: fork servers of this process, or a cluster.
 
-For: supervisors. Does not know: when an engine is due, what its loss means. Invariant: a source gives one transport at
-a time, and holds nothing after `close`.
+For: supervisors. Does not know: when an engine is due, what its loss means. Engines of one config share a fork server,
+so that what it holds, weights among it, exists once. Invariants: a source gives one transport at a time, and holds
+nothing after `close`; a fork server ends with the last engine's supervisor.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import msgspec
 
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError
-from ..load_progress import LoadProgress
+from ..start.load_progress import LoadProgress
 from .engine_link import Transport
-from .fork_servers import FORK_SERVERS
 from .transport import EngineForkServer, make_transport
+
+
+@dataclass
+class _Shared:
+    server: EngineForkServer
+    num_users: int = 0
+
+
+class ForkServers:
+    """Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shared: dict[bytes, _Shared] = {}
+
+    def acquire(self, config: EngineConfig, runners: str) -> EngineForkServer:
+        """The fork server of this config; `release` it in the end."""
+        with self._lock:
+            key = _key(config, runners)
+            shared = self._shared.get(key)
+            if shared is None:
+                shared = self._shared[key] = _Shared(EngineForkServer(config, runners))
+            shared.num_users += 1
+            return shared.server
+
+    def release(self, server: EngineForkServer) -> None:
+        with self._lock:
+            key = _key(server.config, server.runners)
+            shared = self._shared[key]
+            shared.num_users -= 1
+            if shared.num_users:
+                return
+            del self._shared[key]
+        server.close()
+
+
+def _key(config: EngineConfig, runners: str) -> bytes:
+    return runners.encode() + msgspec.json.encode(config, order="sorted")
+
+
+FORK_SERVERS: Final = ForkServers()
 
 
 class EngineSource(Protocol):

@@ -24,8 +24,8 @@ from llmbackend.fork_server.client import restart_pause_s, wait_readable
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
-from ..infer_request import EngineInput, ModelInfo, ModelPrepared, StepResult
-from ..load_progress import LoadProgress
+from ..messages import EngineInput, ModelInfo, ModelPrepared, StepResult
+from ..start.load_progress import LoadProgress
 from .engine_link import Transport
 from .engine_sources import EngineSource
 

@@ -36,11 +36,10 @@ from llmbackend.fork_server.output import OutputReader
 
 from ..config import EngineConfig
 from ..errors import LOST_RANK_EXIT_CODE, DeathKind, EngineDeadError, is_shortage
-from ..infer_request import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
-from ..load_progress import LoadProgress
-from ..rank_order import RankMeeting
-from .engine_link import Transport
-from .order import EngineOrder
+from ..messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
+from ..ranks.rank_order import RankMeeting
+from ..start.load_progress import LoadProgress
+from .engine_link import EngineOrder, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class EngineForkServer(ForkServer):
     program = _PROGRAM
 
     def __init__(self, config: EngineConfig, runners: str, meeting: RankMeeting | None = None) -> None:
-        """runners: name of a module like engine/runners.py. meeting: where the other ranks of a split model come, if
+        """runners: name of a module like make_runner.py. meeting: where the other ranks of a split model come, if
         others start them."""
         self._meeting = meeting
         self.config = config

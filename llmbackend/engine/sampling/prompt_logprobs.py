@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..infer_request import TokenLogprobs
+from ..messages import TokenLogprobs
 from ..step import BROKEN_LOGITS, Int32Array, RowTable, StepPlan
 
 Float32Array = npt.NDArray[np.float32]

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..grammars.row_constraint import is_constrained
-from ..infer_request import InferRequest, TokenLogprobs
+from ..messages import InferRequest, TokenLogprobs
 from ..step import BROKEN_LOGITS, NO_TOKEN, Int32Array, SampledTokens
 
 Int64Array = npt.NDArray[np.int64]

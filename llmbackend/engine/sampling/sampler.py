@@ -1,12 +1,15 @@
-"""The rules of sampling, whatever computes it: what requests ask for, bans of bad words, logprobs by token ids.
+"""One step's sampling on the host: what requests ask for, bans of bad words, and the logprobs that prompts need.
 
-For: the runners on the host. Does not know: how a token is chosen (`Sampling`: the native kernels, torch), models, stop
-rules. Invariants: a row's token depends on its logits, its request and the tokens in its row alone; a broken row gets
-an error of its own; every edit follows from the request and the row's tokens, so that a step can be repeated.
+For: the runners of the host, whose logits are of one form or another. Does not know: what computes logits, how a token
+is chosen (`TokenChooser`: the native kernels, torch), stop rules. Invariants: a row's token depends on its logits, its
+request and the tokens in its row alone; a broken row gets an error of its own; a step changes KV slots alone, and every
+edit follows from the request and the row's tokens, so that a step can be repeated.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
@@ -15,19 +18,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..bad_words import BadWords
-from ..infer_request import BANNED_BIAS, InferRequest, TokenLogprobs
-from ..step import Int32Array, RowTable, SampledTokens
-from ..token_masks import TokenMasks
+from ..messages import BANNED_BIAS, InferRequest, TokenLogprobs
+from ..step import Int32Array, RowTable, SampledTokens, StepPlan
+from ..token_masks import BadWords, TokenMasks
+from .prompt_logprobs import Float32Array, PromptSpan, logprobs_of_spans, prompt_spans
 from .rows import RowEdits, SampleLogprobs, SamplingRows, sampled_tokens
 
-Float32Array = npt.NDArray[np.float32]
 Int64Array = npt.NDArray[np.int64]
 LogitsT = TypeVar("LogitsT")
 _Logits = TypeVar("_Logits", contravariant=True)
 
 
-class Sampling(Protocol[_Logits]):
+class TokenChooser(Protocol[_Logits]):
     """Chooses tokens from logits of one form, by the records of the rows that it was made with."""
 
     def set_edits(self, row: int, edits: RowEdits | None) -> None:
@@ -43,7 +45,7 @@ class Sampling(Protocol[_Logits]):
 
 
 class Sampler(Generic[LogitsT]):
-    def __init__(self, rows: SamplingRows, sampling: Sampling[LogitsT]) -> None:
+    def __init__(self, rows: SamplingRows, sampling: TokenChooser[LogitsT]) -> None:
         """rows: the records that `sampling` reads."""
         self._rows = rows
         self._sampling = sampling
@@ -113,3 +115,45 @@ def _with_logprobs(entry: TokenLogprobs, token_ids: Sequence[int], logits: Float
     norm = own - entry.logprob
     others = tuple((token_id, float(value) - norm) for token_id, value in zip(token_ids, logits, strict=True))
     return msgspec.structs.replace(entry, others=others)
+
+
+_LogitsOut = TypeVar("_LogitsOut", covariant=True)
+
+
+class Forward(Protocol[_LogitsOut]):
+    """A loaded model with its KV memory, from tokens to logits."""
+
+    def logits(self, plan: StepPlan, table: RowTable) -> _LogitsOut | None:
+        """Computes the plan's tokens and writes their KV; logits [plan.num_samples, vocab] or None when that is 0."""
+
+    def logits_behind(self, row: int, positions: Int32Array) -> Float32Array:
+        """Logits [positions, vocab or more] behind these tokens of a row of the last step; valid until the next call.
+        At most PIECE_TOKENS positions."""
+
+
+class HostSteps(Generic[LogitsT]):
+    def __init__(self, forward: Forward[LogitsT], sampler: Sampler[LogitsT], vocab_size: int) -> None:
+        self._forward, self._sampler, self._vocab_size = forward, sampler, vocab_size
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        """As Runner.execute."""
+        start_s = time.perf_counter()
+        logits = self._forward.logits(plan, table)
+        forward_s = time.perf_counter() - start_s
+        sampled = SampledTokens(np.empty(0, np.int32))
+        masks = None if plan.masks is None else plan.masks.result()
+        if logits is not None:
+            sampled = self._sampler.sample(*plan.samples(table), logits, table, masks)
+        if spans := prompt_spans(plan, table):
+            sampled = self._with_prompt_logprobs(sampled, spans, table)
+        sample_s = time.perf_counter() - start_s - forward_s
+        return dataclasses.replace(sampled, forward_s=forward_s, sample_s=sample_s)
+
+    def _with_prompt_logprobs(
+        self, sampled: SampledTokens, spans: Sequence[PromptSpan], table: RowTable
+    ) -> SampledTokens:
+        def logits_of(row: int, positions: Int32Array) -> Float32Array:
+            return self._forward.logits_behind(row, positions)[:, : self._vocab_size]
+
+        prompt_logprobs, errors = logprobs_of_spans(spans, table, logits_of)
+        return dataclasses.replace(sampled, prompt_logprobs=prompt_logprobs, errors={**sampled.errors, **errors})

@@ -29,8 +29,8 @@ import numpy as np
 
 from ..memory.kv_cache import KVCacheManager
 from ..memory.prefix_cache import Key, Prefix
+from ..reports import WaitReason
 from ..step import PENDING_TOKEN, BoolArray, Int32Array, StepPlan
-from ..step_report import WaitReason
 from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from ..grammars.row_constraint import RowConstraint
 from ..grammars.row_constraint import refusal as constraint_refusal
-from ..infer_request import InferRequest, ModelInfo
-from ..output_end import OutputEnd, stop_token_ids
+from ..messages import InferRequest, ModelInfo, OutputEnd, stop_token_ids
 from ..step import Int32Array, PromptLogprobs, RowTable, Runner
 
 

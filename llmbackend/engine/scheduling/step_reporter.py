@@ -1,7 +1,8 @@
-"""Makes the reports of steps and blocks for those who watch an engine.
+"""Reports of steps and blocks for those who watch an engine, and events of requests that are traced.
 
-For: the engine core, which has a reporter only while it is watched. Does not know: who watches. Invariant: it reads the
-scheduler's state and changes nothing, so that a watched engine computes the same tokens.
+For: the engine core, which has a reporter only while it is watched. Does not know: who watches. Invariants: both read
+the scheduler's state and change nothing, so that a watched engine computes the same tokens; while no live request is
+traced, a step costs one check.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from typing import Final
 
 import numpy as np
 
-from ..infer_request import StepOutput
 from ..memory.kv_cache import KVCacheManager
-from ..step import StepPlan
-from ..step_report import BlockMap, BlockRun, BlockState, EngineReport, StepReport, Watch
+from ..messages import EventName, RequestEvent, StepOutput
+from ..reports import BlockMap, BlockRun, BlockState, EngineReport, StepReport, Watch
+from ..step import RowTable, StepPlan
 from .scheduler import Scheduler
-from .sequence import Rows
+from .sequence import Rows, Sequence
 from .steps_in_flight import CompletedStep
 
 BLOCK_MAP_INTERVAL_S: Final = 0.25
@@ -172,3 +173,61 @@ def block_map(kv_cache: KVCacheManager, rows: Rows) -> BlockMap:
         )
     )
     return BlockMap(time.time(), kv_cache.num_blocks, runs, is_truncated)
+
+
+class RequestTracer:
+    """One thread calls it."""
+
+    def __init__(self, table: RowTable, now_s: Callable[[], float]) -> None:
+        self._table = table
+        self._now_s = now_s
+        self._live: dict[str, Sequence] = {}
+        self._running: set[str] = set()
+        """Of them, those that hold blocks."""
+        self._events: list[RequestEvent] = []
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a live request is traced."""
+        return bool(self._live)
+
+    def add(self, sequence: Sequence) -> None:
+        self._live[sequence.request.request_id] = sequence
+
+    def forget(self, request_id: str) -> None:
+        self._live.pop(request_id, None)
+        self._running.discard(request_id)
+
+    def happened(self, request_id: str, name: EventName, num_tokens: int = 0) -> None:
+        if request_id in self._live:
+            self._events.append(RequestEvent(request_id, name, int(self._now_s() * 1e9), num_tokens))
+
+    def planned(self, plan: StepPlan) -> None:
+        """A step was planned; before its rows advance."""
+        for request_id, sequence in self._live.items():
+            if sequence.row < 0:
+                continue
+            num_tokens = int(plan.num_scheduled_tokens[plan.rows == sequence.row].sum())
+            if num_tokens:
+                self._running.add(request_id)
+                self._computes(sequence, num_tokens)
+            elif request_id in self._running and not self._table.num_computed_tokens[sequence.row]:
+                self._running.discard(request_id)
+                self.happened(request_id, "preempted")
+
+    def take(self) -> tuple[RequestEvent, ...]:
+        """The events since the last call."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return tuple(events)
+
+    def _computes(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step that only computes the row's last token, and drafts, is no event."""
+        row, table = sequence.row, self._table
+        computed, known = int(table.num_computed_tokens[row]), int(table.num_tokens[row])
+        num_prompt = int(table.num_prompt_tokens[row])
+        if known == num_prompt:
+            self.happened(sequence.request.request_id, "prefill", num_tokens)
+        elif computed < known - 1:
+            self.happened(sequence.request.request_id, "recompute", num_tokens)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..infer_request import TokenLogprobs
+from ..messages import TokenLogprobs
 from ..step import NO_TOKEN, PENDING_TOKEN, BoolArray, Int32Array, OverlappingRunner, SampledTokens, StepPlan
 from .sequence import Rows
 

@@ -22,8 +22,7 @@ from ..config import EngineConfig
 from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
 from ..errors import CheckpointError
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
-from .huge_pages import Prefault
-from .image_file import ImageDamagedError, ImageFile, image_bytes, new_resident, write_image, write_tables
+from .image_file import ImageDamagedError, ImageFile, Prefault, image_bytes, new_resident, write_image, write_tables
 from .image_key import NoKeyError, key_of
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,23 @@
-"""The file of a packed model: a header, two memories, their checksums, a description.
+"""The file of a packed model: a header, two memories, their checksums, a description; its pages in memory.
 
 For: the cache, and engines that pass packed weights on without a disk (a memfd). Does not know: what a description
 says, where files lie. Layout: a header (magic, length, CRC, msgpack), from 2 MiB on the resident memory, then the
 mapped memory, both in whole pages, a checksum of each 2 MiB of both (uint32), the description. Invariants: the header
 is written last, so that a file which was not finished has none; nothing is used before its checksum was compared; no
 byte is unpickled or executed; a mapping is only written to where the disk has room for it (else: SIGBUS).
+
+Checksums are made word by word and page by page, as fast as memory is read; a CRC of the bytes takes three times as
+long. A chunk in which one word differs, or two pages are exchanged, has another checksum; they protect against nobody
+who wants a collision (the folder's owner and mode do). Processes that map the same pages share them, and a CPU reads
+huge pages about a quarter faster than small ones. Whether pages are huge is read from /proc/self/smaps: it depends on
+the kernel, the file system, and how the file came into memory.
 """
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import mmap
 import os
 import struct
 import threading
@@ -20,9 +27,92 @@ from typing import Final
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from .checksums import CHUNK_BYTES, PAGE_BYTES, Bytes, Sums, chunk_checksum, num_chunks, whole_pages
-from .huge_pages import HUGE_PAGE_BYTES, huge_bytes, map_pages, prefer_huge_pages
+Bytes = npt.NDArray[np.uint8]
+Sums = npt.NDArray[np.uint32]
+
+CHUNK_BYTES: Final = 2 << 20
+PAGE_BYTES: Final = 4096
+"""Chunks are whole pages."""
+
+
+def chunk_checksum(chunk: Bytes) -> int:
+    """Of whole pages: a CRC of their sums, word by word over all pages and page by page over all words."""
+    words = chunk.view(np.uint64).reshape(-1, PAGE_BYTES // 8)
+    return zlib.crc32(words.sum(axis=1), zlib.crc32(words.sum(axis=0)))
+
+
+def num_chunks(size_bytes: int) -> int:
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+HUGE_PAGE_BYTES: Final = 2 << 20
+_PREFAULT_BYTES: Final = 8 << 20
+_MADV_POPULATE_WRITE: Final = 23
+
+
+def map_pages(descriptor: int, offset_bytes: int, size_bytes: int, *, writable: bool = False) -> Bytes:
+    """A part of the file, shared with whoever maps it. Huge pages begin at its multiples of 2 MiB. Raises OSError."""
+    rights = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    pages = mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, rights, offset=offset_bytes)
+    return np.frombuffer(pages, np.uint8)
+
+
+def prefer_huge_pages(memory: Bytes) -> None:
+    """For the whole of what `map_pages` gave."""
+    pages = memory.base
+    if isinstance(pages, memoryview):
+        pages = pages.obj
+    if isinstance(pages, mmap.mmap) and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+
+
+class Prefault:
+    """Has the system give a writable mapping its pages, on a thread, until `stop`: their clearing takes longer than
+    anything else that is done to them, above all in virtual machines."""
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory
+        self._is_stopped = False
+        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The thread has ended; the pages that it had come to stay in the file."""
+        self._is_stopped = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        madvise = ctypes.CDLL(None).madvise  # unlike mmap's own method it lets other threads run
+        address = int(self._memory.ctypes.data)
+        for start in range(0, len(self._memory), _PREFAULT_BYTES):
+            size_bytes = min(_PREFAULT_BYTES, len(self._memory) - start)
+            arguments = (ctypes.c_void_p(address + start), ctypes.c_size_t(size_bytes), _MADV_POPULATE_WRITE)
+            if self._is_stopped or madvise(*arguments):
+                return
+
+
+def huge_bytes(memory: Bytes) -> int:
+    """Bytes of the mapping that `memory` lies in that were touched and are on huge pages."""
+    address, found = int(memory.ctypes.data), 0
+    is_ours = False
+    with open("/proc/self/smaps", encoding="ascii", errors="replace") as lines:
+        for line in lines:
+            name, _, rest = line.partition(" ")
+            if not name.endswith(":"):  # the first line of a mapping: its addresses
+                if is_ours:
+                    break
+                begin, _, end = name.partition("-")
+                is_ours = int(begin, 16) <= address < int(end, 16)
+            elif is_ours and name in ("FilePmdMapped:", "ShmemPmdMapped:"):
+                found += 1024 * int(rest.split()[0])
+    return found
+
 
 FORMAT: Final = 2
 _MAGIC: Final = b"llmbimg" + bytes([FORMAT])

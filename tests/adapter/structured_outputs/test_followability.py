@@ -10,7 +10,7 @@ import pytest
 from llmbackend.adapter.structured_outputs.bounds import CHECK_LIMITS
 from llmbackend.adapter.structured_outputs.followability import why_not_followed
 from llmbackend.core.backend_api import TritonError
-from llmbackend.engine.grammars.limits import ENGINE_LIMITS
+from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
 from tests.helpers import byte_grammars
 
 COMPILER = byte_grammars.compiler()

@@ -12,9 +12,9 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu.runner import HostSampling
-from llmbackend.engine.gpu.start import choose
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.gpu_runner import HostSampling
+from llmbackend.engine.gpu.make_gpu_runner import choose
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import SIZES, save

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.gpu.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.ops import PADDING_SLOT, Ops, StepLayout
-from llmbackend.engine.gpu.step_sequences import num_sequences
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, Ops, StepLayout
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.rows.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
+from llmbackend.engine.gpu.rows.row_messages import num_sequences
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90

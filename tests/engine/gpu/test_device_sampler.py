@@ -14,7 +14,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from llmbackend.engine.gpu import device_sampler
 from llmbackend.engine.gpu.device_sampler import DeviceSampler, tokens_on_host
 from llmbackend.engine.gpu.kernels import ranked_sampling, ranking, sampling
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.sampling.rows import uniform
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens

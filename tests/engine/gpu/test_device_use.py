@@ -10,17 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine import model_runner
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import DeviceLostError
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.parallel import parts
-from llmbackend.engine.gpu.parallel.collectives import Ranks
-from llmbackend.engine.gpu.parallel.place import RankPlace
-from llmbackend.engine.infer_request import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.gpu.parallel.collectives import RankPlace, Ranks
+from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
+from llmbackend.engine.model import module_runner
 from llmbackend.engine.model.loader import load_model
-from llmbackend.engine.model_runner import ModelRunner, make_model_runner, run_modules_on
+from llmbackend.engine.model.module_runner import ModelRunner, make_model_runner, run_modules_on
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, save
@@ -53,7 +52,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    monkeypatch.setattr(model_runner, "load_model", load)
+    monkeypatch.setattr(module_runner, "load_model", load)
     monkeypatch.setattr(parts, "open_stored_model", load)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
     monkeypatch.delenv("CUDA_DEVICE_ORDER")

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.gpu.drafted_rows import NUM_FIELDS, drafted_rows
-from llmbackend.engine.gpu.ops import Ops
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.prompt_lookup import LookupLengths, look_up
-from llmbackend.engine.scheduling.speculation import accepted_runs
-from llmbackend.engine.step import NO_TOKEN, PENDING_TOKEN, RowTable, StepPlan
+from llmbackend.engine.gpu.ops.ops import Ops
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.rows.row_messages import NUM_FIELDS, drafted_rows
+from llmbackend.engine.scheduling.drafting import accepted_runs
+from llmbackend.engine.step import NO_TOKEN, PENDING_TOKEN, LookupLengths, RowTable, StepPlan, look_up
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MOST = 6, 5000, 40
 ROOM = MAX_NUM_SEQS * (MOST + 1)

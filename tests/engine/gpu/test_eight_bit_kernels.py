@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import weights
-from llmbackend.engine.gpu.kernels.scaled_matmul import scaled_matmul
-from llmbackend.engine.gpu.ops import NormSpec, Ops
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.gpu.weights import FP8, EightBitRows, eight_bit_rows
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.kernels.matmul import scaled_matmul
+from llmbackend.engine.gpu.ops.ops import NormSpec, Ops
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.weights import dense
+from llmbackend.engine.gpu.weights.dense import FP8, EightBitRows, eight_bit_rows
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from tests.helpers.gpu.compile_kernels import compile_together
 from tests.helpers.gpu.eight_bit_launches import launch_eight_bits, launch_whole_numbers
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner
@@ -95,7 +95,7 @@ def test_a_step_rounds_rows_in_the_kernels_before_its_products(tmp_path: Path, m
     for triton in (False, True):
         core = EngineCore(config, gpu_runner(config, triton=triton))
         if triton:
-            monkeypatch.setattr(weights, "eight_bit_rows", _refuse)
+            monkeypatch.setattr(dense, "eight_bit_rows", _refuse)
         core.add(request)
         found: list[int] = []
         while core.has_work:

@@ -12,15 +12,15 @@ import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection, Int4Experts
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.int4_weights import Int4Weight
 from llmbackend.engine.gpu.kernels import experts as kernels
-from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec, Ops
+from llmbackend.engine.gpu.ops.ops import ExpertRoom, ExpertSpec, Ops
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.parallel.collectives import Collectives
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.weights.experts import DenseExperts, ExpertProjection, Int4Experts
+from llmbackend.engine.gpu.weights.int4 import Int4Weight
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.decoder_description import Experts
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.expert_launches import launch_experts, launch_packed_experts

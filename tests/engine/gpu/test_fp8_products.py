@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmbackend.engine.gpu.fp8_products import NEVER, least_library_rows
 from llmbackend.engine.gpu.program import library_matmul
-from llmbackend.engine.gpu.weights import QuantizedWeight
+from llmbackend.engine.gpu.weights.dense import NEVER, QuantizedWeight, least_library_rows
 
 SCALED_MM = torch._scaled_mm
 CPU = torch.device("cpu")

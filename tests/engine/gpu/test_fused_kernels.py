@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, NormSpec, RotarySpec, StepLayout
-from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, LayerCache, NormSpec, RotarySpec, StepLayout
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
 
 OPS = TritonOps()

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.gpu import kv_memory
+from llmbackend.engine.gpu import device_kv_memory
 from llmbackend.engine.gpu.device import Memory
-from llmbackend.engine.gpu.device_rows import Padded
+from llmbackend.engine.gpu.device_kv_memory import num_kv_blocks
 from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
-from llmbackend.engine.gpu.kv_memory import num_kv_blocks
+from llmbackend.engine.gpu.rows.device_rows import Padded
 from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, save
@@ -122,7 +122,7 @@ def test_room_is_left_for_graphs_and_they_are_captured(model: Path, monkeypatch:
         return num_kv_blocks(*arguments)
 
     monkeypatch.setattr(StepGraphs, "forget", forget_here)
-    monkeypatch.setattr(kv_memory, "num_kv_blocks", blocks_of)
+    monkeypatch.setattr(device_kv_memory, "num_kv_blocks", blocks_of)
     config = config_for(model, num_kv_blocks=None, gpu_memory_utilization=0.9)
     config = msgspec.structs.replace(config, cudagraph_capture_sizes=(1, 2, 4, 6, 24, 48))
     runner = gpu_runner(config, device)

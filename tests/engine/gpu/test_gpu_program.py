@@ -9,8 +9,8 @@ import torch
 import transformers as tf
 
 from llmbackend.engine.errors import ProgramUnsupportedError
-from llmbackend.engine.gpu.ops import StepLayout
-from llmbackend.engine.gpu.weights import DenseWeight
+from llmbackend.engine.gpu.ops.ops import StepLayout
+from llmbackend.engine.gpu.weights.dense import DenseWeight
 from tests.helpers.gpu.tiny_models import FAMILIES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import (
     BLOCK_SIZE,

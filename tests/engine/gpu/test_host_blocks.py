@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import host_blocks
+from llmbackend.engine.gpu import device_kv_memory
+from llmbackend.engine.gpu.device_kv_memory import HostBlocks
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.host_blocks import HostBlocks
 from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
-from llmbackend.engine.gpu.ops import LayerCache
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
-from llmbackend.engine.model_runner import make_model_runner
+from llmbackend.engine.gpu.ops.ops import LayerCache
+from llmbackend.engine.messages import InferRequest, SamplingParams
+from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import KVCopies
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
@@ -88,8 +88,8 @@ def test_blocks_go_there_and_back_bit_by_bit(
 ) -> None:
     """Over several chunks of host memory, late, and in the order in which they were asked for, also where a buffer
     holds one block."""
-    monkeypatch.setattr(host_blocks, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(host_blocks, "STAGING_BYTES", staging_bytes)
+    monkeypatch.setattr(device_kv_memory, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(device_kv_memory, "STAGING_BYTES", staging_bytes)
     device = FakeDevice()
     torch.manual_seed(0)
 
@@ -111,8 +111,8 @@ def test_blocks_go_there_and_back_bit_by_bit(
 
 
 def test_neighbours_on_the_host_are_one_copy_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = mock.Mock(side_effect=host_blocks._copy)
-    monkeypatch.setattr(host_blocks, "_copy", copied)
+    copied = mock.Mock(side_effect=device_kv_memory._copy)
+    monkeypatch.setattr(device_kv_memory, "_copy", copied)
     device, caches = FakeDevice(), [LayerCache(*torch.zeros(2, 12, 1, 16, 4)) for _ in range(3)]
     host = HostBlocks(device, caches, 12)
     host.copy(_copies(True, [3, 1, 7, 5, 0], [4, 6, 5, 9, 10]))
@@ -139,4 +139,4 @@ def test_blocks_move_by_a_kernel_as_they_do_without() -> None:
 
 
 def _copies(to_host: bool, blocks: list[int], host_blocks: list[int]) -> KVCopies:
-    return KVCopies(to_host, np.array(blocks, np.int32), np.array(host_blocks, np.int32))
+    return KVCopies(to_host, np.array(blocks, np.int32), np.array(device_kv_memory, np.int32))

@@ -12,13 +12,13 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.gpu import int4_weights
-from llmbackend.engine.gpu.int4_weights import Int4Weight
-from llmbackend.engine.gpu.weights import QuantizedLinear
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.weights import int4
+from llmbackend.engine.gpu.weights.dense import QuantizedLinear
+from llmbackend.engine.gpu.weights.int4 import Int4Weight
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
+from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.model.unloaded_model import unloaded_model
-from llmbackend.engine.model_runner import make_model_runner
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.int4_checkpoints import config_of, save_int4, write_config
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, WITH_EXPERTS
@@ -74,7 +74,7 @@ def test_the_kernel_gives_the_same_tokens(tmp_path: Path, monkeypatch: pytest.Mo
     request = InferRequest(request_id="r", prompt_token_ids=tuple(range(5, 20)), sampling=sampling)
     config = config_for(plain, **options)
     expected, _ = tokens_of(config, gpu_runner(config), [request])
-    monkeypatch.setattr(int4_weights, "has_kernel", lambda device: True)
+    monkeypatch.setattr(int4, "has_kernel", lambda device: True)
     config = config_for(tmp_path / "int4", **options)
     assert tokens_of(config, gpu_runner(config, triton=True), [request])[0] == expected
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.int4_weights import Int4Weight
 from llmbackend.engine.gpu.kernels.int4_matmul import choose_tile, int4_matmul
+from llmbackend.engine.gpu.weights.int4 import Int4Weight
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.int4_launches import launch_int4
 from tests.helpers.gpu.kernel_device import DEVICE

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from llmbackend.engine.gpu.lora_slots import LoraSlots
-from llmbackend.engine.gpu.ops import NO_ADAPTER, LoraRoom, LoraSpec, Ops
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.model.lora_matrices import LoraMatrices
+from llmbackend.engine.gpu.lora import LoraSlots
+from llmbackend.engine.gpu.ops.ops import NO_ADAPTER, LoraRoom, LoraSpec, Ops
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.model.lora import LoraMatrices
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.lora_launches import launch_loras

@@ -9,10 +9,10 @@ import pytest
 import transformers as tf
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import start
+from llmbackend.engine.gpu import make_gpu_runner
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
 from llmbackend.engine.kv_groups import KVGroups, layer_groups
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import SIZES, save
 
@@ -82,7 +82,7 @@ def test_tokens_are_those_of_rows_that_keep_all(family: str, tmp_path: Path, mon
     in_few_blocks, _, num_preemptions = run(tmp_path, groups, few, enforce_eager=True)
     assert num_preemptions > 0
     layers = layer_groups([0] * hf_config.num_hidden_layers, 128, True)
-    monkeypatch.setattr(start, "layer_groups", lambda *_: layers)
+    monkeypatch.setattr(make_gpu_runner, "layer_groups", lambda *_: layers)
     expected, _, _ = run(tmp_path, KVGroups(), 120)
     assert of_windows == in_few_blocks == expected
     assert all(len(set(token_ids)) > 5 for token_ids in expected.values())

@@ -13,12 +13,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.expert_weights import Int4Experts, QuantizedExperts
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.weights.experts import Int4Experts, QuantizedExperts
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.decoder_description import Experts
-from llmbackend.engine.model.mxfp4_format import Mxfp4Format
+from llmbackend.engine.model.int4_formats import Mxfp4Format
+from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.model.unloaded_model import unloaded_model
-from llmbackend.engine.model_runner import make_model_runner
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.mxfp4_checkpoints import save_mxfp4
 from tests.helpers.gpu.tiny_models import CHOICES, SIZES, WITH_EXPERTS

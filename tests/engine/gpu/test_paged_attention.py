@@ -12,7 +12,7 @@ import torch
 
 from llmbackend.engine.gpu.kernels import paged_attention
 from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention, Tiles
-from llmbackend.engine.gpu.ops import PADDING_SLOT, AttendSpec, LayerCache, StepLayout
+from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, AttendSpec, LayerCache, StepLayout
 from tests.helpers.gpu.kernel_device import DEVICE
 
 Part = tuple[int, int, int]

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmbackend.engine.infer_request import EngineInput
 from llmbackend.engine.llm_manager import RUNNERS
+from llmbackend.engine.messages import EngineInput
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
 from tests.helpers.gpu.gpu_engines import mixed_requests

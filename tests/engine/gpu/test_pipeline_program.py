@@ -20,16 +20,15 @@ from safetensors.torch import load_file, save_file
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import UnshardableError
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.parallel import parts
-from llmbackend.engine.gpu.parallel.collectives import Ranks, StageGroup
+from llmbackend.engine.gpu.parallel.collectives import RankPlace, Ranks, StageGroup
 from llmbackend.engine.gpu.parallel.parts import load_part
-from llmbackend.engine.gpu.parallel.place import RankPlace
 from llmbackend.engine.gpu.program import GpuProgram
-from llmbackend.engine.gpu.torch_ops import TorchOps
 from llmbackend.engine.model import stored_model
 from llmbackend.engine.model.decoder_description import Experts
 from llmbackend.engine.model.loader import LoadedModel
-from llmbackend.engine.model.meta_buffers import restore_buffers
+from llmbackend.engine.model.rotary import restore_buffers
 from llmbackend.engine.model.trial import trial_of
 from tests.helpers.gpu.tiny_models import FAMILIES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import all_logits, caches, load, program, prompts

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu.program import library_matmul
-from llmbackend.engine.gpu.weights import Quantization, QuantizedLinear, QuantizedWeight
+from llmbackend.engine.gpu.weights.dense import Quantization, QuantizedLinear, QuantizedWeight
 from llmbackend.engine.model.loader import load_model
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.gpu.tiny_programs import BLOCK_SIZE, all_logits, load, on_ranks, program, program_of_rank, prompts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from llmbackend.engine.gpu.parallel.messages import Message, Step, TableSender, apply
+from llmbackend.engine.gpu.parallel.links import Message, Step, TableSender, apply
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan
 
 ROWS, LENGTH, BLOCK = 5, 64, 4

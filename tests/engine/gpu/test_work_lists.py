@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from llmbackend.engine.gpu.kernels.work_lists import decode_ends, decode_splits, own_share, owner_of, prefill_ends
+from llmbackend.engine.gpu.kernels.attention import decode_ends, decode_splits, own_share, owner_of, prefill_ends
 from tests.helpers.gpu.kernel_device import DEVICE
 
 SPLIT, HEAD_TILES, QUERIES = 256, 8, 32

@@ -22,9 +22,13 @@ from llmbackend.engine.cpu.packed_decoder import ArrayAt, Memories, PackedModel
 from llmbackend.engine.weight_cache import cache, cache_folder, image_file
 from llmbackend.engine.weight_cache.cache import CachedModel, Draft
 from llmbackend.engine.weight_cache.cache_folder import CacheFolder
-from llmbackend.engine.weight_cache.checksums import CHUNK_BYTES, PAGE_BYTES
-from llmbackend.engine.weight_cache.huge_pages import huge_bytes
-from llmbackend.engine.weight_cache.image_file import RESIDENT_OFFSET_BYTES, write_image
+from llmbackend.engine.weight_cache.image_file import (
+    CHUNK_BYTES,
+    PAGE_BYTES,
+    RESIDENT_OFFSET_BYTES,
+    huge_bytes,
+    write_image,
+)
 from tests.helpers.packed_models import config_of, new_memory, packed_model, same, write_checkpoint
 
 THREADS = 2

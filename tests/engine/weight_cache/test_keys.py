@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.cpu.program_config import why_modules
+from llmbackend.engine.cpu.native_runner import why_modules
 from llmbackend.engine.kernels import library
 from llmbackend.engine.weight_cache import image_key
 from llmbackend.engine.weight_cache.image_key import NoKeyError, key_of

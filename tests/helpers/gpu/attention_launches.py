@@ -7,7 +7,7 @@ import torch
 
 from llmbackend.engine.gpu.kernels.matmul import invariant_matmul
 from llmbackend.engine.gpu.kernels.paged_attention import PagedAttention
-from llmbackend.engine.gpu.ops import AttendSpec, LayerCache, StepLayout
+from llmbackend.engine.gpu.ops.ops import AttendSpec, LayerCache, StepLayout
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 TOKENS, BLOCK_SIZE = 8, 32

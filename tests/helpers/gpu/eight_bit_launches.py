@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.kernels.scaled_matmul import scaled_matmul
-from llmbackend.engine.gpu.ops import NormSpec
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.gpu.weights import FP8, EightBitRows
+from llmbackend.engine.gpu.kernels.matmul import scaled_matmul
+from llmbackend.engine.gpu.ops.ops import NormSpec
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.weights.dense import FP8, EightBitRows
 
 BF16 = torch.bfloat16
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.expert_weights import DenseExperts, ExpertProjection, Int4Experts
-from llmbackend.engine.gpu.gates import Activation
-from llmbackend.engine.gpu.int4_weights import Int4Weight
-from llmbackend.engine.gpu.ops import ExpertRoom, ExpertSpec
-from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.gpu.ops.ops import Activation, ExpertRoom, ExpertSpec
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.weights.experts import DenseExperts, ExpertProjection, Int4Experts
+from llmbackend.engine.gpu.weights.int4 import Int4Weight
 
 
 def launch_experts(_capability: int) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.drafted_rows import NUM_FIELDS
 from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
-from llmbackend.engine.gpu.ops import LayerCache, NormSpec, RotarySpec, StepLayout
-from llmbackend.engine.gpu.triton_ops import TritonOps
-from llmbackend.engine.prompt_lookup import LookupLengths
+from llmbackend.engine.gpu.ops.ops import LayerCache, NormSpec, RotarySpec, StepLayout
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
+from llmbackend.engine.gpu.rows.row_messages import NUM_FIELDS
+from llmbackend.engine.step import LookupLengths
 
 BF16 = torch.bfloat16
 TOKENS = 2

@@ -13,13 +13,13 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu import start as gpu_start
+from llmbackend.engine.gpu import make_gpu_runner as gpu_start
 from llmbackend.engine.gpu.device import Device
-from llmbackend.engine.gpu.device_rows import DeviceRows
 from llmbackend.engine.gpu.fake_device import FakeDevice
-from llmbackend.engine.gpu.runner import GpuRunner, Sampling, StepSampling
-from llmbackend.engine.gpu.start import choose, start
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.gpu_runner import GpuRunner, StepSampler, StepSampling
+from llmbackend.engine.gpu.make_gpu_runner import choose, start
+from llmbackend.engine.gpu.rows.device_rows import DeviceRows
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
@@ -35,7 +35,7 @@ def config_for(path: Path, **options: Any) -> EngineConfig:
 
 
 def gpu_runner(
-    config: EngineConfig, device: Device | None = None, sampling: Sampling | None = None, triton: bool = False
+    config: EngineConfig, device: Device | None = None, sampling: StepSampler | None = None, triton: bool = False
 ) -> GpuRunner:
     """triton: with its kernels; under the interpreter without the steps of the warm-up, which take seconds there and
     have nothing to compile."""

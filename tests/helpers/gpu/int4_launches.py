@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.int4_weights import Int4Weight
 from llmbackend.engine.gpu.kernels.int4_matmul import int4_matmul
+from llmbackend.engine.gpu.weights.int4 import Int4Weight
 
 ROWS = (1, 17, 65, 257)
 """One of each kind of tile."""

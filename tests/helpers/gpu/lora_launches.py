@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.lora_slots import LoraSlots
-from llmbackend.engine.gpu.ops import LoraRoom
-from llmbackend.engine.gpu.triton_ops import TritonOps
+from llmbackend.engine.gpu.lora import LoraSlots
+from llmbackend.engine.gpu.ops.ops import LoraRoom
+from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 
 _CASES = ((8, 4096, (4096, 1024, 1024)), (64, 14336, (4096,)), (256, 896, (4864, 4864)))
 """Largest rank, columns of the input, and of each part of the output."""

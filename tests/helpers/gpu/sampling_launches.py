@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from llmbackend.engine.gpu.device_sampler import DeviceSampler
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.token_masks import TokenMasks, all_tokens
 
 

@@ -21,10 +21,10 @@ from unittest import mock
 import numpy as np
 
 from llmbackend.engine.config import SpeculativeConfig
-from llmbackend.engine.gpu import int4_weights
+from llmbackend.engine.gpu.gpu_runner import GpuRunner
 from llmbackend.engine.gpu.program import GpuProgram
-from llmbackend.engine.gpu.runner import GpuRunner
-from llmbackend.engine.infer_request import InferRequest, SamplingParams
+from llmbackend.engine.gpu.weights import int4
+from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.compatibility import CheckedModel
 from llmbackend.engine.step import PromptLogprobs, RowTable, StepPlan
 from llmbackend.engine.token_masks import TokenMasks, all_tokens
@@ -78,7 +78,7 @@ def recorded_specialisations() -> Iterator[set[str]]:
         mock.patch.object(JITFunction, "run", only_record),
         mock.patch.object(GpuProgram, "verify"),
         mock.patch.object(CheckedModel, "difference", return_value=""),
-        mock.patch.object(int4_weights, "has_kernel", return_value=True),
+        mock.patch.object(int4, "has_kernel", return_value=True),
     ):
         yield found
 

@@ -14,7 +14,7 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import LOST_RANK_EXIT_CODE, EngineDeadError
-from llmbackend.engine.infer_request import EngineInput, InferRequest, SamplingParams
+from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
 from tests.helpers.gpu.gpu_engines import gpu_runner

@@ -14,12 +14,12 @@ from torch import nn
 
 from llmbackend.engine.attention.interface import LayerShape
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.gpu.ops import PADDING_SLOT, LayerCache, StepLayout
+from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, LayerCache, StepLayout
+from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.parallel.collectives import Collectives
 from llmbackend.engine.gpu.parallel.sharding import Sharding
 from llmbackend.engine.gpu.program import GpuProgram, library_matmul
-from llmbackend.engine.gpu.torch_ops import TorchOps
-from llmbackend.engine.gpu.weights import Matmul
+from llmbackend.engine.gpu.weights.dense import Matmul
 from llmbackend.engine.model.decoder_description import Decoder
 from llmbackend.engine.model.loader import LoadedModel, load_model
 

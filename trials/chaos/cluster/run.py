@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
-from llmbackend.engine.process.locating import ENGINE_HEARTBEAT_TIMEOUT_S
+from llmbackend.engine.process.served.locating import ENGINE_HEARTBEAT_TIMEOUT_S
 from tests.helpers.server_process import ROOT
 
 from ..agents.api_requests import make_api_specs

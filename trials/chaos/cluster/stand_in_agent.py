@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from llmbackend.cluster.messages import EngineState, FromAgent, FromHost, HostServing, Peer, Peers, WantedEngine, Wants
-from llmbackend.engine.process.served_order import ServedEngineNews, ServedEngineOrder
+from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder
 
 from .kept_process import KeptProcess
 from .links import Links
@@ -47,7 +47,7 @@ class Engine:
             heartbeat_timeout_s=engines.heartbeat_timeout_s,
         )
         line = msgspec.json.encode(order) + b"\n"
-        module = "llmbackend.engine.process.served_engine"
+        module = "llmbackend.engine.process.served.served_engine"
         self.keeper = KeptProcess(self.name, module, lambda: line, self._heard, engines.log)
         self.keeper.start()
 

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..expert_weights import DenseExperts, ExpertProjection, Int4Experts
-from ..gates import Activation
-from ..ops import ExpertRoom, ExpertSpec
+from ..ops.ops import Activation, ExpertRoom, ExpertSpec
+from ..weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from . import fused
 from .int4_matmul import half_of, sum_of_slabs
 from .matmul import Tile, dot_dtype, own_place
@@ -137,7 +136,7 @@ def grouped_int4_matmul_kernel(
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As grouped_matmul_kernel, by matrices of 4-bit numbers (int4_weights.py) that lie one above the other."""
+    """As grouped_matmul_kernel, by matrices of 4-bit numbers (weights/int4.py) that lie one above the other."""
     tile, across = own_place(max_tiles, tl.cdiv(n, COLUMNS), GROUP)
     if tile >= tl.load(num_tiles):
         return

@@ -1,7 +1,7 @@
 """Products by a matrix of 4-bit numbers in groups with a scale each, unpacked in the kernel.
 
 For: weights of checkpoints in 4 bits on a GPU. Does not know: models, the formats of checkpoints. The layout is that of
-int4_weights.py: a row's numbers lie in blocks of 2 * SLAB, and byte j of a block holds number j and, in its upper half,
+weights/int4.py: a row's numbers lie in blocks of 2 * SLAB, and byte j of a block holds number j and, in its upper half,
 number SLAB + j, so that a byte's halves are rows of two products and nothing is moved between threads.
 The output is computed as weight · xᵀ: tensor cores take the unpacked weights from registers as their left operand, and
 few tokens make a narrow product instead of an empty one. Invariants: numbers less their zero are exact in 16 bits; each

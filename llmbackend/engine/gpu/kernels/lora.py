@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..ops import LORA_ROWS, LORA_SPLITS, LoraRoom, LoraSpec
+from ..ops.ops import LORA_ROWS, LORA_SPLITS, LoraRoom, LoraSpec
 from .experts import count_pairs_kernel, place_pairs_kernel
 from .matmul import dot_dtype
 

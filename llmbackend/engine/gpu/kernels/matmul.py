@@ -1,11 +1,12 @@
-"""Products of matrices in kernels: operand types, and products whose rows do not depend on how many rows there are.
+"""Products of matrices in kernels: batch-invariant ones, ones in 8 bits, and their operand types.
 
-For: attention, and programs in batch-invariant mode in place of the vendor's library, which chooses kernels, and with
-them the order of sums, by shape. Does not know: models, weights in 8 bits. Invariants: an element of the output is one
-sum over k in ascending steps of 16, from zero, in one program, with the bias added at the end; the number of rows
-changes only what is computed beside it, and never splits k. On Hopper every tile is at least 64 rows high, so that few
-rows and many use the same instruction (wgmma, of other widths); before it there is one instruction (mma.sync). In
-float32 an element is a chain of fma. Nothing is allocated and nothing read back.
+For: attention; programs in batch-invariant mode in place of the vendor's library, which chooses kernels, and with them
+the order of sums, by shape; weights in whole numbers on a GPU, whose library gives unscaled sums (float8 works, too).
+Does not know: models, how numbers were rounded. Invariants: an element of the output is one sum over k in ascending
+steps of 16, from zero, in one program, with scales and bias applied at the end; the number of rows changes only what is
+computed beside it, and never splits k. On Hopper every tile is at least 64 rows high, so that few rows and many use the
+same instruction (wgmma, of other widths); before it there is one instruction (mma.sync). In float32 an element is a
+chain of fma; sums of whole numbers are exact. Nothing is allocated and nothing read back.
 """
 
 from __future__ import annotations
@@ -138,3 +139,60 @@ def has_group_products() -> bool:
     if knobs.runtime.interpret:
         return True
     return 90 <= int(driver.active.get_current_target().arch) < 110
+
+
+def choose_scaled_tile(num_rows: int) -> Tile:
+    """As for matrices of 16 bits, whose tiles have the same bytes at half the depth."""
+    if num_rows <= 64:
+        return Tile(rows=64, columns=32, depth=128, warps=4, stages=8)
+    if num_rows <= 256:
+        return Tile(rows=64, columns=64, depth=128, warps=4, stages=6)
+    return Tile(rows=128, columns=128, depth=128, warps=8, stages=4)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x_scale", "weight_scale", "bias"])
+def scaled_matmul_kernel(
+    x, x_scale, weight, weight_scale, bias, out, num_rows, n, k,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SUM: tl.constexpr,
+):  # fmt: skip
+    """One tile per program."""
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
+    step = tl.arange(0, DEPTH)
+    x += row.to(tl.int64)[:, None] * k + step[None, :]
+    weight += column.to(tl.int64)[:, None] * k + step[None, :]
+    total = tl.zeros([ROWS, COLUMNS], SUM)
+    for start in range(0, k, DEPTH):
+        left = (step < k - start)[None, :]
+        a = tl.load(x + start, mask=(row < num_rows)[:, None] & left, other=0.0)
+        b = tl.load(weight + start, mask=(column < n)[:, None] & left, other=0.0)
+        total = tl.dot(a, tl.trans(b), total, max_num_imprecise_acc=DEPTH, out_dtype=SUM)
+    rows_scale = tl.load(x_scale + row, mask=row < num_rows, other=0.0)[:, None]
+    columns_scale = tl.load(weight_scale + column, mask=column < n, other=0.0)[None, :]
+    result = total.to(tl.float32) * rows_scale * columns_scale
+    if HAS_BIAS:
+        result += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
+    place = out + row.to(tl.int64)[:, None] * n + column[None, :]
+    tl.store(place, result.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (column < n)[None, :])
+
+
+def scaled_matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """out [T, n] = (x * x_scale) · (weight * weight_scale[:, None])ᵀ + bias [n]. x [T, k] and weight [n, k]: int8 or
+    float8_e4m3fn, contiguous; x_scale float32 [T, 1], weight_scale float32 [n]."""
+    (num_rows, k), n = x.shape, weight.shape[0]
+    if num_rows == 0:
+        return
+    tile = choose_scaled_tile(num_rows)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    scaled_matmul_kernel[grid](
+        x, x_scale, weight, weight_scale, weight_scale if bias is None else bias, out, num_rows, n, k,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None,
+        SUM=tl.int32 if x.dtype == torch.int8 else tl.float32, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,7 +1,7 @@
 """KV blocks of all layers gathered in one buffer, or spread from it, in one launch.
 
-For: host_blocks.py. Does not know: hosts, what a block holds. Invariant: bytes are moved as they are; where a block's
-part in each layer lies, and how long it is, does not change while this is used.
+For: device_kv_memory.py. Does not know: hosts, what a block holds. Invariant: bytes are moved as they are; where a
+block's part in each layer lies, and how long it is, does not change while this is used.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from ..ops import AttendSpec, LayerCache, StepLayout
+from ..ops.ops import AttendSpec, LayerCache, StepLayout
 from . import attention
 from .matmul import dot_dtype, has_group_products
 

@@ -1,10 +1,10 @@
 """From logits to tokens on the device: reading rows and logits, changing logits, tokens from the whole distribution.
 
 For: device_sampler.py, which writes the records, and the other sampling kernels. Does not know: limits
-(ranked_sampling.py), requests. Invariants: the definitions are those of engine/sampling (sampler.py, drawing.py); a
-sample depends on its logits, its row's record, its row's tokens and its position alone; sums have a fixed order, so
-that the same logits give the same token in every batch. NaN reads as plus infinity, so that a maximum shows it; beyond
-the vocabulary all is minus infinity.
+(ranked_sampling.py), requests. Invariants: the definitions are those of engine/sampling (sampler.py,
+torch_sampling.py); a sample depends on its logits, its row's record, its row's tokens and its position alone; sums have
+a fixed order, so that the same logits give the same token in every batch. NaN reads as plus infinity, so that a maximum
+shows it; beyond the vocabulary all is minus infinity.
 
 Samples whose rows change their logits (bias, forbidden stops, penalties) get a float32 copy first, and only those;
 counts of tokens are zero between steps. Then each block of 256 logits is summarised (its largest, and its mass) by many

@@ -1,6 +1,6 @@
 """What the process of rank 1 or up does: loads its part, meets the others, and repeats rank 0's calls until the end.
 
-For: processes that rank 0 forked, and those that others started (`engine/rank_process.py`). Does not know: requests,
+For: processes that rank 0 forked, and those that others started (`ranks/rank_process.py`). Does not know: requests,
 schedules. Invariant: a rank that can not go on tells rank 0 why, and ends.
 """
 
@@ -21,14 +21,13 @@ from llmbackend import __version__
 from ...config import EngineConfig
 from ...errors import LOST_RANK_EXIT_CODE
 from ...model.loader import LoadedModel
-from ...rank_order import RankOrder, fingerprint_of
+from ...ranks.rank_order import RankOrder, fingerprint_of
 from ...step import OverlappingRunner, RowTable
 from ...token_masks import TokenMasks, num_words
 from . import collectives
-from .collectives import Ranks
+from .collectives import RankPlace, Ranks
 from .followers import NOTICE_S
-from .links import connect, watch
-from .messages import (
+from .links import (
     Collect,
     Failed,
     FromFollower,
@@ -41,10 +40,11 @@ from .messages import (
     Step,
     Stop,
     apply,
+    connect,
+    watch,
 )
+from .parallel_runner import start_part
 from .parts import load_part
-from .place import RankPlace
-from .start import start_part
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,8 @@ import msgspec
 
 from ...config import EngineConfig
 from ...errors import LOST_RANK_EXIT_CODE
-from ...load_progress import report
-from .links import RankListener
-from .messages import Failed, FromFollower, Loaded, Message, Stop
+from ...start.load_progress import report
+from .links import Failed, FromFollower, Loaded, Message, RankListener, Stop
 
 logger = logging.getLogger(__name__)
 

@@ -18,23 +18,22 @@ import msgspec
 import torch
 from torch import nn
 
-from ... import lean_imports
 from ...config import EngineConfig
 from ...errors import ProgramUnsupportedError
 from ...model.compatibility import MAX_PROBE_TOKENS
 from ...model.loader import LoadedModel, load_model
 from ...model.stored_model import open_stored_model
 from ...model.trial import trial_of
-from .. import kv_memory
-from ..current_device import check_gpu, use_gpu
-from ..expert_weights import QuantizedExperts
+from ...start import lean_imports
+from .. import device_kv_memory as kv_memory
+from ..device import check_gpu, use_gpu
+from ..make_gpu_runner import choose
 from ..program import GpuProgram
-from ..start import choose
-from ..stored_weights import StoredLinear
 from ..triton_needs import naming_what_triton_needs
-from ..weights import QuantizedLinear, check_device
-from .collectives import Ranks
-from .place import RankPlace
+from ..weights.dense import QuantizedLinear, check_device
+from ..weights.experts import QuantizedExperts
+from ..weights.stored import StoredLinear
+from .collectives import RankPlace, Ranks
 from .sharding import Sharding
 
 logger = logging.getLogger(__name__)

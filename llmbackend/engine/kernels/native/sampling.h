@@ -1,6 +1,6 @@
 // From logits to tokens and logprobs, without a sort over the vocabulary.
 //
-// For: the sampler; the definitions are those of sampler.py and drawing.py in ../../sampling.
+// For: the sampler; the definitions are those of sampler.py and torch_sampling.py in ../../sampling.
 // Does not know: stop rules, text. Invariant: a sample is computed by one worker, from its logits, its row's parameters
 // and the row's tokens before its position alone; other rows' parameters do not change it.
 //

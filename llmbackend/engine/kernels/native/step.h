@@ -1,6 +1,6 @@
 // What Python hands over: one step's ragged batch, and the flat program of operations that computes it.
 //
-// For: Python and the kernels; abi.py mirrors every structure here field by field (sizes are compared when the library
+// For: Python and the kernels; library.py mirrors every structure here field by field (sizes are compared when the library
 // is loaded). Does not know: how operations are computed. Invariant: the library owns no memory that outlives a call,
 // except its team's threads and scratch; all pointers belong to Python and stay valid while a program may run.
 #pragma once

@@ -1,0 +1,170 @@
+"""Memory of an engine on CPU: KV blocks in the layout of the native kernels, and pages of mapped weights.
+
+For: the native program, native attention under modules, and linear layers that pack their weights. Does not know:
+torch, which request owns a block, how attention is computed. Invariants: a block takes no memory before something is
+written to it; pages that are given back are still in their file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import EngineConfig
+from ..kernels.library import KernelLibrary, Type
+from ..kv_groups import KVGroups
+from ..step import Int32Array
+
+
+def release_pages(address: int, size_bytes: int) -> None:
+    """Gives the whole pages of memory that is not read again back to the system.
+
+    For weights mapped from a file: they would stay in memory beside their packed form until all are packed.
+    """
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if madvise is not None and end > start:
+        madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), mmap.MADV_DONTNEED)
+
+
+class FilePages:
+    """A file's pages in the memory of this process, given back when they have become many.
+
+    They stay in the system's cache, from where they come back in a microsecond; but each row that is read brings its
+    neighbours, so that an embedding would be in the process as a whole after some thousand different tokens.
+    """
+
+    LIMIT_BYTES: Final = 16 << 20
+    _ROWS_PER_CHECK: Final = 64
+
+    def __init__(self, pages: npt.NDArray[np.uint8]) -> None:
+        """pages: of a file, never written to"""
+        self._pages = pages
+        self._rows_left = self._ROWS_PER_CHECK
+        self._others_bytes = _file_bytes()
+        """Of other files, such as libraries."""
+
+    def read(self, num_rows: int) -> None:
+        """So many more rows are read."""
+        self._rows_left -= num_rows
+        if self._rows_left > 0:
+            return
+        self._rows_left = self._ROWS_PER_CHECK
+        if _file_bytes() - self._others_bytes > self.LIMIT_BYTES:
+            release_pages(int(self._pages.ctypes.data), len(self._pages))
+            self._others_bytes = _file_bytes()
+
+
+def _file_bytes() -> int:
+    """Memory of this process that is files' pages; 0 where it cannot be known."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[2]) * mmap.PAGESIZE
+    except OSError:
+        return 0
+
+
+BLOCK_MULTIPLE: Final = 32
+HEAD_MULTIPLE: Final = 32
+_DEFAULT_KV_BYTES: Final = 1 << 30
+_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
+
+
+def can_hold(key_dim: int, value_dim: int, block_size: int) -> bool:
+    """Whether heads of these sizes fit the native layout."""
+    return key_dim == value_dim and key_dim % HEAD_MULTIPLE == 0 and block_size % BLOCK_MULTIPLE == 0
+
+
+class LayerKV(NamedTuple):
+    """The shape of one layer's keys and values."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayerCache:
+    """One layer's keys and values; `keys` and `values` are addresses (layouts: native/step.h, RotaryOp)."""
+
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    type: Type
+    keys: int
+    values: int
+
+
+class NativeKVMemory:
+    """KV memory of the layers that a block has room for; those at one place in blocks of different groups share it.
+
+    Where layers are alike, a block's keys and values of all layers lie side by side, and the kernels get block ids that
+    count in single halves of layers: an engine with few blocks in use then has few pages in use, also where these are
+    huge. Else each layer has a memory of its own.
+    """
+
+    def __init__(
+        self, library: KernelLibrary, shapes: Sequence[LayerKV], num_blocks: int, block_size: int, model_type: Type
+    ) -> None:
+        """model_type: float32 or bfloat16. Raises MemoryError."""
+        self.block_size = block_size
+        kv_type = library.kv_type(model_type)
+        self._scale = 1
+        """Ids of the kernels' blocks per block."""
+        halves = [heads * dim * block_size * _ITEM_BYTES[kv_type] for heads, dim in shapes]
+        # An odd number of halves, so that a layer's blocks do not fall into the same few sets of a cache.
+        interleaved = 2 * len(shapes) + 1
+        if len(set(shapes)) == 1 and num_blocks * interleaved * block_size < 2**31:
+            self._scale = interleaved
+            self.memory = library.memory(num_blocks * interleaved * halves[0])
+            places = [(2 * i * half, (2 * i + 1) * half) for i, half in enumerate(halves)]
+        else:
+            self.memory = library.memory(2 * num_blocks * sum(halves))
+            ends = list(accumulate((2 * num_blocks * half for half in halves), initial=0))
+            places = [(begin, begin + num_blocks * half) for begin, half in zip(ends, halves, strict=False)]
+        base = int(self.memory.ctypes.data)
+        self.layers = tuple(
+            NativeLayerCache(heads, dim, block_size, kv_type, base + keys, base + values)
+            for (heads, dim), (keys, values) in zip(shapes, places, strict=True)
+        )
+
+    def kernels_blocks(self, block_table: Int32Array) -> Int32Array:
+        """Block ids as the kernels count them."""
+        return block_table * np.int32(self._scale)
+
+    def kernels_slots(self, slots: Int32Array) -> Int32Array:
+        """The same for slots."""
+        return slots + slots // np.int32(self.block_size) * np.int32((self._scale - 1) * self.block_size)
+
+
+def check_kv_dtype(config: EngineConfig) -> None:
+    """For all that is no program on an accelerator. Raises ValueError."""
+    if config.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', expected 'auto': only the accelerator "
+            "path keeps keys and values in 8 bits"
+        )
+
+
+def num_kv_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int, groups: KVGroups = KVGroups()) -> int:
+    """bytes_per_token: of the layers of one block. Raises ValueError where there is no room for one block."""
+    check_kv_dtype(config)
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    block_bytes = config.block_size * bytes_per_token
+    memory_bytes = config.kv_cache_memory_bytes or _DEFAULT_KV_BYTES
+    num_blocks = memory_bytes // block_bytes
+    if num_blocks < 1:
+        raise ValueError(
+            f"engine argument 'kv_cache_memory_bytes' is {memory_bytes}, "
+            f"expected at least {block_bytes}, the size of one block of {config.block_size} tokens"
+        )
+    # More than all rows at full length fill is never used.
+    return min(num_blocks, config.max_num_seqs * groups.count * -(-max_model_len // config.block_size))

@@ -1,0 +1,243 @@
+"""KV memory of a device: how many blocks it has room for, those blocks, and blocks in host memory beside them.
+
+For: the runner, when it is made. Does not know: models, steps, which text a block holds. Invariants: KV blocks leave
+room for the largest step and for the graphs, both measured before, and for the buffers of blocks in host memory; an
+engine that could not hold one sequence of max_model_len tokens does not start, and names what would help. A host block
+is one contiguous piece of pinned memory with the block's keys and values of all layers; a copy is ordered with the
+device's other work as if it were a part of it. The device's own work only gathers blocks in a buffer, or spreads them
+from there; between that and the host they go beside it, neighbours on the host as one copy. Of the two buffers one is
+filled while the other is emptied.
+Source of the names: vLLM's gpu_memory_utilization, num_gpu_blocks_override, kv_cache_memory_bytes, kv_cache_dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..attention.interface import LayerShape
+from ..config import EngineConfig
+from ..kv_groups import KVGroups
+from ..step import KVCopies
+from .device import Device, Mark, Memory
+from .ops.ops import LayerCache
+
+CHUNK_BYTES = 1 << 28
+"""Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
+
+STAGING_BYTES = 1 << 27
+"""Of both buffers together, unless a block is larger than one of them."""
+
+
+class HostBlocks:
+    def __init__(self, device: Device, caches: Iterable[LayerCache], num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._device = device
+        parts = _parts(caches)
+        self._block_bytes = sum(part.shape[1] for part in parts)
+        self._blocks_per_chunk = max(CHUNK_BYTES // self._block_bytes, 1)
+        counts = [
+            min(self._blocks_per_chunk, num_blocks - first) for first in range(0, num_blocks, self._blocks_per_chunk)
+        ]
+        self._chunks = [
+            device.pinned(count * self._block_bytes, torch.uint8).view(count, self._block_bytes) for count in counts
+        ]
+        room = staging_bytes(self._block_bytes) // self._block_bytes // 2
+        self._buffers = [_Buffer(device, parts, room) for _ in range(2)]
+        self._num_pieces = 0
+
+    @classmethod
+    def make(cls, config: EngineConfig, device: Device, caches: Iterable[LayerCache]) -> HostBlocks | None:
+        """As many as the config asks for, or None. Raises ValueError when there is no room for one, RuntimeError when
+        the host cannot pin so much memory."""
+        layers = list(caches)
+        num_blocks = config.num_host_blocks(sum(part.shape[1] for part in _parts(layers)))
+        return cls(device, layers, num_blocks) if num_blocks else None
+
+    def copy(self, copies: KVCopies) -> None:
+        """Enqueues the copies and returns."""
+        pairs = sorted(zip(copies.host_blocks.tolist(), copies.blocks.tolist(), strict=True))
+        room = self._buffers[0].num_blocks
+        for first in range(0, len(pairs), room):
+            buffer = self._buffers[self._num_pieces % 2]
+            self._num_pieces += 1
+            hosts, blocks = zip(*pairs[first : first + room], strict=True)
+            runs = self._runs(hosts, buffer)
+            if copies.to_host:
+                buffer.to_host(blocks, runs)
+            else:
+                buffer.from_host(blocks, runs)
+
+    def _runs(self, hosts: tuple[int, ...], buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Neighbours among these host blocks, which rise, and the places in the buffer that belong to them."""
+        per_chunk = self._blocks_per_chunk
+        breaks = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1] + 1 or hosts[i] % per_chunk == 0]
+        runs = []
+        for start, end in pairwise((0, *breaks, len(hosts))):
+            place = hosts[start] % per_chunk
+            on_host = self._chunks[hosts[start] // per_chunk][place : place + end - start]
+            runs.append((on_host, buffer.memory[start:end]))
+        return runs
+
+
+class _Buffer:
+    """Room on the device for some blocks as the host has them. Marks say when its last use is over."""
+
+    def __init__(self, device: Device, parts: list[torch.Tensor], num_blocks: int) -> None:
+        ends = list(accumulate((part.shape[1] for part in parts), initial=0))
+        self.num_blocks = num_blocks
+        self.memory = torch.empty((num_blocks, ends[-1]), dtype=torch.uint8, device=device.torch_device)
+        self._device = device
+        self._moves = _moves(parts, ends, self.memory)
+        self._used: Mark = device.mark()
+        self._copied: Mark = device.beside.mark()
+
+    def to_host(self, blocks: tuple[int, ...], runs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        device = self._device
+        device.follow(self._copied)
+        device.enqueue(lambda: self._moves.gather(blocks))
+        device.beside.follow(device.mark())
+        device.beside.enqueue(lambda: _copy([(host, here) for host, here in runs]))
+        self._copied = device.beside.mark()
+
+    def from_host(self, blocks: tuple[int, ...], runs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        device = self._device
+        device.beside.follow(self._used)
+        device.beside.enqueue(lambda: _copy([(here, host) for host, here in runs]))
+        self._copied = device.beside.mark()
+        device.follow(self._copied)
+        device.enqueue(lambda: self._moves.spread(blocks))
+        self._used = device.mark()
+
+
+def staging_bytes(block_bytes: int) -> int:
+    """Device memory that HostBlocks takes."""
+    return 2 * max(STAGING_BYTES // 2 // block_bytes, 1) * block_bytes
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)
+
+
+def _parts(caches: Iterable[LayerCache]) -> list[torch.Tensor]:
+    return [_block_bytes(part) for cache in caches for part in (cache.keys, cache.values)]
+
+
+def _block_bytes(part: torch.Tensor) -> torch.Tensor:
+    """The same memory as bytes, uint8 [num_blocks, bytes of a block]."""
+    return part.view(torch.uint8).view(part.shape[0], -1)
+
+
+def _moves(parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> _Moves:
+    if not staged.is_cuda:
+        return _TorchMoves(parts, ends, staged)
+    from .kernels.move_blocks import BlockMoves  # Triton, which only a GPU's torch brings
+
+    return BlockMoves(parts, ends, staged)
+
+
+class _Moves(Protocol):
+    """Device work: blocks to the front of a buffer, in this order, and back."""
+
+    def gather(self, blocks: tuple[int, ...]) -> None: ...
+
+    def spread(self, blocks: tuple[int, ...]) -> None: ...
+
+
+class _TorchMoves:
+    """What kernels/move_blocks.py does in one launch."""
+
+    def __init__(self, parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> None:
+        self._parts, self._ends, self._staged = parts, ends, staged
+
+    def gather(self, blocks: tuple[int, ...]) -> None:
+        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
+            self._staged[: len(blocks), start:end] = part[list(blocks)]
+
+    def spread(self, blocks: tuple[int, ...]) -> None:
+        for part, (start, end) in zip(self._parts, pairwise(self._ends), strict=True):
+            part[list(blocks)] = self._staged[: len(blocks), start:end]
+
+
+_MAX_SLOTS = (1 << 31) - 1
+"""Slots are int32."""
+
+
+def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> torch.dtype:
+    """The dtype in which keys and values are stored. Raises ValueError naming the engine argument."""
+    if config.kv_cache_dtype == "auto":
+        return dtype
+    if not device.has_float8:
+        raise ValueError(
+            f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', which {device.name} cannot compute with"
+        )
+    return torch.float8_e4m3fn
+
+
+def block_bytes(shapes: Mapping[nn.Module, LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one KV block, in all layers."""
+    return block_size * sum(shape.bytes_per_token(dtype) for shape in shapes.values())
+
+
+def num_kv_blocks(
+    config: EngineConfig,
+    max_model_len: int,
+    bytes_per_block: int,
+    memory: Memory,
+    graph_bytes: int,
+    groups: KVGroups = KVGroups(),
+) -> int:
+    """How many KV blocks there is room for. memory: the device's after the largest step has run. groups: of the layers,
+    each block being of one of them. Raises ValueError when not one sequence of max_model_len tokens fits."""
+    if config.num_kv_blocks is not None:
+        return config.num_kv_blocks
+    if config.num_host_blocks(bytes_per_block):
+        graph_bytes += staging_bytes(bytes_per_block)
+    available = _available_bytes(config, memory, graph_bytes)
+    num_blocks = min(max(available, 0) // bytes_per_block, _MAX_SLOTS // config.block_size)
+    needed = groups.most_blocks(max_model_len, config.max_num_batched_tokens, config.block_size)
+    if num_blocks >= needed:
+        return num_blocks
+    source = "gpu_memory_utilization" if config.kv_cache_memory_bytes is None else "kv_cache_memory_bytes"
+    raise ValueError(
+        f"engine argument 'max_model_len' is {max_model_len}, whose KV blocks take {_gib(needed * bytes_per_block)}, "
+        f"and there is room for {_gib(max(available, 0))} (of {_gib(memory.total_bytes)}, {_gib(memory.free_bytes)} "
+        f"are free beside the weights and the largest step, and graphs take {_gib(graph_bytes)}): expected at most "
+        f"{groups.most_tokens(config.block_size, num_blocks, config.max_num_batched_tokens)}, or a larger {source}"
+    )
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"
+
+
+def _available_bytes(config: EngineConfig, memory: Memory, graph_bytes: int) -> int:
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    kept_free = memory.total_bytes * (1.0 - config.gpu_memory_utilization)
+    return int(memory.free_bytes - kept_free) - graph_bytes
+
+
+def kv_caches(
+    shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> dict[nn.Module, LayerCache]:
+    """Zeros, by attention module. Memory of 8-bit types is allocated as bytes, in all of which 0 is the byte 0.
+
+    Raises torch.OutOfMemoryError.
+    """
+
+    def memory(num_kv_heads: int, dim: int) -> torch.Tensor:
+        shape = (num_blocks, num_kv_heads, block_size, dim)
+        if dtype.itemsize == 1:
+            return torch.zeros(shape, dtype=torch.uint8, device=device).view(dtype)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return {
+        module: LayerCache(memory(shape.num_kv_heads, shape.key_dim), memory(shape.num_kv_heads, shape.value_dim))
+        for module, shape in shapes.items()
+    }

@@ -1,0 +1,266 @@
+"""Runs steps on an accelerator while the host goes on: launches them one after the other, and collects them later.
+
+For: the engine core, as its `OverlappingRunner`. Does not know: how the program, its memory and its graphs were made
+(make_gpu_runner.py), why these rows were chosen, text, clients. Invariants: all that a step needs of the host is read
+before `launch` returns; a launch that raised has left nothing that a later step could see; what a step sampled is in
+the device's rows before the next one reads them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from ..adapter_loads import refuse_adapter
+from ..messages import InferRequest, ModelInfo
+from ..sampling.torch_sampling import TorchSampler
+from ..step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
+from .device import Device, Event, noticing_loss
+from .device_kv_memory import HostBlocks
+from .graphs import StepGraphs
+from .lora import DeviceAdapters
+from .ops.ops import NO_ADAPTER
+from .program import GpuProgram
+from .prompt_logprobs import PromptPiece, entries_of, prompt_pieces
+from .rows.device_rows import DeviceRows, Padded, StepMessage, StepMessages
+
+logger = logging.getLogger(__name__)
+
+
+class StepSampling(Protocol):
+    """One step's sampling."""
+
+    def complete(self) -> None:
+        """Waits on the host for what the sampling needs beside the logits. Called when those are being computed."""
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        """Device work: samples from logits [samples, vocab], and adds the tokens to the rows."""
+
+    def result(self) -> SampledTokens:
+        """Called on the host after the device has done the step."""
+
+
+class StepSampler(Protocol):
+    @property
+    def max_steps_in_flight(self) -> int:
+        """1: `enqueue` waits for the device and reads the table, so that a step is complete when `launch` returns."""
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        """Raises ValueError naming the field, its value and what was expected."""
+
+    def remove_row(self, row: int) -> None: ...
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        """Reads all that the step's sampling needs of plan and table."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunnerParts:
+    """What computes steps."""
+
+    device: Device
+    program: GpuProgram
+    rows: DeviceRows
+    messages: StepMessages
+    graphs: StepGraphs
+    """Used instead of the program where a step fits one."""
+    sampling: StepSampler
+    host_blocks: HostBlocks | None = None
+    """KV blocks in host memory, if there are any."""
+    adapters: DeviceAdapters | None = None
+    """None where the model takes none."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    step_id: int
+    sampling: StepSampling
+    start: Event
+    computed: Event
+    end: Event
+    prompts: list[PromptPiece]
+    """Whose logprobs were asked for."""
+    places_of_drafts: Int32Array
+    """StepMessage.places_of_drafts"""
+    accepted: list[torch.Tensor]
+    """DeviceRows.accepted, once the device has done the step."""
+
+
+class GpuRunner:
+    def __init__(self, parts: RunnerParts, info: ModelInfo) -> None:
+        self._parts, self._info = parts, info
+        self._in_flight: deque[_Launched] = deque()
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self._parts.sampling.max_steps_in_flight
+
+    @property
+    def launches_drafts(self) -> bool:
+        """StepSampler on the host would not see them."""
+        return self._parts.rows.looks_up and self.max_steps_in_flight > 1
+
+    @property
+    def adapters(self) -> DeviceAdapters | None:
+        return self._parts.adapters
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        slot = self._slot_of(request.lora_name)
+        self._parts.sampling.add_row(row, request)
+        self._parts.messages.add(row, slot)
+
+    def remove_row(self, row: int) -> None:
+        self._parts.sampling.remove_row(row)
+        self._parts.messages.remove(row)
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        self.launch(-1, plan, table)
+        return self.collect()[1]
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        parts, padded = self._parts, self._parts.graphs.size_for(plan, self._parts.messages.adapts(plan))
+        sampling = parts.sampling.begin(plan, table)
+        message = parts.messages.write(plan, table, padded)
+        prompts = prompt_pieces(plan, table, parts.device, parts.program.max_samples)
+        with noticing_loss(parts.device.synchronize):
+            try:
+                launched = self._enqueue(step_id, message, padded, plan.num_samples, sampling, prompts)
+            except BaseException:
+                # What was enqueued before the error may still read the message, whose memory is about to be used again.
+                parts.device.synchronize()
+                parts.device.trim()
+                raise
+        parts.messages.sent(message, launched.end)
+        self._in_flight.append(launched)
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        launched = self._in_flight.popleft()
+        with noticing_loss(self._parts.device.synchronize):
+            launched.end.wait()
+            sampled = launched.sampling.result()
+            prompt_logprobs, errors = entries_of(launched.prompts) if launched.prompts else ({}, {})
+        sampled = dataclasses.replace(
+            sampled,
+            errors={**sampled.errors, **errors},
+            prompt_logprobs=prompt_logprobs,
+            num_accepted_tokens=_accepted(launched),
+            forward_s=launched.computed.seconds_since(launched.start),
+            sample_s=launched.end.seconds_since(launched.computed),
+        )
+        return launched.step_id, sampled
+
+    def copy_blocks(self, copies: KVCopies) -> None:
+        assert self._parts.host_blocks is not None, "there are no host blocks"
+        self._parts.host_blocks.copy(copies)
+
+    def close(self) -> None:
+        """Waits for steps in flight. The memory of a failed device is freed when the process ends."""
+        device = self._parts.device
+        del self._parts
+        try:
+            device.synchronize()
+            device.trim()
+        except RuntimeError:
+            logger.warning("the device had failed before it was closed", exc_info=True)
+
+    def _slot_of(self, lora_name: str) -> int:
+        if self._parts.adapters is not None:
+            return self._parts.adapters.slot_of(lora_name)
+        refuse_adapter(lora_name)
+        return NO_ADAPTER
+
+    def _enqueue(
+        self,
+        step_id: int,
+        message: StepMessage,
+        padded: Padded | None,
+        num_samples: int,
+        sampling: StepSampling,
+        prompts: list[PromptPiece],
+    ) -> _Launched:
+        parts, device = self._parts, self._parts.device
+        logits: list[torch.Tensor] = []
+        accepted: list[torch.Tensor] = []
+        start = device.record()
+        device.enqueue(lambda: logits.append(_logits(parts, message, padded, num_samples)))
+        computed = device.record()
+        if num_samples:
+            sampling.complete()
+            device.enqueue(lambda: _sample(parts, sampling, logits[0]))
+        if len(message.places_of_drafts):
+            device.enqueue(lambda: accepted.append(device.fetch(parts.rows.accepted)))
+        for piece in prompts:
+            device.enqueue(partial(piece.enqueue, parts.program, self._info.vocab_size, device))
+        end = device.record()
+        if self.max_steps_in_flight == 1:
+            end.wait()
+        return _Launched(step_id, sampling, start, computed, end, prompts, message.places_of_drafts, accepted)
+
+
+@torch.inference_mode()
+def _logits(parts: RunnerParts, message: StepMessage, padded: Padded | None, num_samples: int) -> torch.Tensor:
+    """Device work: the step up to its logits [samples, vocab]."""
+    parts.rows.upload(message)
+    if padded is not None:
+        return parts.graphs.replay(padded, num_samples)
+    return parts.program.forward(parts.rows.layout(message.shape), parts.rows.block_table)
+
+
+@torch.inference_mode()
+def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) -> None:
+    sampling.enqueue(logits, parts.rows, parts.device)
+
+
+def _accepted(launched: _Launched) -> Int32Array | None:
+    if not len(launched.places_of_drafts):
+        return None
+    accepted: Int32Array = launched.accepted[0].numpy()[launched.places_of_drafts]
+    return accepted
+
+
+class HostSampling:
+    """The sampler of the CPU path, for devices that have none of their own."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._sampler = TorchSampler(max_num_seqs, vocab_size, eos_token_ids)
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._sampler.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._sampler.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        return _HostStep(self._sampler, plan, table)
+
+
+class _HostStep:
+    def __init__(self, sampler: TorchSampler, plan: StepPlan, table: RowTable) -> None:
+        self._sampler, self._plan, self._table = sampler, plan, table
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def complete(self) -> None:
+        """The masks are waited for when the step is sampled."""
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        masks = None if self._plan.masks is None else self._plan.masks.result()
+        self._sampled = self._sampler.sample(*self._plan.samples(self._table), logits, self._table, masks)
+        token_ids = torch.from_numpy(self._sampled.token_ids).to(logits.device)
+        rows.put(*rows.samples(len(token_ids)), token_ids)
+
+    def result(self) -> SampledTokens:
+        return self._sampled

@@ -1,0 +1,267 @@
+"""From a loaded model to a runner on an accelerator: the kernels, the program and its verification, KV memory, graphs.
+
+For: make_model_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the
+program's buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the
+limit that the config states, so that no step of a running engine meets a full device. Nothing of Triton is imported
+where it is not wanted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable
+
+import msgspec
+import torch
+from torch import nn
+
+from ..attention.interface import LayerShape
+from ..config import EngineConfig
+from ..errors import ProgramUnsupportedError
+from ..kv_groups import KVGroups, LayerGroups, layer_groups
+from ..messages import ModelInfo
+from ..model.compatibility import MAX_PROBE_TOKENS
+from ..model.decoder_description import Decoder
+from ..model.loader import LoadedModel
+from ..step import LookupLengths
+from . import device_kv_memory as kv_memory
+from .device import CudaDevice, Device
+from .device_kv_memory import HostBlocks
+from .gpu_runner import GpuRunner, HostSampling, RunnerParts, StepSampler
+from .graphs import StepGraphs, graph_bytes, ladder, mixed_ladder
+from .lora import DeviceAdapters, slots_for
+from .ops.ops import LayerCache, Ops
+from .ops.torch_ops import TorchOps
+from .program import WHOLE, GpuProgram, Stages, library_matmul
+from .rows.device_rows import DeviceRows, Padded, StepMessages
+from .rows.row_messages import max_sequences
+from .warm_up import warm_up
+from .weights.dense import Matmul
+
+logger = logging.getLogger(__name__)
+
+
+def start_on_cuda(config: EngineConfig, loaded: LoadedModel, start_s: float) -> GpuRunner:
+    """As `start`, with what there is for an NVIDIA GPU."""
+    return start(config, loaded, CudaDevice(loaded.device), *choose(config, loaded), start_s)
+
+
+def start(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: Device,
+    ops: Ops,
+    matmul: Matmul,
+    sampling: StepSampler,
+    start_s: float,
+    stages: Stages = WHOLE,
+) -> GpuRunner:
+    """start_s: when loading began, by the monotonic clock. stages: where `loaded` is a stage of a pipeline.
+
+    Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
+    torch.OutOfMemoryError when there is no room for it.
+    """
+    layers = _layer_groups(config, loaded, stages)
+    parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages, layers)
+    num_blocks = _num_blocks(config, loaded, parts, stages, layers)
+    caches = _caches(loaded, layers, num_blocks, config.block_size, kv_memory.kv_dtype(config, loaded.dtype, device))
+    parts.program.use_caches(caches)
+    host_blocks = HostBlocks.make(config, device, caches.values())
+    capture_s = parts.graphs.capture(_graph_sizes(config))
+    device.trim()
+    how = f"{type(ops).__name__}, {_graphs_text(parts.graphs)} in {capture_s:.1f} s"
+    logger.info("%s: %d KV blocks of %d tokens, %s", device.name, num_blocks, config.block_size, how)
+    info = _info(config, loaded, device, layers.groups, num_blocks, how, start_s)
+    info = msgspec.structs.replace(info, kv_bytes=_kv_bytes(caches.values()), device_bytes=device.held_bytes)
+    if host_blocks is not None:
+        parts = dataclasses.replace(parts, host_blocks=host_blocks)
+        info = msgspec.structs.replace(info, num_host_blocks=host_blocks.num_blocks)
+    return GpuRunner(parts, info)
+
+
+def _make_parts(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: Device,
+    ops: Ops,
+    matmul: Matmul,
+    sampling: StepSampler,
+    stages: Stages,
+    layers: LayerGroups,
+) -> RunnerParts:
+    """All but the KV memory: a program that was verified with a few blocks, rows, and no graphs yet."""
+    assert loaded.decoder is not None
+    max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
+    max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
+    few, num_groups = layers.groups.count * -(-MAX_PROBE_TOKENS // config.block_size), layers.groups.count
+    precise = _caches(loaded, layers, few, config.block_size, loaded.dtype)
+    loras, group_of = slots_for(config, loaded), layers.group_of
+    program = GpuProgram(loaded.decoder, precise, ops, max_tokens, max_samples, matmul, stages, loras, group_of)
+    program.verify(loaded.checked, config.block_size)
+    dtype = kv_memory.kv_dtype(config, loaded.dtype, device)
+    program.use_caches(_caches(loaded, layers, few, config.block_size, dtype))
+    limits = config.max_num_seqs, loaded.max_model_len, config.block_size, max_sequences(config)
+    messages = StepMessages(device, *limits, sampling.max_steps_in_flight, num_groups)
+    speculation = config.speculative_config
+    lookup = None if speculation is None else LookupLengths.of(speculation)
+    rows = DeviceRows(device.torch_device, ops, *limits, messages.max_words, max_tokens, lookup, num_groups)
+    graphs = StepGraphs(device, program, rows, loaded.max_model_len, None if stages is WHOLE else stages.most)
+    adapters = None if loras is None else DeviceAdapters(config, loaded, loras, device)
+    return RunnerParts(device, program, rows, messages, graphs, sampling, adapters=adapters)
+
+
+def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> LayerGroups:
+    """One group where a stage does not know the others' layers, and it sees all there; one where blocks are copied to
+    host memory. Raises ProgramUnsupportedError when the model must run as modules."""
+    if loaded.decoder is None:
+        raise ProgramUnsupportedError(loaded.why_modules)
+    layers = loaded.decoder.layers
+    windows = [layer.attention.options.sliding_window or 0 if stages is WHOLE else 0 for layer in layers]
+    are_alike = len({loaded.layer_shapes[layer.module] for layer in layers}) == 1
+    return layer_groups(windows, loaded.max_model_len, are_alike and not config.offloads_kv)
+
+
+def _shapes_of_block(loaded: LoadedModel, layers: LayerGroups) -> dict[nn.Module, LayerShape]:
+    """The layers of the first group."""
+    assert loaded.decoder is not None
+    of_group = zip(loaded.decoder.layers, layers.group_of, strict=True)
+    return {layer.module: loaded.layer_shapes[layer.module] for layer, group in of_group if group == 0}
+
+
+def _caches(
+    loaded: LoadedModel, layers: LayerGroups, num_blocks: int, block_size: int, dtype: torch.dtype
+) -> dict[nn.Module, LayerCache]:
+    """Layers at one place in blocks of different groups share memory."""
+    assert loaded.decoder is not None
+    shapes = _shapes_of_block(loaded, layers)
+    by_place = [*kv_memory.kv_caches(shapes, num_blocks, block_size, dtype, loaded.device).values()]
+    places = zip(loaded.decoder.layers, layers.place_of, strict=True)
+    return {layer.module: by_place[place] for layer, place in places}
+
+
+def _kv_bytes(caches: Iterable[LayerCache]) -> int:
+    """Layers may share a cache."""
+    by_address = {cache.keys.data_ptr(): cache for cache in caches}
+    return sum(cache.keys.nbytes + cache.values.nbytes for cache in by_address.values())
+
+
+def _num_blocks(
+    config: EngineConfig, loaded: LoadedModel, parts: RunnerParts, stages: Stages, layers: LayerGroups
+) -> int:
+    dtype = kv_memory.kv_dtype(config, loaded.dtype, parts.device)
+    measured = config.num_kv_blocks is None
+    for_graphs = stages.most(graph_bytes(parts.graphs, parts.device, _graph_sizes(config))) if measured else 0
+    parts.device.trim()
+    warm_up(config, parts, _info(config, loaded, parts.device, layers.groups, 1, "", 0.0))
+    shapes = _shapes_of_block(loaded, layers)
+    bytes_per_block = stages.most(kv_memory.block_bytes(shapes, config.block_size, dtype))
+    limits = config, loaded.max_model_len, bytes_per_block
+    return kv_memory.num_kv_blocks(*limits, parts.device.memory(), for_graphs, layers.groups)
+
+
+def _graph_sizes(config: EngineConfig) -> list[Padded]:
+    if config.enforce_eager:
+        return []
+    max_tokens, wanted, most = config.max_num_batched_tokens, config.cudagraph_capture_sizes, max_sequences(config)
+    decode = ladder(min(most, max_tokens), wanted)
+    mixed = mixed_ladder(max_tokens, wanted)
+    kinds = (False, True) if config.enable_lora else (False,)
+    steps_of_decode = [Padded(n, n, True, adapts) for adapts in kinds for n in decode]
+    return steps_of_decode + [Padded(most, n, False, config.enable_lora) for n in mixed]
+
+
+def _graphs_text(graphs: StepGraphs) -> str:
+    decode, mixed = (", ".join(map(str, sizes)) or "none" for sizes in (graphs.decode_sizes, graphs.mixed_sizes))
+    return f"graphs of decode steps ({decode} sequences) and mixed steps ({mixed} tokens; larger ones run without)"
+
+
+def _info(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    device: Device,
+    groups: KVGroups,
+    num_blocks: int,
+    how: str,
+    start_s: float,
+) -> ModelInfo:
+    dtype = str(loaded.dtype).removeprefix("torch.")
+    return ModelInfo(
+        model_type=loaded.model_type,
+        vocab_size=loaded.vocab_size,
+        max_model_len=loaded.max_model_len,
+        eos_token_ids=loaded.eos_token_ids,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        dtype=dtype,
+        device=str(loaded.device),
+        load_s=time.monotonic() - start_s,
+        description=f"{device.name}, {dtype}, one program, {how}",
+        path="gpu",
+        kv_groups=groups,
+    )
+
+
+def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None) -> tuple[Ops, Matmul, StepSampler]:
+    """triton: whether its kernels run here; None: on CUDA devices, whose torch brings it. `kernels: torch` leaves the
+    operations to torch, and sampling where it is: it is an ablation of the operations.
+
+    Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument.
+    """
+    if loaded.decoder is None:
+        raise ProgramUnsupportedError(loaded.why_modules)
+    if triton is None:
+        triton = loaded.device.type == "cuda"
+    by_kernels = triton and config.kernels != "torch"
+    _check_invariance(config, by_kernels)
+    ops = _triton_ops(config, loaded, loaded.decoder) if by_kernels else TorchOps()
+    return ops, _matmul(config), _sampling(config, loaded, triton)
+
+
+def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
+    if not config.batch_invariant:
+        return
+    if not by_kernels:
+        raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
+    if config.quantization == "fp8":  # the library's products; those of whole numbers are exact in any order
+        raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
+    if config.tensor_parallel_size > 1:  # the order of sums between devices is chosen by the size of what is summed
+        size = config.tensor_parallel_size
+        raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")
+
+
+def _triton_ops(config: EngineConfig, loaded: LoadedModel, decoder: Decoder) -> Ops:
+    from .kernels.paged_attention import PagedAttention
+    from .ops.triton_ops import TritonOps
+
+    if config.block_size < 16 or config.block_size & (config.block_size - 1):
+        raise ValueError(f"engine argument 'block_size' is {config.block_size}, expected a power of two from 16")
+    head_dims = [loaded.layer_shapes[layer.module].key_dim for layer in decoder.layers]
+    widths = [layer.attention.out.weight.k for layer in decoder.layers]
+    attention = PagedAttention(
+        loaded.device,
+        num_heads=max(width // head_dim for width, head_dim in zip(widths, head_dims, strict=True)),
+        head_dim=max(head_dims),
+        max_num_seqs=max_sequences(config),
+        max_seq_len=loaded.max_model_len,
+        exact_chunks=config.batch_invariant,
+    )
+    return TritonOps(attention, exact_products=config.batch_invariant)
+
+
+def _matmul(config: EngineConfig) -> Matmul:
+    if not config.batch_invariant:
+        return library_matmul
+    from .kernels.matmul import invariant_matmul
+
+    return invariant_matmul
+
+
+def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> StepSampler:
+    limits = config.max_num_seqs, loaded.vocab_size, loaded.eos_token_ids
+    if not triton:
+        return HostSampling(*limits)
+    from .device_sampler import DeviceSampler
+
+    return DeviceSampler(*limits, loaded.device, max_sequences(config))

@@ -1,0 +1,1 @@
+"""The operations of a decoder program on an accelerator, and their implementations."""

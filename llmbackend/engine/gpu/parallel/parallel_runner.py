@@ -1,0 +1,281 @@
+"""One runner over several ranks: rank 0's, whose every call all ranks make; its start; sampling between stages.
+
+For: make_runner on rank 0, and the other ranks (`follow.py`). Does not know: requests, which part a rank computes, how
+tokens are sampled. Invariants: no rank meets the others before all have loaded their parts, so that a failed load is
+reported and not waited for; all ranks' KV memory has the same number of blocks, and all runners get the same calls in
+the same order; a step that fails on one rank ends the engine, because the others have done half of it or wait for the
+rest. Of a model in stages the last stage samples, and all ranks take its tokens: every rank takes part in the same two
+exchanges, the second one only where the first says so, and a step is complete when it was enqueued, because the first
+stage needs its tokens before the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Mapping
+from typing import NoReturn, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from llmbackend import __version__
+
+from ...config import EngineConfig
+from ...errors import ProgramUnsupportedError
+from ...messages import InferRequest, ModelInfo, TokenLogprobs
+from ...model.loader import LoadedModel
+from ...ranks.rank_order import RankMeeting, fingerprint_of
+from ...step import OverlappingRunner, RowTable, SampledTokens, StepPlan
+from ...token_masks import PendingMasks, TokenMasks
+from ..cpu_device import CpuDevice
+from ..device import CudaDevice, Device, Memory
+from ..gpu_runner import GpuRunner, StepSampler, StepSampling
+from ..make_gpu_runner import choose, start
+from ..rows.device_rows import DeviceRows
+from ..triton_needs import naming_what_triton_needs
+from . import collectives
+from .collectives import LOOPBACK, RankPlace, Ranks
+from .followers import Followers, meet_followers
+from .links import Collect, Join, Masks, RankListener, RowAdded, RowRemoved, TableSender
+from .parts import load_part, refusal
+
+_EXECUTED = -1
+"""The id of a step that is launched and collected at once."""
+
+
+class ParallelRunner:
+    """Rank 0's OverlappingRunner: passes every call on to the followers, then makes it on this rank's own runner."""
+
+    def __init__(self, runner: OverlappingRunner, followers: Followers, max_num_seqs: int) -> None:
+        """runner: this rank's part."""
+        self._runner = runner
+        self._followers = followers
+        self._sender = TableSender(max_num_seqs)
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runner.info
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        return self._runner.max_steps_in_flight
+
+    @property
+    def launches_drafts(self) -> bool:
+        """Ranks are not told what a row's pending drafts are."""
+        return False
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        """A request that is refused here is not sent to the others, which would refuse it too."""
+        if request.sampling.prompt_logprobs is not None:  # the other ranks do not know what the row still needs
+            raise ValueError("'prompt_logprobs' is not supported on several devices, expected null")
+        self._runner.add_row(row, request)
+        self._sender.forget(row)
+        self._followers.tell(RowAdded(row, request))
+
+    def remove_row(self, row: int) -> None:
+        self._runner.remove_row(row)
+        self._followers.tell(RowRemoved(row))
+
+    def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
+        self.launch(_EXECUTED, plan, table)
+        return self.collect()[1]
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        step = self._sender.step(step_id, plan, table)
+        try:
+            self._followers.tell(step)
+            if plan.masks is not None:
+                plan = dataclasses.replace(plan, masks=_SharedMasks(plan.masks, self._followers))
+            self._runner.launch(step_id, plan, table)
+        except Exception as error:
+            self._abandon(error)
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        try:
+            self._followers.tell(Collect())
+            return self._runner.collect()
+        except Exception as error:
+            self._abandon(error)
+
+    def close(self) -> None:
+        self._followers.stop()
+        self._runner.close()
+        collectives.leave()
+        self._followers.reap()
+
+    def _abandon(self, error: Exception) -> NoReturn:
+        self._followers.abandon_step(f"rank 0 failed in a step of all ranks ({type(error).__name__}: {error})")
+
+
+class _SharedMasks:
+    """Rank 0's masks, which it sends to the followers when it has them itself."""
+
+    def __init__(self, masks: PendingMasks, followers: Followers) -> None:
+        self._masks, self._followers, self._is_sent = masks, followers, False
+
+    def result(self) -> TokenMasks:
+        masks = self._masks.result()
+        if not self._is_sent:
+            self._is_sent = True
+            self._followers.tell(Masks(masks.index.tobytes(), masks.words.tobytes()))
+        return masks
+
+
+class SamplingRanks(Protocol):
+    """Ranks, of which the last stage's sample."""
+
+    @property
+    def is_last(self) -> bool: ...
+
+    def from_sampler(self, x: torch.Tensor) -> None:
+        """x of the rank that samples, in place, on all ranks."""
+
+
+class _Extras(msgspec.Struct, frozen=True, array_like=True):
+    """What SampledTokens holds beside token ids."""
+
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
+    errors: Mapping[int, str]
+    refusals: Mapping[int, str]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Extras).decode
+
+
+class SharedSampling:
+    max_steps_in_flight = 1
+
+    def __init__(self, ranks: SamplingRanks, own: StepSampler) -> None:
+        """own: this rank's, which the last stage's ranks sample with. Others only check requests with it."""
+        self._ranks = ranks
+        self._own = own
+
+    def add_row(self, row: int, request: InferRequest) -> None:
+        self._own.add_row(row, request)
+
+    def remove_row(self, row: int) -> None:
+        self._own.remove_row(row)
+
+    def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
+        if self._ranks.is_last:
+            return _SampledHere(self._ranks, self._own.begin(plan, table))
+        return _SampledElsewhere(self._ranks, plan)
+
+
+class _SampledHere:
+    def __init__(self, ranks: SamplingRanks, step: StepSampling) -> None:
+        self._ranks, self._step = ranks, step
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def complete(self) -> None:
+        self._step.complete()
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        self._step.enqueue(logits, rows, device)
+        device.synchronize()
+        self._sampled = sampled = self._step.result()
+        extras = b""
+        if sampled.logprobs or sampled.errors or sampled.refusals:
+            logprobs = {row: tuple(each) for row, each in sampled.logprobs.items()}
+            extras = _encode(_Extras(logprobs, sampled.errors, sampled.refusals))
+        words = torch.from_numpy(np.append(sampled.token_ids, np.int32(len(extras))).astype(np.int32))
+        self._ranks.from_sampler(words.to(logits.device))
+        if extras:
+            self._ranks.from_sampler(torch.frombuffer(bytearray(extras), dtype=torch.uint8).to(logits.device))
+
+    def result(self) -> SampledTokens:
+        return self._sampled
+
+
+class _SampledElsewhere:
+    def __init__(self, ranks: SamplingRanks, plan: StepPlan) -> None:
+        self._ranks, self._plan = ranks, plan
+        self._sampled = SampledTokens(np.empty(0, np.int32))
+
+    def complete(self) -> None:
+        """Rank 0 sends the masks to the others when it has them; these take them off their links."""
+        if self._plan.masks is not None:
+            self._plan.masks.result()
+
+    def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
+        count = len(logits)
+        words = torch.empty(count + 1, dtype=torch.int32, device=logits.device)
+        self._ranks.from_sampler(words)
+        rows.put(*rows.samples(count), words[:count])
+        *token_ids, num_bytes = words.tolist()
+        extras = _Extras({}, {}, {})
+        if num_bytes:
+            data = torch.empty(num_bytes, dtype=torch.uint8, device=logits.device)
+            self._ranks.from_sampler(data)
+            extras = _decode(data.cpu().numpy().tobytes())
+        self._sampled = SampledTokens(np.array(token_ids, np.int32), extras.logprobs, extras.errors, extras.refusals)
+
+    def result(self) -> SampledTokens:
+        return self._sampled
+
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 1 << 30
+"""KV memory of a rank on a processor, unless the config says otherwise."""
+
+
+def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> ParallelRunner:
+    """others: forked, or to be met. Raises ValueError or OSError with a text for the user; the followers are ended
+    then."""
+    start_s = time.monotonic()
+    with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as meanwhile:
+        ranks = Ranks(RankPlace.of(config, 0))
+        if isinstance(others, Followers):
+            on_failure.callback(others.reap, 0.0)
+            part, followers, address = load_part(config, ranks), others, LOOPBACK
+            followers.expect_loaded()
+        else:
+            listener, address = RankListener(others), others.address
+            meanwhile.callback(listener.close)
+            part = load_part(config, ranks, is_alone=True)
+            followers = meet_followers(config, listener, fingerprint_of(config, __version__))
+            on_failure.callback(followers.reap, 0.0)
+        meeting, port = collectives.listen(address)
+        followers.tell(Join(address, port))
+        followers.watch()
+        ranks.join(part.device, address, port, config.load_timeout_s, meeting)
+        on_failure.callback(collectives.leave)
+        runner = start_part(config, part, ranks, start_s)
+        on_failure.pop_all()
+    return ParallelRunner(runner, followers, config.max_num_seqs)
+
+
+def start_part(config: EngineConfig, part: LoadedModel, ranks: Ranks, start_s: float) -> GpuRunner:
+    """This rank's runner. All ranks call it at the same time. Raises ValueError."""
+    on_cpu, in_stages = part.device.type == "cpu", ranks.place.pipeline_size > 1
+    if on_cpu and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
+        config = msgspec.structs.replace(config, kv_cache_memory_bytes=CPU_KV_BYTES)
+    if on_cpu or in_stages:  # graphs would hold what stages send each other
+        config = msgspec.structs.replace(config, enforce_eager=True)
+    device = CpuDevice() if on_cpu else _AgreedDevice(part.device, ranks)
+    on_failure = contextlib.nullcontext() if on_cpu else naming_what_triton_needs()
+    try:
+        ops, matmul, own_sampling = choose(config, part)
+        sampling: StepSampler = SharedSampling(ranks, own_sampling) if in_stages else own_sampling
+        with on_failure:
+            return start(config, part, device, ops, matmul, sampling, start_s, ranks)
+    except ProgramUnsupportedError as reason:
+        raise refusal(config, str(reason)) from reason
+
+
+class _AgreedDevice(CudaDevice):
+    """Reports the memory of the fullest rank, so that all ranks make the same number of KV blocks."""
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        super().__init__(device)
+        self._ranks = ranks
+
+    def memory(self) -> Memory:
+        return Memory(*self._ranks.least(super().memory()))

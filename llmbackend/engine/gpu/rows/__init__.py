@@ -1,0 +1,1 @@
+"""What a step on a device knows of its rows."""

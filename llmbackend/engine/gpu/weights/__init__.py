@@ -1,0 +1,1 @@
+"""Weights in device memory, by their formats."""

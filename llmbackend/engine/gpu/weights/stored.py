@@ -1,0 +1,81 @@
+"""Weights that are still in the checkpoint's files: a rank reads of them only what it cuts out.
+
+For: the description of a model that is split over ranks, and what cuts it. Does not know: files, models, ranks.
+Invariants: the pieces are mapped files or host memory, in the checkpoint's own type, and nothing is read of them before
+`rows`, `columns` or `to`; what those give is dense, in the model's dtype, or quantised from that, and shares no memory
+with a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from .dense import DenseWeight, Quantization, QuantizedWeight
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredWeight:
+    """Matrices of one width, one above the other."""
+
+    pieces: tuple[torch.Tensor, ...]
+    dtype: torch.dtype
+    """The model's."""
+    quantization: Quantization | None = None
+    """Of what is cut out."""
+
+    @property
+    def n(self) -> int:
+        return sum(piece.shape[0] for piece in self.pieces)
+
+    @property
+    def k(self) -> int:
+        return self.pieces[0].shape[1]
+
+    def part(self, start: int, n: int) -> StoredWeight:
+        parts, first = [], 0
+        for piece in self.pieces:
+            begin, end = max(start - first, 0), min(start + n - first, piece.shape[0])
+            if begin < end:
+                parts.append(piece[begin:end])
+            first += piece.shape[0]
+        return replace(self, pieces=tuple(parts))
+
+    def joined(self, other: StoredWeight) -> StoredWeight | None:
+        alike = self.k == other.k and self.dtype == other.dtype and self.quantization == other.quantization
+        return self.above(other) if alike else None
+
+    def rows(self, rows: torch.Tensor) -> DenseWeight | QuantizedWeight:
+        """Rising numbers."""
+        parts, first = [], 0
+        for piece in self.pieces:
+            own = rows[(rows >= first) & (rows < first + piece.shape[0])] - first
+            parts.append(piece[own])
+            first += piece.shape[0]
+        return self._made(parts)
+
+    def columns(self, columns: range) -> DenseWeight | QuantizedWeight:
+        return self._made([piece[:, columns.start : columns.stop] for piece in self.pieces])
+
+    def above(self, other: StoredWeight) -> StoredWeight:
+        return replace(self, pieces=self.pieces + other.pieces)
+
+    def to(self, device: torch.device) -> DenseWeight | QuantizedWeight:
+        """The whole of it."""
+        return self._made(self.pieces).to(device)
+
+    def _made(self, parts: Sequence[torch.Tensor]) -> DenseWeight | QuantizedWeight:
+        whole = torch.cat([part.to(self.dtype) for part in parts])
+        return DenseWeight(whole) if self.quantization is None else QuantizedWeight.of(whole, self.quantization)
+
+
+class StoredLinear(nn.Module):
+    """In the place of an nn.Linear, for a description; it computes nothing."""
+
+    def __init__(self, stored: StoredWeight, bias: torch.Tensor | None) -> None:
+        super().__init__()
+        self.stored = stored
+        self.bias = bias

@@ -1,0 +1,268 @@
+"""The runner that a config names, and what engines of one config share in the fork server they come from.
+
+For: what drives an engine core; LlmManager hands this module to the engine's process, which imports it by name. Does
+not know: requests, processes' lives. A model that is a native program is packed once, by the first engine's process,
+which then ends (`ModelPrepared`); the fork server reads the packed weights into memory that all later engines share.
+All other models are loaded in each engine, which shares imports alone. Invariants: importing this module imports
+neither torch nor transformers; a forked engine finds what was made here unchanged, and writes to none of it; a fork
+server imports torch only where its engines compute with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+from .config import EngineConfig
+from .fault_injection import Faults, with_faults
+from .messages import ModelPrepared
+from .start import lean_imports
+from .start.load_progress import report
+from .start.start_parts import note, part
+from .step import Runner
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+    from .cpu.packed_decoder import PackedModel, PackingPlace
+    from .gpu.parallel.followers import Followers
+    from .ranks.rank_order import RankMeeting
+    from .weight_cache.cache import Draft
+
+logger = logging.getLogger(__name__)
+
+
+class MakeRunner(Protocol):
+    def __call__(self, config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner: ...
+
+
+class SharedParts:
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_runner: MakeRunner,
+        pack_or_run: Callable[[EngineConfig, PackingPlace], PackedModel | Runner],
+    ) -> None:
+        """Of engine/make_runner.py, both in an engine's process: `make_runner` loads the checkpoint and runs it,
+        `pack_or_run` packs it, if it can."""
+        self._config = config
+        self._make_runner = make_runner
+        self._pack_or_run = pack_or_run
+        self._packed: PackedModel | None = None
+        self._draft: Draft | None = None
+        """Where the next process that packs the model puts it; it stays, for the process that publishes it."""
+        self._writers = -1
+        """Locked by the process that writes the draft."""
+        self._why_whole = self._prepare_imports()
+
+    def before_fork(self, is_whole: bool) -> None:
+        """Reads the packed weights, or makes a place for them; or imports what loading a checkpoint takes. What fails
+        fails again in the engine, or makes it load the checkpoint."""
+        if self._config.model == "mock":
+            return
+        if is_whole:
+            _import_torch(self._config)
+        elif not self._why_whole and self._packed is None:
+            try:
+                self._packed = self._find()
+            except (OSError, MemoryError) as error:
+                logger.warning("packed weights can not be shared yet: %s", error)
+
+    def in_own_process(
+        self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
+    ) -> Callable[[], Runner | ModelPrepared]:
+        """Forks the other ranks of a model that is split, which close `lifeline_fd`, unless others start them, which
+        come to the meeting."""
+        config = self._config
+        if config.num_ranks > 1 and meeting is not None:
+            return partial(self._make_runner, config, meeting)
+        if config.num_ranks > 1:
+            from .gpu.parallel.followers import fork_followers
+
+            followers = fork_followers(config.num_ranks, partial(_follow, config), [lifeline_fd])
+            return partial(self._make_runner, config, followers)
+        if is_whole or self._why_whole:
+            return partial(self._make_runner, config)
+        if self._packed is not None:
+            return partial(self._run, self._packed)
+        return partial(self._make_runner, config) if self._draft is None else partial(self._pack, self._draft)
+
+    @property
+    def is_unpacked(self) -> bool:
+        """Whether engines run packed weights, and there are none yet."""
+        return not self._why_whole and self._packed is None
+
+    def publish(self) -> None:
+        """In the process that has packed the model: puts it into the cache, and returns when it is on the disk."""
+        if self._draft is not None:
+            self._draft.publish()
+
+    def _prepare_imports(self) -> str:
+        """Imports what all engines of this config need; why they load the checkpoint themselves, "" = they need not."""
+        if self._config.model == "mock":
+            return "it is the mock"
+        from .cpu.native_runner import why_modules
+
+        if reason := why_modules(self._config):
+            _import_torch(self._config)
+            return reason
+        from .cpu import native_runner  # noqa: F401
+        from .kernels import library
+        from .weight_cache import cache  # noqa: F401
+
+        return "" if library.load() is not None else "there are no native kernels"
+
+    def _find(self) -> PackedModel | None:
+        """The packed model. None: it is not packed yet, and there is a place for it. Raises OSError or MemoryError."""
+        from .kernels import library
+        from .weight_cache.cache import CachedModel
+
+        memory, num_threads = library.load(), self._num_threads
+        assert memory is not None
+        with part("read packed weights"):
+            packed = None if self._draft is None else self._draft.read(memory.memory, num_threads)
+        if packed is not None:
+            return packed
+        with part("find packed weights"):
+            cached = CachedModel(self._config)
+        try:
+            with part("read packed weights"):
+                packed = cached.read(memory.memory, num_threads)
+            if packed is not None:
+                note(f"weights from {cached.directory}")
+                return packed
+            note(f"weights packed anew: {cached.why_not or f'none of this model were in {cached.directory}'}")
+            if self._draft is None:
+                self._draft = cached.draft()
+                self._writers = os.memfd_create("llmbackend-writers", os.MFD_CLOEXEC)
+        finally:
+            cached.close()
+        return None
+
+    @property
+    def _num_threads(self) -> int:
+        return self._config.num_threads or len(os.sched_getaffinity(0))
+
+    def _run(self, packed: PackedModel) -> Runner:
+        from .cpu.native_runner import NativeRunner
+
+        with part("program"):
+            runner = self._with_faults(NativeRunner(self._config, packed))
+        if self._draft is not None:  # the disk may take seconds, for which nobody should wait
+            threading.Thread(target=self._draft.publish, name="publish-weights", daemon=True).start()
+        return runner
+
+    def _pack(self, draft: Draft) -> Runner | ModelPrepared:
+        """Packs the model; its runner where it can not be packed."""
+        from .cpu.packed_decoder import PackedModel
+
+        with self._sole_writer():
+            if draft.is_written():
+                return ModelPrepared()
+            report("importing torch")
+            draft.prefault()
+            with part("import torch"):
+                _import_torch(self._config)
+            made = self._pack_or_run(self._config, draft)
+            if not isinstance(made, PackedModel):
+                draft.abandon()
+                return self._with_faults(made)
+            report("writing packed weights")
+            with part("write packed weights"):
+                draft.write(made, self._num_threads)
+        return ModelPrepared()
+
+    @contextlib.contextmanager
+    def _sole_writer(self) -> Iterator[None]:
+        """One process at a time; one that ends is followed by the next."""
+        descriptor = os.open(f"/proc/self/fd/{self._writers}", os.O_RDWR | os.O_CLOEXEC)  # a lock of its own
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                report("waiting for another process that packs the model")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _with_faults(self, runner: Runner) -> Runner:
+        directory = self._config.fault_directory
+        return with_faults(runner, Faults(directory)) if directory else runner
+
+
+def _import_torch(config: EngineConfig) -> None:
+    """Imports what loading a checkpoint needs. An import that fails here fails again there, with its reason."""
+    with contextlib.suppress(Exception):
+        lean_imports.import_for(config.model)
+        from .model import module_runner  # noqa: F401
+
+
+def _follow(config: EngineConfig, rank: int, link: Connection) -> None:
+    from .gpu.parallel.follow import follow
+
+    logging.basicConfig(level=logging.INFO, format=f"rank {rank} %(process)d %(levelname)s %(message)s")
+    follow(config, rank, link)
+
+
+T = TypeVar("T")
+
+
+def shared_parts(config: EngineConfig) -> SharedParts:
+    """In a fork server: what the engines of this config have in common."""
+    return SharedParts(config, make_runner, pack_or_run)
+
+
+def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
+    """others: the other ranks of a model that is split, or where they come to.
+
+    Raises ValueError, OSError or RuntimeError with a text for the user.
+    """
+    runner = _make_runner(config) if others is None else _make_parallel_runner(config, others)
+    return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
+
+
+def _make_parallel_runner(config: EngineConfig, others: Followers | RankMeeting) -> Runner:
+    from .gpu.parallel.parallel_runner import start_rank_0
+
+    return start_rank_0(config, others)
+
+
+def _make_runner(config: EngineConfig) -> Runner:
+    if config.model == "mock" and config.mock_steps_in_flight:
+        from .mock.overlapping_mock import OverlappingMockRunner
+
+        return OverlappingMockRunner(config)
+    if config.model == "mock":
+        from .mock.mock_model import MockRunner
+
+        return MockRunner(config)
+    from .model.module_runner import make_model_runner
+
+    return _leanly(config, make_model_runner)
+
+
+def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> PackedModel | Runner:
+    """A checkpoint on CPU: packed for native runners, in `place`, or its runner where it must run as modules.
+    Raises as `make_runner`."""
+    from .model.module_runner import pack_or_run
+
+    return _leanly(config, partial(pack_or_run, place=place))
+
+
+def _leanly(config: EngineConfig, load: Callable[[EngineConfig], T]) -> T:
+    """`load`, in a CPU engine's own process without torch's compiler."""
+    if config.device != "cpu" or config.transport != "process":
+        return load(config)
+    try:
+        with lean_imports.without_compiler():  # for the whole process, which is the engine's own
+            return load(config)
+    except (AttributeError, ImportError):
+        logger.warning("loading without torch's compiler failed; loading with it", exc_info=True)
+    return load(config)

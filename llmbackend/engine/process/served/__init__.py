@@ -1,0 +1,1 @@
+"""Engines that several hosts share, over the network."""

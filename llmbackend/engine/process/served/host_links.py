@@ -1,0 +1,367 @@
+"""The engine's end of its links to any number of hosts, and to its keeper.
+
+For: the process of a served engine, whose thread owns it. Does not know: how a step is computed; how engines are
+started. Invariants: a host is told about its own requests alone; one that has gone, is silent for longer than the
+heartbeat timeout, or sends what cannot be read is dropped, and its requests end; nothing that a host does ends the
+engine. What is for all hosts is encoded once, and sent at most every REPORT_INTERVAL_S beside a host's own outputs, so
+that a host costs time only for its requests.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from llmbackend.cluster_secrets import ClientCheck, ClusterSecrets
+
+from ...config import EngineConfig
+from ...engine_core import EngineCore
+from ...messages import AdapterResult, EngineInput, EngineStarted, EngineStats, RequestEvent, StepOutput, StepResult
+from ...reports import Watch
+from .attached_host import AttachedHost, owner_of
+from .remote import set_heartbeats
+from .remote_messages import STARTED, WELCOME, Head, Hello, Welcome, boot_id, refusal
+from .served_order import KeptState, ServedProcessOrder
+
+logger = logging.getLogger(__name__)
+
+REPORT_INTERVAL_S: Final = 0.02
+STATE_INTERVAL_S: Final = 1.0
+"""How often the keeper is told that the engine is not stuck, unless steps must be shorter than four of these."""
+LINGER_MS: Final = 1000
+GOODBYE_TIMEOUT_S: Final = 0.5
+"""How long a process that ends waits for its hosts to leave, which have then read its last word."""
+_REFUSED_HANDSHAKES: Final = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_WARNING_INTERVAL_S: Final = 10.0
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_input = msgspec.msgpack.Decoder(EngineInput).decode
+_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+_decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
+
+
+@dataclass
+class _News:
+    """What one step has for one host."""
+
+    outputs: list[StepOutput] = field(default_factory=list)
+    adapters: list[AdapterResult] = field(default_factory=list)
+    events: list[RequestEvent] = field(default_factory=list)
+
+
+class HostLinks:
+    def __init__(
+        self, config: EngineConfig, order: ServedProcessOrder, secrets: ClusterSecrets, listen_fd: int
+    ) -> None:
+        """listen_fd: of a socket that listens; it is closed with this."""
+        self._config = config
+        self._order = order
+        self._context = zmq.Context()
+        self._check = ClientCheck(self._context, secrets.curve_public_key)
+        self._hosts: dict[int, AttachedHost] = {}
+        """By their numbers, the longest attached first: that one counts what the engine does for all."""
+        self._by_routing_id: dict[bytes, AttachedHost] = {}
+        self._numbers = itertools.count(1)
+        self._said = EngineStarted()
+        """The last word about the load, for hosts that come later."""
+        self._core: EngineCore | None = None
+        """From the end of the load on."""
+        self._knows_vocabulary = False
+        self._num_requests = 0
+        """Live ones of all hosts."""
+        self._stats, self._step_id = EngineStats(), 0
+        self._state_interval_s = min(STATE_INTERVAL_S, config.step_timeout_s / 4)
+        self._is_report_due = False
+        self._report_at_s = self._state_at_s = self._warning_at_s = 0.0
+        self._has_ended = False
+        self._keeper: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
+        self._keeper.set_hwm(0)
+        self._keeper.connect(order.endpoint)
+        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._router.set_hwm(0)
+        self._router.router_mandatory = True
+        set_heartbeats(self._router, math.ceil(order.heartbeat_timeout_s * 1e3))
+        secrets.secure_server(self._router)
+        self._refused = self._router.get_monitor_socket(_REFUSED_HANDSHAKES)
+        self._router.setsockopt(zmq.USE_FD, listen_fd)
+        self._router.bind(order.listen_endpoint)
+        self._poller = zmq.Poller()
+        for socket in (self._router, self._keeper, self._refused):
+            self._poller.register(socket, zmq.POLLIN)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the model cannot be loaded."""
+        return bool(self._said.error)
+
+    # --- while the model loads: what `load` needs of a link -----------------------------------------------------------
+
+    def send(self, data: bytes, flags: int = 0) -> None:
+        """Tells all hosts, and those that come later, what the load says; and the keeper, unless the load has failed:
+        it would end this process, which is to tell hosts why."""
+        self._take_messages()
+        self._said = _decode_started(data)
+        if not self._said.error:
+            self._keeper.send(data)
+        for host in tuple(self._hosts.values()):
+            self._tell(host, STARTED, data)
+
+    def recv(self, flags: int = 0) -> bytes:
+        """Nobody says anything to an engine that loads."""
+        raise zmq.Again
+
+    def answer_until_left(self, timeout_s: float) -> None:
+        """After the load's last word: answers hosts until all have left, or that time is over."""
+        self._answer(timeout_s, lambda: not self._hosts)
+
+    def answer_for(self, duration_s: float) -> None:
+        """After a load that has failed: tells hosts that come why, for that time, and then the keeper."""
+        self._answer(duration_s, lambda: self._has_ended)
+        self._keeper.send(_encode(self._said))
+
+    def _answer(self, duration_s: float, is_over: Callable[[], bool]) -> None:
+        deadline_s = time.monotonic() + duration_s
+        while not is_over() and (left_s := deadline_s - time.monotonic()) > 0:
+            self._poller.poll(math.ceil(left_s * 1e3))
+            self._take_messages()
+            self._read_keeper()
+            self._warn_of_refused(time.monotonic())
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    def serve(self, core: EngineCore) -> None:
+        """Steps until the keeper ends the engine, and then closes the core."""
+        self._core = core
+        for host in self._hosts.values():
+            self._report_to(host, self._report())
+        try:
+            while self._take_inputs(core):
+                self._deliver(core.step())
+                if not core.has_work:
+                    self._is_report_due = True
+                    if (breach := core.check_idle()) is not None:
+                        self._stats = breach.stats
+        finally:
+            core.close()
+
+    def close(self) -> None:
+        self._router.disable_monitor()
+        self._refused.close()
+        self._router.close(LINGER_MS)
+        self._keeper.close(LINGER_MS)
+        self._check.close()
+        self._context.term()
+
+    def _take_inputs(self, core: EngineCore) -> bool:
+        """Applies all messages so far; waits for one when the core has nothing to do. False = the engine ends."""
+        while not self._has_ended:
+            self._take_messages()
+            self._keep_house(time.monotonic(), is_idle=not core.has_work)
+            if core.has_work:
+                break
+            self._poller.poll(math.ceil(self._state_interval_s * 1e3))
+        return not self._has_ended
+
+    def _keep_house(self, now_s: float, is_idle: bool) -> None:
+        """What is done now and then."""
+        if self._is_report_due and (is_idle or now_s >= self._report_at_s + REPORT_INTERVAL_S):
+            self._report_to_all(now_s)
+        is_state_due = now_s >= self._state_at_s + self._state_interval_s
+        if is_idle or is_state_due:
+            self._read_keeper()
+            self._warn_of_refused(now_s)
+        if is_state_due:
+            self._state_at_s = now_s
+            if is_idle and self._hosts:
+                self._report_to_all(now_s)  # a host that has gone is noticed by this alone
+            self._keeper.send(_encode(KeptState(num_hosts=len(self._hosts))))
+
+    def _deliver(self, result: StepResult) -> None:
+        self._stats, self._step_id, self._is_report_due = result.stats, result.step_id, True
+        if result.blocks is not None:
+            self._tell_of_blocks(StepResult(result.step_id, (), result.stats, blocks=result.blocks))
+        news: defaultdict[AttachedHost, _News] = defaultdict(_News)
+        for output in result.outputs:
+            if (host := owner_of(output.request_id, self._hosts)) is not None:
+                host.give(output)
+                self._num_requests -= output.finish_reason is not None
+                news[host].outputs.append(output)
+        for event in result.events:
+            if (host := owner_of(event.request_id, self._hosts)) is not None:
+                host.give_event(event)
+                news[host].events.append(event)
+        for adapter in result.adapters:
+            if (host := owner_of(adapter.name, self._hosts)) is not None:
+                news[host].adapters.append(host.give_adapter(adapter))
+        reports = {}
+        if result.report is not None:
+            for host in self._hosts.values():
+                if (report := host.report(result.report)) is not None:
+                    reports[host] = report
+                    news[host]  # it is told, also where it has no outputs
+        for host, one in news.items():
+            parts = tuple(one.outputs), result.stats, tuple(one.adapters), tuple(one.events), reports.get(host)
+            self._report_to(host, _encode(StepResult(result.step_id, *parts)))
+
+    def _tell_of_blocks(self, result: StepResult) -> None:
+        """Each host that asked, in the order of the steps."""
+        encoded = _encode(result)
+        for host in tuple(self._hosts.values()):
+            if host.follows_prefixes:
+                self._report_to(host, encoded)
+
+    def _report_to_all(self, now_s: float) -> None:
+        self._is_report_due, self._report_at_s = False, now_s
+        report = self._report()
+        for host in tuple(self._hosts.values()):
+            self._report_to(host, report)
+
+    def _report(self) -> bytes:
+        return _encode(StepResult(self._step_id, (), self._stats))
+
+    def _report_to(self, host: AttachedHost, result: bytes) -> None:
+        counts = host is next(iter(self._hosts.values()), None)
+        num_of_others = self._num_requests - len(host.requests)
+        head = Head(counts, num_of_others, host.prompt_tokens, host.generation_tokens)
+        self._tell(host, head.pack(), result)
+
+    # --- messages -----------------------------------------------------------------------------------------------------
+
+    def _take_messages(self) -> None:
+        while True:
+            try:
+                routing_id, message = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            except ValueError:  # more parts, or fewer
+                continue
+            host = self._by_routing_id.get(routing_id)
+            if host is None:
+                self._attach(routing_id, message)
+            else:
+                self._apply(host, message)
+
+    def _attach(self, routing_id: bytes, message: bytes) -> None:
+        try:
+            said = _decode_hello(message)
+            reason = refusal(said, self._config, self._order.node)
+        except msgspec.DecodeError as error:
+            said, reason = None, f"a host must say hello first: {error}"
+        number = next(self._numbers)
+        host = AttachedHost(number, routing_id, said.host_id if said else "", self._config.lora_modules)
+        if reason:
+            logger.warning("a host is refused: %s", reason)
+            self._tell(host, STARTED, _encode(EngineStarted(error=reason)))
+            return
+        self._hosts[number] = self._by_routing_id[routing_id] = host
+        logger.info("host '%s' is attached; hosts: %d", host.host_id, len(self._hosts))
+        self._tell(host, WELCOME, _encode(self._welcome()))
+        if self._said != EngineStarted():
+            self._tell(host, STARTED, _encode(self._said))
+        if self._core is not None:
+            self._report_to(host, self._report())
+
+    def _welcome(self) -> Welcome:
+        return Welcome(
+            incarnation=self._order.incarnation,
+            monotonic_ns=time.monotonic_ns(),
+            boot_id=boot_id(),
+            knows_vocabulary=self._knows_vocabulary,
+        )
+
+    def _apply(self, host: AttachedHost, message: bytes) -> None:
+        try:
+            said = _decode_input(message)
+        except msgspec.DecodeError as error:
+            self._refuse(host, f"this host sent a message that cannot be read: {error}")
+            return
+        if said.shutdown:
+            self._drop(host, "it has left")
+        elif self._core is not None:
+            try:
+                self._pass_on(host, said, self._core)
+            except ValueError as error:
+                self._refuse(host, str(error))
+
+    def _pass_on(self, host: AttachedHost, said: EngineInput, core: EngineCore) -> None:
+        if said.watch is not None:
+            host.watch = said.watch
+            self._watch_for_all(core)
+        if said.prefixes is not None:
+            host.follows_prefixes = said.prefixes
+            core.prefixes.publish(any(one.follows_prefixes for one in self._hosts.values()))
+        if said.vocabulary is not None and not self._knows_vocabulary:
+            self._knows_vocabulary = True  # one model, one vocabulary
+            core.set_vocabulary(said.vocabulary)
+        for adapter in said.load:
+            core.adapters.load(host.take_adapter(adapter))
+        for request in said.add:
+            core.add(host.take(request))
+            self._num_requests += 1
+        for request_id in said.abort:
+            if engine_id := host.requests.get(request_id):
+                core.abort(engine_id)
+        for name in said.drop:
+            host.adapters.discard(host.adapter_name(name))
+            core.adapters.drop(host.adapter_name(name))
+
+    def _watch_for_all(self, core: EngineCore) -> None:
+        watches = [host.watch for host in self._hosts.values()]
+        core.watch(Watch(steps=any(one.steps for one in watches), blocks=any(one.blocks for one in watches)))
+
+    def _refuse(self, host: AttachedHost, reason: str) -> None:
+        self._tell(host, STARTED, _encode(EngineStarted(error=reason)))
+        self._drop(host, reason)
+
+    def _drop(self, host: AttachedHost, why: str) -> None:
+        """Its requests end, and its adapters go."""
+        if self._by_routing_id.pop(host.routing_id, None) is None:
+            return
+        self._hosts = {number: one for number, one in self._hosts.items() if one is not host}
+        self._num_requests -= len(host.requests)
+        logger.info(
+            "host '%s' is gone with %d requests: %s; hosts: %d", host.host_id, len(host.requests), why, len(self._hosts)
+        )
+        if self._core is not None:
+            for engine_id in host.requests.values():
+                self._core.abort(engine_id)
+            for name in host.adapters:
+                self._core.adapters.drop(name)
+            if host.follows_prefixes and not any(one.follows_prefixes for one in self._hosts.values()):
+                self._core.prefixes.publish(False)
+            if host.watch != Watch():
+                self._watch_for_all(self._core)
+
+    def _tell(self, host: AttachedHost, head: bytes, body: bytes) -> None:
+        """Never blocks. A host that cannot be reached any more is dropped."""
+        try:
+            self._router.send_multipart((host.routing_id, head, body), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._drop(host, f"its connection has ended ({error})")
+
+    def _read_keeper(self) -> None:
+        while True:
+            try:
+                message = _decode_input(self._keeper.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self._has_ended = self._has_ended or message.shutdown
+
+    def _warn_of_refused(self, now_s: float) -> None:
+        while self._refused.poll(0):
+            recv_monitor_message(self._refused)
+            if now_s >= self._warning_at_s + _WARNING_INTERVAL_S:
+                self._warning_at_s = now_s
+                logger.warning("a peer was refused: it did not prove that it has the cluster's CURVE key")

@@ -1,0 +1,149 @@
+"""Where engines are that run apart from their hosts: what a cluster tells the engine's side of a host.
+
+For: the cluster, which implements EngineLocator and installs it, and the supervisors of remote engines. Does not know:
+how engines are placed or started. Invariant: without a locator, engines are children of their host.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
+
+from ...config import EngineConfig
+
+if TYPE_CHECKING:
+    from llmbackend.cluster_secrets import ClusterSecrets
+
+ENGINE_HEARTBEAT_TIMEOUT_S: Final = 2.0
+"""How long the other end of a link may be silent."""
+
+
+class EngineAddress(msgspec.Struct, frozen=True):
+    """endpoint     tcp://host:port
+    incarnation  grows with each new process of this engine
+    node         for people: which machine
+    """
+
+    endpoint: str
+    incarnation: int
+    node: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.endpoint} on {self.node}" if self.node else self.endpoint
+
+
+class EngineLocator(Protocol):
+    """Any thread may call it. Engine `index` of a config is the one of instance `index` of a model; models of equal
+    configs may be given the same engines."""
+
+    def locate(self, index: int, config: EngineConfig) -> EngineAddress | None:
+        """Never blocks. None = it is not up yet; `on_change` tells. Raises EngineDeadError where there will be none."""
+
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """`callback`, cheap and for any thread, is called when `locate` may answer otherwise, until this process
+        ends."""
+
+    def lost(self, index: int, config: EngineConfig, incarnation: int, cause: str) -> None:
+        """This host saw the engine hang or end, or can no longer reach it: others may still. Never blocks."""
+
+    def release(self, index: int, config: EngineConfig) -> None:
+        """This host needs it no more. Never blocks."""
+
+
+class EngineUsers:
+    """The supervisors of this process that the locator serves: a model that is loaded anew has two for a while, which
+    have one engine. Any thread."""
+
+    def __init__(self, locator: EngineLocator) -> None:
+        self._locator = locator
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._counts: Counter[tuple[int, bytes]] = Counter()
+        self.are_stopping = False
+        """Whether nobody shall wait any more for an engine that was never there."""
+        locator.on_change(self._wake)
+
+    def enter(self, index: int, config: EngineConfig, wake: Callable[[], None]) -> None:
+        """wake: called after a change"""
+        with self._lock:
+            self._callbacks.append(wake)
+            self._counts[index, msgspec.json.encode(config)] += 1
+
+    def leave(self, index: int, config: EngineConfig, wake: Callable[[], None]) -> None:
+        """The last one releases the engine."""
+        with self._lock:
+            self._callbacks.remove(wake)
+            key = index, msgspec.json.encode(config)
+            self._counts[key] -= 1
+            if self._counts[key]:
+                return
+            del self._counts[key]
+        self._locator.release(index, config)
+
+    def stop_loads(self) -> None:
+        """The process is about to end: what waits for its first engine ends with an error."""
+        self.are_stopping = True
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._lock:
+            callbacks = tuple(self._callbacks)
+        for wake in callbacks:
+            wake()
+
+
+@dataclass(frozen=True)
+class RemoteEngines:
+    """What a host needs to speak to engines elsewhere.
+
+    host_id              for people and logs; unique in the cluster
+    heartbeat_timeout_s  a host or an engine that is silent for longer is gone
+    """
+
+    locator: EngineLocator
+    secrets: ClusterSecrets
+    host_id: str
+    heartbeat_timeout_s: float
+    users: EngineUsers
+
+
+_installed: RemoteEngines | None = None
+
+
+def use_locator(
+    locator: EngineLocator | None,
+    secrets: ClusterSecrets | None = None,
+    *,
+    host_id: str = "",
+    heartbeat_timeout_s: float = ENGINE_HEARTBEAT_TIMEOUT_S,
+) -> None:
+    """Before models load: from now on `transport: process` engines are where `locator` says; None = children again.
+
+    host_id: unique in the cluster; "" = made of this machine's name and the process id.
+    """
+    global _installed
+    if locator is None:
+        _installed = None
+        return
+    if secrets is None:
+        raise ValueError("a locator of engines needs the cluster's secrets")
+    host_id = host_id or f"{socket.gethostname()}:{os.getpid()}"
+    _installed = RemoteEngines(locator, secrets, host_id, heartbeat_timeout_s, EngineUsers(locator))
+
+
+def stop_loads() -> None:
+    """This process is about to end, and waits for no engine elsewhere that was never there. Any thread."""
+    if _installed is not None:
+        _installed.users.stop_loads()
+
+
+def remote_engines() -> RemoteEngines | None:
+    """What `use_locator` installed."""
+    return _installed

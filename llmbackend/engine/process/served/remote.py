@@ -1,0 +1,250 @@
+"""A host's link to an engine that other hosts use, too: ZeroMQ over TCP with CURVE.
+
+For: supervisors, when a locator of engines is installed. Does not know: who started the engine; requests. Invariants:
+a link speaks to one process and never connects again: the end of its connection, or silence for longer than the
+heartbeat timeout, is the engine's loss, and so is a refusal; leaving an engine does not end it.
+
+One thread uses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ...config import EngineConfig
+from ...errors import EngineDeadError
+from ...messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
+from ...start.load_progress import LoadProgress
+from ..engine_link import Transport
+from ..transport import DESCRIPTORS_OF_AN_ENGINE, require_descriptors
+from .locating import EngineAddress, RemoteEngines
+from .remote_messages import STARTED, WELCOME, Head, SharedCounters, Welcome, boot_id, hello
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_TIMEOUT_MS: Final = 8_000
+"""From the connection to the engine's first word: its process may have to be started."""
+NEVER_MS: Final = 24 * 3600 * 1000
+"""For reconnections: with -1, libzmq 4.3.5 hangs at the end of the context where a handshake has failed."""
+GOODBYE_LINGER_MS: Final = 500
+_HANDSHAKE_SILENCE: Final = 11
+"""EAGAIN: the value of a handshake's failure when nobody answered."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
+_decode_welcome = msgspec.msgpack.Decoder(Welcome).decode
+_decode_result = msgspec.msgpack.Decoder(StepResult).decode
+
+
+class RemoteTransport(Transport):
+    def __init__(
+        self,
+        engines: RemoteEngines,
+        address: EngineAddress,
+        config: EngineConfig,
+        wake_fd: int,
+        progress: Callable[[LoadProgress], None],
+    ) -> None:
+        """Raises OSError or ZMQError when there are too few descriptors; then none is left open."""
+        super().__init__(config, progress)
+        self._address = address
+        self._host_id = engines.host_id
+        self._messages: deque[tuple[bytes, bytes]] = deque()
+        """Received and not decoded yet: heads and bodies."""
+        self._loss: EngineDeadError | None = None
+        self._is_connected = False
+        self._counters = SharedCounters()
+        self._clock_offset_ns = 0
+        """What turns the engine's clock into this machine's."""
+        require_descriptors(DESCRIPTORS_OF_AN_ENGINE)
+        with contextlib.ExitStack() as on_failure:
+            self._context = zmq.Context()
+            on_failure.callback(self._context.term)
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            on_failure.callback(self._socket.close)
+            self._configure(engines)
+            self._monitor = self._socket.get_monitor_socket()
+            on_failure.pop_all()
+        self._poller = zmq.Poller()
+        for item in (self._socket, self._monitor, wake_fd):
+            self._poller.register(item, zmq.POLLIN)
+
+    @property
+    def incarnation(self) -> int:
+        """Of the engine's process: as the locator said, then as the engine does."""
+        return self._address.incarnation
+
+    def launch(self) -> None:
+        self._socket.connect(self._address.endpoint)
+        self._socket.send(_encode(hello(self._host_id, self._config)), zmq.NOBLOCK)
+        self._show_progress(LoadProgress(f"going to the engine at {self._address}"))
+
+    def send(self, message: EngineInput) -> None:
+        if self._loss is not None:
+            raise self._loss
+        try:
+            self._socket.send(_encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # the connection has ended; why is yet to be read
+            self._wait(0.0)
+            raise self._loss or self._lost("the connection to it has ended") from None
+
+    def receive(self, timeout_s: float | None = None) -> list[StepResult]:
+        self._wait(timeout_s)
+        results: list[StepResult] = []
+        try:
+            while self._messages and self._loss is None:
+                head, body = self._messages.popleft()
+                if head == STARTED:
+                    self._loss = self._lost(_decode_started(body).error or "it starts anew")
+                else:
+                    results.append(self._read_result(head, body))
+        except (msgspec.DecodeError, struct.error) as error:
+            self._loss = self._unreadable(error)
+        if results:
+            results[-1] = msgspec.structs.replace(results[-1], stats=self._counters.stats(results[-1].stats))
+        elif self._loss is not None:
+            raise self._loss
+        return results
+
+    def close(self, *, force: bool = False) -> None:
+        if not force and self._is_connected and self._loss is None:
+            with contextlib.suppress(zmq.ZMQError):
+                self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
+        self._show_progress(None)
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close(0 if force else GOODBYE_LINGER_MS)
+        self._context.term()
+
+    def _configure(self, engines: RemoteEngines) -> None:
+        link, timeout_ms = self._socket, math.ceil(engines.heartbeat_timeout_s * 1e3)
+        link.set_hwm(0)
+        link.reconnect_ivl = NEVER_MS
+        link.connect_timeout = timeout_ms
+        link.handshake_ivl = max(HANDSHAKE_TIMEOUT_MS, timeout_ms)
+        set_heartbeats(link, timeout_ms)
+        engines.secrets.secure_client(link)
+
+    def _receive_started(self, timeout_s: float | None) -> Sequence[EngineStarted]:
+        self._wait(timeout_s)
+        started: list[EngineStarted] = []
+        try:
+            while self._messages and not (started and started[-1].progress is None):
+                head, body = self._messages.popleft()
+                if head == WELCOME:
+                    self._enter(_decode_welcome(body))
+                elif head == STARTED:
+                    started.append(_decode_started(body))
+        except msgspec.DecodeError as error:
+            self._loss = self._unreadable(error)
+        if not started and self._loss is not None:
+            raise self._loss
+        return started
+
+    def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
+        """Raises EngineDeadError, also when the engine does not take this host."""
+        try:
+            return super().receive_started(timeout_s)
+        except EngineDeadError as error:
+            if error is self._loss:
+                raise
+            raise EngineDeadError(f"the engine at {self._address}: {error}", error.kind) from error
+
+    def _enter(self, welcome: Welcome) -> None:
+        self._address = msgspec.structs.replace(self._address, incarnation=welcome.incarnation)
+        self.knows_vocabulary = welcome.knows_vocabulary
+        if welcome.boot_id != boot_id():
+            self._clock_offset_ns = time.monotonic_ns() - welcome.monotonic_ns
+
+    def _read_result(self, head: bytes, body: bytes) -> StepResult:
+        said, result = Head.unpack(head), _decode_result(body)
+        self.num_requests_of_others = said.num_requests_of_others
+        self._counters.add(said, result.stats)
+        if result.events and self._clock_offset_ns:
+            for event in result.events:
+                msgspec.structs.force_setattr(event, "time_ns", event.time_ns + self._clock_offset_ns)
+        return result
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until a message, an event of the connection, a wake-up, or `timeout_s`; takes all that is there."""
+        if self._messages or self._loss is not None:
+            timeout_s = 0.0
+        ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)))
+        while self._monitor in ready and self._monitor.poll(0):
+            self._observe(recv_monitor_message(self._monitor))
+        with contextlib.suppress(zmq.Again):
+            while True:
+                head, body = self._socket.recv_multipart(zmq.NOBLOCK)
+                self._messages.append((head, body))
+
+    def _observe(self, event: Mapping[str, Any]) -> None:
+        kind, value = event["event"], event["value"]
+        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected = True
+        elif self._loss is not None:
+            return
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+            self._loss = EngineDeadError(f"the engine at {self._address} refuses this host's CURVE key", "load")
+        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == _HANDSHAKE_SILENCE:
+            self._loss = self._lost("nothing answers there")
+        elif kind in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+            self._loss = self._lost("it ended the handshake: it has another CURVE key, or has just ended")
+        elif kind == zmq.EVENT_DISCONNECTED:
+            self._loss = self._lost("the connection to it has ended, or was silent for too long")
+        elif kind == zmq.EVENT_CLOSED and not self._is_connected:
+            self._loss = self._lost("it cannot be reached")
+
+    def _lost(self, how: str) -> EngineDeadError:
+        return EngineDeadError(f"the engine at {self._address} was lost: {how}", "disconnect")
+
+    def _unreadable(self, error: Exception) -> EngineDeadError:
+        return EngineDeadError(f"the engine at {self._address} sent a message that cannot be read: {error}", "message")
+
+
+def set_heartbeats(link: zmq.Socket[bytes], timeout_ms: int) -> None:
+    """For both ends: a connection whose other end is silent for longer is closed."""
+    link.heartbeat_ivl = max(timeout_ms // 4, 1)
+    link.heartbeat_timeout = timeout_ms
+    link.heartbeat_ttl = timeout_ms
+
+
+class EnginesElsewhere:
+    """The engines that one instance is given, one after the other, by the locator. See EngineSource."""
+
+    def __init__(self, engines: RemoteEngines, config: EngineConfig, index: int, wake: Callable[[], None]) -> None:
+        """index: of the instance. wake: ends the supervisor's wait."""
+        self._engines = engines
+        self._config = config
+        self._index = index
+        self._wake = wake
+        self._transport: RemoteTransport | None = None
+        engines.users.enter(index, config, wake)
+
+    def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport | None:
+        address = self._engines.locator.locate(self._index, self._config)
+        if address is None:
+            return None
+        self._transport = RemoteTransport(self._engines, address, self._config, wake_fd, progress)
+        return self._transport
+
+    def load_whole(self) -> bool:
+        """That is its keeper's matter."""
+        return False
+
+    def lost(self, error: EngineDeadError) -> None:
+        if self._transport is not None:
+            self._engines.locator.lost(self._index, self._config, self._transport.incarnation, str(error))
+
+    def close(self) -> None:
+        self._engines.users.leave(self._index, self._config, self._wake)

@@ -1,0 +1,151 @@
+"""What the command `served_engine` reads and writes: JSON, a line each, and the file that it leaves.
+
+For: those who start served engines or find one that somebody started before, and the command itself. Does not know: how
+engines run. Invariants: an order that exists is valid; the record names the engine's latest process, and is void when
+its command has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from llmbackend.fork_server.process_start import started_ticks
+
+from ...config import EngineConfig
+from ...ranks.rank_order import RankMeeting
+from .locating import ENGINE_HEARTBEAT_TIMEOUT_S
+
+
+class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line of standard input. Raises ValueError naming field, value and what was expected.
+
+    config               of the engine, as its hosts have it; `transport` is "process"
+    paths                folder that it names -> folder that has its files on this machine, where that is another one
+    secrets_folder       see ClusterSecrets
+    host                 the address to listen at, and no other
+    port                 0 = any; the same for all processes of this engine
+    incarnation          of its first process; each that follows is one more; 0 = milliseconds of Unix time, which grow
+                         from one command to the next
+    node                 for people: which machine
+    heartbeat_timeout_s  a host that is silent for longer is gone
+    outlives_parent      whether the engine goes on when standard input ends
+    orphan_timeout_s     then: how long without any host until it ends
+    meeting              where the other ranks of a split model come, which others start; None = they are forked
+    runners              name of a module like engine/make_runner.py
+    record_file          where the command keeps its EngineRecord as long as it runs; "" = nowhere
+    """
+
+    config: EngineConfig
+    secrets_folder: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    incarnation: int = 0
+    node: str = ""
+    heartbeat_timeout_s: float = ENGINE_HEARTBEAT_TIMEOUT_S
+    outlives_parent: bool = False
+    orphan_timeout_s: float = 30.0
+    meeting: RankMeeting | None = None
+    paths: dict[str, str] = {}
+    runners: str = "llmbackend.engine.make_runner"
+    record_file: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("heartbeat_timeout_s", "orphan_timeout_s"):
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"'{name}' is {value:g}, expected a number above 0")
+        if not 0 <= self.port < 1 << 16:
+            raise ValueError(f"'port' is {self.port}, expected 0 to 65535")
+        if self.config.transport != "process":
+            raise ValueError(f"'transport' is '{self.config.transport}', expected 'process' in a served engine")
+
+
+def with_paths(config: EngineConfig, paths: Mapping[str, str]) -> EngineConfig:
+    """paths: see ServedEngineOrder."""
+    adapters = {name: paths.get(path, path) for name, path in config.lora_modules.items()}
+    return msgspec.structs.replace(config, model=paths.get(config.model, config.model), lora_modules=adapters)
+
+
+class ServedProcessOrder(msgspec.Struct, frozen=True):
+    """What the fork server's child is told: an EngineOrder, and what it takes to serve hosts.
+
+    endpoint             of the keeper's socket
+    is_whole             as in EngineOrder
+    config               of the engine, as its hosts have it
+    listen_endpoint      what the listening socket is bound to: tcp://host:port
+    secrets_folder       see ClusterSecrets
+    incarnation          of this process
+    node                 for people: which machine
+    heartbeat_timeout_s  a host that is silent for longer is gone
+    meeting              as in EngineOrder
+    """
+
+    endpoint: str
+    is_whole: bool
+    config: EngineConfig
+    listen_endpoint: str
+    secrets_folder: str
+    incarnation: int
+    node: str
+    heartbeat_timeout_s: float
+    meeting: RankMeeting | None = None
+
+
+class KeptState(msgspec.Struct, frozen=True):
+    """Engine → keeper, about once a second, between two steps. num_hosts: that are attached."""
+
+    num_hosts: int
+
+
+class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A line of standard output: a process of the engine was started, or none can be.
+
+    port         where it listens, from now on and until the command ends
+    incarnation  of the process
+    pid          of the process
+    error        why the command ends
+    """
+
+    port: int = 0
+    incarnation: int = 0
+    pid: int = 0
+    error: str = ""
+
+
+class ServedEngineCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A later line of standard input. replace: the incarnation to kill, if it is still the one that runs."""
+
+    replace: int
+
+
+class EngineRecord(msgspec.Struct, frozen=True):
+    """pid    of the command that keeps the engine
+    start  of that process, as the system counts it: process ids are used again
+    news   the last that it said
+    """
+
+    pid: int
+    start: int
+    news: ServedEngineNews
+
+
+def write_record(file: Path, news: ServedEngineNews) -> None:
+    """Of this process. Raises OSError."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    written = file.with_suffix(".new")
+    written.write_bytes(msgspec.json.encode(EngineRecord(os.getpid(), started_ticks(os.getpid()), news)))
+    written.replace(file)
+
+
+def read_record(file: Path) -> EngineRecord | None:
+    """Of an engine that still runs."""
+    try:
+        record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if started_ticks(record.pid) == record.start else None

@@ -1,0 +1,95 @@
+"""RankKeeper: keeps one rank of an engine on several machines alive on this machine, one process after the other.
+
+For: who owns a machine's part of an engine, such as an actor of a cluster. Does not know: rank 0, models. A rank ends
+with rank 0; the next one loads its part and waits for the next rank 0. Invariants: at most one process exists at a
+time; it ends with `close`, and with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import threading
+import time
+
+import msgspec
+
+from llmbackend.fork_server.client import restart_pause_s
+from llmbackend.fork_server.interpreter import command, environment
+
+from .rank_order import RankOrder
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+MIN_PAUSE_S = 0.2
+MAX_PAUSE_S = 10.0
+_PROGRAM = "llmbackend.engine.ranks.rank_process"
+_LIVED_S = 30.0
+"""A process that lived so long is no failure in a row."""
+
+
+class RankKeeper:
+    """Any thread."""
+
+    def __init__(self, order: RankOrder) -> None:
+        self._order = order
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._keep, name=f"rank-{order.rank}", daemon=True)
+
+    def start(self) -> None:
+        """Returns at once."""
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process; None between two."""
+        process = self._process
+        return None if process is None or process.returncode is not None else process.pid
+
+    def close(self) -> None:
+        """Ends the process, if need be by force."""
+        self._closing.set()
+        with self._lock:
+            if self._process is not None and self._process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self._process.stdin.close()
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if self._thread.is_alive() and self._process is not None:
+            self._process.kill()
+            self._thread.join()
+
+    def _keep(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began_s = time.monotonic()
+            code = self._run()
+            is_failure = code != 0 and time.monotonic() - began_s < _LIVED_S
+            failures = failures + 1 if is_failure else 0
+            if not self._closing.is_set():
+                logger.warning("the process of rank %d ended with exit code %d", self._order.rank, code)
+            self._closing.wait(min(max(restart_pause_s(failures), MIN_PAUSE_S), MAX_PAUSE_S))
+
+    def _run(self) -> int:
+        interpreter = self._order.config.engine_python
+        with self._lock:
+            if self._closing.is_set():
+                return 0
+            try:
+                self._process = process = subprocess.Popen(
+                    command(interpreter, _PROGRAM), stdin=subprocess.PIPE, env=environment(interpreter)
+                )
+            except OSError as error:
+                logger.error("the process of rank %d can not be started: %s", self._order.rank, error)
+                return 1
+            assert process.stdin is not None
+            with contextlib.suppress(OSError):  # it has ended already
+                process.stdin.write(msgspec.json.encode(self._order) + b"\n")
+                process.stdin.flush()
+        code = process.wait()
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        return code

@@ -1,0 +1,1 @@
+"""What an engine's process does until its model is loaded."""
