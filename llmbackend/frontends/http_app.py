@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from starlette.applications import Starlette
+from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -19,7 +19,6 @@ from llmbackend.core.server_log import ServerLog
 
 from .http.errors import install_error_handlers
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
-from .http.routing import Router
 from .inference_gate import InferenceGate
 from .journals.idempotency import IdempotentRequests
 from .journals.resumable_streams import ResumableStreams
@@ -28,8 +27,8 @@ from .kserve.description_http import DescriptionEndpoints, HealthEndpoints, Meta
 from .kserve.generate import GenerateEndpoints
 from .kserve.infer_http import InferEndpoint
 from .kserve.model_paths import DirectRoutes, serve
-from .openapi import create_openapi_router
-from .operations.probes import ProbeEndpoints
+from .openapi import DocumentEndpoints
+from .operations.probes import MetricsEndpoint, ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
 
 DEFAULT_MAX_INPUT_SIZE_BYTES: Final = 64 << 20
@@ -49,13 +48,13 @@ def create_http_app(
     server: InferenceServer,
     *,
     max_input_size_bytes: int = DEFAULT_MAX_INPUT_SIZE_BYTES,
-    routers: Sequence[Router] = (),
+    routers: Sequence[APIRouter] = (),
     gate: InferenceGate | None = None,
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
     idempotent: IdempotentRequests | None = None,
-) -> Starlette:
+) -> FastAPI:
     """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
 
     `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate`
@@ -64,36 +63,41 @@ def create_http_app(
     """
     gate = gate or InferenceGate(server)
     gate.bodies.make_room_for(max_input_size_bytes)
-    served = (create_kserve_router(server, max_input_size_bytes, gate, options, log, streams), *routers)
-    app = _application((*served, create_openapi_router(served)), gate)
+    kserve = create_kserve_router(server, max_input_size_bytes, gate, options, log, streams)
+    app = _application((kserve, *routers), gate)
+    DocumentEndpoints(app.routes).add_to(app.router)
     app.idempotent = idempotent
     return app
 
 
 def create_inference_app(
-    gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[Router], options: ProtocolOptions
-) -> Starlette:
+    gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[APIRouter], options: ProtocolOptions
+) -> FastAPI:
     """Inference, and what is ready, for a host in another process, which has everything else; arguments as of
     `create_http_app`."""
     gate.bodies.make_room_for(max_input_size_bytes)
     kserve = create_inference_router(max_input_size_bytes, gate, options, ResumableStreams())
     HealthEndpoints(gate.server).add_to(kserve)
     MetadataEndpoints(gate.server).add_to(kserve)
-    ProbeEndpoints(gate, None).add_to(kserve)
+    ProbeEndpoints(gate).add_to(kserve)
     return _application((kserve, *routers), gate)
 
 
-def _application(routers: Sequence[Router], gate: InferenceGate) -> _App:
+def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
     """The first of `routers` has inference on a model's path."""
-    app = _App(routes=[route for router in routers for route in router.routes])
-    app.router.redirect_slashes = False
+    app = _App(
+        routes=[route for router in routers for route in router.routes],
+        redirect_slashes=False,
+        openapi_url=None,  # openapi.py serves the document, without HEAD
+        telemetry={"auto_configure": False, "tracing": False, "metrics": False, "logs": False},
+    )
     install_error_handlers(app)
     app.direct = DirectRoutes.of(routers[0])
     app.bodies = gate.bodies
     return app
 
 
-class _App(Starlette):
+class _App(FastAPI):
     """Answers retried requests, gives each other one a lease of the body budget, and finds inference without the
     routers."""
 
@@ -126,7 +130,7 @@ def create_kserve_router(
     options: ProtocolOptions | None = None,
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
-) -> Router:
+) -> APIRouter:
     """Everything under /v2, and the probes; arguments as of `create_http_app`."""
     gate = gate or InferenceGate(server)
     options = options or DEFAULT_OPTIONS
@@ -138,15 +142,17 @@ def create_kserve_router(
     MetadataEndpoints(server).add_to(router)
     RepositoryEndpoints(server, gate, max_input_size_bytes).add_to(router)
     StopEndpoint(server).add_to(router)
-    ProbeEndpoints(gate, server.metrics_registry if options.http_metrics else None).add_to(router)
+    ProbeEndpoints(gate).add_to(router)
+    if options.http_metrics:
+        MetricsEndpoint(server.metrics_registry).add_to(router)
     return router
 
 
 def create_inference_router(
     max_input_size_bytes: int, gate: InferenceGate, options: ProtocolOptions, streams: ResumableStreams
-) -> Router:
+) -> APIRouter:
     """infer, generate and generate_stream: first among all, since routes are tried in order."""
-    router = Router()
+    router = APIRouter()
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
     GenerateEndpoints(gate, max_input_size_bytes, streams).add_to(router)
     return router

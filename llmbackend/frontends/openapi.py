@@ -1,18 +1,23 @@
-"""What this server answers on HTTP: GET /openapi.json, an OpenAPI 3.1 document of everything, and GET /, a few lines.
+"""What this server answers on HTTP: /openapi.json, an OpenAPI 3.1 document of everything, its page /docs, and GET /.
 
-For: people, client generators, the fuzzer. Does not know: handlers. Invariant: the document's paths are the routes of
-the application: a route without a description cannot be built into a document (KeyError), so that a test of the
-document finds it. What a path means is described beside its handlers, in `kserve/openapi.py`, `openai/openapi.py`,
-`anthropic/openapi.py`, `operations/probes.py` and `operations/router.py`.
+For: people, client generators, the fuzzer. Does not know: handlers; FastAPI makes the document from routes and types.
+Invariant: it is made on the first request, off the event loop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Final
+from collections.abc import Iterable
+from typing import Any, Final
 
 import orjson
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from pydantic import TypeAdapter
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import core_schema
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -21,28 +26,13 @@ from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
 from .anthropic import openapi as openapi_anthropic
-from .http.errors import is_anthropic, is_openai
-from .http.openapi_parts import Json, operation, plain_response, refusals
+from .http.errors import is_anthropic
+from .http.openapi_parts import refusals
 from .http.responses import JSON, TEXT, plain
-from .http.routing import Router
-from .kserve import openapi as openapi_kserve
+from .http.routing import ApiRoute, Endpoints, Json, get, path_parameters
 from .openai import openapi as openapi_openai
-from .operations import probes
-from .operations import router as operations
 
 PATH: Final = "/openapi.json"
-ROOT: Final = "/"
-_OPERATIONS: Final = (
-    openapi_kserve.OPERATIONS
-    | openapi_openai.OPERATIONS
-    | openapi_anthropic.OPERATIONS
-    | probes.OPERATIONS
-    | operations.OPERATIONS
-    | {
-        ("GET", ROOT): operation("What to ask this server for", {"200": plain_response("A line per path.", TEXT)}),
-        ("GET", PATH): operation("This document", {"200": plain_response("OpenAPI 3.1.", JSON)}),
-    }
-)
 _FIRST_PATHS: Final = (
     ("GET", "/v2/health/ready", "200 while the server takes requests"),
     ("POST", "/v2/repository/index", "the models and their states"),
@@ -56,104 +46,100 @@ _FIRST_PATHS: Final = (
     ("GET", PATH, "every path and its fields"),
 )
 """What a person who has only the address should ask for; those paths are shown that are served."""
-_VARIANTS: Final = ("/versions/{version}", "/{repository}", "/region/{region}")
-"""Optional parts of a path; such a path has the operation of the path without them."""
-
-_PARAMETERS: Final[dict[str, Json]] = {
-    "name": {"type": "string", "minLength": 1},
-    "model": {"type": "string", "minLength": 1},
-    "response_id": {"type": "string", "minLength": 1},
-    "conversation_id": {"type": "string", "minLength": 1},
-    "item_id": {"type": "string", "minLength": 1},
-    "version": {"type": "string", "pattern": "^[0-9]{1,18}$"},
-    "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
-    "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
-    "request": {"type": "string", "pattern": "^[0-9]{1,18}$"},
-    "instance": {"type": "string", "minLength": 1},
-}
-_BEFORE_THE_OPERATION: Final = (401, 403, 408, 413, 429, 431)
-"""Statuses that access control and the connection may send before an operation sees its request."""
-_KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
-_CONVERTER: Final = re.compile(r"\{(\w+):\w+\}")
 _VARIABLE: Final = re.compile(r"\{\w+\}")
-_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
-"""Routes that refuse every request, with 404 or 501."""
+_KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 
 
-def create_openapi_router(routers: Sequence[Router]) -> Router:
-    """A router that serves both documents of `routers` and of itself, made on the first request."""
-    own = Router()
-    made: list[bytes] = []
+class DocumentEndpoints(Endpoints):
+    """Of `routes`, to which these are added."""
 
-    async def serve_root(request: Request) -> Response:
-        return plain(_first_lines([*routers, own]).encode(), content_type=TEXT)
+    def __init__(self, routes: list[BaseRoute]) -> None:
+        self._routes = routes
+        self._made = b""
 
-    async def serve(request: Request) -> Response:
-        if not made:
-            made.append(orjson.dumps(document([*routers, own])))
-        return plain(made[0], content_type=JSON)
+    @get("/", response_class=PlainTextResponse)
+    async def first_lines(self, http: Request) -> Response:
+        """What to ask this server for"""
+        served = {_VARIABLE.sub("{}", route.path_format) for route in self._routes if isinstance(route, Route)}
+        rows = [row for row in _FIRST_PATHS if _VARIABLE.sub("{}", row[1]) in served]
+        lines = (f"{method:4} {path:34} {text}" for method, path, text in rows)
+        return plain("\n".join([f"llmbackend {__version__}", *lines, ""]).encode(), content_type=TEXT)
 
-    own.add_handler(ROOT, serve_root, methods=["GET"])
-    own.add_handler(PATH, serve, methods=["GET"])
-    return own
+    @get(PATH)
+    async def document(self, http: Request) -> Response:
+        """This document"""
+        if not self._made:
+            self._made = orjson.dumps(await asyncio.to_thread(document, self._routes))
+        return plain(self._made, content_type=JSON)
 
-
-def _first_lines(routers: Iterable[Router]) -> str:
-    served = {
-        _VARIABLE.sub("{}", path) for _, path in _documented(route for router in routers for route in router.routes)
-    }
-    rows = [row for row in _FIRST_PATHS if _VARIABLE.sub("{}", row[1]) in served]
-    return "\n".join(
-        [f"llmbackend {__version__}", *(f"{method:4} {path:34} {text}" for method, path, text in rows), ""]
-    )
-
-
-def document(routers: Iterable[Router]) -> Json:
-    """The document of all routes of `routers`. Raises KeyError for a route that is not described."""
-    paths: Json = {}
-    for method, path in sorted(_documented(route for router in routers for route in router.routes)):
-        paths.setdefault(path, {})[method.lower()] = _operation(method, path)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "llmbackend", "version": __version__},
-        "paths": paths,
-        "components": {
-            "schemas": openapi_kserve.SCHEMAS
-            | openapi_openai.schemas()
-            | openapi_anthropic.schemas()
-            | probes.SCHEMAS
-            | operations.SCHEMAS,
-            "securitySchemes": _KEY_SCHEME,
-        },
-    }
+    @get("/docs", response_class=HTMLResponse)
+    async def page(self, http: Request) -> Response:
+        """This document as a page, whose scripts the browser loads from jsdelivr.net"""
+        return get_swagger_ui_html(openapi_url=PATH, title="llmbackend")
 
 
-def _documented(routes: Iterable[BaseRoute]) -> Iterator[tuple[str, str]]:
-    """(method, path) of each route that is documented."""
+def document(routes: Iterable[BaseRoute]) -> Json:
+    """The document of all `routes` that are declared."""
+    routes = list(routes)
+    served = [route for route in routes if isinstance(route, ApiRoute)]
+    made: Json = get_openapi(title="llmbackend", version=__version__, routes=served)
+    for path, operations in made["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # FastAPI's own
+            operation["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
+    made["components"] = {"schemas": _schemas(served), "securitySchemes": _KEY_SCHEME}
     for route in routes:
-        assert isinstance(route, Route)
-        path = _CONVERTER.sub(r"{\1}", route.path)
-        if path not in _CATCH_ALL:
-            yield from ((method, path) for method in (route.methods or ()) if method != "HEAD")
+        if isinstance(route, Route) and not isinstance(route, ApiRoute):
+            _add_described(made, route)
+    made["components"]["schemas"] |= openapi_openai.schemas() | openapi_anthropic.schemas()
+    return made
 
 
-def _operation(method: str, path: str) -> Json:
-    plain_path = path
-    for variant in _VARIANTS:
-        plain_path = plain_path.replace(variant, "")
-    described: Json = dict(_OPERATIONS[method, plain_path])
-    in_path = [
-        {"name": name, "in": "path", "required": True, "schema": _PARAMETERS[name]}
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
-    if in_path:
-        described["parameters"] = [*in_path, *described.get("parameters", ())]
-    described["responses"] = refusals(_error_schema(path), *_BEFORE_THE_OPERATION) | described["responses"]
-    described["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
-    return described | {"operationId": f"{method} {path}"}
+def _add_described(made: Json, route: Route) -> None:
+    path = route.path.replace(":path}", "}")
+    for method in sorted((route.methods or set()) - {"HEAD"}) if path not in _CATCH_ALL else ():
+        described: Json = dict((openapi_openai.OPERATIONS | openapi_anthropic.OPERATIONS)[method, path])
+        if in_path := path_parameters(path):
+            described["parameters"] = [*in_path, *described.get("parameters", ())]
+        schema = "AnthropicError" if is_anthropic(path) else "OpenAIError"
+        described["responses"] = refusals(schema, 401, 403, 408, 413, 429, 431) | described["responses"]
+        described["security"] = [{}, {"apiKey": []}]
+        made["paths"].setdefault(path, {})[method.lower()] = described | {"operationId": f"{method} {path}"}
 
 
-def _error_schema(path: str) -> str:
-    if is_anthropic(path):
-        return "AnthropicError"
-    return "OpenAIError" if is_openai(path) else "Error"
+_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
+
+
+def _schemas(routes: Iterable[ApiRoute]) -> Json:
+    """The components of `routes`: as FastAPI makes them, but without titles and with whole numbers, which it makes
+    floats."""
+    models = enumerate(model for route in routes for model in route.models)
+    adapters = [(index, mode, TypeAdapter(model)) for index, (model, mode) in models]
+    _, made = TypeAdapter.json_schemas(
+        adapters, ref_template="#/components/schemas/{model}", schema_generator=_PlainJsonSchema
+    )
+    schemas: Json = made["$defs"]
+    for schema in schemas.values():
+        schema.pop("title", None)
+    return schemas
+
+
+class _PlainJsonSchema(GenerateJsonSchema):
+    """Without titles, which repeat names, and defaults, which are all null. An answer has no members but its own."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> Json:
+        return self.generate_inner(schema["schema"])
+
+    def dataclass_schema(self, schema: core_schema.DataclassSchema) -> Json:
+        made = super().dataclass_schema(schema)
+        made.setdefault("additionalProperties", False)
+        return made
+
+    def typed_dict_schema(self, schema: core_schema.TypedDictSchema) -> Json:
+        made = super().typed_dict_schema(schema)
+        if self.mode == "serialization":
+            made.setdefault("additionalProperties", False)
+        return made

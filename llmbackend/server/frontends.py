@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from fastapi import APIRouter
+
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
-from llmbackend.frontends.http.routing import Router
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
@@ -20,8 +21,7 @@ from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.sealed_reasoning import sealing_key
-from llmbackend.frontends.operations.router import create_operations_router
-from llmbackend.frontends.operations.server_reports import ServerFacts
+from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 
 from .frontend_server import FrontendServer
 from .ports import ClaimedPorts
@@ -91,7 +91,7 @@ def _model_apis(
     gate: InferenceGate,
     streams: ResumableStreams,
     store: ResponseStore,
-) -> tuple[Router, ...]:
+) -> tuple[APIRouter, ...]:
     """The APIs that others than Triton have made."""
     protocols = settings.protocols
     common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)

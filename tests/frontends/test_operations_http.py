@@ -19,8 +19,7 @@ from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.operations.router import create_operations_router
-from llmbackend.frontends.operations.server_reports import ServerFacts
+from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 from tests.helpers.engine_events import EventsViewer
 from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
 from tests.helpers.waiting import eventually

@@ -68,7 +68,7 @@ _CATEGORIES: Final = tuple(
         (rf"{_MODEL}/stats", Category.STATISTICS),
         (rf"{_MODEL}/ready", Category.HEALTH),
         (_MODEL, Category.METADATA),
-        (r"/|/v2|/openapi\.json|/version", Category.METADATA),
+        (r"/|/v2|/openapi\.json|/docs|/version", Category.METADATA),
         (r"/v1/models(/.*)?|/v1/(un)?load_lora_adapter", Category.MODEL_REPOSITORY),
         (r"/v1/.*|/(de)?tokenize", Category.INFERENCE),
     )

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Final
 
 import orjson
+from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -23,7 +24,6 @@ from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.routing import Router
 
 from ..http.client_disconnect import unless_disconnected
 from ..http.request_body import release_body
@@ -64,11 +64,11 @@ def create_anthropic_router(
     gate: InferenceGate | None = None,
     lora_separator: str = "",
     sealing_key: SealingKey = FIXED_KEY,
-) -> Router:
+) -> APIRouter:
     """A router of /v1/messages, and of /v1/models for clients that send `anthropic-version`. To be included before the
     OpenAI router. `gate` is the one that other frontends of `server` use."""
     service = _AnthropicService(gate or InferenceGate(server), max_body_bytes, lora_separator, sealing_key)
-    router = Router()
+    router = APIRouter()
     router.add_route("/v1/messages", _guarded(service.messages), methods=["POST"])
     router.add_route("/v1/messages/count_tokens", _guarded(service.count_tokens), methods=["POST"])
     every, one = model_endpoints(service.catalog)

@@ -12,14 +12,16 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Final
+from typing import Final, Literal
 
 import orjson
+from pydantic import with_config
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
@@ -52,6 +54,34 @@ _ANTHROPIC_KINDS: Final[Mapping[int, str]] = {
 """Anthropic's types of an error by status; other ones are the client's (4xx) or the server's."""
 _OPENAI_KINDS: Final = {429: ("requests", "rate_limit_exceeded"), 503: ("service_unavailable_error", "unavailable")}
 """Type and code of refusals that come from the connection, by status."""
+
+
+@with_config(extra="allow")
+class Error(TypedDict):
+    error: str
+
+
+class _OpenAIDetails(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIErrorBody(TypedDict):
+    error: _OpenAIDetails
+
+
+class _AnthropicDetails(TypedDict):
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(TypedDict):
+    type: Literal["error"]
+    error: _AnthropicDetails
+    request_id: str | None
+
 
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 

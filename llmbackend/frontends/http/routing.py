@@ -1,38 +1,216 @@
-"""Routes to handlers: a function from a request to a response.
+"""Routes on FastAPI: an endpoint is a method that names its path, what it takes and what it answers.
 
-For: the endpoints and the application that serves them. Does not know: what handlers do. Invariant: a route takes the
-methods that it names, and no other: GET alone has no HEAD, as in Triton.
+For: the endpoints of all APIs, and their document (openapi.py). Does not know: what endpoints do. Invariants: FastAPI
+parses nothing: bodies are read within the server's bounds by `Endpoints.read`, paths and queries by the endpoint; a
+route takes the methods that it names and no others: GET does not imply HEAD, as in Triton.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection
+import re
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar, Final, TypeVar
 
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
+from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.routing import Router as StarletteRouter
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-Handler = Callable[[Request], Awaitable[Response]]
+from .errors import Error
+from .json_reader import as_object, parse
+from .request_body import read_control
+from .responses import json_response
+
+Json = dict[str, Any]
+Count = Annotated[int, Field(ge=0)]
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Any]])
+
+_DECLARED: Final = "llmbackend_routes"
+_MEANING: Final = {
+    400: "The request is wrong: the text names what, and what was expected.",
+    401: "No API key, or a wrong one; only where the server asks for keys.",
+    403: "This API is restricted to clients that send a certain header.",
+    404: "No such path, model, version or object.",
+    408: "The request did not arrive in time.",
+    413: "The body is larger than the server accepts.",
+    415: "The body is not of Content-Type application/json.",
+    429: "Too many requests: try again after `Retry-After` seconds.",
+    431: "The header is larger than the server accepts.",
+    500: "As Triton's code INTERNAL: the body is not the JSON that was expected, or loading or the model failed.",
+    501: "Not supported by this server or this model.",
+    503: "Not now: the model is not ready, its queue is full, or the server is exiting.",
+    529: "Not now: as 503 elsewhere.",
+}
+_RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
+_NUMBER: Final = {"type": "string", "pattern": "^[0-9]{1,18}$"}
+_PATH_PARAMETERS: Final[dict[str, Json]] = {
+    "version": _NUMBER,
+    "request": _NUMBER,
+    "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
+    "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
+}
+_NAME: Final = {"type": "string", "minLength": 1}
 
 
-class ExactRoute(Route):
-    """Of exactly `methods`; Starlette's adds HEAD to GET."""
-
-    def __init__(self, path: str, handler: Handler, methods: Collection[str]) -> None:
-        super().__init__(path, handler, methods=methods)
-        self.methods = set(methods)
+def ref(model: Any) -> Json:
+    """A reference to the component that describes `model`."""
+    return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
-class Router(StarletteRouter):
-    """A list of routes. `add_route` is Starlette's, with HEAD beside GET."""
+def path_parameters(path: str) -> list[Json]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": _PATH_PARAMETERS.get(name, _NAME)}
+        for name in re.findall(r"\{(\w+)", path)
+    ]
 
-    def __init__(self) -> None:
-        super().__init__(redirect_slashes=False)
 
-    def add_handler(self, path: str, handler: Handler, methods: Collection[str]) -> None:
-        self.routes.append(ExactRoute(path, handler, methods))
+def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str]) -> dict[int | str, Json]:
+    """The error responses of an API; access control and the connection may send some before an endpoint sees its
+    request."""
+    content: Json = {kind: {} for kind in content_types} | {"application/json": {"schema": ref(error)}}
+    return {
+        status: {"description": _MEANING[status], "content": content}
+        | ({"headers": _RETRY_AFTER} if status in (429, 503, 529) else {})
+        for status in sorted({401, 403, 408, 413, 429, 431, *statuses})
+    }
+
+
+class JsonBody:
+    """Marks, in `Annotated`, the argument of an endpoint that is made from the JSON body. With a default the body is
+    optional."""
+
+    def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
+        """model: documents the body. parse: JSON value → the argument"""
+        self.model = model
+        self.parse = parse
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.any_schema()
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
+        return handler(TypeAdapter(self.model).core_schema)
+
+
+def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """Declares a method of `Endpoints` as that of each of `paths`; options: as of ApiRoute."""
+
+    def declare(endpoint: Endpoint) -> Endpoint:
+        declared = [(path, options | {"methods": [method]}) for path in paths]
+        setattr(endpoint, _DECLARED, getattr(endpoint, _DECLARED, []) + declared)
+        return endpoint
+
+    return declare
+
+
+get, post, delete = partial(route, "GET"), partial(route, "POST"), partial(route, "DELETE")
+
+
+class Endpoints:
+    """Endpoints of one API. Here: Triton's, whose errors the application answers."""
+
+    error: ClassVar[Any] = Error
+    """Type of an error response's JSON."""
+    statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 501, 503)
+    """Of error responses, beside those that every API has."""
+
+    def add_to(self, router: APIRouter) -> None:
+        """In the order of their declaration, in which routes are tried."""
+        for name, method in vars(type(self)).items():
+            for path, options in getattr(method, _DECLARED, ()):
+                router.routes.append(ApiRoute(path, getattr(self, name), self, **options))
+
+    async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
+        """The argument for a request's body; None: there is none. Raises what `refusal` answers."""
+        content = await read_control(http)
+        return None if may_be_empty and not content else body.parse(parse(content))
+
+    def refusal(self, http: Request, error: Exception) -> Response:
+        """The answer to `error`, which is raised where the application has it."""
+        raise error
+
+
+class ApiRoute(APIRoute):
+    """A path of an API.
+
+    answer: type of a 200's JSON; by default the endpoint's return type. body: type of a JSON body that the endpoint
+    reads itself; body_content: other content types of it. parameters: of query and header, as OpenAPI. streams: for an
+    endpoint that can answer with events: what they are."""
+
+    def __init__(
+        self,
+        path: str,
+        endpoint: Callable[..., Awaitable[Any]],
+        api: Endpoints,
+        *,
+        methods: list[str],
+        answer: Any = None,
+        body: Any = None,
+        body_content: Json | None = None,
+        is_body_required: bool = True,
+        parameters: Sequence[Json] = (),
+        streams: str = "",
+        response_class: type[Response] = JSONResponse,
+        responses: dict[int | str, Json] | None = None,
+    ) -> None:
+        self._api = api
+        self.is_direct = body is not None
+        """Whether the endpoint takes nothing from this class but the request."""
+        summary = " ".join((endpoint.__doc__ or "").partition("\n\n")[0].split())
+        error_types = ("text/plain", "text/event-stream") if streams else ("text/plain",)  # Triton labels some as text
+        documented = _refusals(api.error, api.statuses, error_types) | (responses or {})
+        if streams:
+            documented |= {200: {"description": streams, "content": {"text/event-stream": {}}}}
+        extra: Json = {"parameters": [*path_parameters(path), *parameters]}
+        if body is not None:
+            extra["requestBody"] = {
+                "required": is_body_required,
+                "content": {"application/json": {"schema": ref(body)}} | (body_content or {}),
+            }
+        super().__init__(
+            path,
+            endpoint,
+            methods=methods,
+            operation_id=f"{methods[0]} {re.sub(r':path}', '}', path)}",
+            summary=summary,
+            description=" ",  # else the docstring
+            response_class=response_class,
+            responses=documented,
+            openapi_extra=extra,
+            **({} if answer is None else {"response_model": answer}),
+        )
+        request = body if self._json_body is None else self._json_body.model
+        self.models: list[tuple[Any, JsonSchemaMode]] = [(api.error, "serialization")]
+        """What describes the body and the answers, each with pydantic's mode."""
+        if request is not None:
+            self.models.append((request, "validation"))
+        if self.response_model is not None:
+            self.models.append((self.response_model, "serialization"))
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        """FastAPI's hook: what takes a request to its response."""
+        metadata = [] if self.body_field is None else self.body_field.field_info.metadata
+        self._json_body = next((item for item in metadata if isinstance(item, JsonBody)), None)
+        return self._handle
+
+    async def _handle(self, http: Request) -> Response:
+        try:
+            answer = await self.endpoint(http, **await self._arguments(http))
+        except Exception as error:
+            return self._api.refusal(http, error)
+        return answer if isinstance(answer, Response) else json_response(answer)
+
+    async def _arguments(self, http: Request) -> Json:
+        field = self.body_field
+        if field is None or self._json_body is None:
+            return {}
+        argument = await self._api.read(http, self._json_body, may_be_empty=not field.field_info.is_required())
+        return {} if argument is None else {field.name: argument}
 
 
 def without_trailing_slash(app: ASGIApp) -> ASGIApp:

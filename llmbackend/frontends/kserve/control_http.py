@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pickle import PickleBuffer
-from typing import Any
+from typing import Annotated, Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,11 +24,12 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ModelIndex
 from llmbackend.core.server_log import ServerLog
 from llmbackend.core.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
+from llmbackend.core.tracing.settings import TraceChanges
 
 from ..http.json_reader import as_bool, as_object, as_string, as_unsigned, member, parse, parsing
 from ..http.request_body import read_body, read_control
-from ..http.responses import JSON, json_response, plain
-from ..http.routing import Router
+from ..http.responses import JSON, plain
+from ..http.routing import Endpoints, JsonBody, get, post
 from ..inference_gate import InferenceGate
 from ..operations.probes import ReadinessProbes
 from ..operations.settings import (
@@ -37,10 +39,23 @@ from ..operations.settings import (
     trace_changes_from_json,
     updated_trace_settings,
 )
-from .model_paths import MODEL_PATHS, model_of
+from . import http_types
+from .model_paths import model_of, model_paths
+
+Document = Mapping[str, Any]
+_EMPTY: Final[Document] = {}
+_TRACE_PATHS: Final = ("/v2/trace/setting", "/v2/models/{name}/trace/setting")
 
 
-class RepositoryEndpoints:
+def _repository_paths(action: str) -> tuple[str, ...]:
+    return (f"/v2/repository{action}", f"/v2/repository/{{repository}}{action}")
+
+
+def _memory_paths(kind: str, action: str) -> tuple[str, ...]:
+    return (f"/v2/{kind}sharedmemory/{action}", f"/v2/{kind}sharedmemory/region/{{region}}/{action}")
+
+
+class RepositoryEndpoints(Endpoints):
     """The model repository: index, load, unload. A path may name a repository; only the index ignores that."""
 
     def __init__(self, server: InferenceServer, gate: InferenceGate, max_body_bytes: int) -> None:
@@ -50,19 +65,22 @@ class RepositoryEndpoints:
         self._probes = ReadinessProbes(server)
         self._max_body_bytes = max_body_bytes
 
-    def add_to(self, router: Router) -> None:
-        for path in ("/v2/repository", "/v2/repository/{repository}"):
-            router.add_handler(f"{path}/index", self.index, methods=["POST"])
-            router.add_handler(f"{path}/models/{{name}}/load", self.load, methods=["POST"])
-            router.add_handler(f"{path}/models/{{name}}/unload", self.unload, methods=["POST"])
-
-    async def index(self, request: Request) -> Response:
-        body = _optional_document(await read_control(request))
+    @post(*_repository_paths("/index"), answer=list[ModelIndex])
+    async def index(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.RepositoryIndexRequest)] = _EMPTY
+    ) -> list[dict[str, str]]:
+        """The models of the repository and their states"""
         ready_only = "ready" in body and as_bool(body["ready"])
-        rows = await self._probes.repository_index(ready_only)
-        return json_response([_index_json(row) for row in rows])
+        return [_index_json(row) for row in await self._probes.repository_index(ready_only)]
 
+    @post(
+        *_repository_paths("/models/{name}/load"),
+        body=http_types.LoadRequest,
+        is_body_required=False,
+        response_class=Response,
+    )
     async def load(self, request: Request) -> Response:
+        """Load or reload a model"""
         name = self._name(request)
         body = await read_body(request, self._max_body_bytes)
         found = await self._gate.decode_in_process(len(body), load_parameters, body)
@@ -70,9 +88,16 @@ class RepositoryEndpoints:
         await asyncio.wrap_future(self._server.start_load(name, parameters))
         return plain(content_type=JSON)
 
+    @post(
+        *_repository_paths("/models/{name}/unload"),
+        body=http_types.UnloadRequest,
+        is_body_required=False,
+        response_class=Response,
+    )
     async def unload(self, request: Request) -> Response:
+        """Unload a model"""
         name = self._name(request)
-        parameters = _parameters(_optional_document(await read_control(request)))
+        parameters = _parameters(await read_control(request))
         dependents = "unload_dependents" in parameters and as_bool(parameters["unload_dependents"])
         await asyncio.to_thread(self._server.unload_model, name, dependents)
         return plain(content_type=JSON)
@@ -84,21 +109,13 @@ class RepositoryEndpoints:
         return name
 
 
-async def _document(request: Request) -> Mapping[str, Any]:
-    return as_object(parse(await read_control(request)))
-
-
-def _optional_document(body: bytes) -> Mapping[str, Any]:
-    return as_object(parse(body)) if body else {}
-
-
-def _parameters(document: Mapping[str, Any]) -> Mapping[str, Any]:
-    return as_object(document.get("parameters", {}))
+def _parameters(body: bytes) -> Document:
+    return as_object(as_object(parse(body)).get("parameters", {})) if body else {}
 
 
 def load_parameters(body: bytes) -> dict[str, Any]:
     """The `parameters` of a load request's body; files as PickleBuffers, see `InferenceGate.decode_in_process`."""
-    found = dict(_load_parameter(key, value) for key, value in _parameters(_optional_document(body)).items())
+    found = dict(_load_parameter(key, value) for key, value in _parameters(body).items())
     return {key: PickleBuffer(value) if isinstance(value, bytes) else value for key, value in found.items()}
 
 
@@ -114,86 +131,99 @@ def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
 
 
 def _index_json(row: ModelIndex) -> dict[str, str]:
-    fields = {"name": row.name, "version": row.version, "state": row.state, "reason": row.reason}
-    return {key: value for key, value in fields.items() if value or key == "name"}
+    return {key: value for key, value in asdict(row).items() if value or key == "name"}
 
 
-class SettingsEndpoints:
-    """GET and POST of the trace and log settings."""
+class SettingsEndpoints(Endpoints):
+    """The trace and log settings; versions of a model have none of their own."""
 
     def __init__(self, server: InferenceServer, log: ServerLog) -> None:
         self._server = server
         self._log = log
 
-    def add_to(self, router: Router) -> None:
-        """Must be called before the routes of models are added, since /v2/models/{name} matches these, too."""
-        for path in ("/v2/trace/setting", "/v2/models/{name}/trace/setting"):  # versions have no settings of their own
-            router.add_handler(path, self.trace, methods=["GET", "POST"])
-        router.add_handler("/v2/logging", self.logging, methods=["GET", "POST"])
+    @get(*_TRACE_PATHS, answer=http_types.TraceSettings)
+    async def trace(self, request: Request) -> dict[str, Any]:
+        """The trace settings of the server, or of one model"""
+        return await self._traced(request)
 
-    async def trace(self, request: Request) -> Response:
+    @post(*_TRACE_PATHS, answer=http_types.TraceSettings)
+    async def set_trace(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.TraceSetting)]
+    ) -> dict[str, Any]:
+        """Change the trace settings of the server, or of one model; null takes a setting back"""
+        return await self._traced(request, partial(trace_changes_from_json, body))
+
+    async def _traced(self, request: Request, changes: Callable[[], TraceChanges] | None = None) -> dict[str, Any]:
         name = request.path_params.get("name", "")
-        changes = None
-        if request.method == "POST":
-            changes = partial(trace_changes_from_json, await _document(request))
         settings = await asyncio.to_thread(updated_trace_settings, self._server, name, changes)
         shown = shown_trace_settings(settings)
-        return json_response({key: values if key == "trace_level" else values[0] for key, values in shown.items()})
+        return {key: values if key == "trace_level" else values[0] for key, values in shown.items()}
 
-    async def logging(self, request: Request) -> Response:
-        if request.method == "POST":
-            self._log.update(**log_changes_from_json(await _document(request)))
-        return json_response(shown_log_settings(self._log.settings))
+    @get("/v2/logging", answer=http_types.LogSettings)
+    async def logging(self, request: Request) -> dict[str, Any]:
+        """The log settings"""
+        return shown_log_settings(self._log.settings)
+
+    @post("/v2/logging", answer=http_types.LogSettings)
+    async def set_logging(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.LogSetting)]
+    ) -> dict[str, Any]:
+        """Change the log settings"""
+        self._log.update(**log_changes_from_json(body))
+        return shown_log_settings(self._log.settings)
 
 
-class SharedMemoryEndpoints:
+class SharedMemoryEndpoints(Endpoints):
     """System and CUDA shared memory: status, register, unregister; of one region, or of all."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: Router) -> None:
-        for prefix, kind, register in (
-            ("/v2/systemsharedmemory", MemoryKind.SYSTEM, self._register_system),
-            ("/v2/cudasharedmemory", MemoryKind.CUDA, self._register_cuda),
-        ):
-            for path in (prefix, f"{prefix}/region/{{region}}"):
-                router.add_handler(f"{path}/status", self._status(kind), methods=["GET"])
-                router.add_handler(f"{path}/register", register, methods=["POST"])
-                router.add_handler(f"{path}/unregister", self._unregister(kind), methods=["POST"])
+    @get(*_memory_paths("system", "status"))
+    async def system_status(self, request: Request) -> list[http_types.SystemRegion]:
+        """The registered regions of system shared memory"""
+        return [
+            {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size}
+            for region in self._server.shared_memory.status(MemoryKind.SYSTEM, _region(request))
+        ]
 
-    def _status(self, kind: MemoryKind) -> Any:
-        async def status(request: Request) -> Response:
-            regions = self._server.shared_memory.status(kind, _region(request))
-            rows = [
-                {"name": region.name, "key": region.key, "offset": region.offset, "byte_size": region.byte_size}
-                for region in regions
-            ]
-            return json_response(rows)
-
-        return status
-
-    def _unregister(self, kind: MemoryKind) -> Any:
-        async def unregister(request: Request) -> Response:
-            self._server.shared_memory.unregister(kind, _region(request))
-            return plain(content_type=JSON)
-
-        return unregister
-
-    async def _register_system(self, request: Request) -> Response:
-        body = await _document(request)
+    @post(*_memory_paths("system", "register"), response_class=Response)
+    async def register_system(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.SystemRegistration)]
+    ) -> Response:
+        """Register a region, which the path must name"""
         key = as_string(_required(body, "key"))
         offset = as_unsigned(body.get("offset", 0))
         byte_size = as_unsigned(_required(body, "byte_size"))
         self._server.shared_memory.register_system(_region(request), key, offset, byte_size)
         return plain(content_type=JSON)
 
-    async def _register_cuda(self, request: Request) -> Response:
-        body = await _document(request)
+    @post(*_memory_paths("system", "unregister"), response_class=Response)
+    async def unregister_system(self, request: Request) -> Response:
+        """Forget a region, once no running request writes to it"""
+        self._server.shared_memory.unregister(MemoryKind.SYSTEM, _region(request))
+        return plain(content_type=JSON)
+
+    @get(*_memory_paths("cuda", "status"), answer=list[http_types.CudaRegion])
+    async def cuda_status(self, request: Request) -> list[Any]:
+        """The registered regions of CUDA shared memory: none"""
+        return self._server.shared_memory.status(MemoryKind.CUDA, _region(request))
+
+    @post(*_memory_paths("cuda", "register"), response_class=Response)
+    async def register_cuda(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.CudaRegistration)]
+    ) -> Response:
+        """Refused: this server maps no memory of GPUs"""
         handle = _decoded(as_string(member(_required(body, "raw_handle"), "b64")))
         byte_size = as_unsigned(member(body, "byte_size"))
         device_id = as_unsigned(member(body, "device_id"))
         self._server.shared_memory.register_cuda(_region(request), handle, byte_size, device_id)
+        return plain(content_type=JSON)
+
+    @post(*_memory_paths("cuda", "unregister"), response_class=Response)
+    async def unregister_cuda(self, request: Request) -> Response:
+        """Forget a region: there is none"""
+        self._server.shared_memory.unregister(MemoryKind.CUDA, _region(request))
         return plain(content_type=JSON)
 
 
@@ -219,7 +249,7 @@ def _decoded(text: str) -> bytes:
     return handle
 
 
-class StopEndpoint:
+class StopEndpoint(Endpoints):
     """Ends running requests by the id that their client gave them, whichever protocol they came by; for clients that
     cannot close the connection of the request. The stopped request is itself answered, with CANCELLED.
 
@@ -229,17 +259,18 @@ class StopEndpoint:
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: Router) -> None:
-        for path in MODEL_PATHS:
-            router.add_handler(f"{path}/stop", self.stop, methods=["POST"])
-            router.add_handler(f"{path}/stopInfer", self.stop, methods=["POST"])
+    async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
+        model_of(http)  # a path that is no version of a model is a 404, whatever the body is
+        return await super().read(http, body, may_be_empty=may_be_empty)
 
-    async def stop(self, request: Request) -> Response:
+    @post(*model_paths("/stop"), *model_paths("/stopInfer"))
+    async def stop(
+        self, request: Request, body: Annotated[Document, JsonBody(http_types.StopRequest)]
+    ) -> http_types.Stopped:
+        """Stop running requests by their id"""
         name, version = model_of(request)
-        body = await _document(request)
         with parsing("id"):
             request_id = as_string(member(body, "id"))
         if not request_id:
             raise invalid_argument("'id' is empty, expected the id of a request")
-        count = self._server.cancel_requests(name, version, request_id)
-        return json_response({"id": request_id, "cancelled": count})
+        return {"id": request_id, "cancelled": self._server.cancel_requests(name, version, request_id)}

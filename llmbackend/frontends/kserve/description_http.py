@@ -18,13 +18,14 @@ from llmbackend.core.config.model_config import config_to_json
 from llmbackend.core.errors import unavailable
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import TensorMetadata
+from llmbackend.core.messages import ServerMetadata
 
 from ..http.errors import error_body, error_response
-from ..http.responses import TEXT, json_response, plain
-from ..http.routing import Router
+from ..http.responses import TEXT, plain
+from ..http.routing import Endpoints, get
 from ..operations.probes import ReadinessProbes
-from .model_paths import MODEL_PATHS, model_of
+from . import http_types
+from .model_paths import model_of, model_paths
 
 _INFER: Final = (
     "success",
@@ -40,97 +41,88 @@ _BATCH: Final = ("compute_input", "compute_infer", "compute_output")
 _RESPONSE: Final = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
 
 
-class HealthEndpoints:
+class HealthEndpoints(Endpoints):
     """Liveness and readiness: 200 or 400, without a body."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
         self._probes = ReadinessProbes(server)
 
-    def add_to(self, router: Router) -> None:
-        router.add_handler("/v2/health/live", self.live, methods=["GET"])
-        router.add_handler("/v2/health/ready", self.ready, methods=["GET"])
-        for path in MODEL_PATHS:
-            router.add_handler(f"{path}/ready", self.model_ready, methods=["GET"])
-
+    @get("/v2/health/live", response_class=Response)
     async def live(self, request: Request) -> Response:
+        """Is the server alive?"""
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
         return plain(status=200 if self._server.is_live() else 400)
 
+    @get("/v2/health/ready", response_class=Response)
     async def ready(self, request: Request) -> Response:
+        """Does the server take work? Under strict readiness: is every model ready?"""
         if self._server.is_exiting:
             return error_response(unavailable("Server exiting"), TEXT)
         return plain(status=200 if await self._probes.server_is_ready() else 400)
 
+    @get(*model_paths("/ready"), response_class=Response)
     async def model_ready(self, request: Request) -> Response:
+        """Is the model ready?"""
         name, version = model_of(request)
         if await self._probes.model_is_ready(name, version):
             return plain()
         return plain(error_body("Model version not ready"), 400)
 
 
-class MetadataEndpoints:
+class MetadataEndpoints(Endpoints):
     """What the server and its models are."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
 
-    def add_to(self, router: Router) -> None:
-        router.add_handler("/v2", self.server_metadata, methods=["GET"])
-        for path in MODEL_PATHS:
-            router.add_handler(path, self.model_metadata, methods=["GET"])
+    @get("/v2")
+    async def server_metadata(self, request: Request) -> ServerMetadata:
+        """Server metadata"""
+        return self._server.server_metadata()
 
-    async def server_metadata(self, request: Request) -> Response:
-        metadata = self._server.server_metadata()
-        extensions = list(metadata.extensions)
-        return json_response({"name": metadata.name, "version": metadata.version, "extensions": extensions})
-
-    async def model_metadata(self, request: Request) -> Response:
+    @get(*model_paths())
+    async def model_metadata(self, request: Request) -> http_types.ModelMetadata:
+        """Model metadata"""
         metadata = self._server.model_metadata(*model_of(request))
-        return json_response(
-            {
-                "name": metadata.name,
-                "versions": list(metadata.versions),
-                "platform": metadata.platform,
-                "inputs": [_tensor_json(tensor) for tensor in metadata.inputs],
-                "outputs": [_tensor_json(tensor) for tensor in metadata.outputs],
-            }
-        )
+        return {
+            "name": metadata.name,
+            "versions": metadata.versions,
+            "platform": metadata.platform,
+            "inputs": metadata.inputs,
+            "outputs": metadata.outputs,
+        }
 
 
-class DescriptionEndpoints:
+class DescriptionEndpoints(Endpoints):
     """Configuration and statistics. To be added before MetadataEndpoints: Triton's order."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
-    def add_to(self, router: Router) -> None:
-        router.add_handler("/v2/models/stats", self.statistics, methods=["GET"])
-        for path in MODEL_PATHS:
-            router.add_handler(f"{path}/config", self.model_config, methods=["GET"])
-            router.add_handler(f"{path}/stats", self.model_statistics, methods=["GET"])
+    @get("/v2/models/stats")
+    async def statistics(self, request: Request) -> http_types.Statistics:
+        """Statistics of every model"""
+        return statistics_to_json(self._server.model_statistics())
 
-    async def model_config(self, request: Request) -> Response:
-        return json_response(config_to_json(self._server.model_config(*model_of(request))))
+    @get(*model_paths("/stats"))
+    async def model_statistics(self, request: Request) -> http_types.Statistics:
+        """Statistics of one model"""
+        return statistics_to_json(self._server.model_statistics(*model_of(request)))
 
-    async def statistics(self, request: Request) -> Response:
-        return json_response(statistics_to_json(self._server.model_statistics()))
-
-    async def model_statistics(self, request: Request) -> Response:
-        return json_response(statistics_to_json(self._server.model_statistics(*model_of(request))))
-
-
-def _tensor_json(tensor: TensorMetadata) -> dict[str, Any]:
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
+    @get(*model_paths("/config"), answer=http_types.ModelConfig)
+    async def model_config(self, request: Request) -> dict[str, Any]:
+        """The model's configuration, completed"""
+        return config_to_json(self._server.model_config(*model_of(request)))
 
 
-def statistics_to_json(models: Iterable[ModelStatistics]) -> dict[str, Any]:
+def statistics_to_json(models: Iterable[ModelStatistics]) -> http_types.Statistics:
     """Every field is present, also those that are 0."""
     return {"model_stats": [_model(model) for model in models]}
 
 
-def _model(model: Any) -> dict[str, Any]:
+def _model(model: Any) -> http_types.ModelStatistics:
     return {
         "name": model.name,
         "version": model.version,
@@ -146,5 +138,5 @@ def _model(model: Any) -> dict[str, Any]:
     }
 
 
-def _durations(message: Any, names: tuple[str, ...]) -> dict[str, dict[str, int]]:
+def _durations(message: Any, names: tuple[str, ...]) -> dict[str, http_types.Duration]:
     return {name: {"count": getattr(message, name).count, "ns": getattr(message, name).ns} for name in names}

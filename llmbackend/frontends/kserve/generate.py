@@ -23,7 +23,7 @@ from ..http.errors import error_body
 from ..http.event_stream import EventStream, PieceReader
 from ..http.request_body import read_body, release_body
 from ..http.responses import JSON, StreamedBody, pieces
-from ..http.routing import Router
+from ..http.routing import Endpoints, post
 from ..http.tracing import received, sampled, traced
 from ..inference import Inference
 from ..inference_gate import InferenceGate
@@ -33,7 +33,8 @@ from ..journals.stream_record import Recording
 from ..operations.metrics import load_headers
 from .generate_codec import decode_request
 from .generate_events import ResponseEvents, json_of_response
-from .model_paths import MODEL_PATHS, model_of
+from .http_types import GenerateRequest, GenerateResponse
+from .model_paths import model_of, model_paths
 
 EVENT_STREAM: Final = "text/event-stream; charset=utf-8"
 _NOT_ONE_RESPONSE: Final = (
@@ -42,7 +43,7 @@ _NOT_ONE_RESPONSE: Final = (
 )
 
 
-class GenerateEndpoints:
+class GenerateEndpoints(Endpoints):
     """POST …/generate and …/generate_stream of every model.
 
     As in Triton, a /generate that gets no response, or more than one, from the model answers 200 with an error body,
@@ -54,17 +55,21 @@ class GenerateEndpoints:
         self._streams = streams
         self._max_body_bytes = max_body_bytes
 
-    def add_to(self, router: Router) -> None:
-        for path in MODEL_PATHS:
-            router.add_route(f"{path}/generate", self.generate, methods=["POST"])
-            router.add_route(f"{path}/generate_stream", self.generate_stream, methods=["POST"])
-
+    @post(*model_paths("/generate"), body=GenerateRequest, answer=GenerateResponse)
     async def generate(self, request: Request) -> Response:
+        """One request, one response, as flat JSON"""
         model = self._model(request)
         trace = sampled(self._gate.server, model.name, request)
         return await traced(trace, self._generate(request, model, trace))
 
+    @post(
+        *model_paths("/generate_stream"),
+        body=GenerateRequest,
+        response_class=Response,
+        streams="One event per response: `data: <GenerateResponse>`.",
+    )
     async def generate_stream(self, request: Request) -> Response:
+        """One request, a stream of responses"""
         if last_event_id(request):
             return await self._come_back(request)
         model = self._model(request)

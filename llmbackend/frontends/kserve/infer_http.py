@@ -24,19 +24,33 @@ from ..http.errors import error_response
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.request_scope import header, headers_as_sent
 from ..http.responses import JSON, PIECE_BYTES, TEXT, PartsResponse, compress, response_encoding
-from ..http.routing import Router
+from ..http.routing import Endpoints, Json, post
 from ..http.tracing import received, sampled, traced
 from ..inference_gate import InferenceGate
 from ..operations.metrics import load_headers
+from .http_types import InferRequest, InferResponse
 from .infer_codec import OutputForm, decode_content, encode_response, single_response
-from .model_paths import MODEL_PATHS, model_of
+from .model_paths import model_of, model_paths
 from .request_parameters import HeaderForward
 
 _INTEGER: Final = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _JSON_LENGTH: Final = b"inference-header-content-length"
 
 
-class InferEndpoint:
+_PARAMETERS: Final[list[Json]] = [
+    {
+        "name": "Inference-Header-Content-Length",
+        "in": "header",
+        "description": "Bytes of the JSON part of the body; raw tensors follow it. 0: the body is one raw tensor.",
+        "schema": {"type": "integer", "minimum": 0},
+    },
+    {"name": "Content-Encoding", "in": "header", "schema": {"enum": [IDENTITY, *ENCODINGS]}},
+    {"name": "Accept-Encoding", "in": "header", "schema": {"type": "string"}},
+]
+_BINARY: Final[Json] = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+
+
+class InferEndpoint(Endpoints):
     """POST …/infer of every model that is not decoupled."""
 
     def __init__(self, gate: InferenceGate, max_body_bytes: int, forward: HeaderForward) -> None:
@@ -44,11 +58,16 @@ class InferEndpoint:
         self._max_body_bytes = max_body_bytes
         self._forward = forward
 
-    def add_to(self, router: Router) -> None:
-        for path in MODEL_PATHS:
-            router.add_route(f"{path}/infer", self.infer, methods=["POST"])
-
+    @post(
+        *model_paths("/infer"),
+        body=InferRequest,
+        body_content=_BINARY,
+        parameters=_PARAMETERS,
+        answer=InferResponse,
+        responses={200: {"description": "Raw tensors follow the JSON where outputs are binary.", "content": _BINARY}},
+    )
     async def infer(self, request: Request) -> Response:
+        """One request, one response"""
         name, version = model_of(request)
         try:
             self._refuse_decoupled(name, version)

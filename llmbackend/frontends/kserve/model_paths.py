@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 
+from fastapi import APIRouter
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..http.errors import response_to
-from ..http.routing import Router
+from ..http.routing import ApiRoute
 
 MODEL_PATHS: Final = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 _MAX_VERSION_DIGITS: Final = 18
@@ -26,6 +26,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 _OF_MODEL, _OF_VERSION = 5, 7
 """How many parts `/v2/models/{name}/infer` and `/v2/models/{name}/versions/{version}/infer` split into at slashes."""
 _PREFIX: Final = ["", "v2", "models"]
+
+
+def model_paths(action: str = "") -> tuple[str, ...]:
+    """The paths of an action on a model, and on one of its versions."""
+    return tuple(path + action for path in MODEL_PATHS)
 
 
 def model_of(request: Request) -> tuple[str, int]:
@@ -46,14 +51,14 @@ class DirectRoutes:
         self._handlers = handlers
 
     @classmethod
-    def of(cls, router: Router) -> DirectRoutes:
-        """The routes of `router` that are POST on a model's path plus one word and have a plain handler."""
+    def of(cls, router: APIRouter) -> DirectRoutes:
+        """The routes of `router` that are POST on a model's path plus one word and read their bodies themselves."""
         prefix = f"{MODEL_PATHS[0]}/"
         return cls(
             {
                 route.path.removeprefix(prefix): route.endpoint
                 for route in router.routes
-                if type(route) is Route and route.path.startswith(prefix) and route.methods == {"POST"}
+                if isinstance(route, ApiRoute) and route.is_direct and route.path.startswith(prefix)
             }
         )
 

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 
 import orjson
+from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
@@ -23,7 +24,6 @@ from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.event_stream import EventSource, PieceReader
 from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.routing import Router
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_http import (
@@ -83,14 +83,14 @@ def create_openai_router(
     store: ResponseStore | None = None,
     sealing_key: SealingKey = FIXED_KEY,
     lora_folder: str = "",
-) -> Router:
+) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
     itself. `gate` and `streams` are those that other frontends of `server` use. store: keeps responses; sealing_key:
     see sealed_reasoning.py."""
     gate = gate or InferenceGate(server)
     catalog = ModelCatalog(server, lora_separator)
     service = _OpenAIService(gate, catalog, max_body_bytes, streams or ResumableStreams())
-    router = Router()
+    router = APIRouter()
     every, one = model_endpoints(service.catalog)
     router.add_route("/v1/models", every, methods=["GET"])
     router.add_route("/v1/models/{model:path}", one, methods=["GET"])

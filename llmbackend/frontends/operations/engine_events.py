@@ -27,8 +27,7 @@ from llmbackend.core.recent_log import RecentLog
 
 from ..errors import PermissionDeniedError
 from ..http.client_disconnect import unless_disconnected
-from ..http.openapi_parts import Json, operation, plain_response, refusals
-from ..http.routing import Router
+from ..http.routing import Endpoints, Json, get
 from .event_writer import EventWriter
 
 PATH: Final = "/v2/engine/events"
@@ -46,40 +45,33 @@ _HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 _KIND_NAMES: Final = ", ".join(sorted(EVENT_KINDS))
-OPERATIONS: dict[tuple[str, str], Json] = {
-    ("GET", PATH): operation(
-        "What the engines do, live: steps, requests, engine and model states. A key's holder sees its own requests",
-        {"200": plain_response("Server-sent events; the first one is `snapshot`.", "text/event-stream")}
-        | refusals("Error", 400, 403, 503),
-        parameters=[
-            {
-                "name": "model",
-                "in": "query",
-                "description": "Models to show; all of them when there is none.",
-                "schema": {"type": "array", "items": {"type": "string", "minLength": 1}},
-            },
-            {
-                "name": "kinds",
-                "in": "query",
-                "description": f"Events, separated by commas: {_KIND_NAMES}. All but `blocks` and `log` by default.",
-                "schema": {"type": "array", "items": {"enum": sorted(EVENT_KINDS)}, "minItems": 1},
-                "style": "form",
-                "explode": False,
-            },
-            {
-                "name": "interval_ms",
-                "in": "query",
-                "description": "Events are collected for so long.",
-                "schema": {
-                    "type": "integer",
-                    "minimum": MIN_INTERVAL_MS,
-                    "maximum": MAX_INTERVAL_MS,
-                    "default": DEFAULT_INTERVAL_MS,
-                },
-            },
-        ],
-    ),
-}
+_PARAMETERS: Final[list[Json]] = [
+    {
+        "name": "model",
+        "in": "query",
+        "description": "Models to show; all of them when there is none.",
+        "schema": {"type": "array", "items": {"type": "string", "minLength": 1}},
+    },
+    {
+        "name": "kinds",
+        "in": "query",
+        "description": f"Events, separated by commas: {_KIND_NAMES}. All but `blocks` and `log` by default.",
+        "schema": {"type": "array", "items": {"enum": sorted(EVENT_KINDS)}, "minItems": 1},
+        "style": "form",
+        "explode": False,
+    },
+    {
+        "name": "interval_ms",
+        "in": "query",
+        "description": "Events are collected for so long.",
+        "schema": {
+            "type": "integer",
+            "minimum": MIN_INTERVAL_MS,
+            "maximum": MAX_INTERVAL_MS,
+            "default": DEFAULT_INTERVAL_MS,
+        },
+    },
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +120,21 @@ def _interval_ms(given: list[str] | None) -> int:
     return int(text)
 
 
-class EngineEventsEndpoint:
+class EngineEventsEndpoint(Endpoints):
     def __init__(self, server: InferenceServer, log: RecentLog, *, allows_kill: bool) -> None:
         self._server = server
         self._log = log
         log.follow(server.report_log)
         self._allows_kill = allows_kill
 
-    def add_to(self, router: Router) -> None:
-        router.add_handler(PATH, self.events, methods=["GET"])
-
+    @get(
+        PATH,
+        parameters=_PARAMETERS,
+        response_class=Response,
+        streams="Server-sent events; the first one is `snapshot`.",
+    )
     async def events(self, request: Request) -> Response:
+        """What the engines do, live: steps, requests, engine and model states. A key's holder sees its own requests"""
         query = EventsQuery.parse({name: request.query_params.getlist(name) for name in request.query_params})
         wakeup = _Wakeup()
         viewer = self._server.watch(query.kinds, wakeup.set)

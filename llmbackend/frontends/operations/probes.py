@@ -11,12 +11,12 @@ import asyncio
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
-import orjson
 from prometheus_client import CollectorRegistry
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from llmbackend import __version__
 from llmbackend.core.errors import unavailable
@@ -25,27 +25,20 @@ from llmbackend.core.kept_threads import KeptThreads
 from llmbackend.core.messages import ModelIndex
 
 from ..http.errors import error_response
-from ..http.openapi_parts import Json, closed, json_response, operation, plain_response, refusals
-from ..http.responses import JSON, TEXT, plain
-from ..http.routing import Router
+from ..http.responses import TEXT, plain
+from ..http.routing import Count, Endpoints, get, post
 from ..inference_gate import InferenceGate
 from .metrics import PROMETHEUS_TEXT, metrics_page
 
 T = TypeVar("T")
-_HEALTH: Final = {"200": plain_response("It does.", TEXT)} | refusals("Error", 503)
-SCHEMAS: Json = {
-    "Version": closed({"version": {"type": "string"}}),
-    "Load": closed({"server_load": {"type": "integer", "minimum": 0}}),
-}
-OPERATIONS: dict[tuple[str, str], Json] = {
-    ("GET", "/health"): operation("Does the server take work?", _HEALTH),
-    ("GET", "/health/ready"): operation("Does the server take work?", _HEALTH),
-    ("GET", "/ping"): operation("Does the server take work?", _HEALTH),
-    ("POST", "/ping"): operation("Does the server take work?", _HEALTH),
-    ("GET", "/version"): operation("The server's release", {"200": json_response("Version")}),
-    ("GET", "/load"): operation("How many inferences run", {"200": json_response("Load")}),
-    ("GET", "/metrics"): operation("Metrics", {"200": plain_response("Prometheus' text format.", PROMETHEUS_TEXT)}),
-}
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    server_load: Count
 
 
 class ReadinessProbes:
@@ -108,41 +101,45 @@ class ReadinessProbes:
         return future
 
 
-class ProbeEndpoints:
+class ProbeEndpoints(Endpoints):
     """The paths of vLLM's server for probes. /health, /health/ready and /ping say what /v2/health/ready says, in vLLM's
-    statuses. `metrics`: what the metrics page shows that is served here, too.
+    statuses.
 
-    Source: vLLM's api_server (/health, /ping, /version, /load, /metrics), /health/ready of Triton's OpenAI frontend."""
+    Source: vLLM's api_server (/health, /ping, /version, /load), /health/ready of Triton's OpenAI frontend."""
 
-    def __init__(self, gate: InferenceGate, metrics: CollectorRegistry | None) -> None:
+    statuses = (503,)
+
+    def __init__(self, gate: InferenceGate) -> None:
         self._gate = gate
-        self._metrics = metrics
         self._probes = ReadinessProbes(gate.server)
 
-    def add_to(self, router: Router) -> None:
-        router.add_handler("/health", self.health, methods=["GET"])
-        router.add_handler("/health/ready", self.health, methods=["GET"])
-        router.add_handler("/ping", self.health, methods=["GET", "POST"])  # SageMaker's probe
-        router.add_handler("/version", self.version, methods=["GET"])
-        router.add_handler("/load", self.load, methods=["GET"])
-        if self._metrics is not None:
-            router.add_handler("/metrics", self.metrics, methods=["GET"])
-
+    @get("/health", "/health/ready", "/ping", response_class=Response)
+    @post("/ping", response_class=Response)  # SageMaker's probe
     async def health(self, request: Request) -> Response:
-        """An empty 200 while the server takes work, else 503."""
+        """Does the server take work?"""
         server = self._gate.server
         if server.is_exiting or not await self._probes.server_is_ready():
             return error_response(unavailable("Server exiting" if server.is_exiting else "not ready"), TEXT)
         return plain()
 
-    async def version(self, request: Request) -> Response:
-        return plain(orjson.dumps({"version": __version__}), content_type=JSON)
+    @get("/version")
+    async def version(self, request: Request) -> Version:
+        """The server's release"""
+        return {"version": __version__}
 
-    async def load(self, request: Request) -> Response:
-        """How many inferences are running, over all protocols."""
-        return plain(orjson.dumps({"server_load": self._gate.open_inferences}), content_type=JSON)
+    @get("/load")
+    async def load(self, request: Request) -> Load:
+        """How many inferences run, over all protocols"""
+        return {"server_load": self._gate.open_inferences}
 
+
+class MetricsEndpoint(Endpoints):
+    """What the metrics port shows, on this port. Source: vLLM's api_server."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    @get("/metrics", response_class=PlainTextResponse)
     async def metrics(self, request: Request) -> Response:
-        assert self._metrics is not None, "without metrics there is no route"
-        page = await metrics_page(self._metrics)
-        return plain(page, content_type=PROMETHEUS_TEXT)
+        """Metrics in Prometheus' text format"""
+        return plain(await metrics_page(self._registry), content_type=PROMETHEUS_TEXT)

@@ -1,38 +1,199 @@
 """The router of /v2/engine: what operators see of a server and do to it.
 
-For: the HTTP application, beside the routers of other protocols. Does not know: what the endpoints do.
+For: the HTTP application, beside the routers of other protocols. Does not know: how flags are parsed, how a backend
+computes, who may call (access control does). Invariants: nothing here waits for a backend on the event loop; a report
+holds no secret, of a key only its name, and its size is bounded; where faults are not allowed, none is injected.
 """
 
 from __future__ import annotations
 
+import asyncio
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Final, Literal, get_args
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+from llmbackend.core.errors import invalid_argument, shown
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
 from ..access.access_control import AccessControl
-from ..http.openapi_parts import Json
-from ..http.routing import Router
+from ..access.permissions import Role
+from ..access.rate_limit import Account
+from ..access.request_identity import KeyTotals
+from ..errors import PermissionDeniedError
+from ..http.routing import Count, Endpoints, get, post
 from ..inference_gate import InferenceGate
-from . import engine_control, engine_events, server_reports
+from .engine_events import EngineEventsEndpoint
 
-OPERATIONS: dict[tuple[str, str], Json] = (
-    engine_control.OPERATIONS | engine_events.OPERATIONS | server_reports.OPERATIONS
-)
-SCHEMAS: Json = engine_control.SCHEMAS | server_reports.SCHEMAS
+NO_FAULTS: Final = "this server kills no engines: it was started without --allow-fault-injection"
+MAX_KEYS: Final = 1000
+"""In one report, by name; the largest key file has some ten thousand."""
+_MAX_DIGITS: Final = 18
+_Limit = Annotated[int, Field(ge=1)] | None
+_Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerFacts:
+    """What does not change while the server runs."""
+
+    allows_load: bool = False
+    """Whether models are loaded and unloaded by request (model control mode explicit)."""
+    allows_kill: bool = False
+    """Whether engines may be killed by request (--allow-fault-injection)."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """The flags that were given, with their values as texts, without secrets."""
+    started: float = field(default_factory=time.time)
+    """Unix seconds."""
 
 
 def create_operations_router(
     server: InferenceServer,
     gate: InferenceGate,
     access: AccessControl,
-    facts: server_reports.ServerFacts | None = None,
+    facts: ServerFacts | None = None,
     log: ServerLog | None = None,
-) -> Router:
+) -> APIRouter:
     """The operations of `server`. `gate`, `access` and `log` are those of the server's other frontends."""
-    facts = facts or server_reports.ServerFacts()
+    facts = facts or ServerFacts()
     recent_log = (log or ServerLog()).recent
-    router = Router()
-    control = engine_control.EngineControlEndpoints
-    control(server, allows_faults=facts.allows_kill).add_to(router)
-    engine_events.EngineEventsEndpoint(server, recent_log, allows_kill=facts.allows_kill).add_to(router)
-    server_reports.ServerReportEndpoints(server, gate, access, facts).add_to(router)
+    router = APIRouter()
+    EngineControlEndpoints(server, allows_faults=facts.allows_kill).add_to(router)
+    EngineEventsEndpoint(server, recent_log, allows_kill=facts.allows_kill).add_to(router)
+    ServerReportEndpoints(server, gate, access, facts).add_to(router)
     return router
+
+
+class CancelledRequest(TypedDict):
+    request: int
+
+
+class KilledInstance(TypedDict):
+    instance: str
+    pids: list[int]
+
+
+class EngineControlEndpoints(Endpoints):
+    def __init__(self, server: InferenceServer, *, allows_faults: bool) -> None:
+        self._server = server
+        self._allows_faults = allows_faults
+
+    @post("/v2/engine/requests/{request}/cancel")
+    async def cancel(self, http: Request) -> CancelledRequest:
+        """Cancel a request in flight by its number in /v2/engine/events, which is itself answered"""
+        number = _number(http, "request", "the number of a request, as in /v2/engine/events")
+        self._server.cancel_request(number)
+        return {"request": number}
+
+    @post("/v2/engine/instances/{name}/{version}/{instance}/kill")
+    async def kill(self, http: Request) -> KilledInstance:
+        """Kill the engine of an instance, as a crash would (--allow-fault-injection)"""
+        if not self._allows_faults:
+            raise PermissionDeniedError(NO_FAULTS)
+        model, instance = http.path_params["name"], http.path_params["instance"]
+        version = _number(http, "version", "the number of a version")
+        pids = await asyncio.to_thread(self._server.kill_instance, model, version, instance)
+        return {"instance": instance, "pids": pids}
+
+
+def _number(http: Request, name: str, expected: str) -> int:
+    """A number of the path. Raises TritonError INVALID_ARG naming it."""
+    text: str = http.path_params[name]
+    if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
+        raise invalid_argument(f"{name} is {shown(text)}, expected {expected}")
+    return int(text)
+
+
+class Flag(TypedDict):
+    flag: str
+    value: str
+
+
+class ServerSettings(TypedDict):
+    name: str
+    version: str
+    started: float
+    pid: Count
+    allows_load: bool
+    allows_kill: bool
+    needs_key: bool
+    flags: list[Flag]
+
+
+class KeyLimits(TypedDict):
+    requests_per_minute: _Limit
+    tokens_per_minute: _Limit
+    concurrent_requests: _Limit
+
+
+class KeyRoom(TypedDict):
+    requests: int | None
+    tokens: int | None
+
+
+class KeyUse(TypedDict):
+    name: str
+    role: Role
+    limits: KeyLimits
+    left: KeyRoom
+    concurrent_requests: Count
+    total: dict[_Use, Count]
+
+
+class AccessReport(TypedDict):
+    needs_key: bool
+    num_keys: Count
+    keys: Annotated[list[KeyUse], Field(max_length=MAX_KEYS)]
+
+
+class ServerReportEndpoints(Endpoints):
+    def __init__(self, server: InferenceServer, gate: InferenceGate, access: AccessControl, facts: ServerFacts) -> None:
+        self._server = server
+        self._gate = gate
+        self._access = access
+        self._facts = facts
+
+    @get("/v2/engine/settings")
+    async def settings(self, http: Request) -> ServerSettings:
+        """What the server runs with"""
+        server, facts = self._server.server_metadata(), self._facts
+        return {
+            "name": server.name,
+            "version": server.version,
+            "started": facts.started,
+            "pid": os.getpid(),
+            "allows_load": facts.allows_load,
+            "allows_kill": facts.allows_kill,
+            "needs_key": self._access.accounts is not None,
+            "flags": [{"flag": flag, "value": value} for flag, value in facts.flags.items()],
+        }
+
+    @get("/v2/engine/access")
+    async def access(self, http: Request) -> AccessReport:
+        """API keys: limits and use"""
+        accounts, totals = self._access.accounts, self._access.totals()
+        rows = [self._row(account, totals.get(account.name)) for account in (accounts or ())[:MAX_KEYS]]
+        return {"needs_key": accounts is not None, "num_keys": len(accounts or ()), "keys": rows}
+
+    def _row(self, account: Account, totals: KeyTotals | None) -> KeyUse:
+        limits, counted = account.limits, totals or KeyTotals()
+        requests_left, tokens_left = account.left()
+        return {
+            "name": account.name,
+            "role": account.role,
+            "limits": {
+                "requests_per_minute": limits.requests or None,
+                "tokens_per_minute": limits.tokens or None,
+                "concurrent_requests": limits.concurrency or None,
+            },
+            "left": {"requests": requests_left, "tokens": tokens_left},
+            "concurrent_requests": self._gate.open_inferences_of(account),
+            "total": {what: counted[what] for what in get_args(_Use)},
+        }
