@@ -1,7 +1,7 @@
 """JSON Schema of content blocks, tools and tool choices, for /openapi.json.
 
-For: schema.py, whose fields have them. Does not know: the readers, which are by hand (content.py, tools.py), since they
-name the path of what is wrong. Invariant: what the readers refuse by its form, these do not describe.
+For: schema.py, whose fields have them. Does not know: their reader, which is by hand (content.py), since it names the
+path of what is wrong. Invariant: what the reader refuses by its form, these do not describe.
 """
 
 from __future__ import annotations

@@ -1,19 +1,33 @@
-"""Messages of content blocks → messages as chat templates read them.
+"""Messages of content blocks, tools and the choice among them: read as turns of a conversation and its tools.
 
-For: requests.py. Does not know: templates, tools. Invariants: what this server has sent as an answer's blocks is
-accepted as an assistant's message again, and gives the prompt that the same answer gives in a chat; every tool_use is
-followed by its tool_result, as Anthropic wants it; nothing that the model could not see is accepted.
+For: requests.py. Does not know: templates, how a model writes calls. Invariants: what this server has sent as an
+answer's blocks is accepted as an assistant's message again, and gives the prompt that the same answer gives in a chat;
+every tool_use is followed by its tool_result, as Anthropic wants it; nothing that the model could not see is accepted;
+tools that Anthropic's servers run, and those that its models know without a schema, are refused by name.
 Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import orjson
 
+from ..conversation.tools import (
+    MAX_TOOLS,
+    NAME_EXPECTED,
+    NAME_PATTERN,
+    ChosenTool,
+    Mode,
+    OfferedTool,
+    ToolChoice,
+    ToolUse,
+    tool_use,
+)
+from ..conversation.turns import Turn, Turns, called
 from ..openai.errors import JsonObject, OpenAIError, as_json, missing, refuse
 from ..openai.sealed_reasoning import SealingKey, unseal
 from .beta import BetaFields, a_flag, a_list, a_string, an_object, check_cache_control
@@ -45,13 +59,28 @@ _FIELDS: Final = {
     "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
 }
 
+_NAME: Final = re.compile(NAME_PATTERN)
+_TOOL_FIELDS: Final = (
+    "type",
+    "name",
+    "description",
+    "input_schema",
+    "strict",
+    "cache_control",
+    "eager_input_streaming",
+    "defer_loading",
+    "allowed_callers",
+    "input_examples",
+)
+_MODES: Final[dict[str, Mode]] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[JsonObject]
     """As chat templates read them."""
     is_prefilled: bool
-    """Whether the answer goes on with the last one, an assistant's."""
+    """Whether the answer continues the last one, an assistant's."""
     has_later_system: bool
     """Whether a system message stands behind another one."""
 
@@ -65,55 +94,28 @@ def read_conversation(system: object, messages: object, beta: BetaFields, key: S
     if not items:
         raise refuse("messages", "a non-empty list", items)
     for index, message in enumerate(items):
-        reader.add(message, f"messages[{index}]")
+        reader.add_message(message, f"messages[{index}]")
     return reader.conversation()
 
 
-@dataclass(slots=True)
-class _Turn:
-    """Messages of one role that follow each other, which count as one."""
-
-    role: str
-    param: str
-    """Of the last of them."""
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[JsonObject] = field(default_factory=list)
-    result: JsonObject = field(default_factory=dict)
-    """Of a tool's message: what it has beside its text."""
-    last_kind: str = "text"
-    """Of its blocks."""
-
-    def message(self) -> JsonObject:
-        """An assistant's text stands as the model wrote it, whatever came between; that of others in lines."""
-        content = ("" if self.role == "assistant" else "\n").join(self.texts)
-        message: JsonObject = {"role": self.role}
-        if self.reasoning:
-            message["reasoning_content"] = "".join(self.reasoning)
-        if self.calls:
-            message["tool_calls"] = self.calls
-        return message | self.result | {"content": content}
-
-
-class _Reader:
+class _Reader(Turns):
     def __init__(self, beta: BetaFields, key: SealingKey) -> None:
+        super().__init__()
         self._beta = beta
         self._key = key
-        self._turns: list[_Turn] = []
         self._open_calls: dict[str, str] = {}
         """Names of functions, by the ids of calls that have no result yet."""
 
     def conversation(self) -> Conversation:
         self._check_results()
-        last = self._turns[-1]
+        last = self.all[-1]
         is_prefilled = last.role == "assistant"
         if is_prefilled and (last.last_kind != "text" or not any(last.texts)):
             message = (
                 f"'{last.param}' is the last message, and an assistant's: expected text that the answer goes on with"
             )
             raise OpenAIError(message, param=last.param, code="invalid_value")
-        has_later_system = any(turn.role == "system" for turn in self._turns[1:])
-        return Conversation([turn.message() for turn in self._turns], is_prefilled, has_later_system)
+        return Conversation(self.messages(), is_prefilled, self.has_later_system)
 
     def add_system(self, content: object, param: str) -> None:
         blocks = self._blocks(content, param, "system")
@@ -121,7 +123,7 @@ class _Reader:
         if texts:  # those that follow each other are one: many templates read no second one
             self._turn("system", param).texts.extend(texts)
 
-    def add(self, value: object, param: str) -> None:
+    def add_message(self, value: object, param: str) -> None:
         message = an_object(value, param)
         self._beta.check_names(message, ("role", "content"), param)
         role = message.get("role")
@@ -142,12 +144,12 @@ class _Reader:
             raise refuse(param, "a non-empty list", content)
         for block, at in self._blocks(content, param, "user"):
             if block["type"] == "tool_result":
-                self._turns.append(self._tool_result(block, at))
+                self.add(self._tool_result(block, at))
             else:
                 self._turn("user", param).texts.append(_text(block, at))
 
     def _add_assistant(self, content: object, param: str) -> None:
-        if not self._turns or self._turns[-1].role != "assistant":
+        if not self.all or self.all[-1].role != "assistant":
             self._check_results()
         turn = self._turn("assistant", param)
         for block, at in self._blocks(content, param, "assistant"):
@@ -159,13 +161,10 @@ class _Reader:
             else:
                 turn.reasoning.append(_thinking(block, at, self._key))
 
-    def _turn(self, role: str, param: str) -> _Turn:
-        """The last turn if it has this role, else a new one."""
-        last = self._turns[-1] if self._turns else None
-        if last is None or last.role != role:
-            self._turns.append(last := _Turn(role, param))
-        last.param = param.removesuffix(".content")
-        return last
+    def _turn(self, role: str, param: str) -> Turn:
+        turn = self.of(role)
+        turn.param = param.removesuffix(".content")
+        return turn
 
     def _blocks(self, content: object, param: str, role: str) -> Iterator[tuple[JsonObject, str]]:
         """Each block with its path. A string is one block of text."""
@@ -197,9 +196,9 @@ class _Reader:
             raise refuse(f"{param}.id", "an id that no other tool_use of the message has", id)
         self._open_calls[id] = name
         arguments = orjson.dumps(an_object(block.get("input"), f"{param}.input")).decode()
-        return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return called(id, name, arguments)
 
-    def _tool_result(self, block: JsonObject, param: str) -> _Turn:
+    def _tool_result(self, block: JsonObject, param: str) -> Turn:
         id = a_string(block.get("tool_use_id"), f"{param}.tool_use_id")
         name = self._open_calls.pop(id, None)
         if name is None:
@@ -208,14 +207,13 @@ class _Reader:
         parts = [] if content is None else self._blocks(content, f"{param}.content", "system")
         text = "\n".join(_text(part, at) for part, at in parts)
         is_error = a_flag(block.get("is_error"), f"{param}.is_error")
-        return _Turn(
-            "tool", param, [f"{_ERROR}{text}" if is_error else text], result={"tool_call_id": id, "name": name}
-        )
+        content_text = f"{_ERROR}{text}" if is_error else text
+        return Turn("tool", [content_text], fields={"tool_call_id": id, "name": name}, param=param)
 
     def _check_results(self) -> None:
         if not self._open_calls:
             return
-        turn = next(turn for turn in reversed(self._turns) if turn.role == "assistant")
+        turn = next(turn for turn in reversed(self.all) if turn.role == "assistant")
         ids = ", ".join(as_json(id) for id in list(self._open_calls)[:8])
         message = f"'{turn.param}' has tool_use blocks without a tool_result in the message after it: {ids}"
         raise OpenAIError(message, param=turn.param, code="invalid_value")
@@ -255,3 +253,64 @@ def _wrong_block(kind: Any, param: str, role: str) -> OpenAIError:
     expected = f"expected one of {', '.join(_ALLOWED[role])}"
     message = f"'{param}' is {as_json(kind)}, {expected}" + (f": {reason}" if reason else "")
     return OpenAIError(message, param=param, code="unsupported_parameter" if reason else "invalid_value")
+
+
+def read_tools(tools: object, choice: object, beta: BetaFields) -> ToolUse | None:
+    """None where no tool may be called. Raises OpenAIError."""
+    items = [] if tools is None else a_list(tools, "tools")
+    if len(items) > MAX_TOOLS:
+        message = f"'tools' holds {len(items)} tools, expected at most {MAX_TOOLS}"
+        raise OpenAIError(message, param="tools", code="invalid_value")
+    offered = [_read_tool(tool, f"tools[{index}]", beta) for index, tool in enumerate(items)]
+    chosen, max_calls = (None, None) if choice is None else _read_choice(choice, beta)
+    return tool_use(offered, chosen, max_calls)
+
+
+def _read_tool(value: object, param: str, beta: BetaFields) -> OfferedTool:
+    tool = an_object(value, param)
+    if (kind := tool.get("type")) not in (None, "custom"):
+        message = f"'{param}.type' is {as_json(kind)}: this server runs no tools of its own, and its models know none "
+        message += "without a schema; expected a tool with 'name' and 'input_schema'"
+        raise OpenAIError(message, param=f"{param}.type", code="unsupported_parameter")
+    name = a_string(tool.get("name"), f"{param}.name")
+    if not _NAME.fullmatch(name):
+        raise refuse(f"{param}.name", NAME_EXPECTED, name)
+    schema = an_object(tool.get("input_schema"), f"{param}.input_schema")
+    if (description := tool.get("description")) is not None:
+        description = a_string(description, f"{param}.description", may_be_empty=True)
+    _check_rest(tool, param, beta)
+    is_strict = a_flag(tool.get("strict"), f"{param}.strict")
+    return OfferedTool.of(name, description, schema, is_strict, f"{param}.input_schema", f"{param}.name")
+
+
+def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
+    """Fields that change nothing here, with the values of them that would."""
+    check_cache_control(tool.get("cache_control"), f"{param}.cache_control", beta)
+    if tool.get("eager_input_streaming") not in (None, True):
+        beta.unserved(f"{param}.eager_input_streaming", "a call's input is always streamed as it is generated")
+    if tool.get("defer_loading") not in (None, False):
+        beta.unserved(f"{param}.defer_loading", "this server searches no tools: every tool is in the prompt")
+    callers = tool.get("allowed_callers")
+    if callers is not None and (not isinstance(callers, list) or "direct" not in callers):
+        beta.unserved(f"{param}.allowed_callers", "tools are called by the model directly")
+    if tool.get("input_examples"):
+        beta.unserved(
+            f"{param}.input_examples", "chat templates have no place for examples; write them into 'description'"
+        )
+    beta.check_names(tool, _TOOL_FIELDS, param)
+
+
+def _read_choice(value: object, beta: BetaFields) -> tuple[ToolChoice, int | None]:
+    """With the number of calls that the answer may have, None for any."""
+    choice = an_object(value, "tool_choice")
+    kind = choice.get("type")
+    if not isinstance(kind, str) or kind not in _MODES:
+        raise refuse("tool_choice.type", 'one of "auto", "any", "tool", "none"', kind)
+    fields = ("type", "name", "disable_parallel_tool_use") if kind == "tool" else ("type", "disable_parallel_tool_use")
+    beta.check_names(choice, fields, "tool_choice")
+    is_single = a_flag(choice.get("disable_parallel_tool_use"), "tool_choice.disable_parallel_tool_use")
+    named: tuple[ChosenTool, ...] | None = None
+    if kind == "tool":
+        name = a_string(choice.get("name"), "tool_choice.name")
+        named = (ChosenTool(name, "tool_choice", "a function of 'tools'"),)
+    return ToolChoice(_MODES[kind], named, is_named=named is not None), 1 if is_single else None

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
+from ..conversation.tools import ToolUse
 from ..openai.errors import JsonObject, OpenAIError, missing, refuse
 from ..openai.reasoning import ReasoningUse
 from ..openai.requests import GenerationRequest
@@ -17,13 +18,11 @@ from ..openai.response_format import STRUCTURED_OUTPUTS
 from ..openai.schema import TEMPLATE_NAMES, StreamOptions
 from ..openai.sealed_reasoning import SealingKey
 from ..openai.tensors import messages_tensor
-from ..openai.tools import ToolUse
 from ..openai.validation import ClosedObject, read
 from .beta import BetaFields, check_cache_control
-from .content import read_conversation
+from .content import read_conversation, read_tools
 from .errors import UnsupportedThreadError
 from .schema import NESTED, CountTokensRequest, JsonFormat, MessagesRequest, PromptFields, Thinking, UnservedFields
-from .tools import read_tools
 
 _SAMPLING: Final = ("temperature", "top_k", "top_p", "seed")
 _FIELD_NAMES: Final = {

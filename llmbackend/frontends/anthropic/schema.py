@@ -68,8 +68,8 @@ class UnservedFields(ClosedObject):
 
 
 class PromptFields(UnservedFields):
-    """What both endpoints take. Blocks and tools are read by content.py and tools.py, which name the path of what is
-    wrong in them."""
+    """What both endpoints take. Blocks and tools are read by content.py, which names the path of what is wrong in
+    them."""
 
     model: NonEmpty
     messages: Annotated[Any, WithJsonSchema(MESSAGES)]

@@ -11,13 +11,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..conversation.tools import ToolUse
 from .call_grammars import places_not_enforced, property_path, required_calls, voluntary_calls, written_properties
 from .errors import JsonObject, OpenAIError
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
-from .tools import ToolUse
 
 _PATH = re.compile(
     "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"

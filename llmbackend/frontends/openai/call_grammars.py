@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from llmbackend.core.errors import shown
 
+from ..conversation.tools import INPUT, Function, InputGrammar, ToolUse
 from .errors import JsonObject, OpenAIError
 from .parsers import CallGrammar, is_plain_text
-from .tools import INPUT, Function, InputGrammar, ToolUse
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512

@@ -11,11 +11,11 @@ from typing import Final
 
 import orjson
 
+from ..conversation.tools import Function
 from .answer_plan import AnswerPlan
 from .errors import JsonObject, OpenAIError
 from .requests import GenerationRequest
 from .response_format import STRUCTURED_OUTPUTS
-from .tools import Function
 
 MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
 """Of all sampling parameters together: the `llm` backend's bound."""

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
+from ..conversation.turns import Turn, called
 from .errors import JsonObject, missing
 from .validation import Items, NonEmpty, Only, refuse_unknown
 
@@ -178,56 +179,43 @@ def for_template(message: Mapping[str, Any], param: str) -> JsonObject:
     if further:
         known = {field: message[field] for field in further & _KNOWN_FIELDS}
         refuse_unknown(known, frozenset(), param, may_be_null=True)
-    form: JsonObject = {"role": _TEMPLATE_ROLES.get(role, role)}
+    turn = Turn(_TEMPLATE_ROLES.get(role, role))
     if role == "assistant":
-        reasoning, calls = _reasoning(form, message), _calls(form, message, param)
-        if content is None and (message.get("refusal") or reasoning or calls):
+        turn.reasoning = [message.get("reasoning_content") or message.get("reasoning") or ""]
+        turn.calls = _calls(message, param)
+        if content is None and (message.get("refusal") or any(turn.reasoning) or turn.calls):
             content = message.get("refusal") or ""
-    elif role == "tool":
-        form["tool_call_id"] = message["tool_call_id"]
-    elif role == "function":
-        form["tool_call_id"] = LEGACY_CALL_ID
+    elif role in ("tool", "function"):
+        turn.fields["tool_call_id"] = message.get("tool_call_id", LEGACY_CALL_ID)
     if content is None and (role == "function" or role not in _ROLES):
         content = ""
-    form["content"] = content if isinstance(content, str) else _joined(content, f"{param}.content")
+    turn.texts = [content] if isinstance(content, str) else _texts(content, f"{param}.content")
+    form = turn.message()
     if (name := message.get("name")) is not None:
         form["name"] = name
     form |= {field: message[field] for field in further - _KNOWN_FIELDS if message[field] is not None}
     return form
 
 
-def _reasoning(form: JsonObject, message: Mapping[str, Any]) -> bool:
-    reasoning = message.get("reasoning_content") or message.get("reasoning")
-    if reasoning:
-        form["reasoning_content"] = reasoning
-    return bool(reasoning)
-
-
-def _calls(form: JsonObject, message: Mapping[str, Any], param: str) -> bool:
+def _calls(message: Mapping[str, Any], param: str) -> list[JsonObject]:
     calls = [
         _tool_call(call, f"{param}.tool_calls[{index}]") for index, call in enumerate(message.get("tool_calls") or ())
     ]
     if (legacy := message.get("function_call")) is not None:
         calls.append(_tool_call({"id": LEGACY_CALL_ID, "function": legacy}, f"{param}.function_call"))
-    if calls:
-        form["tool_calls"] = calls
-    return bool(calls)
+    return calls
 
 
-def _joined(parts: list[Mapping[str, Any]] | None, param: str) -> str:
+def _texts(parts: list[Mapping[str, Any]] | None, param: str) -> list[str]:
     if parts is None:
         raise missing(param)
     for index, part in enumerate(parts):
         refuse_unknown(part, _PART_FIELDS[part["type"]], f"{param}[{index}]")
-    return "\n".join(part[part["type"]] for part in parts)
+    return [part[part["type"]] for part in parts]
 
 
 def _tool_call(call: Mapping[str, Any], param: str) -> JsonObject:
     function = call["function"]
     refuse_unknown(function, _FUNCTION_FIELDS, f"{param}.function", may_be_null=True)
     refuse_unknown(call, _CALL_FIELDS, param, may_be_null=True)
-    return {
-        "id": call["id"],
-        "type": "function",
-        "function": {"name": function["name"], "arguments": function["arguments"]},
-    }
+    return called(call["id"], function["name"], function["arguments"])

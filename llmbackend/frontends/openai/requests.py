@@ -22,6 +22,7 @@ from llmbackend.frontends.http.json_reader import check_depth, check_objects
 from llmbackend.frontends.http.request_body import ENCODINGS, IDENTITY, content_encoding
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from ..conversation.tools import ToolUse
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
 from .logprobs import LogprobForm
 from .messages import for_template
@@ -37,7 +38,6 @@ from .schema import (
     StreamOptions,
 )
 from .tensors import INPUT_IDS, MESSAGES, input_ids_tensor, messages_tensor, text_tensor
-from .tools import ToolUse
 from .validation import read
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")

@@ -11,12 +11,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
+from ..conversation.tools import MAX_TOOLS, NAME_EXPECTED, NAME_PATTERN, OfferedTool, ToolUse, tool_use
 from .errors import JsonObject, OpenAIError, refuse
 from .labels import Labels
 from .messages import Message
 from .reasoning import ReasoningFields
 from .response_format import StructuredOutputFields
-from .tools import ToolFields
+from .tool_choice import ChatToolChoice, FunctionCall
 from .unserved_fields import UnservedByChat, UnservedByCompletions, UnservedFields
 from .validation import (
     AnyObject,
@@ -165,6 +166,60 @@ _NUMBER_OF_LOGPROBS: JsonObject = {"properties": {"logprobs": {"type": "integer"
 _NO_ECHO: JsonObject = {"properties": {"echo": {"enum": [False, None]}}}
 _NO_TOOLS: JsonObject = {"properties": {"tools": {"enum": [None, []]}, "tool_choice": {"type": "null"}}}
 _NEEDS_STREAM = needs("stream_options", is_true("stream")) | needs("stream_interval", is_true("stream"))
+
+
+class FunctionDefinition(ClosedObject):
+    name: Annotated[str, StringConstraints(pattern=NAME_PATTERN), Expected(NAME_EXPECTED)]
+    description: str | None = None
+    parameters: AnyObject | None = Field(None, description="A JSON Schema; left out: no arguments.")
+    strict: Flag | None = Field(None, description="The arguments follow the schema, whatever the model would write.")
+
+    def offered(self, param: str) -> OfferedTool:
+        """param: where it stands"""
+        at = f"{param}.name"
+        return OfferedTool.of(
+            self.name, self.description, self.parameters, bool(self.strict), f"{param}.parameters", at
+        )
+
+
+class FunctionTool(ClosedObject):
+    type: Annotated[Any, Only("function")]
+    function: FunctionDefinition
+    custom: Annotated[Any, Only()] = None
+
+
+def _check_tool_count(field: str) -> BeforeValidator:
+    def check(value: object) -> object:
+        if isinstance(value, list) and len(value) > MAX_TOOLS:
+            message = f"'{field}' holds {len(value)} tools, expected at most {MAX_TOOLS}"
+            raise OpenAIError(message, param=field, code="invalid_value")
+        return value
+
+    return BeforeValidator(check)
+
+
+class ToolFields(ClosedObject):
+    """The fields of a chat that are about tools. A named tool must be one of `tools`."""
+
+    tools: Annotated[list[FunctionTool], Items(0, MAX_TOOLS), _check_tool_count("tools")] | None = None
+    tool_choice: ChatToolChoice | None = None
+    parallel_tool_calls: Flag | None = Field(None, description="false: at most one call.")
+    functions: Annotated[list[FunctionDefinition], Items(0, MAX_TOOLS), _check_tool_count("functions")] | None = Field(
+        None, description="The older form of tools, answered in the older form."
+    )
+    function_call: FunctionCall | None = None
+
+    def tool_use(self) -> ToolUse | None:
+        """None where no tool may be called. Raises OpenAIError naming what contradicts what."""
+        is_legacy = bool(self.functions) or self.function_call is not None
+        if is_legacy and (self.tools or self.tool_choice is not None):
+            raise OpenAIError("'functions' and 'function_call' can not be sent with 'tools'", param="functions")
+        max_calls = 1 if self.parallel_tool_calls is False else None
+        if is_legacy:
+            offered = [one.offered(f"functions[{index}]") for index, one in enumerate(self.functions or ())]
+            return tool_use(offered, self.function_call, max_calls, is_legacy=True)
+        offered = [one.function.offered(f"tools[{index}].function") for index, one in enumerate(self.tools or ())]
+        return tool_use(offered, self.tool_choice, max_calls)
 
 
 class ChatPromptFields(ToolFields):

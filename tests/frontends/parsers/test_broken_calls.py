@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from llmbackend.frontends.conversation.tools import Function, ToolUse
 from llmbackend.frontends.openai.answer_plan import AnswerPlan
 from llmbackend.frontends.openai.answers import Answer
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS
 from llmbackend.frontends.openai.tensors import Delta
-from llmbackend.frontends.openai.tools import Function, ToolUse
 
 USE = ToolUse(tools=[], functions=(Function("f", {}, False),), is_required=False, max_calls=None, is_legacy=False)
 HERMES = "<tool_call>\n{}\n</tool_call>"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from llmbackend.frontends.conversation.tools import InputGrammar, NamedTool, ToolUse
 from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.responses_api.request import History, NamedTool
-from llmbackend.frontends.openai.tools import InputGrammar, ToolUse
+from llmbackend.frontends.openai.responses_api.request import History
 
 from .parsed import chat, parsed
 

@@ -20,7 +20,7 @@ from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, current_owner
 
 from ..errors import JsonObject, OpenAIError
-from .item_ids import item_id
+from .output_items import item_id
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20

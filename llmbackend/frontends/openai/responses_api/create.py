@@ -36,7 +36,7 @@ from ..responses import Identity
 from ..sealed_reasoning import FIXED_KEY, SealingKey
 from .conversations import Conversations
 from .event_writer import ResponseWriter
-from .item_ids import ID_PREFIX
+from .output_items import ID_PREFIX
 from .parsing import ReadBody, effective_sampling, parse_responses, read_responses
 from .request import History, ResponsesRequest
 from .response_state import ResponseState

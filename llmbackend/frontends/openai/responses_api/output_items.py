@@ -2,21 +2,37 @@
 
 For: output_builder.py, which makes them, and event_writer.py, which tells of them. Does not know: tokens, events'
 bytes. Invariant: an item is the same object in the events of a stream and in the whole response; its id is a function
-of the response's id and its place.
+of the response's id and its place, so that the response of an item is found by the item's id alone.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import orjson
 
+from ...conversation.tools import NamedTool, ToolKind
 from ..errors import JsonObject
-from .request import NamedTool, ToolKind
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
+ID_PREFIX = "resp_"
+"""Of responses."""
+Side = Literal["i", "o"]
+"""An item of a response's input, or of its output."""
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io]\d+")
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "tool_search_call": "tsc",
+    "tool_search_output": "tso",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +162,14 @@ def _as_value(text: str) -> Any:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
         return text
+
+
+def item_id(kind: str, response_id: str, side: Side, index: int) -> str:
+    """kind: the item's `type`"""
+    return f"{_PREFIXES.get(kind, 'item')}_{response_id.removeprefix(ID_PREFIX)}{side}{index}"
+
+
+def response_of(id: str) -> str | None:
+    """The id of the response that the item is of; None for an id that was not made here."""
+    found = _ID.fullmatch(id)
+    return None if found is None else ID_PREFIX + found[1]

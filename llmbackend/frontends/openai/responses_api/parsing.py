@@ -14,7 +14,9 @@ from typing import Any
 import orjson
 from pydantic import TypeAdapter
 
-from ..errors import JsonObject, OpenAIError, missing
+from ...conversation.tools import INPUT
+from ...conversation.turns import Turn, Turns, called
+from ..errors import JsonObject, OpenAIError, missing, refuse
 from ..logprobs import LogprobForm
 from ..reasoning import ReasoningUse
 from ..requests import GenerationRequest
@@ -22,13 +24,12 @@ from ..schema import StreamOptions
 from ..sealed_reasoning import FIXED_KEY, SealingKey
 from ..tensors import messages_tensor
 from ..validation import read
-from .conversation import Conversation, is_unfinished, without_former_reasoning
-from .item_ids import ID_PREFIX
 from .items import check_fields, full_item, item_type
+from .output_items import ID_PREFIX
 from .request import NO_HISTORY, OUTPUT_LOGPROBS, History, ResponsesRequest, WantedHistory
 from .schema import TEXT_FORMAT, ResponsesBody
 from .tool_fields import Tools
-from .tools import OfferedTools, shown_tools
+from .tools import TOOL_SEARCH, OfferedTools, called_name, shown_tools
 
 _FIELD_NAMES = {
     "logprobs": "include",
@@ -39,6 +40,7 @@ _FIELD_NAMES = {
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
 _WITH_USAGE = StreamOptions.model_construct(include_usage=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
+_SYSTEM_JOINT = "\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,24 +122,23 @@ def _tools(fields: ResponsesBody, history: History) -> OfferedTools:
     return tools
 
 
-def _messages(read: ReadBody, history: History, own: list[JsonObject], key: SealingKey) -> list[JsonObject]:
-    fields, conversation = read.fields, Conversation(key)
+def _conversation(read: ReadBody, history: History, own: list[JsonObject], key: SealingKey) -> Turns:
+    fields, conversation = read.fields, _Conversation(key)
     if fields.instructions:
         conversation.add_system(fields.instructions)
     before = "conversation" if fields.conversation is not None else "previous_response_id"
     for item in history.items:
-        conversation.add(item, before)
+        conversation.add_item(item, before)
     for index, item in enumerate(own):
-        conversation.add(item, f"input[{index}]")
-    messages = conversation.messages()
-    if not messages or (not own and read.wanted.is_empty):
+        conversation.add_item(item, f"input[{index}]")
+    if not conversation.all or (not own and read.wanted.is_empty):
         if fields.input is None:
             raise missing("input")
         text = "'input' is empty, expected a text or a list of at least one item"
         raise OpenAIError(text, param="input", code="missing_required_parameter")
     if fields.reasoning is not None and fields.reasoning.context == "current_turn":
-        return without_former_reasoning(messages)
-    return messages
+        _without_former_reasoning(conversation.all)
+    return conversation
 
 
 def _template_options(fields: ResponsesBody, items: Sequence[JsonObject]) -> JsonObject:
@@ -149,7 +150,7 @@ def _template_options(fields: ResponsesBody, items: Sequence[JsonObject]) -> Jso
         options["chat_template_kwargs"] = kwargs
     if fields.reasoning is not None and fields.reasoning.effort is not None:
         options |= {"reasoning_effort": fields.reasoning.effort, "reasoning_effort_is_hint": True}
-    if is_unfinished(items):
+    if _is_unfinished(items):
         options["continue_final_message"] = True
     return options
 
@@ -160,8 +161,8 @@ def _generation(
     fields = read.fields
     use = tools.use(fields.tool_choice, _max_calls(fields))
     options = _template_options(fields, own or history.items)
-    messages = _messages(read, history, own, key)
-    if any(message["role"] == "system" for message in messages[1:]):
+    conversation = _conversation(read, history, own, key)
+    if conversation.has_later_system:
         options["system_is_anywhere"] = True
     if use is not None:
         options["tools"] = use.tools
@@ -178,7 +179,7 @@ def _generation(
         sampling["logprobs"] = logprobs.top
     return GenerationRequest(
         model=fields.model,
-        prompts=(messages_tensor(messages, options),),
+        prompts=(messages_tensor(conversation.messages(), options),),
         id_prefix=ID_PREFIX,
         prompt_field="input",
         sampling=sampling,
@@ -257,3 +258,95 @@ def _shown_text(sent: Mapping[str, Any]) -> JsonObject:
     if form.get("type") == "json_schema":
         form = {"description": None, "strict": False} | form
     return {"format": form or {"type": "text"}, "verbosity": sent.get("verbosity") or "medium"}
+
+
+class _Conversation(Turns):
+    """Collects turns, item by item. What an answer wrote as items becomes the one assistant's message that a chat's
+    history has of the same answer: an answer's items are those between two inputs. Only a message directly behind a
+    message is another answer's: no answer has two in a row."""
+
+    def __init__(self, key: SealingKey) -> None:
+        super().__init__()
+        self._key = key
+
+    def add_system(self, text: str) -> None:
+        """System messages at the start become one: many templates read no second one."""
+        is_first = not self.all or (len(self.all) == 1 and self.all[0].role == "system")
+        turn = self.of("system") if is_first else self.add(Turn("system"))
+        turn.joint = _SYSTEM_JOINT
+        turn.texts.append(text)
+
+    def add_item(self, item: Mapping[str, Any], param: str) -> None:
+        """A valid item. param: where it stands. Raises OpenAIError for reasoning that was not sealed here."""
+        match item_type(item):
+            case "message":
+                self._add_message(item)
+            case "reasoning":
+                self._add_to_answer("reasoning").reasoning.append(_reasoning(item, param, self._key))
+            case "function_call":
+                self._add_call(item, item["name"], item["arguments"])
+            case "custom_tool_call":
+                self._add_call(item, item["name"], orjson.dumps({INPUT: item["input"]}).decode())
+            case "tool_search_call":
+                self._add_call(item, TOOL_SEARCH, orjson.dumps(item["arguments"]).decode())
+            case "function_call_output" | "custom_tool_call_output":
+                self._add_output(item, _text(item["output"]))
+            case "tool_search_output":
+                self._add_output(item, orjson.dumps(item["tools"]).decode())
+
+    def _add_message(self, item: Mapping[str, Any]) -> None:
+        text = _text(item["content"])
+        if item["role"] == "assistant":
+            is_another = bool(self.all) and self.all[-1].role == "assistant" and self.all[-1].last_kind == "text"
+            turn = self.add(Turn("assistant")) if is_another else self._add_to_answer("text")
+            turn.texts.append(text)
+        elif item["role"] in ("system", "developer"):
+            self.add_system(text)
+        else:
+            self.add(Turn("user", [text]))
+
+    def _add_call(self, item: Mapping[str, Any], name: str, arguments: str) -> None:
+        call = called(item["call_id"], called_name(name, item.get("namespace")), arguments)
+        self._add_to_answer("call").calls.append(call)
+
+    def _add_output(self, item: Mapping[str, Any], text: str) -> None:
+        self.add(Turn("tool", [text], fields={"tool_call_id": item["call_id"]}))
+
+    def _add_to_answer(self, kind: str) -> Turn:
+        turn = self.of("assistant")
+        turn.last_kind = kind
+        return turn
+
+
+def _without_former_reasoning(turns: Sequence[Turn]) -> None:
+    """Drops the reasoning of answers before the last message of the user."""
+    last = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=0)
+    for turn in turns[:last]:
+        turn.reasoning = []
+
+
+def _is_unfinished(items: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the last item is an answer's text that was cut off, which the model continues (as vLLM has it)."""
+    last = items[-1] if items else {}
+    is_answer = last.get("role") == "assistant" and item_type(last) == "message"
+    return is_answer and last.get("status") in ("in_progress", "incomplete")
+
+
+def _reasoning(item: Mapping[str, Any], param: str, key: SealingKey) -> str:
+    content, sealed = item.get("content"), item.get("encrypted_content")
+    if sealed is not None:
+        try:
+            return key.unseal(sealed)
+        except ValueError as error:
+            if not content:
+                message = f"what this server sealed ({error})"
+                raise refuse(f"{param}.encrypted_content", message, sealed) from None
+    return _joined(content or item.get("summary") or ())
+
+
+def _text(content: str | Sequence[Mapping[str, Any]]) -> str:
+    return content if isinstance(content, str) else _joined(content)
+
+
+def _joined(parts: Iterable[Mapping[str, Any]]) -> str:
+    return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)

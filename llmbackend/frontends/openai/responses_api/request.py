@@ -10,27 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
+from ...conversation.tools import NamedTool
 from ..errors import JsonObject
 from ..requests import GenerationRequest
 
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
-
-ToolKind = Literal["function", "custom", "tool_search"]
-"""Calls of a function become `function_call` items, those of a custom tool `custom_tool_call`, searches for tools
-`tool_search_call`."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedTool:
-    """A tool as the client knows it."""
-
-    kind: ToolKind
-    name: str
-    namespace: str | None = None
-    """The model calls a tool of a namespace by both names."""
 
 
 @dataclass(frozen=True, slots=True)

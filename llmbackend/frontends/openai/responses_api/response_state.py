@@ -13,13 +13,13 @@ from typing import Literal
 
 import orjson
 
+from ...conversation.tools import NamedTool
 from ..answer_plan import AnswerPlan
 from ..errors import JsonObject, OpenAIError
 from ..logprobs import LogprobForm
 from ..responses import Identity, Usage
 from ..tensors import Delta
 from .output_builder import LENGTH, Happening, OutputBuilder
-from .request import NamedTool
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}

@@ -18,8 +18,7 @@ from ..schema import TEMPLATE_NAMES, Sampling, is_true, needs
 from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from .items import Input
 from .request import ENCRYPTED_REASONING, OUTPUT_LOGPROBS
-from .tool_choice import ToolChoiceField
-from .tool_fields import Tools
+from .tool_fields import ToolChoiceField, Tools
 
 _TEXT_ONLY = "the models here read and write text only"
 _ONE_ENGINE = "the KV memory of a request stays in one engine"

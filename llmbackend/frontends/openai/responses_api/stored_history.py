@@ -23,7 +23,7 @@ from llmbackend.frontends.journals.response_store import (
 
 from ..errors import JsonObject, OpenAIError
 from .conversations import Conversations
-from .item_ids import item_id, response_of
+from .output_items import item_id, response_of
 from .request import NO_HISTORY, History, WantedHistory
 
 _PREVIOUS = "previous_response_id"

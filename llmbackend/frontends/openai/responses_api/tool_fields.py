@@ -1,4 +1,4 @@
-"""The tools of a Responses request: their forms, and which hosted ones are refused.
+"""The tools of a Responses request and the choice among them: their forms, and which hosted ones are refused.
 
 For: the fields of a request, and items that bring tools. Does not know: what is made of them (tools.py). Invariant:
 what OpenAI would run itself is refused by name; only a search of the web is left out, see docs/responses_api.md.
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, PlainValidator, StringConstraints, Tag, WithJsonSchema
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
-from ..tools import MAX_TOOLS, ToolName
-from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, OfTypes, Only
+from ...conversation.tools import MAX_TOOLS, NAME_EXPECTED, NAME_PATTERN, ChosenTool, ToolChoice, ToolKind
+from ..errors import OpenAIError, refuse
+from ..tool_choice import MODES, closed, read_allowed
+from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, OfTypes, Only, refuse_unknown
 
 _DIRECT_ONLY = "tools are called by the model alone"
 _HOSTED = "this server runs no tools itself"
@@ -28,6 +30,7 @@ REFUSED_TOOLS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("local_shell", "shell", "apply_patch"), _OTHER_FORM),
 }  # fmt: skip
+ToolName = Annotated[str, StringConstraints(pattern=NAME_PATTERN), Expected(NAME_EXPECTED)]
 
 
 class _Offered(ClosedObject):
@@ -116,3 +119,45 @@ Tool = Annotated[
     OfTypes(("function", "custom", "tool_search", "namespace", *WEB_SEARCHES), REFUSED_TOOLS),
 ]
 Tools = Annotated[list[Tool], Items(0, MAX_TOOLS)]
+
+
+def _read_choice(value: object) -> ToolChoice:
+    if value in MODES:
+        return ToolChoice(value)
+    if not isinstance(value, dict):
+        raise refuse(_CHOICE, '"none", "auto", "required", or an object with a \'type\'', value)
+    if value.get("type") == "allowed_tools":
+        refuse_unknown(value, frozenset(("type", "mode", "tools")), _CHOICE, may_be_null=True)
+        return read_allowed(value, _CHOICE, _read_named)
+    return ToolChoice("required", (_read_named(value, _CHOICE),), is_named=True)
+
+
+def _read_named(value: object, param: str) -> ChosenTool:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(kind, str):
+        raise refuse(param, 'an object {"type": "function", "name": …} or {"type": "custom", "name": …}', value)
+    if (tool_kind := _KINDS.get(kind)) is None:
+        if reason := REFUSED_TOOLS.get(kind, "this server searches nothing" if kind in WEB_SEARCHES else ""):
+            message = f"'{param}.type' is \"{kind}\", which is not supported: {reason}"
+            raise OpenAIError(message, param=f"{param}.type", code="unsupported_parameter")
+        raise refuse(f"{param}.type", "'function' or 'custom'", kind)
+    refuse_unknown(value, frozenset(("type", "name")), param, may_be_null=True)
+    if not isinstance(name := value.get("name"), str):
+        raise refuse(f"{param}.name", "the name of a tool", name)
+    return ChosenTool(name, f"{param}.name", f"the name of a {kind} tool of 'tools'", tool_kind)
+
+
+_CHOICE = "tool_choice"
+_KINDS: Mapping[str, ToolKind] = {"function": "function", "custom": "custom"}
+"""By the type in a choice."""
+_NAMED = [closed({"type": {"const": kind}, "name": {"type": "string"}}) for kind in _KINDS]
+_ALLOWED = {
+    "type": {"const": "allowed_tools"},
+    "mode": {"enum": ["auto", "required"]},
+    "tools": {"type": "array", "minItems": 1, "maxItems": MAX_TOOLS, "items": {"anyOf": _NAMED}},
+}
+ToolChoiceField = Annotated[
+    Any,
+    PlainValidator(_read_choice),
+    WithJsonSchema({"anyOf": [{"enum": [*MODES]}, *_NAMED, closed(_ALLOWED)]}),
+]

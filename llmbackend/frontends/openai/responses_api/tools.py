@@ -8,12 +8,22 @@ as items, follow the request's own. Each name that the model can call stands for
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from ...conversation.tools import (
+    INPUT,
+    MAX_TOOLS,
+    NO_PARAMETERS,
+    Function,
+    InputGrammar,
+    NamedTool,
+    OfferedTool,
+    ToolChoice,
+    ToolUse,
+    tool_use,
+)
 from ..errors import JsonObject, OpenAIError, refuse
-from ..tools import INPUT, MAX_TOOLS, Function, InputGrammar, OfferedTool, ToolChoice, ToolUse, tool_use
-from .request import NamedTool
-from .tool_choice import Choice
 from .tool_fields import (
     WEB_SEARCHES,
     CustomToolFields,
@@ -26,7 +36,6 @@ from .tool_fields import (
 TOOL_SEARCH = "tool_search"
 _MAX_NAME_CHARS = 128
 _GRAMMAR_NAMES = {"lark": "Lark grammar", "regex": "regular expression"}
-_NO_PARAMETERS: JsonObject = {"type": "object", "properties": {}}
 _ANY_SEARCH: JsonObject = {
     "type": "object",
     "properties": {"query": {"type": "string", "description": "What the tool is for."}},
@@ -39,53 +48,42 @@ class OfferedTools:
 
     def __init__(self) -> None:
         self._offered: dict[str, OfferedTool] = {}
-        self.named: dict[str, NamedTool] = {}
         """By the name that the model calls."""
+
+    @property
+    def named(self) -> dict[str, NamedTool]:
+        """By the name that the model calls."""
+        return {name: tool.named for name, tool in self._offered.items()}
 
     def add_own(self, tools: Sequence[Any], param: str = "tools") -> None:
         """Those of the field `tools`. Raises OpenAIError for a name twice, and for one to be found by the server."""
-        for name, offered, named, is_deferred in _flat(tools, param):
+        for offered, is_deferred in _flat(tools, param):
             if is_deferred:
                 reason = f"this server searches no tools; a client's own search is a tool '{TOOL_SEARCH}'"
                 path = _sibling(offered.name_param, "defer_loading")
                 raise OpenAIError(f"'{path}' is not supported: {reason}", param=path, code="unsupported_parameter")
-            if name in self._offered:
-                raise refuse(offered.name_param, "a name that no other tool has", name)
-            self._add(name, offered, named)
+            if offered.function.name in self._offered:
+                raise refuse(offered.name_param, "a name that no other tool has", offered.function.name)
+            self._add(offered)
 
     def add_found(self, tools: Sequence[Any], param: str) -> None:
         """Those of an item. One that is there already may come again."""
-        for name, offered, named, _ in _flat(tools, param):
-            if name not in self._offered:
-                self._add(name, offered, named)
+        for offered, _ in _flat(tools, param):
+            if offered.function.name not in self._offered:
+                self._add(offered)
 
-    def use(self, choice: Choice | None, max_calls: int | None) -> ToolUse | None:
+    def use(self, choice: ToolChoice | None, max_calls: int | None) -> ToolUse | None:
         """What may be called. Raises OpenAIError for a choice of tools that are not there."""
-        found = None if choice is None else self._chosen(choice)
-        return tool_use([*self._offered.values()], found, max_calls)
+        return tool_use([*self._offered.values()], choice, max_calls)
 
-    def _add(self, name: str, offered: OfferedTool, named: NamedTool) -> None:
+    def _add(self, offered: OfferedTool) -> None:
         if len(self._offered) == MAX_TOOLS:
             raise OpenAIError(
                 f"'{offered.name_param}' is one tool too many, expected at most {MAX_TOOLS}",
                 param=offered.name_param,
                 code="invalid_value",
             )
-        self._offered[name] = offered
-        self.named[name] = named
-
-    def _chosen(self, choice: Choice) -> ToolChoice:
-        if choice.tools is None:
-            return ToolChoice(choice.mode)
-        names = tuple(self._called(tool.type, tool.name, tool.param) for tool in choice.tools)
-        return ToolChoice(choice.mode, names, choice.is_named)
-
-    def _called(self, kind: str, name: str, param: str) -> str:
-        """The name that the model calls, of the tool that the client calls `name`."""
-        for called, tool in self.named.items():
-            if tool.kind == kind and name in (called, tool.name):
-                return called
-        raise refuse(param, f"the name of a {kind} tool of 'tools'", name)
+        self._offered[offered.function.name] = offered
 
 
 def called_name(name: str, namespace: str | None) -> str:
@@ -106,45 +104,39 @@ def _shown(tool: Mapping[str, Any]) -> JsonObject:
     return {"description": "", "format": {"type": "text"}} | sent if tool["type"] == "custom" else sent
 
 
-_Flat = Iterator[tuple[str, OfferedTool, NamedTool, bool]]
-"""(called name, tool, what the client calls it, whether it waits for a search)"""
+_Flat = tuple[OfferedTool, bool]
+"""(tool, whether it waits for a search)"""
 
 
-def _flat(tools: Sequence[Any], param: str) -> _Flat:
+def _flat(tools: Sequence[Any], param: str) -> Iterator[_Flat]:
     for index, tool in enumerate(tools):
         path = f"{param}[{index}]"
         if isinstance(tool, NamespaceFields):
             for number, inner in enumerate(tool.tools):
                 yield _offered(inner, f"{path}.tools[{number}]", tool)
         elif isinstance(tool, ToolSearchFields):
-            yield _search(tool, path)
+            yield _search(tool, path), False
         elif isinstance(tool, FunctionToolFields | CustomToolFields):
             yield _offered(tool, path, None)
 
 
-def _offered(
-    tool: FunctionToolFields | CustomToolFields, path: str, namespace: NamespaceFields | None
-) -> tuple[str, OfferedTool, NamedTool, bool]:
+def _offered(tool: FunctionToolFields | CustomToolFields, path: str, namespace: NamespaceFields | None) -> _Flat:
     name = called_name(tool.name, namespace.name if namespace else None)
     if len(name) > _MAX_NAME_CHARS:
         raise refuse(f"{path}.name", f"with its namespace at most {_MAX_NAME_CHARS} characters", name)
     about = [namespace.description if namespace else None, tool.description]
-    grammar = None
+    named = NamedTool(tool.type, tool.name, namespace.name if namespace else None)
     if isinstance(tool, CustomToolFields):
-        parameters = _INPUT_ONLY
+        function = Function(name, _INPUT_ONLY, is_strict=False, param=path)
         if isinstance(tool.format, GrammarFormat):
             grammar = InputGrammar(tool.format.syntax, tool.format.definition)
             about.append(f"The input follows this {_GRAMMAR_NAMES[grammar.syntax]}:\n{grammar.definition}")
-        function = Function(
-            name, parameters, is_strict=False, param=_custom_param(path, grammar), input_grammar=grammar
-        )
-        kind = NamedTool("custom", tool.name, namespace.name if namespace else None)
+            function = replace(function, param=f"{path}.format.definition", input_grammar=grammar)
     else:
-        parameters = _NO_PARAMETERS if tool.parameters is None else tool.parameters
+        parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
         function = Function(name, parameters, bool(tool.strict), f"{path}.parameters")
-        kind = NamedTool("function", tool.name, namespace.name if namespace else None)
-    template = {"name": name, "description": "\n\n".join(filter(None, about)), "parameters": parameters}
-    return name, OfferedTool(function, template, f"{path}.name"), kind, bool(tool.defer_loading)
+    offered = OfferedTool(function, "\n\n".join(filter(None, about)), f"{path}.name", named)
+    return offered, bool(tool.defer_loading)
 
 
 _INPUT_ONLY: JsonObject = {
@@ -155,15 +147,10 @@ _INPUT_ONLY: JsonObject = {
 }
 
 
-def _custom_param(path: str, grammar: InputGrammar | None) -> str:
-    return path if grammar is None else f"{path}.format.definition"
-
-
-def _search(tool: ToolSearchFields, path: str) -> tuple[str, OfferedTool, NamedTool, bool]:
+def _search(tool: ToolSearchFields, path: str) -> OfferedTool:
     parameters = _ANY_SEARCH if tool.parameters is None else tool.parameters
     function = Function(TOOL_SEARCH, parameters, is_strict=False, param=f"{path}.parameters")
-    template = {"name": TOOL_SEARCH, "description": tool.description or "", "parameters": parameters}
-    return TOOL_SEARCH, OfferedTool(function, template, f"{path}.type"), NamedTool("tool_search", TOOL_SEARCH), False
+    return OfferedTool(function, tool.description or "", f"{path}.type", NamedTool("tool_search", TOOL_SEARCH))
 
 
 def _sibling(param: str, field: str) -> str:

@@ -1,0 +1,168 @@
+"""Tools of a conversation: what is offered to the model, and what it may or must call.
+
+For: the readers of the APIs' fields, which make these; answer plans and grammars. Does not know: the APIs' forms, how a
+model writes calls. Invariant: a ToolUse is complete and without contradictions: its callable functions are among its
+tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ..openai.errors import JsonObject, missing, refuse
+
+MAX_TOOLS: Final = 128
+NAME_PATTERN: Final = "^[a-zA-Z0-9_.-]{1,128}$"
+NAME_EXPECTED: Final = "1 to 128 letters, digits, underscores, dashes or dots"
+INPUT: Final = "input"
+"""The parameter of a custom tool: templates and models know it as a function with this one string."""
+NO_PARAMETERS: Final[JsonObject] = {"type": "object", "properties": {}}
+Mode = Literal["none", "auto", "required"]
+ToolKind = Literal["function", "custom", "tool_search"]
+"""A custom tool takes a text as its input; with `tool_search` the client looks for further tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenTool:
+    """A tool that a client names in its choice, before it is known which tools there are."""
+
+    name: str
+    param: str
+    """Where it stands."""
+    expected: str
+    """What an error says of a name that no tool has."""
+    kind: ToolKind = "function"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    mode: Mode
+    tools: tuple[ChosenTool, ...] | None = None
+    """Those that may be called; None: all of them."""
+    is_named: bool = False
+    """One tool, which is called once."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputGrammar:
+    """What the input of a custom tool is held to."""
+
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """One that may be called."""
+
+    name: str
+    parameters: JsonObject
+    """JSON Schema."""
+    is_strict: bool
+    param: str = "tools"
+    """Where in the request its schema stands (`tools[1].function.parameters`)."""
+    input_grammar: InputGrammar | None = None
+    """Of a custom tool: its only parameter, the string INPUT, follows it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedTool:
+    """A tool as its client knows it."""
+
+    kind: ToolKind
+    name: str
+    namespace: str | None = None
+    """The model calls a tool of a namespace by both names."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool of a request."""
+
+    function: Function
+    description: str
+    name_param: str
+    """Where in the request its name stands."""
+    named: NamedTool
+
+    @classmethod
+    def of(
+        cls, name: str, description: str | None, parameters: JsonObject | None, is_strict: bool, param: str, at: str
+    ) -> OfferedTool:
+        """A function. param: where its schema stands; at: where its name stands"""
+        function = Function(name, NO_PARAMETERS if parameters is None else parameters, is_strict, param)
+        return cls(function, description or "", at, NamedTool("function", name))
+
+    def for_template(self) -> JsonObject:
+        """As chat templates read it: with all that they may name."""
+        function = self.function
+        fields = {"name": function.name, "description": self.description, "parameters": function.parameters}
+        return {"type": "function", "function": fields}
+
+    def is_chosen_by(self, chosen: ChosenTool) -> bool:
+        return chosen.kind == self.named.kind and chosen.name in (self.function.name, self.named.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What a chat asks for with its tools."""
+
+    tools: Sequence[JsonObject]
+    """All of them, for the chat template."""
+    functions: tuple[Function, ...]
+    """Those that may be called."""
+    is_required: bool
+    """Whether one of them must be called."""
+    max_calls: int | None
+    """None: any number."""
+    is_legacy: bool
+    """Whether the answer has the older form, `function_call`."""
+
+    @property
+    def field(self) -> str:
+        return "functions" if self.is_legacy else "tools"
+
+    @property
+    def is_restricted(self) -> bool:
+        """Whether some calls are wrong which the model may know how to write."""
+        is_held = any(function.is_strict or function.input_grammar is not None for function in self.functions)
+        return is_held or len(self.functions) < len(self.tools)
+
+    @property
+    def needs_grammar(self) -> bool:
+        """Whether the answer is to be held to what was asked for, whatever the model would write."""
+        return self.is_required or self.is_restricted
+
+
+def tool_use(
+    offered: Sequence[OfferedTool], choice: ToolChoice | None, max_calls: int | None = None, *, is_legacy: bool = False
+) -> ToolUse | None:
+    """None where no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError naming what
+    contradicts what."""
+    known: dict[str, OfferedTool] = {}
+    for tool in offered:
+        if known.setdefault(tool.function.name, tool) is not tool:
+            raise refuse(tool.name_param, "a name that no other tool has", tool.function.name)
+    choice = choice or ToolChoice("auto" if offered else "none")
+    if choice.mode != "none" and not offered and (choice.mode == "required" or choice.tools):
+        raise missing("functions" if is_legacy else "tools")
+    names = known.keys() if choice.tools is None else {_called_name(one, offered) for one in choice.tools}
+    if choice.mode == "none" or not offered:
+        return None
+    return ToolUse(
+        tools=[tool.for_template() for tool in offered],
+        functions=tuple(tool.function for tool in offered if tool.function.name in names),
+        is_required=choice.mode == "required",
+        max_calls=1 if choice.is_named or is_legacy else max_calls,
+        is_legacy=is_legacy,
+    )
+
+
+def _called_name(chosen: ChosenTool, offered: Sequence[OfferedTool]) -> str:
+    """By which the model calls the tool."""
+    for tool in offered:
+        if tool.is_chosen_by(chosen):
+            return tool.function.name
+    raise refuse(chosen.param, chosen.expected, chosen.name)

@@ -1,0 +1,66 @@
+"""The turns of a conversation, and the messages that chat templates read of them.
+
+For: the readers of the APIs' messages. Does not know: their forms, templates. Invariant: what was said in the
+same words gives the same messages over every API, and so the same prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..openai.errors import JsonObject
+
+
+def called(id: str, name: str, arguments: str) -> JsonObject:
+    """A call, as one of a message's `tool_calls`. arguments: JSON"""
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one role says without another one in between."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[JsonObject] = field(default_factory=list)
+    fields: JsonObject = field(default_factory=dict)
+    """What a tool's message has beside its text."""
+    joint: str = "\n"
+    """Between its texts. An assistant's text stands as the model wrote it, whatever came between."""
+    param: str = ""
+    """The request's field that the last part came from."""
+    last_kind: str = "text"
+    """Of its parts."""
+
+    def message(self) -> JsonObject:
+        message: JsonObject = {"role": self.role}
+        if reasoning := "".join(self.reasoning):
+            message["reasoning_content"] = reasoning
+        if self.calls:
+            message["tool_calls"] = self.calls
+        joint = "" if self.role == "assistant" else self.joint
+        return message | self.fields | {"content": joint.join(self.texts)}
+
+
+class Turns:
+    """Of one conversation, oldest first."""
+
+    def __init__(self) -> None:
+        self.all: list[Turn] = []
+
+    def add(self, turn: Turn) -> Turn:
+        self.all.append(turn)
+        return turn
+
+    def of(self, role: str) -> Turn:
+        """The last turn if it has this role, else a new one."""
+        return self.all[-1] if self.all and self.all[-1].role == role else self.add(Turn(role))
+
+    @property
+    def has_later_system(self) -> bool:
+        """Whether a system message stands behind another one."""
+        return any(turn.role == "system" for turn in self.all[1:])
+
+    def messages(self) -> list[JsonObject]:
+        return [turn.message() for turn in self.all]
