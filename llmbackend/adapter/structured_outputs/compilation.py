@@ -1,30 +1,32 @@
 """From a constraint to the grammar that the engine enforces, checked by the same compiler.
 
 For: request_conversion.py. Does not know: requests, the engine. Invariants: a grammar that is returned compiles; the
-same constraint gives the same grammar; the last ones are kept, so that a client's next request costs a look-up.
+same constraint gives the same grammar; the last ones are kept, so that a client's next request costs a look-up. Whether
+a grammar can be followed is tried on the beginnings of a few of its texts: neither a place beyond them is found, nor a
+mask that is too much work for the model's vocabulary alone.
 """
 
 from __future__ import annotations
 
 import functools
 import json
+import random
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import numpy as np
+
 from . import regular_expressions
-from .bounds import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, Place
+from .bounds import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, PROBE_MASKS, PROBES, Place
 from .constraint import Constraint
-from .ebnf import ebnf
-from .followability import why_not_followed
+from .embedded_grammars import ebnf
 from .json_schema import enforceable, parse_schema
-from .lark import Rules, literal
-from .lark_grammar import is_lark, lark_grammar
+from .lark import Rules, is_lark, lark_grammar, literal
 from .schema_keywords import SchemaOptions
 from .structural_tags import structural_tag
 
@@ -50,6 +52,9 @@ _REFUSED_KEYWORDS: Final = (
 )
 """The compiler's words, and the keywords that they are about."""
 _QUOTED_LINES = re.compile(r" \d+ \| ")
+_NUM_BYTES: Final = 256
+_CLOSING: Final = frozenset(b'"}],:>)\n')
+"""They are written often, so that a text does not stay in its first string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +155,8 @@ def _translated(constraint: Constraint, special_tokens: Mapping[str, int], not_c
     left_out: list[str] = []
     match constraint.kind:
         case "json":
-            start = rules.schema(enforceable(parse_schema(value, place), place, schema_options, left_out))
+            schema, left_out = enforceable(parse_schema(value, place), place, schema_options)
+            start = rules.schema(schema)
         case "regex":
             start = rules.terminal(f"/{regular_expressions.whole(value, place)}/")
         case "choice":
@@ -160,17 +166,8 @@ def _translated(constraint: Constraint, special_tokens: Mapping[str, int], not_c
         case "grammar":
             start = ebnf(value, place, rules)
         case _:
-            read = partial(_embedded_grammar, json_options=json_options, options=schema_options)
-            start = structural_tag(value, place, rules, schema_options, read, left_out)
+            start, left_out = structural_tag(value, place, rules, schema_options)
     return Grammar(rules.grammar(start), tuple(left_out))
-
-
-def _embedded_grammar(
-    text: str, place: Place, rules: Rules, *, json_options: Mapping[str, Any], options: SchemaOptions
-) -> str:
-    if is_lark(text):
-        place.wrong("expected a grammar in EBNF, whose first rule is 'root ::= …'")
-    return ebnf(text, place, rules)
 
 
 def _choice(value: list[str], place: Place) -> str:
@@ -241,3 +238,32 @@ class _Bytes:
 
     def __call__(self, text: str | bytes) -> list[int]:
         return list(text.encode() if isinstance(text, str) else text)
+
+
+def why_not_followed(matcher: LLMatcher) -> str:
+    """The library's reason; "" when nothing was found. matcher: of bytes, at its beginning"""
+    for probe in range(PROBES):
+        if error := _why_stuck(matcher.deep_copy(), random.Random(probe)):
+            return error
+    return ""
+
+
+def _why_stuck(matcher: LLMatcher, rng: random.Random) -> str:
+    for _ in range(PROBE_MASKS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            return str(matcher.get_error())
+        allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8)[: _NUM_BYTES // 8], bitorder="little"))
+        if not allowed.size:
+            return "" if matcher.is_accepting() or any(mask) else "no text follows its beginning"
+        matcher.consume_token(_next_byte(allowed.tolist(), rng))
+        if forced := matcher.compute_ff_tokens():
+            matcher.consume_tokens(forced)
+        if matcher.is_error():
+            return str(matcher.get_error())
+    return ""
+
+
+def _next_byte(allowed: list[int], rng: random.Random) -> int:
+    closing = [byte for byte in allowed if byte in _CLOSING]
+    return rng.choice(closing if closing and rng.random() < 0.5 else allowed)

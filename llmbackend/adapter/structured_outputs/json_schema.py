@@ -30,18 +30,19 @@ def parse_schema(value: object, place: Place) -> object:
         place.wrong(f"the schema is not JSON: {error}")
 
 
-def enforceable(value: object, place: Place, options: SchemaOptions, left_out: list[str]) -> Schema:
-    """The schema for the compiler. left_out: gets the places of what is not enforced. Raises TritonError INVALID_ARG
-    with the path of what is wrong or, where the request is strict, not enforced."""
-    return _Translation(value, place, options, left_out).result()
+def enforceable(value: object, place: Place, options: SchemaOptions) -> tuple[Schema, list[str]]:
+    """The schema for the compiler, and the places of what is not enforced. Raises TritonError INVALID_ARG with the path
+    of what is wrong or, where the request is strict, not enforced."""
+    translation = _Translation(value, place, options)
+    return translation.result(), translation.left_out
 
 
 class _Translation:
-    def __init__(self, root: object, place: Place, options: SchemaOptions, left_out: list[str]) -> None:
+    def __init__(self, root: object, place: Place, options: SchemaOptions) -> None:
         self._root = root
         self._place = place
         self.options = options
-        self._left_out = left_out
+        self.left_out: list[str] = []
         self._nodes = 0
         self._depth = 0
         self._added_alternatives = 0
@@ -98,8 +99,8 @@ class _Translation:
 
     def leave_out(self, place: Place) -> None:
         """Notes that what stands there is not enforced."""
-        if len(self._left_out) < MAX_LEFT_OUT and place.pointer not in self._left_out:
-            self._left_out.append(place.pointer)
+        if len(self.left_out) < MAX_LEFT_OUT and place.pointer not in self.left_out:
+            self.left_out.append(place.pointer)
 
     def has_room_for(self, alternatives: int) -> bool:
         """Counts alternatives that no client wrote; False where they would be too many."""

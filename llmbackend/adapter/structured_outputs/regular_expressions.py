@@ -1,19 +1,22 @@
 """Regular expressions of clients (ECMA-262, as JSON Schema has them) → the compiler's syntax, which is Rust's.
 
-For: patterns of schemas, regex constraints, EBNF classes. Does not know: JSON, grammars. Invariant: whatever the result
-matches, the client's expression matches under ECMA-262 and under Python's `re`, too; where they differ (what `.`, \\d,
-\\s and \\w mean) it is the part they share. What cannot be expressed without looking around is refused by name.
+For: patterns of schemas, regex constraints, terminals of grammars. Does not know: schemas, grammars. Invariants:
+whatever the result matches, the client's expression matches under ECMA-262 and under Python's `re`, too; where they
+differ (what `.`, \\d, \\s and \\w mean) it is the part they share. What cannot be expressed without looking around is
+refused by name. A character of a text that stands in something else has one Spelling there, so that the text can be
+read back from it.
 """
 
 from __future__ import annotations
 
+import json
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from .bounds import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
-from .spelling import AS_IT_IS, Spelling, category_holds, character
 
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ANY = r"[\u{0}-\u{10ffff}]"
@@ -25,6 +28,61 @@ _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
 _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _MAX_CODE_POINT = 0x10FFFF
 _GROUPS = ("?:", "?<", "?P<")
+
+
+def character(code_point: int) -> str:
+    """One character of a regular expression, wherever it stands."""
+    shown = chr(code_point)
+    return shown if shown.isascii() and shown.isalnum() else f"\\u{{{code_point:x}}}"
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    escapes: dict[str, str]
+    """By character: what stands for it."""
+    unspeakable: str = ""
+    """Characters that have no spelling."""
+
+    def has(self, text: str) -> bool:
+        """Whether the text can be spelled."""
+        return not any(one in self.unspeakable for one in text)
+
+    def text(self, text: str) -> str:
+        return "".join(self.escapes.get(one, one) for one in text)
+
+    def pattern(self, text: str) -> str:
+        """A regular expression of the text. Escapes are in their own case also where case is ignored."""
+        return "".join(self._one(one) for one in text)
+
+    def character_class(self, items: str, holds: Callable[[str], bool]) -> str:
+        """A regular expression of one character of a class.
+
+        items: the class in the compiler's syntax, brackets included
+        holds: whether it has an ASCII character
+        """
+        if not self.escapes:
+            return items
+        special = "".join(character(ord(one)) for one in (*self.escapes, *self.unspeakable))
+        escaped = [self._one(one) for one in self.escapes if holds(one)]
+        return f"(?:{'|'.join((f'[{items}&&[^{special}]]', *escaped))})"
+
+    def _one(self, one: str) -> str:
+        if one not in self.escapes:
+            return character(ord(one))
+        return f"(?-i:{''.join(character(ord(part)) for part in self.escapes[one])})"
+
+
+AS_IT_IS: Final = Spelling({})
+_JSON_ESCAPES = {one: json.dumps(one)[1:-1] for one in '"\\\b\f\n\r\t'}
+IN_JSON: Final = Spelling(_JSON_ESCAPES, "".join(chr(one) for one in range(32) if chr(one) not in _JSON_ESCAPES))
+"""With JSON's short escapes alone: other control characters have no spelling."""
+
+
+def category_holds(name: str, one: str) -> bool | None:
+    """Whether a Unicode general category has the character; None where `name` is none."""
+    if len(name) > 2 or not name.isalpha():
+        return None
+    return unicodedata.category(one).startswith(name.capitalize())
 
 
 def searched(pattern: str, place: Place) -> str:

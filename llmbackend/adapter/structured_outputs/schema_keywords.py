@@ -14,9 +14,19 @@ from llmbackend.core.backend_api import TritonError
 
 from . import regular_expressions
 from .bounds import MAX_PROPERTIES, NotEnforcedError, Place
-from .finite_values import finite_values, lists_without_repetition
-from .formats import ANY_TEXT, COMPILED, ENFORCED, PATTERNS, WITHOUT_LOOKING_AROUND
-from .schema_values import beside, encodable, number_of, within
+from .schema_values import (
+    ANY_TEXT,
+    COMPILED,
+    ENFORCED,
+    PATTERNS,
+    WITHOUT_LOOKING_AROUND,
+    beside,
+    encodable,
+    finite_values,
+    lists_without_repetition,
+    number_of,
+    within,
+)
 
 Schema = dict[str, Any]
 

@@ -1,12 +1,19 @@
-"""Numbers and texts of schemas, as far as the grammar compiler can represent them.
+"""Values in schemas: numbers and texts as far as the grammar compiler can represent them, lists of few values, and the
+formats of strings.
 
-For: json_schema.py and schema_keywords.py. Does not know: keywords beyond their names. Invariant: a value that is
-returned means to the compiler what it means to the client.
+For: json_schema.py and schema_keywords.py. Does not know: keywords beyond their names, the document around a schema.
+Invariants: a value that is returned means to the compiler what it means to the client. Values that are listed are all
+that a schema allows, each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not). A string of an
+enforced format is valid to strict validators, by RFC 3339 also in leap years; leap seconds are not generated, since
+their dates are not known in advance.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
 
 from .bounds import Place
 
@@ -55,3 +62,121 @@ def encodable(text: str, place: Place) -> str:
     ):
         place.value_not_enforced(text, "text without control characters and halves of surrogate pairs")
     return text
+
+
+# --- few values ----------------------------------------------------------------------------------------------------
+
+Scalar = str | int | float | bool | None
+_KEYWORDS: Final = frozenset(("type", "enum", "const"))
+_OF_TYPE: Final[Mapping[str, tuple[Scalar, ...]]] = {"boolean": (True, False), "null": (None,)}
+MAX_ORDERS: Final = 120
+"""Of a list without repetitions: five values in any order."""
+
+
+def finite_values(schema: Mapping[str, Any]) -> list[Scalar] | None:
+    """The values of a schema that has only `type`, `enum` and `const`; None unless they are listed scalars."""
+    if not schema.keys() <= _KEYWORDS:
+        return None
+    kinds = schema.get("type")
+    if "const" in schema:
+        values: Iterable[Any] = [schema["const"]]
+    elif "enum" in schema:
+        values = schema["enum"]
+    elif isinstance(kinds, str) and kinds in _OF_TYPE:
+        return list(_OF_TYPE[kinds])
+    else:
+        return None
+    distinct = {_key(value): value for value in values if kinds is None or _is_of(value, kinds)}
+    return None if any(isinstance(value, dict | list) for value in distinct.values()) else list(distinct.values())
+
+
+def _key(value: Any) -> tuple[str, Any]:
+    if isinstance(value, dict | list):
+        return ("", id(value))
+    return ("number", value) if isinstance(value, int | float) and not isinstance(value, bool) else ("", value)
+
+
+def _is_of(value: Any, kinds: str | list[str]) -> bool:
+    return any(_has_type(value, kind) for kind in ([kinds] if isinstance(kinds, str) else kinds))
+
+
+def _has_type(value: Any, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    if isinstance(value, int | float):
+        return kind == "number" or (kind == "integer" and (isinstance(value, int) or value.is_integer()))
+    names = {str: "string", type(None): "null", dict: "object", list: "array"}
+    return names[type(value)] == kind
+
+
+def lists_without_repetition(values: Sequence[object], least: int, most: int) -> list[dict[str, Any]] | None:
+    """Schemas whose instances are the lists of `least` to `most` of the values, none of them twice; None where these
+    are too many."""
+    most = min(most, len(values))
+    if least > most or math.perm(len(values), most) > MAX_ORDERS:
+        return None
+    return [
+        {
+            "type": "array",
+            "prefixItems": [{"const": value} for value in order],
+            "items": False,
+            "minItems": least,
+            "maxItems": most,
+        }
+        for order in itertools.permutations(values, most)
+    ]
+
+
+# --- formats -------------------------------------------------------------------------------------------------------
+
+_LEAP_YEAR = "(?:[0-9][0-9](?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+_YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9]0|[0-9][1-9]00|[1-9]000)"
+"""All but 0000."""
+_LONG_MONTHS, _SHORT_MONTHS = "(?:0[13578]|1[02])", "(?:0[469]|11)"
+_DAY = (
+    f"(?:{_LONG_MONTHS}-(?:0[1-9]|[12][0-9]|3[01])|{_SHORT_MONTHS}-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
+_HOUR_MINUTE = "(?:[01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR_MINUTE}:[0-5][0-9](?:\\.[0-9]{{1,9}})?(?:[Zz]|[+-]{_HOUR_MINUTE})"
+_HEX = "[0-9a-f]"
+_OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"{_OCTET}(?:\.{_OCTET}){{3}}"
+
+
+def _uuid(version: int) -> str:
+    return f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89ab]{_HEX}{{3}}-{_HEX}{{12}}$"
+
+
+def _ipv4_networks() -> str:
+    """An address whose bits behind the prefix are 0, for each length of the prefix, as Python's ipaddress wants it."""
+    return "|".join(_ipv4_network(prefix) for prefix in range(33))
+
+
+def _ipv4_network(prefix: int) -> str:
+    full, bits = divmod(prefix, 8)
+    octets = [_OCTET] * full
+    if bits:
+        octets.append(f"(?:{'|'.join(str(value) for value in range(0, 256, 1 << (8 - bits)))})")
+    octets += ["0"] * (4 - len(octets))
+    return r"\.".join(octets) + f"/{prefix}"
+
+
+PATTERNS: Final = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}[Tt]{_TIME}$",
+    "ipv4interface": f"^{_IPV4}/(?:3[0-2]|[12]?[0-9])$",
+    "ipv4network": f"^(?:{_ipv4_networks()})$",
+    **{f"uuid{version}": _uuid(version) for version in range(1, 9)},
+}
+"""Formats that are enforced by a pattern."""
+ANY_TEXT: Final = frozenset({"binary", "directory-path", "file-path", "password", "path"})
+"""Formats that every string has: OpenAPI's of how a text is shown or sent, Pydantic's of paths that need not exist."""
+COMPILED: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats that the compiler knows."""
+WITHOUT_LOOKING_AROUND: Final = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",  # Pydantic's of a decimal number
+}
+"""Common patterns, each with one that matches the same and that a grammar can have."""
+ENFORCED: Final = tuple(sorted({*PATTERNS, *COMPILED}))

@@ -12,36 +12,29 @@ from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
-from .bounds import MAX_DEPTH, MAX_TAGS, Place
-from .embedded_lark import IN_JSON_STRING, as_text, embedded_lark, embedded_regex
+from .bounds import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, Place
+from .embedded_grammars import IN_JSON_STRING, as_text, ebnf, embedded_lark, embedded_regex
 from .json_schema import enforceable, parse_schema
-from .lark import NOTHING, TEXT, Rules, without
+from .lark import NOTHING, TEXT, Rules, is_lark, without
 from .schema_keywords import SchemaOptions
 
-Grammar = Callable[[str, Place, Rules], str]
-"""Reads a client's grammar as rules; the name of its first one."""
 
-
-def structural_tag(
-    value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions, read: Grammar, left_out: list[str]
-) -> str:
-    """The start of the grammar. left_out: gets the places of keywords of schemas that are not enforced. Raises
-    TritonError INVALID_ARG naming the path."""
+def structural_tag(value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions) -> tuple[str, list[str]]:
+    """The start of the grammar, and the places of keywords of schemas that are not enforced. Raises TritonError
+    INVALID_ARG naming the path."""
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
     if value.get("type", "structural_tag") != "structural_tag":
         (place / "type").refuse(value["type"], "'structural_tag'")
-    tags = _Tags(rules, options, read, left_out)
-    if "format" in value:
-        return tags.read(value["format"], place / "format")
-    return tags.read_former(value, place)
+    tags = _Tags(rules, options)
+    start = tags.read(value["format"], place / "format") if "format" in value else tags.read_former(value, place)
+    return start, tags.left_out[:MAX_LEFT_OUT]
 
 
 class _Tags:
-    def __init__(self, rules: Rules, options: SchemaOptions, read: Grammar, left_out: list[str]) -> None:
+    def __init__(self, rules: Rules, options: SchemaOptions) -> None:
+        self.left_out: list[str] = []
         self._rules = rules
-        self._left_out = left_out
         self._options = options
-        self._read_grammar = read
         self._depth = 0
         self._count = 0
 
@@ -82,7 +75,9 @@ class _Tags:
         schema = parse_schema(fields.get("json_schema"), at)
         is_strict = _flag(fields, "strict", place) or self._options.is_strict
         options = dataclasses.replace(self._options, is_strict=is_strict)
-        return self._rules.schema(enforceable(schema, at, options, self._left_out))
+        enforced, left_out = enforceable(schema, at, options)
+        self.left_out += left_out
+        return self._rules.schema(enforced)
 
     def _regex(self, fields: dict[str, Any], place: Place) -> str:
         if _is_embedded(fields):
@@ -97,7 +92,10 @@ class _Tags:
             (place / "syntax").refuse(syntax, "'ebnf' or 'lark'")
         if (name := next((name for name in ("style", *_EXCLUDED) if name in fields), None)) is not None:
             (place / name).wrong("expected it with the syntax 'lark'")
-        return self._read_grammar(_text(fields, "grammar", place), place / "grammar", self._rules)
+        text, at = _text(fields, "grammar", place), place / "grammar"
+        if is_lark(text):
+            at.wrong("expected a grammar in EBNF, whose first rule is 'root ::= …'")
+        return ebnf(text, at, self._rules)
 
     def _embedded(self, fields: dict[str, Any], end: str, place: Place) -> str:
         """A text that keeps to where it stands, with its end."""

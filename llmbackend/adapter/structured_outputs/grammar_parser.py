@@ -1,8 +1,10 @@
-"""Reads a grammar in Lark's notation as definitions, so that it can be written anew inside another grammar.
+"""Reads a grammar in Lark's notation or in EBNF as definitions, so that it can be written anew inside another grammar.
 
-For: embedded_lark.py. Does not know: how definitions are written. Invariant: what Lark has and this reader has not is
-refused by its line; a grammar that is read is complete: every name in it is defined.
-Source: Lark's grammar reference; the common terminals are those of its `common` library.
+For: embedded_grammars.py. Does not know: how definitions are written. Invariant: what a notation has and this reader
+has not is refused by its line; a grammar that is read is complete: every name in it is defined.
+llguidance's own `gbnf_to_lark` has no bounds and cuts a rule into several lexemes, whose longest matches then refuse
+texts of the grammar (`[a-z]* "end"`: "endend"); its escapes of characters beyond ASCII do not compile.
+Source: Lark's grammar reference, whose `common` library has the common terminals; llama.cpp's GBNF, XGrammar's EBNF.
 """
 
 from __future__ import annotations
@@ -14,10 +16,9 @@ from typing import Final, Literal, NoReturn
 
 from .bounds import MAX_DEPTH, MAX_GRAMMAR_CHARS, Place
 
-START: Final = "start"
 _MAX_DEFINITIONS: Final = 512
 _MAX_NODES: Final = 4096
-_TOKENS = re.compile(
+_LARK_TOKENS = re.compile(
     r"""(?P<space>[ \t\r\n]+|//[^\n]*|\#[^\n]*)
       | (?P<head>[?!]{0,2}[A-Za-z_]\w*)(?=[ \t]*:)
       | (?P<alias>->\s*\w+)
@@ -30,8 +31,19 @@ _TOKENS = re.compile(
       | (?P<symbol>[:|()\[\],.])""",
     re.VERBOSE,
 )
+_EBNF_TOKENS = re.compile(
+    r"""(?P<space>[ \t\r\n]+|\#[^\n]*)
+      | (?P<head>[A-Za-z_][\w-]*)(?=[ \t\r\n]*::=)
+      | (?P<name>[A-Za-z_][\w-]*)
+      | (?P<string>"(?:[^"\\\n]|\\.)*")
+      | (?P<class>\[(?:[^\]\\\n]|\\.)*\])
+      | (?P<repeat>\{\s*\d{1,7}\s*(?:,\s*(?:\d{1,7})?\s*)?\}|[*+?])
+      | (?P<symbol>::=|[()|.])""",
+    re.VERBOSE,
+)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v", "b": "\b", "0": "\0"}
 _ESCAPE = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
+_LONG_ESCAPE = re.compile(r"\\U([0-9A-Fa-f]{8})")
 _ONE_CHARACTER = re.compile(r"([A-Za-z0-9 ])|\\([nrt])")
 """A regular expression that is a text."""
 _FLAGS: Final = frozenset("is")
@@ -85,18 +97,29 @@ class Definitions:
     terminals: dict[str, Node]
     ignored: tuple[Node, ...]
     """What may stand between terminals."""
+    start: str
+    """The name of the first rule."""
 
 
 def is_terminal(name: str) -> bool:
+    """In Lark's notation."""
     return name.lstrip("_")[:1].isupper()
+
+
+def parse_ebnf(text: str, place: Place) -> Definitions:
+    """All definitions are rules. Raises TritonError INVALID_ARG naming the line."""
+    found = _Parser(text, place, is_lark=False).definitions("root")
+    for owner, node in found.rules.items():
+        for name in names(node):
+            if name not in found.rules:
+                place.wrong(f"the grammar's rule '{owner[:40]}' uses '{name[:40]}', which is not defined")
+    return found
 
 
 def parse_lark(text: str, place: Place) -> Definitions:
     """Raises TritonError INVALID_ARG naming the line."""
     place.check_at_most(len(text), MAX_GRAMMAR_CHARS, "characters of a grammar")
-    found = _Parser(text, place).definitions()
-    if START not in found.rules:
-        place.wrong(f"the grammar has no rule '{START}'")
+    found = _Parser(text, place, is_lark=True).definitions("start")
     for owner, node in (*found.rules.items(), *found.terminals.items(), *(("%ignore", one) for one in found.ignored)):
         for name in names(node):
             if name not in found.rules and name not in found.terminals:
@@ -121,8 +144,9 @@ class _Token:
 
 
 class _Parser:
-    def __init__(self, text: str, place: Place) -> None:
+    def __init__(self, text: str, place: Place, *, is_lark: bool) -> None:
         self._place = place
+        self._is_lark = is_lark
         self._tokens = [*self._split(text), _Token("end", "", text.count("\n") + 1)]
         self._at = 0
         self._depth = 0
@@ -133,8 +157,9 @@ class _Parser:
 
     def _split(self, text: str) -> Iterator[_Token]:
         at, line = 0, 1
+        tokens = _LARK_TOKENS if self._is_lark else _EBNF_TOKENS
         while at < len(text):
-            match = _TOKENS.match(text, at)
+            match = tokens.match(text, at)
             if match is None:
                 self._place.wrong(f"line {line} of the grammar: {text[at : at + 20]!r} is not supported")
             if match.lastgroup != "space":
@@ -160,7 +185,7 @@ class _Parser:
             return True
         return False
 
-    def definitions(self) -> Definitions:
+    def definitions(self, start: str) -> Definitions:
         while self._token.kind != "end":
             if self._token.kind == "directive":
                 self._directive()
@@ -169,11 +194,14 @@ class _Parser:
                 self._at += 1
                 self._define(name, self._alternatives())
             else:
-                self._refuse("a definition, which is 'name: …' (priorities and templates are not supported)")
-        return Definitions(self._rules, self._terminals, tuple(self._ignored))
+                form = "'name: …' (priorities and templates are not supported)" if self._is_lark else "'name ::= …'"
+                self._refuse(f"a definition, which is {form}")
+        if start not in self._rules and start:
+            self._place.wrong(f"the grammar has no rule '{start}'")
+        return Definitions(self._rules, self._terminals, tuple(self._ignored), start)
 
     def _define(self, name: str, node: Node) -> None:
-        table = self._terminals if is_terminal(name) else self._rules
+        table = self._terminals if self._is_lark and is_terminal(name) else self._rules
         if name in table:
             self._place.wrong(f"the grammar defines '{name[:40]}' twice")
         self._place.check_at_most(len(self._rules) + len(self._terminals) + 1, _MAX_DEFINITIONS, "definitions")
@@ -218,7 +246,8 @@ class _Parser:
     def _alternatives(self) -> Node:
         self._depth += 1
         self._place.check_at_most(self._depth, MAX_DEPTH, "nested groups")
-        self._takes("|")  # Lark allows it before the first one
+        if self._is_lark:
+            self._takes("|")  # may stand before the first one
         parts = [self._sequence()]
         while self._takes("|"):
             parts.append(self._sequence())
@@ -228,7 +257,7 @@ class _Parser:
     def _sequence(self) -> Node:
         parts = []
         while (part := self._part()) is not None:
-            self._num_nodes += 1
+            self._num_nodes += self._is_lark
             self._place.check_at_most(self._num_nodes, _MAX_NODES, "parts of a grammar")
             while self._token.kind == "repeat":
                 part = self._repeated(part, self._next().text)
@@ -269,6 +298,11 @@ class _Parser:
         if token.kind == "regex":
             self._at += 1
             return self._regex(token)
+        if token.kind == "class":
+            self._at += 1
+            return Node("regex", _LONG_ESCAPE.sub(lambda match: f"\\u{{{int(match[1], 16):x}}}", token.text))
+        if not self._is_lark and self._takes("."):
+            return Node("regex", "[^\\n]")
         if token.kind in ("repeat", "range"):
             self._refuse("something to repeat or to match")
         return None
@@ -309,7 +343,7 @@ class _Parser:
 
 
 def _common() -> dict[str, Node]:
-    return _Parser(_COMMON, Place("common")).definitions().terminals
+    return _Parser(_COMMON, Place("common"), is_lark=True).definitions("").terminals
 
 
 def _inlined(node: Node, common: dict[str, Node]) -> Node:

@@ -1,23 +1,24 @@
-"""A grammar in Lark's notation, or a regular expression, as a part of another grammar: as text up to an end, or as the
+"""A client's grammar, or a regular expression, as a part of another grammar: as it is, as text up to an end, or as the
 content of a JSON string.
 
-For: structural tags. Does not know: tools. Invariants: what stands there is a text of the client's grammar, spelled as
-its place asks for; as text it never holds what would end it before its end, whether in one terminal or across several.
-What is not recursive is one terminal, so that the compiler's longest match cannot cut it where the grammar would not; a
-recursive grammar that such a cut would make impossible to follow is refused.
+For: compilation.py and structural tags. Does not know: tools. Invariants: what stands there is a text of the client's
+grammar, spelled as its place requires; as text it never holds what would end it before its end, whether in one terminal
+or across several. What is not recursive is one terminal, so that the compiler's longest match cannot cut it where the
+grammar would not; a recursive grammar that such a cut would make impossible to follow is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from . import regular_expressions
 from .bounds import MAX_REGEX_LENGTH, Place
+from .grammar_parser import Definitions, Node, is_terminal, names, parse_ebnf, parse_lark
 from .lark import NOTHING, Rules, literal, without
-from .lark_parser import START, Definitions, Node, is_terminal, names, parse_lark
-from .spelling import AS_IT_IS, IN_JSON, Spelling
+from .regular_expressions import AS_IT_IS, IN_JSON, Spelling
 
 NOTHING_NODE: Final = Node("all")
 END: Final = ""
@@ -44,6 +45,7 @@ def as_text(end: str, excluded: tuple[str, ...]) -> Surroundings:
 
 
 IN_JSON_STRING: Final = Surroundings()
+_ALONE: Final = Surroundings(AS_IT_IS)
 
 
 def embedded_regex(pattern: str, place: Place, rules: Rules, around: Surroundings) -> str:
@@ -54,7 +56,14 @@ def embedded_regex(pattern: str, place: Place, rules: Rules, around: Surrounding
 
 def embedded_lark(text: str, place: Place, rules: Rules, around: Surroundings) -> str:
     """The body of the text and of its end. Raises TritonError INVALID_ARG."""
-    return _Writer(_with_ignored(parse_lark(text, place)), place, rules, around).write()
+    found = parse_lark(text, place)
+    return _Writer(_with_ignored(found), found.start, place, rules, around, found.terminals.keys()).write()
+
+
+def ebnf(text: str, place: Place, rules: Rules) -> str:
+    """The body of the text. Raises TritonError INVALID_ARG."""
+    found = parse_ebnf(text, place)
+    return _Writer(found.rules, found.start, place, rules, _ALONE).write()
 
 
 def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
@@ -83,16 +92,31 @@ def _with_ignored(found: Definitions) -> dict[str, Node]:
         return Node(node.kind, node.text, node.flags, tuple(map(spaced, node.parts)), node.least, node.most)
 
     rules = {name: spaced(node) for name, node in found.rules.items()}
-    return found.terminals | rules | {START: Node("all", parts=(between, rules[START]))}
+    return found.terminals | rules | {found.start: Node("all", parts=(between, rules[found.start]))}
 
 
 class _Writer:
-    def __init__(self, definitions: Mapping[str, Node], place: Place, rules: Rules, around: Surroundings) -> None:
+    def __init__(
+        self,
+        definitions: Mapping[str, Node],
+        start: str,
+        place: Place,
+        rules: Rules,
+        around: Surroundings,
+        terminals: Collection[str] = (),
+    ) -> None:
+        """terminals: the names of definitions that must not be recursive"""
         self.definitions = definitions
+        self.start = start
         self.around = around
+        self._never_recursive = terminals
         self._place = place
         self._rules = rules
-        self._recursive = _recursive(definitions)
+        uses = {name: dict.fromkeys(names(node)) for name, node in definitions.items()}
+        reached = {name: _reached(name, uses) for name in definitions}
+        looped = {name for name, used in reached.items() if name in used}
+        self._reached_from_start = [start, *(name for name in reached[start] if name != start)]
+        self._recursive = {name for name in definitions if name in looped or not looped.isdisjoint(reached[name])}
         self._watched = frozenset("".join(around.forbidden)) | around.spelling.escapes.keys()
         self._rule_names: dict[str, str] = {}
         self._terminals: dict[str, str] = {}
@@ -105,20 +129,21 @@ class _Writer:
 
     def write(self) -> str:
         """Writes all that the start reaches; the body of the text and its end."""
-        for name in _reached(START, self.definitions):
+        for name in self._reached_from_start:
             if name not in self._recursive:
                 self._check_length(Node("name", name))
-            elif is_terminal(name):
+            elif name in self._never_recursive:
                 self._place.wrong(f"the grammar's terminal '{name[:40]}' uses itself, expected a rule")
-        if START not in self._recursive:
-            return _with_end(self._text(Node("name", START)), self._rules, self.around)
-        recursive = [name for name in _reached(START, self.definitions) if name in self._recursive]
-        self._followers = _Followers({name: self.definitions[name] for name in recursive}, self)
+        if self.start not in self._recursive:
+            return _with_end(self._text(Node("name", self.start)), self._rules, self.around)
+        recursive = [name for name in self._reached_from_start if name in self._recursive]
+        if self._watched:
+            self._followers = _Followers({name: self.definitions[name] for name in recursive}, self)
         self._rule_names = {name: self._rules.new_name() for name in recursive}
         for name in recursive:
             self._rules.define(self._rule_names[name], self._body(self.definitions[name]))
         end = self._rules.marker(self.around.end) if self.around.end else ""
-        return f"{self._rule_names[START]} {end}"
+        return f"{self._rule_names[self.start]} {end}"
 
     def is_text(self, node: Node) -> bool:
         """Whether it is a terminal: nothing in it is recursive."""
@@ -140,18 +165,17 @@ class _Writer:
         if node.kind != "all":
             return node.parts
         parts: list[Node] = []
-        for part in node.parts:
-            if parts and self.is_text(part) and self.is_text(parts[-1]):
-                parts[-1] = Node("all", parts=(parts[-1], part))
-            else:
-                parts.append(part)
+        for is_text, run in itertools.groupby(node.parts, self.is_text):
+            members = tuple(run)
+            parts += (Node("all", parts=members),) if is_text and len(members) > 1 else members
         return tuple(parts)
 
     def _use(self, node: Node) -> str:
         """A terminal where a rule has it."""
         self._check_length(node)
         body = self._text(node)
-        assert self._followers is not None
+        if self._followers is None:
+            return self._named(body)
         followers = self._followers.behind(node)
         if (text := self.constant(node)) is not None:
             self._check_constant(text, followers)
@@ -272,7 +296,7 @@ class _Followers:
         self._behind: dict[Node, frozenset[str]] = {}
         while self._grow_first():
             pass
-        self._behind_rule[START] = frozenset((END, writer.around.end[:1]))
+        self._behind_rule[writer.start] = frozenset((END, writer.around.end[:1]))
         while self._grow_followers():
             pass
 
@@ -324,14 +348,6 @@ class _Followers:
                 self._visit(part, behind | again)
 
 
-def _recursive(definitions: Mapping[str, Node]) -> set[str]:
-    """The definitions that reach themselves, or one that does."""
-    looped = {
-        name for name in definitions if any(name in names(definitions[one]) for one in _reached(name, definitions))
-    }
-    return {name for name in definitions if not looped.isdisjoint(_reached(name, definitions))}
-
-
 def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
     """Beginnings of forbidden texts that what follows may go on with."""
     for text in forbidden:
@@ -340,15 +356,16 @@ def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Itera
                 yield text[:length]
 
 
-def _reached(name: str, definitions: Mapping[str, Node]) -> Iterator[str]:
-    seen, waiting = {name}, [name]
+def _reached(name: str, uses: Mapping[str, Iterable[str]]) -> dict[str, None]:
+    """The definitions that a definition uses, directly or not, in the order of their first use; itself if it does."""
+    seen: dict[str, None] = {}
+    waiting = [name]
     while waiting:
-        current = waiting.pop()
-        yield current
-        for used in names(definitions[current]):
-            if used in definitions and used not in seen:
-                seen.add(used)
+        for used in uses.get(waiting.pop(), ()):
+            if used not in seen:
+                seen[used] = None
                 waiting.append(used)
+    return seen
 
 
 def _joined(node: Node, parts: list[str]) -> str:
