@@ -1,10 +1,10 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
 For: what drives an engine: the loop of a process or thread, a benchmark. Does not know: where requests come from, or
-where outputs go. Where the runner's steps overlap, `step()` launches the steps behind the one that it returns before it
-waits for that one, so that the device computes while the host commits, emits and schedules. Invariants: every request
-that was added gets exactly one output with a finish_reason, and its row and blocks are free when that output is
-emitted; an error belongs to the request that caused it. One thread owns a core.
+where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest: where a
+device works beside the host, it computes while the host commits, emits and schedules. Invariants: every request that
+was added gets exactly one output with a finish_reason, and its row and blocks are free when that output is emitted; an
+error belongs to the request that caused it. One thread owns a core.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .scheduling.scheduler import Scheduler
 from .scheduling.sequence import Rows, Sequence, refusal
 from .scheduling.step_pacing import StepPacer, StepWork
 from .scheduling.step_reporter import RequestTracer, StepReporter
-from .scheduling.steps_in_flight import CompletedStep, StepsInFlight, with_refusals
+from .scheduling.steps_in_flight import CompletedStep, ComputingLauncher, StepsInFlight
 from .step import Int32Array, OffloadingRunner, OverlappingRunner, RowTable, Runner, SampledTokens, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -48,12 +48,11 @@ _COMPILE_POLL_S = 0.002
 """How long an engine that has nothing else to do waits for a grammar before it looks for messages."""
 
 
-def _steps_in_flight(config: EngineConfig, runner: Runner, rows: Rows) -> StepsInFlight | None:
-    """None where each step is read before the next one is scheduled."""
+def _overlapping_runner(config: EngineConfig, runner: Runner) -> OverlappingRunner | None:
+    """The runner, if steps are launched before the last one's tokens are read."""
     if not config.may_overlap or not isinstance(runner, OverlappingRunner):
         return None
-    can_run = config.speculative_config is None or runner.launches_drafts
-    return StepsInFlight(runner, rows) if can_run else None
+    return runner if config.speculative_config is None or runner.launches_drafts else None
 
 
 def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner | None:
@@ -103,9 +102,9 @@ class EngineCore:
             config.long_prefill_token_threshold or config.max_num_batched_tokens,
             self._pacer,
         )
-        self._in_flight = _steps_in_flight(config, runner, self._rows)
-        overlaps = self._in_flight is not None
-        self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, overlaps)
+        overlapping = _overlapping_runner(config, runner)
+        self._in_flight = StepsInFlight(overlapping or ComputingLauncher(runner), self._rows)
+        self._drafter = Drafter(config, self._rows, self._kv_cache, self._constraints, overlapping is not None)
         self._tracer = RequestTracer(self._table, now_s)
         self._is_launch_failed = False
         """Whether the next step, once nothing is in flight, runs its rows one by one."""
@@ -182,7 +181,7 @@ class EngineCore:
         if self._constraints.is_compiling:
             self._take_compiled()
         adapters = self.adapters.take_results(self.add)
-        step = self._run() if self._in_flight is None else self._run_overlapped(self._in_flight)
+        step = self._run()
         read_s = 0.0 if self._reporter is None else self._now_s()
         outputs, self._ended = self._ended, []
         times_s = (0.0, 0.0, 0.0)
@@ -243,43 +242,30 @@ class EngineCore:
                 self._scheduler.add(sequence)
 
     def _run(self) -> CompletedStep | None:
-        """The next step, computed and read; None when there is nothing to compute."""
-        planned_s = self._now_s()
-        plan = self._plan()
-        if plan is None:
-            return None
-        self._begin_pacing(plan)
-        plan = self._with_masks(self._drafter.with_drafts(plan))
-        self._copy_blocks()
-        self._begin_report(plan, planned_s)
-        return self._advance(plan, self._execute(plan), planned_s)
-
-    def _run_overlapped(self, in_flight: StepsInFlight) -> CompletedStep | None:
         """Launches steps, and then reads the oldest one in flight; None when there is nothing to compute."""
+        in_flight = self._in_flight
         while in_flight.has_room and not (self._is_launch_failed and in_flight):
             planned_s = self._now_s()
-            plan = self._plan(bool(in_flight))
-            if plan is None:
+            undrafted = self._plan(bool(in_flight))
+            if undrafted is None:
                 break
-            undrafted = plan
-            if not self._is_launch_failed:
-                plan = self._drafter.with_drafts(plan)
-            plan = self._with_masks(plan)
+            plan = self._with_masks(undrafted if self._is_launch_failed else self._drafter.with_drafts(undrafted))
             self._copy_blocks()
-            self._begin_report(plan, planned_s)
+            if self._reporter is not None:
+                self._reporter.begin(plan, planned_s)
+            computed = self._table.num_computed_tokens[plan.rows] if self._pacer is not None else None
             if self._is_launch_failed:
                 self._is_launch_failed = False
-                self._begin_pacing(plan)
-                return self._advance(plan, self._execute_one_by_one(plan), planned_s)
-            computed = self._table.num_computed_tokens[plan.rows]
+                self._begin_pacing(undrafted, computed)
+                return in_flight.apply(plan, planned_s, self._execute_one_by_one(plan))
             try:
-                in_flight.launch(plan, planned_s)
+                in_flight.launch(plan, planned_s, self._drafter.guesses)
                 self._begin_pacing(undrafted, computed)
             except DeviceLostError:
                 raise
             except Exception:
                 # The plan is dropped; the rows that it admitted and their blocks stay, for the next plan.
-                logger.exception("a step of %d rows failed to start; running its rows one by one", len(plan.rows))
+                logger.exception("a step of %d rows failed; running its rows one by one", len(plan.rows))
                 self._is_launch_failed = True
         if not in_flight:
             return None
@@ -287,18 +273,13 @@ class EngineCore:
         self._drafter.read(step)
         return step
 
-    def _begin_pacing(self, plan: StepPlan, computed: Int32Array | None = None) -> None:
+    def _begin_pacing(self, plan: StepPlan, computed: Int32Array | None) -> None:
         """Tells the pacer what the step computes. computed int32 [rows]: tokens computed before it, of each row."""
-        if self._pacer is None:
+        if self._pacer is None or computed is None:
             return
-        computed = self._table.num_computed_tokens[plan.rows] if computed is None else computed
         is_chunk = plan.num_scheduled_tokens > 1
         chunks = zip(computed[is_chunk].tolist(), plan.num_scheduled_tokens[is_chunk].tolist(), strict=True)
         self._pacer.begin(StepWork(int(np.count_nonzero(~is_chunk)), tuple(chunks)))
-
-    def _begin_report(self, plan: StepPlan, planned_s: float) -> None:
-        if self._reporter is not None:
-            self._reporter.begin(plan, planned_s)
 
     def _copy_blocks(self) -> None:
         """Has the runner make the copies between device and host that the next step relies on. They cannot be repeated,
@@ -307,7 +288,7 @@ class EngineCore:
             for copies in self._kv_cache.host_tier.take_copies():
                 self._offloading_runner.copy_blocks(copies)
 
-    def _plan(self, in_flight: bool = False) -> StepPlan | None:
+    def _plan(self, in_flight: bool) -> StepPlan | None:
         schedule = self._scheduler.schedule(in_flight)
         for sequence, error in schedule.refused:
             self._ended.append(self._fail(sequence, error))
@@ -321,17 +302,8 @@ class EngineCore:
         masks = self._constraints.masks(plan, constraints) if constraints else None
         return plan if masks is None else replace(plan, masks=masks)
 
-    def _execute(self, plan: StepPlan) -> SampledTokens:
-        try:
-            return self._runner.execute(plan, self._table)
-        except DeviceLostError:
-            raise
-        except Exception:
-            logger.exception("a step of %d rows failed; running its rows one by one", len(plan.rows))
-        return self._execute_one_by_one(plan)
-
     def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
-        """The same step, a row at a time: rows that fail alone get their own error, the others go on."""
+        """A step, a row at a time: rows that fail alone get their own error, the others go on."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
@@ -352,53 +324,23 @@ class EngineCore:
             prompt_logprobs.update(sampled.prompt_logprobs)
         return SampledTokens(np.array(token_ids, np.int32), logprobs, errors, prompt_logprobs=prompt_logprobs)
 
-    def _advance(self, plan: StepPlan, sampled: SampledTokens, planned_s: float) -> CompletedStep:
-        """Advances the rows of a step that was computed and read at once: the table gets its tokens."""
-        if len(sampled.token_ids) != plan.num_samples:
-            raise RuntimeError(
-                f"the runner sampled {len(sampled.token_ids)} tokens, the plan asked for {plan.num_samples}"
-            )
-        sampled = with_refusals(plan, sampled)
-        table, rows = self._table, plan.rows[plan.sample_rows]
-        positions: Int32Array = table.num_tokens[rows]
-        table.num_computed_tokens[plan.rows] += plan.num_scheduled_tokens
-        if plan.num_draft_tokens is None:
-            table.num_tokens[rows] += 1
-            table.token_ids[rows, positions] = sampled.token_ids
-            new_token_ids = sampled.token_ids[:, np.newaxis].tolist()
-        else:
-            new_token_ids = self._drafter.advance(plan, sampled.token_ids)
-        return CompletedStep(
-            plan.rows,
-            table.num_computed_tokens[plan.rows],
-            rows.tolist(),
-            positions.tolist(),
-            new_token_ids,
-            planned_s,
-            sampled.logprobs,
-            sampled.errors,
-            sampled.refusals,
-            sampled.forward_s,
-            sampled.sample_s,
-            sampled.prompt_logprobs,
-        )
-
     def _commit(self, step: CompletedStep) -> list[StepOutput]:
         """Ends the rows that failed and those that are finished; the prefix cache gets what the others computed."""
-        rows, num_tokens, outputs = step.rows, step.num_computed_tokens, []
-        if step.errors:
-            is_sound = ~np.isin(rows, list(step.errors))
-            outputs = [self._fail(self._rows[row], step.errors[row]) for row in rows[~is_sound].tolist()]
+        rows, num_tokens, outputs, sampled = step.rows, step.num_computed_tokens, [], step.sampled
+        errors, refusals = sampled.errors, sampled.refusals
+        if errors:
+            is_sound = ~np.isin(rows, list(errors))
+            outputs = [self._fail(self._rows[row], errors[row]) for row in rows[~is_sound].tolist()]
             rows, num_tokens = rows[is_sound], num_tokens[is_sound]
         self._scheduler.mark_computed(rows, num_tokens)
-        if step.prompt_logprobs:
-            outputs += self._emit_prompt_logprobs(rows, step.prompt_logprobs)
-        live = set(rows.tolist()) if step.refusals else ()
-        outputs += [self._refuse(self._rows[row], text) for row, text in step.refusals.items() if row in live]
+        if sampled.prompt_logprobs:
+            outputs += self._emit_prompt_logprobs(rows, sampled.prompt_logprobs)
+        live = set(rows.tolist()) if refusals else ()
+        outputs += [self._refuse(self._rows[row], text) for row, text in refusals.items() if row in live]
         news = zip(step.sampled_rows, step.positions, step.new_token_ids, strict=True)
         for row, position, token_ids in news:
-            if row not in step.errors and row not in step.refusals:
-                outputs.append(self._emit(row, position, token_ids, step.logprobs.get(row, ())))
+            if row not in errors and row not in refusals:
+                outputs.append(self._emit(row, position, token_ids, sampled.logprobs.get(row, ())))
         return outputs
 
     def _emit_prompt_logprobs(
@@ -468,9 +410,9 @@ class EngineCore:
         """What the step took, and the two parts of that in which it was computed. Where steps overlap, each one's time
         begins at the end of the one before it, so that they are together the time in which there was work."""
         now_s = self._now_s()
-        began_s = step.planned_s if self._in_flight is None else max(step.planned_s, self._step_end_s)
+        began_s = max(step.planned_s, self._step_end_s)
         self._step_end_s = now_s
-        return now_s - began_s, step.forward_s, step.sample_s
+        return now_s - began_s, step.sampled.forward_s, step.sampled.sample_s
 
     def _stats(self, step_s: float = 0.0, forward_s: float = 0.0, sample_s: float = 0.0) -> EngineStats:
         host_tier = self._kv_cache.host_tier

@@ -314,9 +314,13 @@ def test_steps_are_read_one_by_one_where_that_is_asked_for() -> None:
     assert device_of(core).num_launches == 0
 
 
-def test_a_runner_whose_steps_do_not_overlap_runs_as_ever() -> None:
+def test_a_runner_whose_steps_do_not_overlap_has_none_in_flight_between_steps() -> None:
     core = make_core(async_scheduling=True)
-    assert core._in_flight is None
+    core.add(make_request("r", max_tokens=4, ignore_eos=True))
+    for _ in range(4):
+        (output,) = core.step().outputs
+        assert len(output.token_ids) == 1
+        assert not core._in_flight
 
 
 def test_faults_keep_the_kind_of_a_runner() -> None:

@@ -21,6 +21,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
+from llmbackend.engine.scheduling.scheduler import MAX_OVERTAKEN
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_engine import (
     FaultyRunner,
@@ -183,14 +184,34 @@ def test_a_crowd_that_comes_at_once_computes_what_it_shares_once(budget: int) ->
     assert runner.num_computed_tokens == len(COMMON) + 16 * 2
 
 
-def test_a_request_that_waits_for_a_block_under_way_waits_one_step_and_is_not_overtaken() -> None:
+def test_a_request_that_waits_for_a_block_under_way_waits_one_step_and_does_not_block_others() -> None:
     core = small_core(max_num_batched_tokens=100)
     first, second = begins_alike(2, max_tokens=4, ignore_eos=True)
     other = make_request("other", (1, 2, 3), max_tokens=4, ignore_eos=True)
     for request in (first, second, other):
         core.add(request)
     seen = [{output.request_id for output in core.step().outputs} for _ in range(2)]
-    assert seen == [{"r0"}, {"r0", "r1", "other"}]
+    assert seen == [{"r0", "other"}, {"r0", "r1", "other"}]
+
+
+def test_requests_that_overtake_one_that_waits_for_a_block_leave_it_its_row_and_its_blocks() -> None:
+    for rows, blocks, after in ((2, 64, {"r0", "r1"}), (8, 12, {"r0", "r1", "other"})):
+        core = small_core(max_num_batched_tokens=100, max_num_seqs=rows, num_kv_blocks=blocks)
+        first, second = begins_alike(2, max_tokens=2, ignore_eos=True)
+        other = make_request("other", (1, 2, 3), max_tokens=50, ignore_eos=True)
+        for request in (first, second, other):
+            core.add(request)
+        seen = [{output.request_id for output in core.step().outputs} for _ in range(2)]
+        assert seen == [{"r0"}, after]
+
+
+def test_a_step_looks_up_few_requests_that_wait_for_a_block() -> None:
+    core = small_core(max_num_batched_tokens=100, max_num_seqs=64, num_kv_blocks=512)
+    for request in begins_alike(2 + MAX_OVERTAKEN, max_tokens=2, ignore_eos=True):
+        core.add(request)
+    core.add(make_request("other", (1, 2, 3), max_tokens=2, ignore_eos=True))
+    assert {output.request_id for output in core.step().outputs} == {"r0"}
+    assert len(core.step().outputs) == 3 + MAX_OVERTAKEN
 
 
 def test_a_request_that_needs_no_block_under_way_does_not_wait() -> None:

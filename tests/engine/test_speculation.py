@@ -18,7 +18,8 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
-from llmbackend.engine.scheduling.drafting import MAX_PAUSE_STEPS, Speculator, accepted_runs
+from llmbackend.engine.scheduling.drafting import MAX_PAUSE_STEPS, Speculator
+from llmbackend.engine.scheduling.steps_in_flight import num_accepted, num_equal_drafts
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
 from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
 from tests.helpers.repeating_text import repeat_text
@@ -214,8 +215,9 @@ def test_tokens_hold_up_to_the_first_wrong_draft(sampled: list[int], expected: l
     assert plan.num_samples == 5
     assert [array.tolist() for array in plan.samples(table)] == [[2, 2, 2, 2, 1], [5, 6, 7, 8, 2]]
     token_ids = int32([*sampled, 6])
-    runs = zip(*(array.tolist() for array in accepted_runs(plan, token_ids, table)), strict=True)
-    assert [token_ids[start : start + count].tolist() for start, count in runs] == [*expected, [6]]
+    equal = num_equal_drafts(plan, token_ids, table)
+    accepted = num_accepted(plan, SampledTokens(token_ids, num_accepted_tokens=equal)).tolist()
+    assert [token_ids[: 1 + accepted[1]].tolist(), token_ids[4 : 5 + accepted[2]].tolist()] == [*expected, [6]]
 
 
 @pytest.mark.parametrize(

@@ -231,9 +231,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_admission_in_order(
         self, before: Before, admitted: list[Sequence], chunks: dict[Sequence, int], preempted: bool
     ) -> None:
-        """No request overtakes the head of the queue, which waits for a reason: budget, rows, blocks, a preemption."""
+        """No request overtakes another, unless that waits for a block that is being computed. The head of the queue
+        waits for a reason: budget, rows, blocks, a preemption, such a block."""
         queue = [one for one in before.waiting if one in self.waiting]
-        assert admitted == queue[: len(admitted)]
+        assert admitted == [one for one in queue if one in admitted]
+        for one in queue[: queue.index(admitted[-1])] if admitted else ():
+            assert one in admitted or self._waits_for_a_block(one, before, chunks)
         assert not (preempted and admitted)
         budget = self.budget - sum(n for one, n in chunks.items() if one not in admitted)
         for one in admitted:
@@ -241,15 +244,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert num_found % self.kv_cache.block_size == 0 and num_found < before.num_tokens[one]
             assert chunks[one] == min(before.num_missing[one] - num_found, budget)
             budget -= chunks[one]
-        if len(queue) > len(admitted) and budget > 0 and not preempted:
-            self._expect_reason_to_wait(queue[len(admitted)], before, chunks)
+        head = next((one for one in queue if one not in admitted), None)
+        if head is not None and budget > 0 and not preempted:
+            self._expect_reason_to_wait(head, before, chunks)
 
     def _expect_reason_to_wait(self, head: Sequence, before: Before, chunks: dict[Sequence, int]) -> None:
         no_row = head.row < 0 and self.rows.num_free == 0
         # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
         no_blocks = self.kv_cache.least_blocks(before.num_missing[head]) > self.kv_cache.num_free_blocks
-        waits_for_a_block = self.caching and any(self._computes_block_of(one, head, before) for one in chunks)
-        assert no_row or no_blocks or waits_for_a_block, "the head of the queue waits for nothing"
+        assert no_row or no_blocks or self._waits_for_a_block(head, before, chunks), "the head waits for nothing"
+
+    def _waits_for_a_block(self, waiting: Sequence, before: Before, chunks: dict[Sequence, int]) -> bool:
+        return self.caching and any(self._computes_block_of(one, waiting, before) for one in chunks)
 
     def _computes_block_of(self, one: Sequence, head: Sequence, before: Before) -> bool:
         """Whether the block that the one computes now is wanted by the head of the queue."""

@@ -23,7 +23,7 @@ from ..errors import BadInputError
 from ..grammars.constraints import Constraints
 from ..grammars.row_constraint import RowConstraint
 from ..memory.kv_cache import KVCacheManager
-from ..step import NO_TOKEN, PENDING_TOKEN, Int32Array, RowTable, StepPlan
+from ..step import PENDING_TOKEN, Int32Array, RowTable, StepPlan
 from .sequence import Rows
 from .steps_in_flight import CompletedStep
 
@@ -152,31 +152,8 @@ class Speculator:
         return source
 
 
-def accepted_runs(plan: StepPlan, token_ids: Int32Array, table: RowTable) -> tuple[Int32Array, Int32Array]:
-    """Where in the sampled `token_ids` each sampled row's new tokens start, and how many they are. int32 [rows] both.
-
-    A row's sampled tokens count up to and including the first that differs from its draft: those behind it followed a
-    wrong draft. Called before table.num_tokens moves on.
-    """
-    num_rows = int(np.count_nonzero(plan.sample_rows))
-    if plan.num_draft_tokens is None:
-        return np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)
-    counts = plan.num_draft_tokens[plan.sample_rows] + 1
-    ends = np.cumsum(counts, dtype=np.int32)
-    rows, positions = plan.samples(table)
-    is_last = np.zeros(len(token_ids), np.bool_)
-    is_last[ends - 1] = True
-    drafts = table.token_ids[rows, np.minimum(positions, table.max_model_len - 1)]
-    differs = (is_last | (token_ids != drafts)).nonzero()[0]
-    starts = ends - counts
-    lasts = differs[np.searchsorted(differs, starts)].astype(np.int32)
-    # Broken logits behind accepted drafts: the run ends before them, and the next step begins with them.
-    lasts -= (token_ids[lasts] == NO_TOKEN) & (lasts > starts)
-    return starts, lasts - starts + 1
-
-
 MAX_FORCED_TOKENS = 32
-"""Of a row in a step."""
+"""Most forced tokens of one row in one step."""
 
 
 class Drafter:
@@ -196,8 +173,8 @@ class Drafter:
         self._max_step_samples = config.max_step_samples
         may_force = not overlaps or config.may_draft
         self._forces = may_force and not config.structured_outputs_config.disable_jump_forward
-        self._guesses: Int32Array | None = None
-        """Of the latest plan: how many drafts of each of its rows are guesses."""
+        self.guesses: Int32Array | None = None
+        """Of the latest plan, int32 [rows]: drafts that are guesses; None where there are none."""
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -205,7 +182,7 @@ class Drafter:
     def with_drafts(self, plan: StepPlan) -> StepPlan:
         """The plan with drafts, where there are any and free blocks for them. The table holds them then, or
         PENDING_TOKEN in place of what the runner looks up."""
-        self._guesses = None
+        self.guesses = None
         if self._forces and self._rows.constraints:
             plan = self._with(plan, self._forced(plan))
         if self._speculator is None or len(plan.rows) >= self._max_guess_step_tokens:
@@ -213,42 +190,24 @@ class Drafter:
         guesses = self._guess(plan)
         drafted = self._with(plan, guesses)
         if drafted is not plan and guesses is not None:
-            self._guesses = guesses
+            self.guesses = guesses
         return drafted
 
-    def advance(self, plan: StepPlan, token_ids: Int32Array) -> list[list[int]]:
-        """Advances the sampled rows of a plan with drafts by those that hold and the token behind; returns the new
-        tokens of each."""
-        table, rows = self._table, plan.rows[plan.sample_rows]
-        starts, counts = accepted_runs(plan, token_ids, table)
-        table.num_tokens[rows] += counts
-        # Accepted drafts are in the table already.
-        table.token_ids[rows, table.num_tokens[rows] - 1] = token_ids[starts + counts - 1]
-        table.num_computed_tokens[rows] = table.num_tokens[rows] - 1
-        if self._guesses is not None:
-            self._learn(rows, self._guesses[plan.sample_rows], counts - 1)
-        tokens = token_ids.tolist()
-        return [tokens[a : a + count] for a, count in zip(starts.tolist(), counts.tolist(), strict=True)]
-
     def read(self, step: CompletedStep) -> None:
-        """Learns from a launched step. Constrained rows have no drafts there but those that are forced."""
-        if self._speculator is not None and step.num_draft_tokens is not None:
-            is_guess = ~np.isin(step.sampled_rows, list(self._rows.constraints))
-            rows = np.array(step.sampled_rows, np.int32)
-            num_accepted = np.array([len(token_ids) - 1 for token_ids in step.new_token_ids], np.int32)
-            self._learn(rows[is_guess], step.num_draft_tokens[is_guess], num_accepted[is_guess])
+        """Learns from the guesses of a step."""
+        if self._speculator is None or (guesses := step.num_guesses) is None:
+            return
+        rows = np.array(step.sampled_rows, np.int32)
+        num_accepted = np.array([len(token_ids) - 1 for token_ids in step.new_token_ids], np.int32)
+        self.num_drafts += int(np.count_nonzero(guesses))
+        self.num_draft_tokens += int(guesses.sum())
+        self.num_accepted_tokens += int(num_accepted[guesses > 0].sum())
+        self._speculator.learn(rows, guesses, num_accepted)
 
     def forget(self, row: int) -> None:
         """The row's request is over."""
         if self._speculator is not None:
             self._speculator.forget(row)
-
-    def _learn(self, rows: Int32Array, guesses: Int32Array, num_accepted: Int32Array) -> None:
-        assert self._speculator is not None
-        self.num_drafts += int(np.count_nonzero(guesses))
-        self.num_draft_tokens += int(guesses.sum())
-        self.num_accepted_tokens += int(num_accepted[guesses > 0].sum())
-        self._speculator.learn(rows, guesses, num_accepted)
 
     def _with(self, plan: StepPlan, drafts: Int32Array | None) -> StepPlan:
         """The plan with these drafts beside its own, which are of other rows."""

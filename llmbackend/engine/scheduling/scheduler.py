@@ -3,7 +3,9 @@
 For: the engine core. Does not know: logits, finish rules, processes. One idea: a request has num_tokens and chases it
 with num_computed_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are that one chase,
 under one token budget per step: requests that generate first, then running prompts, then waiting ones, each in the
-order of (priority, arrival). What the prefix cache has of a waiting request counts as computed when it is admitted.
+order of (priority, arrival). What the prefix cache has of a waiting request counts as computed when it is admitted. A
+request whose next block a running one computes waits for that; those behind it may overtake it, but take neither the
+row nor the blocks that it needs.
 
 A prompt is long while more of its tokens are missing than a threshold. Long prompts leave half of a step's budget for
 prompts to shorter ones, while there are any, and are started one after the other; shorter ones overtake those that
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, insort
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,6 +40,8 @@ from .step_pacing import StepBudget, StepPacer
 COSTLY_MASK_S, COSTLY_MASKS_OF_A_STEP_S = 0.001, 0.01
 """Rows whose masks take longer than the first have together no more than the second in a step, or are a single row. A
 usual mask takes some 20 µs; a grammar can be made whose masks take milliseconds."""
+MAX_OVERTAKEN = 16
+"""Requests of one step that wait for a prefix and are overtaken: each costs a look-up in the prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,8 @@ class Scheduler:
             chunks[i] = _take(wanted, computed, budget, for_long if is_long[i] else None)
 
     def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
-        """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits.
+        """Admits from the head of the queue while budget, rows and blocks suffice. The head waits until it fits, and is
+        overtaken only while it waits for a prefix.
 
         A request is admitted when all its known tokens would fit beside those of running prompts, less what chunks give
         back behind a window, though only the blocks of its first chunk are reserved: otherwise a long prompt would be
@@ -223,14 +229,15 @@ class Scheduler:
         chunks: list[int] = []
         being_computed: set[Key] | None = None
         unreserved = -1
+        overtaken: set[Sequence] = set()
         self.wait_reason = "token_budget"
-        while not budget.is_spent and (head := self._head()) is not None:
+        while not budget.is_spent and (head := self._head(overtaken)) is not None:
             num_tokens = self._num_tokens(head)
             most_chunk = min(self._kv_cache.most_chunk(num_tokens), self._budget)
             if not most_chunk:
                 self._refuse(head, num_tokens)
                 continue
-            if not self._has_row(head):
+            if head.row < 0 and self._rows.num_free <= sum(one.row < 0 for one in overtaken):
                 self.wait_reason = "max_num_seqs"
                 break
             if unreserved < 0:
@@ -248,7 +255,11 @@ class Scheduler:
                 being_computed = self._kv_cache.next_keys(self._rows_of_running())
             if prefix.missing in being_computed:
                 self.wait_reason = "prefix"
-                break  # a running row computes its next block: it waits for that, and is not overtaken
+                if len(overtaken) == MAX_OVERTAKEN:
+                    break
+                overtaken.add(head)
+                unreserved += needed
+                continue
             has_shorter = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
@@ -262,16 +273,18 @@ class Scheduler:
                 chunks.append(chunk)
         return np.array(rows, np.int32), np.array(chunks, np.int32)
 
-    def _head(self) -> Sequence | None:
+    def _head(self, overtaken: Set[Sequence]) -> Sequence | None:
         """The next to be admitted. A long prompt waits while another one is computed; shorter ones overtake it."""
-        heads = [queue[0] for queue in (self._waiting, self._long_waiting) if queue]
-        head = min(heads, default=None)
-        if head is not None and self._is_long(head) and self._is_long_prompt_running():
-            if not self._waiting:
-                self.wait_reason = "long_prefill"
-                return None
-            return self._waiting[0]
-        return head
+        shorter, long = (
+            next((one for one in queue if one not in overtaken), None) for queue in (self._waiting, self._long_waiting)
+        )
+        if long is None or (shorter is not None and shorter < long):
+            return shorter
+        if not self._is_long_prompt_running():
+            return long
+        if shorter is None:
+            self.wait_reason = "long_prefill"
+        return shorter
 
     def _is_long_prompt_running(self) -> bool:
         rows = self._rows_of_running()
@@ -295,12 +308,9 @@ class Scheduler:
             self.num_hit_tokens += num_hit
         return num_hit
 
-    def _has_row(self, sequence: Sequence) -> bool:
-        return sequence.row >= 0 or self._rows.num_free > 0
-
     def _take_row(self, head: Sequence) -> bool:
-        """Moves the head of the queue to the running sequences. False when the runner refuses it, which ends it."""
-        self._queue_of(head).pop(0)
+        """Moves a waiting sequence to the running ones. False when the runner refuses it, which ends it."""
+        self._discard(self._queue_of(head), head)
         if head.row < 0 and (error := self._rows.fill(head)):
             self._refused.append((head, error))
             return False

@@ -1,23 +1,22 @@
 """Steps that are launched and not read yet, and how the row table runs ahead of them.
 
-For: the engine core, where a device works beside the host: the next step is launched before the last one's tokens are
-known. Does not know: why rows were chosen, what ends a request, blocks. Invariants: a launched step's rows move on at
-once, with PENDING_TOKEN in place of what they sample, as far as they can get: as if all of their drafts were accepted.
-A step's results are applied once, in launch order, and only to rows that still belong to the requests for which it was
-launched; a row with fewer tokens than that moves back, and with it what later steps compute of it.
+For: the engine core. Where a device works beside the host, the next step is launched before the last one's tokens are
+known; a runner that computes when called has one step in flight at most, and its launch computes it. Does not know: why
+rows were chosen, what ends a request, blocks. Invariants: a launched step's rows advance at once, with PENDING_TOKEN in
+place of what they sample, as far as they can get: as if all of their drafts were accepted. A step's results are applied
+once, in launch order, and only to rows that still belong to the requests for which it was launched; a row with fewer
+tokens than that moves back, and with it what later steps compute of it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from ..messages import TokenLogprobs
-from ..step import NO_TOKEN, PENDING_TOKEN, BoolArray, Int32Array, OverlappingRunner, SampledTokens, StepPlan
+from ..step import NO_TOKEN, PENDING_TOKEN, BoolArray, Int32Array, RowTable, Runner, SampledTokens, StepPlan
 from .sequence import Rows
 
 
@@ -30,14 +29,9 @@ class CompletedStep:
     sampled_rows         the rows that sampled
     positions            of the first new token of each of them
     new_token_ids        one or more for each of them
-    logprobs             as in SampledTokens; may have other rows, too
-    errors               as in SampledTokens; may have other rows, too
-    refusals             as in SampledTokens; may have other rows, too
     planned_s            when the step was begun, by the core's clock
-    forward_s            see SampledTokens
-    sample_s             see SampledTokens
-    prompt_logprobs      as in SampledTokens; may have other rows, too
-    num_draft_tokens     int32 [sampled rows]; None where the step had none, or was not launched
+    sampled              as the runner gave it, with refusals; may have other rows, too
+    num_guesses          int32 [sampled rows]  drafts that were guesses; None where the step had none
     """
 
     rows: Int32Array
@@ -46,16 +40,38 @@ class CompletedStep:
     positions: list[int]
     new_token_ids: list[list[int]]
     planned_s: float
-    logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
-    errors: Mapping[int, str] = field(default_factory=dict)
-    refusals: Mapping[int, str] = field(default_factory=dict)
-    forward_s: float = 0.0
-    sample_s: float = 0.0
-    prompt_logprobs: Mapping[int, Items[TokenLogprobs]] = field(default_factory=dict)
-    num_draft_tokens: Int32Array | None = None
+    sampled: SampledTokens
+    num_guesses: Int32Array | None
 
 
-@dataclass(frozen=True, slots=True)
+class Launcher(Protocol):
+    """Of an OverlappingRunner, what launches and collects steps."""
+
+    @property
+    def max_steps_in_flight(self) -> int: ...
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None: ...
+    def collect(self) -> tuple[int, SampledTokens]: ...
+
+
+class ComputingLauncher:
+    """Steps that do not overlap: a launch computes the step, whose drafts are in the table."""
+
+    max_steps_in_flight = 1
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def launch(self, step_id: int, plan: StepPlan, table: RowTable) -> None:
+        sampled = self._runner.execute(plan, table)
+        if plan.num_draft_tokens is not None and len(sampled.token_ids) == plan.num_samples:
+            sampled = replace(sampled, num_accepted_tokens=num_equal_drafts(plan, sampled.token_ids, table))
+        self._computed = step_id, sampled
+
+    def collect(self) -> tuple[int, SampledTokens]:
+        return self._computed
+
+
+@dataclass(slots=True)
 class _LaunchedStep:
     """A plan, and its rows at its launch, corrected by what was read since.
 
@@ -63,6 +79,7 @@ class _LaunchedStep:
     num_tokens           int32 [n]  that they had
     num_computed_tokens  int32 [n]  computed once the step has run
     planned_s            when the step was begun, by the core's clock
+    guesses              int32 [n]  drafts that are guesses; None where there are none
     """
 
     step_id: int
@@ -71,23 +88,18 @@ class _LaunchedStep:
     num_tokens: Int32Array
     num_computed_tokens: Int32Array
     planned_s: float
+    guesses: Int32Array | None
 
-    @property
-    def num_draft_tokens(self) -> Int32Array:
-        """int32 [n]"""
-        drafts = self.plan.num_draft_tokens
-        return np.zeros(len(self.plan.rows), np.int32) if drafts is None else drafts
-
-    def moved_back(self, by_row: Int32Array) -> _LaunchedStep:
+    def move_back(self, by_row: Int32Array) -> None:
         """by_row: int32 [max_num_seqs]"""
-        by = by_row[self.plan.rows]
-        return replace(self, num_tokens=self.num_tokens - by, num_computed_tokens=self.num_computed_tokens - by)
+        self.num_tokens -= by_row[self.plan.rows]
+        self.num_computed_tokens -= by_row[self.plan.rows]
 
 
 class StepsInFlight:
     """Owner of the launched steps of one runner."""
 
-    def __init__(self, runner: OverlappingRunner, rows: Rows) -> None:
+    def __init__(self, runner: Launcher, rows: Rows) -> None:
         self._runner = runner
         self._rows = rows
         self._table = rows.table
@@ -101,25 +113,39 @@ class StepsInFlight:
     def has_room(self) -> bool:
         return len(self._steps) < self._runner.max_steps_in_flight
 
-    def launch(self, plan: StepPlan, planned_s: float) -> None:
-        """Raises what the runner raises; then nothing has changed."""
+    def launch(self, plan: StepPlan, planned_s: float, guesses: Int32Array | None = None) -> None:
+        """guesses: int32 [rows]  drafts of the plan that are guesses. Raises what the runner raises; then nothing has
+        changed."""
         self._runner.launch(self._last_step_id + 1, plan, self._table)
-        self._last_step_id += 1
-        table, rows = self._table, plan.rows
-        num_tokens, sampled = table.num_tokens[rows], rows[plan.sample_rows]
-        table.token_ids[plan.samples(table)] = PENDING_TOKEN
-        table.num_computed_tokens[rows] += plan.num_scheduled_tokens
-        table.num_tokens[sampled] += 1
-        if plan.num_draft_tokens is not None:
-            table.num_tokens[rows] += plan.num_draft_tokens
-            table.num_pending_drafts[rows] += plan.num_draft_tokens
-        generation, reach = self._rows.generation[rows], table.num_computed_tokens[rows]
-        self._steps.append(_LaunchedStep(self._last_step_id, plan, generation, num_tokens, reach, planned_s))
+        self._advance(plan, planned_s, guesses)
 
     def collect(self) -> CompletedStep:
         """Waits for the oldest step. Raises what the runner raises, or RuntimeError when the results are another step's
-        or not as planned; the engine cannot go on then."""
-        step, (step_id, sampled) = self._steps[0], self._runner.collect()
+        or not as planned; the engine cannot continue then."""
+        step_id, sampled = self._runner.collect()
+        return self._read(step_id, sampled)
+
+    def apply(self, plan: StepPlan, planned_s: float, sampled: SampledTokens) -> CompletedStep:
+        """A step without drafts that was computed elsewhere, while nothing is in flight."""
+        self._advance(plan, planned_s, None)
+        return self._read(self._last_step_id, sampled)
+
+    def _advance(self, plan: StepPlan, planned_s: float, guesses: Int32Array | None) -> None:
+        self._last_step_id += 1
+        table, rows = self._table, plan.rows
+        num_tokens, reach = table.num_tokens[rows], table.num_computed_tokens[rows] + plan.num_scheduled_tokens
+        table.token_ids[plan.samples(table)] = PENDING_TOKEN
+        table.num_computed_tokens[rows] = reach
+        if plan.num_draft_tokens is None:
+            table.num_tokens[rows] = num_tokens + plan.sample_rows
+        else:
+            table.num_tokens[rows] = num_tokens + plan.sample_rows + plan.num_draft_tokens
+            table.num_pending_drafts[rows] += plan.num_draft_tokens
+        generation = self._rows.generation[rows]
+        self._steps.append(_LaunchedStep(self._last_step_id, plan, generation, num_tokens, reach, planned_s, guesses))
+
+    def _read(self, step_id: int, sampled: SampledTokens) -> CompletedStep:
+        step = self._steps[0]
         plan, token_ids = step.plan, sampled.token_ids
         if step_id != step.step_id or len(token_ids) != plan.num_samples:
             raise RuntimeError(
@@ -127,38 +153,56 @@ class StepsInFlight:
                 f"expected {plan.num_samples} tokens of step {step.step_id}"
             )
         self._steps.popleft()
-        sampled = with_refusals(plan, sampled)
+        sampled = _with_refusals(plan, sampled)
         is_live = self._rows.generation[plan.rows] == step.generation
         if plan.num_draft_tokens is not None:
             return self._read_drafts(step, sampled, is_live)
         samples = is_live & plan.sample_rows
         rows, positions, token_ids = plan.rows[samples], step.num_tokens[samples], token_ids[is_live[plan.sample_rows]]
         self._table.token_ids[rows, positions] = token_ids
-        return _completed(step, sampled, is_live, token_ids[:, np.newaxis].tolist())
+        return _completed(step, sampled, is_live, rows, positions, token_ids[:, np.newaxis].tolist())
 
     def _read_drafts(self, step: _LaunchedStep, sampled: SampledTokens, is_live: BoolArray) -> CompletedStep:
         """Applies the tokens of a step with drafts: of each row up to the first that differs from its draft."""
-        plan, table, drafts = step.plan, self._table, step.num_draft_tokens
-        accepted = _num_accepted(plan, sampled)
+        plan, table, drafts = step.plan, self._table, step.plan.num_draft_tokens
+        assert drafts is not None
+        accepted = num_accepted(plan, sampled)
         rows, back = plan.rows[is_live], (drafts - accepted)[is_live]
         table.num_tokens[rows] -= back
         table.num_computed_tokens[rows] -= back
         table.num_pending_drafts[rows] -= drafts[is_live]
         by_row = np.zeros(table.max_num_seqs, np.int32)
         by_row[rows] = back
-        self._steps = deque(later.moved_back(by_row) for later in self._steps)
-        step = replace(step, num_computed_tokens=step.num_computed_tokens - (drafts - accepted))
-        new_token_ids = []
+        for later in self._steps:
+            later.move_back(by_row)
+        step.num_computed_tokens -= drafts - accepted
+        new_token_ids, samples = [], is_live & plan.sample_rows
         ends = np.cumsum(np.where(plan.sample_rows, drafts + 1, 0))
-        for i in (is_live & plan.sample_rows).nonzero()[0].tolist():
+        for i in samples.nonzero()[0].tolist():
             first, count, position = int(ends[i] - drafts[i] - 1), int(accepted[i]) + 1, int(step.num_tokens[i])
             token_ids = sampled.token_ids[first : first + count]
             table.token_ids[plan.rows[i], position : position + count] = token_ids
             new_token_ids.append(token_ids.tolist())
-        return _completed(step, sampled, is_live, new_token_ids)
+        guesses = None if step.guesses is None else step.guesses[samples]
+        rows, positions = plan.rows[samples], step.num_tokens[samples]
+        return _completed(step, sampled, is_live, rows, positions, new_token_ids, guesses)
 
 
-def _num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
+def num_equal_drafts(plan: StepPlan, token_ids: Int32Array, table: RowTable) -> Int32Array:
+    """How many of its first drafts the tokens that each row with drafts sampled are equal to. int32 [rows with drafts],
+    as SampledTokens.num_accepted_tokens. The drafts are in the table."""
+    assert plan.num_draft_tokens is not None
+    counts = plan.num_draft_tokens[plan.sample_rows] + 1
+    ends = np.cumsum(counts, dtype=np.int32)
+    rows, positions = plan.samples(table)
+    differs = token_ids != table.token_ids[rows, np.minimum(positions, table.max_model_len - 1)]
+    differs[ends - 1] = True  # behind the drafts
+    found, starts = differs.nonzero()[0], ends - counts
+    equal: Int32Array = (found[np.searchsorted(found, starts)] - starts).astype(np.int32)
+    return equal[counts > 1]
+
+
+def num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
     """Of each row of a plan with drafts, int32 [n]: how many of them are accepted."""
     assert plan.num_draft_tokens is not None
     drafts, accepted = plan.num_draft_tokens, np.zeros(len(plan.rows), np.int32)
@@ -172,28 +216,22 @@ def _num_accepted(plan: StepPlan, sampled: SampledTokens) -> Int32Array:
 
 
 def _completed(
-    step: _LaunchedStep, sampled: SampledTokens, is_live: BoolArray, new_token_ids: list[list[int]]
+    step: _LaunchedStep,
+    sampled: SampledTokens,
+    is_live: BoolArray,
+    sampled_rows: Int32Array,
+    positions: Int32Array,
+    new_token_ids: list[list[int]],
+    num_guesses: Int32Array | None = None,
 ) -> CompletedStep:
-    """new_token_ids: of the live rows that sample."""
-    plan, samples = step.plan, is_live & step.plan.sample_rows
-    return CompletedStep(
-        plan.rows[is_live],
-        step.num_computed_tokens[is_live],
-        plan.rows[samples].tolist(),
-        step.num_tokens[samples].tolist(),
-        new_token_ids,
-        step.planned_s,
-        sampled.logprobs,
-        sampled.errors,
-        sampled.refusals,
-        sampled.forward_s,
-        sampled.sample_s,
-        sampled.prompt_logprobs,
-        None if plan.num_draft_tokens is None else plan.num_draft_tokens[samples],
-    )
+    rows, num_computed_tokens = step.plan.rows, step.num_computed_tokens
+    if np.count_nonzero(is_live) < len(rows):
+        rows, num_computed_tokens = rows[is_live], num_computed_tokens[is_live]
+    lists = sampled_rows.tolist(), positions.tolist(), new_token_ids
+    return CompletedStep(rows, num_computed_tokens, *lists, step.planned_s, sampled, num_guesses)
 
 
-def with_refusals(plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
+def _with_refusals(plan: StepPlan, sampled: SampledTokens) -> SampledTokens:
     """What the step sampled, without the tokens of samples that had none to choose from. A row's first sample without
     one is the row's refusal; a later one is NO_TOKEN, since the drafts before it may be wrong."""
     errors = plan.masks.result().errors if plan.masks is not None else {}

@@ -12,8 +12,8 @@ from llmbackend.engine.gpu.ops.ops import Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.rows.row_messages import NUM_FIELDS, drafted_rows
-from llmbackend.engine.scheduling.drafting import accepted_runs
-from llmbackend.engine.step import NO_TOKEN, PENDING_TOKEN, LookupLengths, RowTable, StepPlan, look_up
+from llmbackend.engine.scheduling.steps_in_flight import num_accepted, num_equal_drafts
+from llmbackend.engine.step import NO_TOKEN, PENDING_TOKEN, LookupLengths, RowTable, SampledTokens, StepPlan, look_up
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, MOST = 6, 5000, 40
 ROOM = MAX_NUM_SEQS * (MOST + 1)
@@ -102,10 +102,11 @@ def test_what_is_accepted_is_what_the_host_would_accept(seed: int, ops: Ops) -> 
     wrong = step.draw.random(len(token_ids))
     token_ids[wrong < 0.08] += 1
     token_ids[wrong < 0.03] = NO_TOKEN
-    _, counts = accepted_runs(step.plan, token_ids, host)
+    equal = num_equal_drafts(step.plan, token_ids, host)
+    would_accept = num_accepted(step.plan, SampledTokens(token_ids, num_accepted_tokens=equal))
     accepted, num_tokens = torch.full((step.drafted.shape[1],), -9, dtype=torch.int32), tensor(found["num_tokens"])
     ops.accept_drafts(tensor(step.drafted), tensor(token_ids), tensor(found["texts"]), num_tokens, accepted)
-    expected = dict(zip(step.plan.rows[step.plan.sample_rows].tolist(), (counts - 1).tolist(), strict=True))
+    expected = dict(zip(step.plan.rows.tolist(), would_accept.tolist(), strict=True))
     drafted = step.drafted[0].tolist()
     assert accepted.tolist() == [expected[row] for row in drafted]
     assert num_tokens[drafted].tolist() == [int(step.lengths[row]) + expected[row] + 1 for row in drafted]

@@ -1,7 +1,7 @@
 """Drafts in a step that is launched before the one before it is read, as kernels: lookups, positions, acceptance.
 
 For: triton_ops.py. Does not know: what a step computes between these launches. Invariants: the definitions are
-`look_up`'s and accepted_runs'; a row's result depends on its own text alone, and not on the number of programs.
+`look_up`'s and `num_accepted`'s; a row's result depends on its own text alone, and not on the number of programs.
 `drafted` int32 [NUM_FIELDS, n] is of `drafted_rows`.
 """
 
