@@ -30,7 +30,7 @@ STREAMS, OUTPUT_TOKENS = 64, 192
 FEW_STREAMS, FEW_TOKENS = 6, 96
 """Where there is no GPU."""
 DEVICE_ERROR, DEVICE_LOST = "device-error", "device-lost"
-"""Faults that the engine commits itself (llmbackend/engine/fault_injection.py)."""
+"""Faults that the engine commits itself (llmbackend/testing/faults.py)."""
 
 
 @dataclass

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, StepResult
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner
 
 from .virtual_time import VirtualTime
 

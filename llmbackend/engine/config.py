@@ -254,7 +254,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     step_timeout_s                an engine whose step takes longer is replaced
     load_timeout_s                an engine whose load takes longer is replaced
     max_engine_failures           engines that may die in a row without finishing a step before requests are refused
-    fault_directory               see fault_injection.py; "" = no faults
+    fault_directory               see llmbackend/testing/faults.py; "" = no faults
 
     The mock:
     mock_vocab_size               tokens

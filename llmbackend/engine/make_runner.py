@@ -19,8 +19,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from llmbackend.testing.faults import Faults, with_faults
+
 from .config import EngineConfig
-from .fault_injection import Faults, with_faults
 from .messages import ModelPrepared
 from .start import lean_imports
 from .start.load_progress import report
@@ -236,11 +237,11 @@ def _make_parallel_runner(config: EngineConfig, others: Followers | RankMeeting)
 
 def _make_runner(config: EngineConfig) -> Runner:
     if config.model == "mock" and config.mock_steps_in_flight:
-        from .mock.overlapping_mock import OverlappingMockRunner
+        from llmbackend.testing.overlapping_mock import OverlappingMockRunner
 
         return OverlappingMockRunner(config)
     if config.model == "mock":
-        from .mock.mock_model import MockRunner
+        from llmbackend.testing.mock_model import MockRunner
 
         return MockRunner(config)
     from .model.module_runner import make_model_runner

@@ -14,7 +14,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import AdapterLoad, InferRequest
-from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
+from llmbackend.testing.mock_model import MockRunner, mock_generate
 from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from llmbackend.engine.messages import SamplingParams
-from llmbackend.engine.mock.mock_model import sample
+from llmbackend.testing.mock_model import sample
 
 LOGITS = np.array([0.0, 3.0, 1.0, 2.0, -1.0])
 PROMPT = np.array([4, 4], np.int32)

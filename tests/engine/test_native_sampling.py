@@ -13,9 +13,9 @@ import torch
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import NativeKernels
 from llmbackend.engine.messages import InferRequest, SamplingParams
-from llmbackend.engine.mock.mock_model import sample as plain_sample
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens
+from llmbackend.testing.mock_model import sample as plain_sample
 from tests.helpers.native_engines import best_is_fast
 from tests.helpers.sampling_parameters import random_parameters
 

@@ -12,11 +12,11 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.fault_injection import Faults, with_faults
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, StepOutput
-from llmbackend.engine.mock.mock_model import mock_generate
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
+from llmbackend.testing.faults import Faults, with_faults
+from llmbackend.testing.mock_model import mock_generate
 from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
 from tests.helpers.mock_engine import (
     Outcomes,

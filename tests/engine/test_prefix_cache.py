@@ -20,9 +20,9 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.mock.mock_model import MockRunner, mock_generate
 from llmbackend.engine.scheduling.scheduler import MAX_OVERTAKEN
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner, mock_generate
 from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,

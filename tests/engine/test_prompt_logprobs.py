@@ -10,9 +10,9 @@ import pytest
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, TokenLogprobs
-from llmbackend.engine.mock.mock_model import MockRunner, mock_logits
-from llmbackend.engine.mock.overlapping_mock import OverlappingMockRunner
 from llmbackend.engine.sampling.prompt_logprobs import token_logprobs
+from llmbackend.testing.mock_model import MockRunner, mock_logits
+from llmbackend.testing.overlapping_mock import OverlappingMockRunner
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end
 
 VOCAB_SIZE = 259

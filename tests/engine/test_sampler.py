@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from llmbackend.engine.messages import InferRequest, SamplingParams
-from llmbackend.engine.mock.mock_model import _draw as plain_draw
-from llmbackend.engine.mock.mock_model import sample as plain_sample
 from llmbackend.engine.sampling.rows import uniform
 from llmbackend.engine.sampling.torch_sampling import Limits, TorchSampler, draw, draw_limited, likeliest, most_likely
 from llmbackend.engine.step import RowTable, SampledTokens
+from llmbackend.testing.mock_model import _draw as plain_draw
+from llmbackend.testing.mock_model import sample as plain_sample
 
 VOCAB, EOS = 3000, (7, 8)
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.scheduling.drafting import MAX_PAUSE_STEPS, Speculator
 from llmbackend.engine.scheduling.steps_in_flight import num_accepted, num_equal_drafts
 from llmbackend.engine.step import BROKEN_LOGITS, NO_TOKEN, RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import expect_oracle, make_core, make_request, run_counted, run_to_end
 from tests.helpers.repeating_text import repeat_text
 

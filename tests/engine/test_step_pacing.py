@@ -11,11 +11,11 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.scheduling import step_pacing
 from llmbackend.engine.scheduling.scheduler import Scheduler
 from llmbackend.engine.scheduling.step_pacing import MIN_CHUNK, StepPacer, StepWork
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_devices import PacedDevice, devices_closed
 from tests.helpers.mock_engine import expect_oracle, make_request, run_to_end
 from tests.helpers.scheduler_harness import Harness

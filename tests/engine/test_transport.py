@@ -20,11 +20,11 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport
 from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually

@@ -28,10 +28,10 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.engine.messages import EngineInput, ModelInfo, StepResult
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.process import engine_process, engine_sources
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.fork_server import client
+from llmbackend.testing.mock_model import MockRunner
 from llmbackend.waiting.timer import Timer
 from tests.helpers import llm_requests
 from tests.helpers.core_host import version_of

@@ -13,8 +13,8 @@ import pytest
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.mock.overlapping_mock import DeviceStep, OverlappingMockRunner
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.testing.overlapping_mock import DeviceStep, OverlappingMockRunner
 
 
 class PacedDevice(OverlappingMockRunner):

@@ -16,11 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.fault_injection import Faults
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import ModelPrepared
 from llmbackend.engine.ranks.rank_order import RankMeeting
 from llmbackend.engine.step import Runner
+from llmbackend.testing.faults import Faults
 
 __all__ = ["make_runner", "shared_parts"]
 

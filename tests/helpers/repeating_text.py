@@ -10,9 +10,9 @@ import zlib
 
 import pytest
 
-from llmbackend.engine.mock import mock_model
-from llmbackend.engine.mock.mock_model import FloatArray
 from llmbackend.engine.step import Int32Array
+from llmbackend.testing import mock_model
+from llmbackend.testing.mock_model import FloatArray
 
 NUM_WORDS = 12
 SURPRISE_PERIOD = 7

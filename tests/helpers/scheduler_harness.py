@@ -5,10 +5,10 @@ from __future__ import annotations
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.memory.kv_cache import KVCacheManager
 from llmbackend.engine.messages import InferRequest
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.scheduling.scheduler import Scheduler
 from llmbackend.engine.scheduling.sequence import Rows, Sequence
 from llmbackend.engine.step import RowTable, StepPlan
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import make_request
 
 

@@ -18,9 +18,9 @@ import pytest
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.engine.mock import mock_model
-from llmbackend.engine.mock.mock_model import FloatArray
 from llmbackend.engine.step import Int32Array
+from llmbackend.testing import mock_model
+from llmbackend.testing.mock_model import FloatArray
 
 SAY = "SAY:"
 MODEL = "scripted"

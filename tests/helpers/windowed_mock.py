@@ -12,8 +12,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kv_groups import KVGroups
 from llmbackend.engine.messages import TokenLogprobs
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.step import Int32Array, RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner
 
 
 class WindowedRunner(MockRunner):

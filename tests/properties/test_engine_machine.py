@@ -19,8 +19,8 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
-from llmbackend.engine.mock.mock_model import MockRunner, mock_generate, mock_prompt_logprobs
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
+from llmbackend.testing.mock_model import MockRunner, mock_generate, mock_prompt_logprobs
 from tests.helpers.engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
 from tests.helpers.machine_settings import machine_settings
 from tests.helpers.mock_devices import FailingDevice

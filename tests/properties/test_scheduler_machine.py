@@ -27,10 +27,10 @@ from hypothesis.stateful import (
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.memory.kv_cache import KVCacheManager
-from llmbackend.engine.mock.mock_model import MockRunner
 from llmbackend.engine.scheduling.scheduler import Schedule, Scheduler
 from llmbackend.engine.scheduling.sequence import Rows, Sequence
 from llmbackend.engine.step import RowTable
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.engine_requests import priorities
 from tests.helpers.machine_settings import machine_settings
 from tests.helpers.mock_engine import make_request

@@ -2,7 +2,7 @@
 
 For: the rounds. Does not know: streams. Invariant: `inject` returns when the fault has happened, with the engine
 processes that there were before.
-Source of the file names: llmbackend/engine/fault_injection.py.
+Source of the file names: llmbackend/testing/faults.py.
 """
 
 from __future__ import annotations

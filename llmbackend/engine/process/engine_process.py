@@ -24,11 +24,11 @@ import msgspec
 import zmq
 
 from llmbackend.fork_server.process_start import process_age_s
+from llmbackend.testing.faults import Faults, FaultyLink, Link
 
 from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import is_shortage
-from ..fault_injection import Faults, FaultyLink, Link
 from ..messages import EngineInput, EngineStarted, ModelPrepared
 from ..ranks.rank_order import RankMeeting
 from ..start.load_progress import LoadProgress, reporting_to

@@ -14,7 +14,6 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import ProgramUnsupportedError
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.graphs import StepGraphs
 from llmbackend.engine.gpu.lora import DeviceAdapters, slots_for
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
@@ -23,6 +22,7 @@ from llmbackend.engine.messages import AdapterLoad, InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import run_modules_on
 from llmbackend.engine.step import Runner
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, gpu_runner
 from tests.helpers.gpu.int4_checkpoints import save_int4
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, WITH_EXPERTS, save

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, Ops, StepLayout
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.rows.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.rows.row_messages import num_sequences
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
+from tests.helpers.gpu.fake_device import FakeDevice
 
 MAX_NUM_SEQS, MAX_MODEL_LEN, BLOCK_SIZE, NUM_BLOCKS = 6, 70, 4, 90
 MAX_TOKENS = MAX_NUM_SEQS * MAX_MODEL_LEN

@@ -13,7 +13,6 @@ import torch
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import DeviceLostError
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.parallel import parts
 from llmbackend.engine.gpu.parallel.collectives import RankPlace, Ranks
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
@@ -21,6 +20,7 @@ from llmbackend.engine.model import module_runner
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.model.module_runner import ModelRunner, make_model_runner, run_modules_on
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, save
 

@@ -12,7 +12,6 @@ import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.kernels import experts as kernels
 from llmbackend.engine.gpu.ops.ops import ExpertRoom, ExpertSpec, Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
@@ -24,6 +23,7 @@ from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.decoder_description import Experts
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.expert_launches import launch_experts, launch_packed_experts
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.tiny_models import WITH_EXPERTS, save

@@ -16,10 +16,10 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput, TokenLogprobs
 from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import BROKEN_LOGITS, PENDING_TOKEN, RowTable, Runner, StepPlan
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.mock_engine import run_to_end

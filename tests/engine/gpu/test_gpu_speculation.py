@@ -14,10 +14,10 @@ import transformers as tf
 from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.device import Event
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams
 from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import Runner
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import SamplingOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import FAMILIES, SIZES, save
 from tests.helpers.mock_engine import Outcomes, run_counted

@@ -15,12 +15,12 @@ import torch
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu import device_kv_memory
 from llmbackend.engine.gpu.device_kv_memory import HostBlocks
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
 from llmbackend.engine.gpu.ops.ops import LayerCache
 from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import KVCopies
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.kernel_device import DEVICE
 from tests.helpers.gpu.tiny_models import FAMILIES, save

@@ -8,9 +8,9 @@ import msgspec
 import transformers as tf
 
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.kv_groups import KVGroups
 from llmbackend.engine.messages import InferRequest, SamplingParams
+from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner
 from tests.helpers.gpu.tiny_models import SIZES, save
 

@@ -15,7 +15,6 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu import make_gpu_runner as gpu_start
 from llmbackend.engine.gpu.device import Device
-from llmbackend.engine.gpu.fake_device import FakeDevice
 from llmbackend.engine.gpu.gpu_runner import GpuRunner, StepSampler, StepSampling
 from llmbackend.engine.gpu.make_gpu_runner import choose, start
 from llmbackend.engine.gpu.rows.device_rows import DeviceRows
@@ -24,6 +23,7 @@ from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.sampling.torch_sampling import TorchSampler
 from llmbackend.engine.step import RowTable, Runner, SampledTokens, StepPlan
 from llmbackend.engine.token_masks import TokenMasks
+from tests.helpers.gpu.fake_device import FakeDevice
 
 VOCAB_SIZE = 96
 

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-_MODEL = "llmbackend.engine.mock.mock_model"
+_MODEL = "llmbackend.testing.mock_model"
 
 
 class _AfterLoading(Loader):

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..config import EngineConfig
-from ..messages import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
-from ..sampling.prompt_logprobs import prompt_spans
-from ..sampling.rows import splitmix64, uniform
-from ..step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
-from ..token_masks import FORBIDDEN, BadWords, TokenMasks, Words, as_bools
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.messages import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
+from llmbackend.engine.sampling.prompt_logprobs import prompt_spans
+from llmbackend.engine.sampling.rows import splitmix64, uniform
+from llmbackend.engine.step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
+from llmbackend.engine.token_masks import FORBIDDEN, BadWords, TokenMasks, Words, as_bools
 
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130

@@ -14,10 +14,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..config import EngineConfig
-from ..messages import InferRequest, TokenLogprobs
-from ..step import PENDING_TOKEN, Int32Array, KVCopies, LookupLengths, RowTable, SampledTokens, StepPlan, look_up
-from ..token_masks import TokenMasks, Words
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.messages import InferRequest, TokenLogprobs
+from llmbackend.engine.step import (
+    PENDING_TOKEN,
+    Int32Array,
+    KVCopies,
+    LookupLengths,
+    RowTable,
+    SampledTokens,
+    StepPlan,
+    look_up,
+)
+from llmbackend.engine.token_masks import TokenMasks, Words
+
 from .mock_model import MockRunner, PromptToken, allowed_tokens, context_slots, prompt_tokens
 
 

@@ -21,10 +21,10 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from .adapter_loads import Adapters, AdaptingRunner
-from .errors import DeviceLostError
-from .messages import InferRequest, ModelInfo
-from .step import (
+from llmbackend.engine.adapter_loads import Adapters, AdaptingRunner
+from llmbackend.engine.errors import DeviceLostError
+from llmbackend.engine.messages import InferRequest, ModelInfo
+from llmbackend.engine.step import (
     BROKEN_LOGITS,
     KVCopies,
     OffloadingRunner,

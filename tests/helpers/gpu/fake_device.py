@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from .device import Event, Graph, Lane, Mark, Memory
+from llmbackend.engine.gpu.device import Event, Graph, Lane, Mark, Memory
 
 
 class FakeDevice:

@@ -1,0 +1,1 @@
+"""Engines for tests and demonstrations: a model without weights (`--model mock`), and faults on demand."""
