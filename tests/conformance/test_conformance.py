@@ -15,7 +15,7 @@ from tests.conformance.replayer.report import print_report
 from tests.conformance.replayer.run import GOLDEN, RULES, Report, replay_all
 from tests.conformance.replayer.transcript import Command, read_transcript
 
-LIVE_RULES = Path(__file__).parents[1] / "live" / "by_design.toml"
+LIVE_RULES = Path(__file__).parents[2] / "trials" / "live" / "by_design.toml"
 RELEASES = {"26.09", "main", "own"}
 """Whose behaviour takes the place of release 24.10's; docs/conformance.md explains them."""
 

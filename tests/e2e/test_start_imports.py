@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-NEVER = ("torch", "transformers", "safetensors", "fastapi", "redis", "sqlite3", "tests")
+NEVER = ("torch", "transformers", "safetensors", "redis", "sqlite3", "tests")
 """What the process of a server with default flags never needs."""
 AFTER_THE_ORDER = (
+    "fastapi",
     "jinja2",
     "llmbackend.adapter.structured_outputs.compilation",
     "llmbackend.frontends.grpc.server",

@@ -139,4 +139,4 @@ def test_blocks_move_by_a_kernel_as_they_do_without() -> None:
 
 
 def _copies(to_host: bool, blocks: list[int], host_blocks: list[int]) -> KVCopies:
-    return KVCopies(to_host, np.array(blocks, np.int32), np.array(device_kv_memory, np.int32))
+    return KVCopies(to_host, np.array(blocks, np.int32), np.array(host_blocks, np.int32))
