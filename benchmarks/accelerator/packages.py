@@ -15,10 +15,10 @@ from pathlib import Path
 
 PYTHON = "3.12"
 MISSING = (
-    "annotated-types", "execnet", "google-re2", "grpcio", "grpcio-health-checking", "httptools", "llguidance",
-    "msgspec", "orjson", "prometheus_client", "protobuf", "psutil", "pydantic", "pydantic_core", "pytest-timeout",
-    "pytest-xdist", "python-rapidjson", "pyzmq", "starlette", "tritonclient", "typing-inspection", "typing_extensions",
-    "uvicorn", "uvloop",
+    "annotated-doc", "annotated-types", "execnet", "fastapi", "google-re2", "grpcio", "grpcio-health-checking",
+    "httptools", "llguidance", "msgspec", "opentelemetry-api", "orjson", "prometheus_client", "protobuf", "psutil",
+    "pydantic", "pydantic_core", "pytest-timeout", "pytest-xdist", "python-rapidjson", "pyzmq", "sse-starlette",
+    "starlette", "tritonclient", "typing-inspection", "typing_extensions", "uvicorn", "uvloop",
 )  # fmt: skip
 """Beside torch, triton, transformers with what it needs (numpy, jinja2, typer, rich) and pytest, which are there;
 grpcio and protobuf may be, too, but must be as new as what was generated for them."""

@@ -214,7 +214,7 @@ def test_an_engine_that_dies_leaves_its_last_words(
     with pytest.raises(EngineDeadError, match="ended with exit code 1") as caught:
         while True:
             transport.receive()
-    assert caught.value.kind == "exit" and "the plan asked for 1" in caught.value.details
+    assert caught.value.kind == "exit" and "expected 1 tokens of step 1" in caught.value.details
     transport.close()
 
 
