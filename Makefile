@@ -1,7 +1,7 @@
 # make serve   installs, then serves the bundled demo model on loopback (HTTP 8000, gRPC 8001, metrics 8002)
-# make test    linters, types, import contracts, the whole test suite, smoke test
+# make test    linters, types, import contracts, the test suite without what is nightly, smoke test (8 minutes)
 # make check   linters, types, import contracts and the fast tests, for use after every change
-# make unit    the test suite only (ARGS=tests/core for a part of it)
+# make unit    the test suite of `make test` only (ARGS=tests/core for a part of it); make unit-all: nightly tests, too
 # make smoke   starts a real server on free ports and tests every protocol with real clients
 # make smoke-fresh   the same after `make serve`'s installation in a copy of this checkout (minutes)
 # make test-all   everything that needs no other server: before a release (hours)
@@ -38,21 +38,24 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test test-all check lint unit smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
+.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
 
-test: lint unit smoke
+# Types take a core for half a minute or more: the suite runs meanwhile.
+test: $(VENV)/.test
+	$(MAKE) --jobs 2 lint unit
+	$(MAKE) smoke
 
-test-all: test real-models smoke-fresh wheel wheel-check deploy-check conformance schemas formats fuzz stall overload idle \
+test-all: lint unit-all smoke real-models smoke-fresh wheel wheel-check deploy-check conformance schemas formats fuzz stall overload idle \
 	chaos cluster clients
 
 # Each package tested in the test process: no real models, GPU kernels, whole servers or long searches.
 FAST_TESTS := tests/core tests/adapter tests/access tests/backends tests/engine tests/frontends --ignore tests/engine/gpu
 
 check: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow" $(FAST_TESTS) $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile -m "not slow and not nightly" $(FAST_TESTS) $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -61,10 +64,13 @@ lint: $(VENV)/.test
 	$(BIN)/lint-imports
 
 # The servers and engines that tests start import what those before them have compiled.
-unit check smoke: export PYTHONDONTWRITEBYTECODE =
+unit unit-all check smoke: export PYTHONDONTWRITEBYTECODE =
 
 # What fails is run once more, alone. A test that then passes is named as flaky, and fails the suite the second time.
 unit: $(VENV)/.test
+	$(BIN)/python -m tools.unit -m "not nightly" $(ARGS)
+
+unit-all: $(VENV)/.test
 	$(BIN)/python -m tools.unit $(ARGS)
 
 smoke: $(VENV)/.test

@@ -26,6 +26,7 @@ from hypothesis import Phase, settings
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.engine_core import EngineCore
 from tests.helpers.leftovers import Conservation, Snapshot
+from tests.helpers.tiers import is_nightly, is_nightly_file
 
 _SUITE = settings(derandomize=True, deadline=None, database=None, max_examples=100, report_multiple_bugs=False)
 settings.register_profile("suite", _SUITE, phases=(Phase.explicit, Phase.generate))
@@ -59,13 +60,17 @@ CONSERVATION = Conservation()
 LONGEST = tuple(
     f"tests/{name}"
     for name in (
-        "chaos/test_quick_chaos.py",
-        "cluster/test_two_machines.py",
-        "stall/",
-        "schemas/",
+        "trials/test_quick_stall.py",
+        "trials/chaos/test_quick_chaos.py",
         "cluster/",
+        "engine/test_llm_manager.py",
+        "engine/test_remote_engines.py",
+        "e2e/test_frontend_processes.py",
+        "e2e/test_lifecycle_e2e.py",
+        "remote/test_links.py",
         "embedding/",
         "engine/gpu/",
+        "engine/test_determinism.py",
         "engine/test_native_attention.py",
     )
 )
@@ -73,14 +78,21 @@ SLOW_FILE = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """`-m "not slow"` does not even import files that are slow as a whole: their imports alone take seconds."""
-    if config.option.markexpr != "not slow" or not collection_path.name.startswith("test_"):
-        return None
-    return True if SLOW_FILE.search(collection_path.read_text()) else None
+    """Files that the mark expression leaves out as a whole are not even imported: their imports alone take seconds."""
+    expression = config.option.markexpr
+    if "not nightly" in expression and is_nightly_file(collection_path):
+        return True
+    if "not slow" in expression and collection_path.name.startswith("test_") and collection_path.is_file():
+        return True if SLOW_FILE.search(collection_path.read_text()) else None
+    return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take or wait longest go first: no worker is left with one of them when the others are done."""
+    for item in items:
+        if is_nightly(item):
+            item.add_marker("nightly")
     items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
 
 

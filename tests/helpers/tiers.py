@@ -1,0 +1,53 @@
+"""Which tests are nightly: `make test` leaves them out, `make test-all` runs them.
+
+For: tests/conftest.py. Invariant: decided by place and parameter here alone, by how long they take (`pytest
+--durations=0`) and how seldom they find what the others miss.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from llmbackend.engine.kernels import library
+
+TESTS: Final = Path(__file__).parents[1]
+
+_GPU_DAILY: Final = (
+    "device_rows", "device_sampler", "gpu_memory", "gpu_program", "gpu_runner", "paged_attention", "table_mirror",
+    "window_blocks",
+)  # fmt: skip
+"""Of tests/engine/gpu, where kernels run in Triton's interpreter."""
+_NIGHTLY: Final = (
+    "cluster/test_host_away.py",
+    "cluster/test_one_machine.py",
+    "cluster/test_split_over_machines.py",
+    "cluster/test_two_machines.py",
+    "cluster/test_whole_answers.py",
+    "pages/test_chat_page.py",
+    "pages/test_engine_page.py",
+    "pages/test_hostile_text.py",
+    "pages/test_operations_page.py",
+    "trials/agents",
+    "trials/clients",
+    "trials/test_quick_schemas.py",
+    "trials/test_quick_stall.py",
+)
+_DAILY_VARIANTS: Final = (*library.available()[:1], "generic")
+"""Instruction sets: the best one of this machine, and the one that every machine has."""
+
+
+def is_nightly_file(path: Path) -> bool:
+    """path: absolute, of a file or folder of tests."""
+    place = path.relative_to(TESTS).as_posix()
+    if place.startswith("engine/gpu/test_"):
+        return path.stem.removeprefix("test_") not in _GPU_DAILY
+    return any(place == nightly or place.startswith(f"{nightly}/") for nightly in _NIGHTLY)
+
+
+def is_nightly(item: pytest.Item) -> bool:
+    callspec = getattr(item, "callspec", None)
+    variant = callspec.params.get("variant") if callspec is not None else None
+    return is_nightly_file(item.path) or (variant in library.available() and variant not in _DAILY_VARIANTS)
