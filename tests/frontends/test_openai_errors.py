@@ -282,6 +282,8 @@ def test_a_stream_whose_last_step_fails_ends_with_an_error(
 def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert refusal(http.get("/nothing"), 404)["code"] == "unknown_url"
     assert refusal(http.post("/embeddings", json={}), 404)["code"] == "unknown_url"
+    for nothing in ("/", "/%2f", "/."):
+        assert refusal(http.get(nothing), 404)["code"] == "unknown_url"
     wrong_method = http.get("/chat/completions")
     assert refusal(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"

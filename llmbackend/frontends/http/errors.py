@@ -97,7 +97,7 @@ def error_body(message: str) -> bytes:
 
 def is_openai(path: str) -> bool:
     """Whether errors on `path` have the shape that OpenAI's clients parse."""
-    return path.startswith("/v1/") or path in ("/tokenize", "/detokenize")
+    return path.startswith("/v1/") or path in ("/v1", "/tokenize", "/detokenize")
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:

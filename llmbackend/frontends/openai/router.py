@@ -111,7 +111,7 @@ def create_openai_router(
     for method, path, endpoint in StoredResponseEndpoints(gate, store, background, sealing_key).routes():
         router.add_route(path, _guarded(endpoint), methods=[method])
     unknown = _UnknownPath(tuple(router.routes))
-    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1/{path:path}")]
+    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}")]
     return router
 
 

@@ -79,3 +79,23 @@ def test_what_a_call_that_must_be_made_begins_with_is_no_text(format: str, kept:
         assert (message["content"], reason, "tool_calls" in message) == ("", "length", False)
     message, _ = answered('<tool_call>\n{"na', 0, reason="length")
     assert message["content"] == '<tool_call>\n{"na'  # a model that was free to write text
+
+
+@pytest.mark.parametrize("format", ["hermes", "longcat"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"arguments": {"a": "</TAG>"}, "nam": "f"}\n</TAG> and text',
+        '{"arguments": {\n"x": [1]}, "name\\ud83c": "f"}</TAG>',
+        '{"arguments": {"x"ts": {"x": [1]}, "name": "f"}</',
+        '{"arguments": {<"x":ame": "f"}</TAG>',
+        '\n{"nam}e": "f", "arguments": {\n"x": "y',
+        '\n{"nam}e": "f", "arguments": {\n"x": "y}\n</T\\AG>\nmore',
+    ],
+)
+def test_a_broken_call_whose_name_is_not_known_is_text(format: str, call: str) -> None:
+    tag = {"hermes": "tool_call", "longcat": "longcat_tool_call"}[format]
+    text = f"<{tag}>{call}".replace("TAG", tag)
+    for seed in range(6):
+        message, reason = answered(text, seed, format=format)
+        assert (message["content"], reason, "tool_calls" in message) == (text, "stop", False)

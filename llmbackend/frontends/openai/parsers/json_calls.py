@@ -50,7 +50,9 @@ def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]
 def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) -> Reading[bool]:
     """Reads the end of the call that a broken value belongs to; what only looks like one is passed on. A string may
     hold such a text, unless it is the output's last, or stands behind a line break, which no string of JSON has."""
-    reader.hold()
+    begin = reader.num_held  # a call whose name is not known yet is held as a whole
+    if begin is None:
+        reader.hold()
     found = yield from reader.one_of(reader.value_ends.all)
     if found and not balance.is_in_string:
         return True
@@ -58,7 +60,8 @@ def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) ->
         yield from reader.skip_space()
         if found[0] == "\n" or reader.is_at_end:
             return True
-    text = reader.release() or reader.take()
+    text = reader.release() if begin is None else reader.held_text(begin)
+    text = text or reader.take()
     balance.end_in(text, 0, len(text))
     emit(text)
     return False

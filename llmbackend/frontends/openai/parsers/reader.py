@@ -81,7 +81,7 @@ class Reader:
         """Markers that end a JSON value in the middle, where the model forgot the rest of it."""
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
-        self._num_held = 0
+        self._num_held_chars = 0
 
     def feed(self, text: str, is_special: bool) -> None:
         """The next token's text. What was fed before has been read."""
@@ -92,15 +92,26 @@ class Reader:
     def hold(self, text: str = "", is_special: bool = False) -> None:
         """From here on what is read is kept, behind `text`, until `drop` or `release`."""
         self._held = [(text, is_special)] if text else []
-        self._num_held = len(text)
+        self._num_held_chars = len(text)
 
     def drop(self) -> None:
         self._held = None
 
     def release(self) -> str:
         """The visible text that was held back."""
-        held, self._held = self._held or [], None
-        return "".join(text for text, is_special in held if not is_special or self._shows_special)
+        text = self.held_text()
+        self._held = None
+        return text
+
+    @property
+    def num_held(self) -> int | None:
+        """How many pieces are held, as a position for `held_text`; None: nothing is being held."""
+        return None if self._held is None else len(self._held)
+
+    def held_text(self, begin: int = 0) -> str:
+        """The visible text of the held pieces from `begin` on; they stay held."""
+        held = self._held or []
+        return "".join(text for text, is_special in held[begin:] if not is_special or self._shows_special)
 
     def consume(self, end: int) -> str:
         """Reads the current token's text up to `end`."""
@@ -108,8 +119,8 @@ class Reader:
         self.at = end
         if self._held is not None:
             self._held.append((text, self.is_special))
-            self._num_held += len(text)
-            if self._num_held > MAX_HELD_CHARS:
+            self._num_held_chars += len(text)
+            if self._num_held_chars > MAX_HELD_CHARS:
                 raise NotACall
         return text
 
