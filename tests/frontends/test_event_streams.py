@@ -11,13 +11,14 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+from sse_starlette.sse import AppStatus
 from starlette.requests import ClientDisconnect, Request
 
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import Outputs, layout_of
 from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.direct_body import DirectBody
-from llmbackend.frontends.http.event_stream import EventStream
+from llmbackend.frontends.http.event_stream import EventStream, pieces_of
 from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.kserve.generate_events import TextEvents, json_of_response
 from tests.helpers.kserve_runner import Running
@@ -245,8 +246,8 @@ def by_hand(script: Callable[[Source, Client, ClientPresence], Any]) -> tuple[So
 
     async def run() -> tuple[Source, Client]:
         source, client, presence = Source(), Client(), ClientPresence()
-        stream = EventStream(source, lambda: closed.append(True), {})
-        scope = {"llmbackend.direct_body": client, PRESENCE: presence}
+        stream = EventStream(pieces_of(source, client), {}, on_close=lambda: closed.append(True))  # type: ignore[arg-type]
+        scope = {"type": "http", "method": "POST", PRESENCE: presence}
         task = asyncio.create_task(stream(scope, no_message, client.send))
         await settle()
         await script(source, client, presence)
@@ -275,17 +276,18 @@ def test_nothing_is_written_past_a_client_that_is_behind() -> None:
         source.add(b"6")
 
     _, client, closed = by_hand(script)
-    assert (client.direct, client.sent, closed) == ([b"1", b"5"], [b"2", b"34", b"6"], [True])
+    assert (client.direct, client.sent, closed) == ([b"1", b"5"], [b"2", b"34", b"6", b""], [True])
 
 
 def test_a_stream_ends_at_once_when_its_client_is_gone() -> None:
     async def script(source: Source, client: Client, presence: ClientPresence) -> None:
         source.add(b"1")
         presence.lost()
-        source.add(b"2")
 
-    _, client, closed = by_hand(script)
+    source, client, closed = by_hand(script)
     assert (client.direct, client.sent, closed) == ([b"1"], [], [True])
+    source.add(b"2")  # nobody listens any more
+    assert client.direct == [b"1"]
 
 
 def test_only_a_stream_that_is_quiet_pings() -> None:
@@ -304,7 +306,21 @@ def test_only_a_stream_that_is_quiet_pings() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "Source", Quiet)
         _, client, closed = by_hand(script)
-    assert (client.direct, client.sent[-1], closed) == ([], b"1", [True])
+    assert (client.direct, client.sent[-1], closed) == ([], b"", [True])
+
+
+def test_an_open_stream_goes_on_while_the_server_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sse-starlette would end it."""
+    monkeypatch.setattr(AppStatus, "should_exit", True)
+
+    async def script(source: Source, client: Client, presence: ClientPresence) -> None:
+        source.add(b"1")
+        await asyncio.sleep(0.05)
+        source.is_over = True
+        source.add(b"2")
+
+    _, client, closed = by_hand(script)
+    assert (client.direct, client.sent, closed) == ([b"1"], [b"2", b""], [True])
 
 
 @pytest.mark.parametrize(

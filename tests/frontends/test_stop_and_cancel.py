@@ -7,7 +7,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import grpc
@@ -16,7 +16,8 @@ import pytest
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.http.responses import StreamedBody
+from llmbackend.frontends.http.event_stream import EventStream
+from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.inference_gate import InferenceGate
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.kserve_runner import Running
@@ -143,18 +144,20 @@ def test_one_refused_prompt_of_several_cancels_the_others() -> None:
         assert gate.open_inferences == 0
 
 
-def test_a_streamed_body_that_never_begins_is_closed_all_the_same() -> None:
+def test_a_stream_whose_head_cannot_be_sent_is_closed_all_the_same() -> None:
     closed: list[bool] = []
 
-    async def chunks() -> Any:
+    async def pieces() -> AsyncGenerator[bytes, None]:
         yield b"never"
 
     async def send(message: Any) -> None:
         raise OSError("gone")
 
-    body = StreamedBody(chunks(), 200, {"content-type": "text/plain"}, lambda: closed.append(True))
-    with pytest.raises(OSError, match="gone"):
-        asyncio.run(body({}, None, send))  # type: ignore[arg-type]
+    async def run() -> None:
+        scope = {"type": "http", "method": "POST", PRESENCE: ClientPresence()}
+        await EventStream(pieces(), {}, on_close=lambda: closed.append(True))(scope, None, send)  # type: ignore[arg-type]
+
+    asyncio.run(run())
     assert closed == [True]
 
 

@@ -1,12 +1,9 @@
-"""Streams of server-sent events that are made where their tokens arrive.
+"""Streams of server-sent events: `EventStream` sends pieces, whole events each, and `pieces_of` makes them of a source.
 
-For: every endpoint that streams an answer. Does not know: what an event says, where it comes from. Invariants: what a
-source has ready goes out in one write; while the client keeps up, that happens in the call that tells of it, and the
-task of the request sleeps; what has to be awaited, a client that is behind, the end and errors are the task's. Both
+For: every endpoint that streams. Does not know: what an event says, where it comes from. Invariants: what a source has
+ready goes out in one piece. While the client keeps up, a piece is written by the call that announces its tokens, and
+the task of the request sleeps; what has to be awaited, a client that is behind, the end and errors are the task's. Both
 ways send the same bytes. However a stream ends, `on_close` is called.
-
-Not sse-starlette's EventSourceResponse, which ends open streams as soon as the server is told to stop (they must
-drain), polls for that twice a second, and takes many times as long per event.
 """
 
 from __future__ import annotations
@@ -15,12 +12,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Protocol
 
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from sse_starlette import EventSourceResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from ..errors import RETRY_AFTER_S
-from .client_disconnect import unless_disconnected
 from .direct_body import DirectBody
 from .request_scope import PRESENCE, ClientPresence
 
@@ -48,32 +44,43 @@ class EventSource(Protocol):
         ...
 
     def ping(self) -> bytes:
-        """Says that the stream goes on, while nothing happens."""
+        """A comment that shows that the stream is alive."""
         ...
 
 
-class PieceReader:
-    """Reads a source piece by piece. While it waits, what is ready goes to `direct`, if there is one and it is open."""
+def pieces_of(source: EventSource, direct: DirectBody | None = None) -> AsyncGenerator[bytes, None]:
+    """The events of `source` in pieces. While the generator waits, what is ready is written to `direct` instead, if
+    there is one and it is open."""
+    return _PieceReader(source, direct).pieces()
 
-    def __init__(self, source: EventSource, direct: DirectBody | None = None) -> None:
+
+class _PieceReader:
+    def __init__(self, source: EventSource, direct: DirectBody | None) -> None:
         self._source = source
         self._direct = direct
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[bytes] | None = None
-        """Gets what is made already."""
-        self._is_lost = False
+        """Set while the generator waits. Its result is a piece that was made already."""
         self._alarm: asyncio.TimerHandle | None = None
-        self._active_s = self._loop.time()
-        """When the last piece was there."""
+        self._active_s = 0.0
+        """When the last piece was made."""
+
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
+        source = self._source
         source.listen(self._heard)
+        self._active_s = self._loop.time()
         if source.quiet_s is not None:
             self._set_alarm(source.quiet_s)
+        try:
+            while not source.is_over:
+                if piece := await self._next():
+                    yield piece
+        finally:
+            if self._alarm is not None:
+                self._alarm.cancel()
 
-    async def next(self) -> bytes:
-        """The next piece that was not written; the last one, which may be empty, when the source is over. Raises
-        ClientDisconnect after `lost`."""
-        if self._is_lost:
-            raise ClientDisconnect
+    async def _next(self) -> bytes:
+        """The next piece that was not written; the last one, which may be empty, when the source is over."""
         source = self._source
         parts = [source.ready()]
         while True:
@@ -89,27 +96,8 @@ class PieceReader:
                 self._waiter = None
             parts.append(source.ready())
 
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Every piece that was not written."""
-        try:
-            while not self._source.is_over:
-                if piece := await self.next():
-                    yield piece
-        finally:
-            self.close()
-
-    def lost(self) -> None:
-        """The client is gone."""
-        self._is_lost = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(ClientDisconnect())
-
-    def close(self) -> None:
-        if self._alarm is not None:
-            self._alarm.cancel()
-
     def _heard(self) -> None:
-        """Called for each token of a stream: everything else here is called seldom."""
+        """Called for each token of a stream; everything else here is called seldom."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
@@ -138,41 +126,49 @@ class PieceReader:
         self._set_alarm(left_s)
 
 
-class EventStream(Response):
-    """A response with the events of `source` as its body. `on_close` is called once, when it is over."""
+class EventStream(EventSourceResponse):
+    """sse-starlette's response with `pieces` as its body and exactly the headers that are given.
+
+    It differs in what it waits for: pings are part of the pieces, since they are due after silence only; a server that
+    is told to stop lets open streams end by themselves, within its own time limit for draining; and the connection
+    itself reports that its client is gone, also before the response begins.
+    """
 
     def __init__(
-        self, source: EventSource, on_close: Callable[[], None], headers: Mapping[str, str], status_code: int = 200
+        self,
+        pieces: AsyncGenerator[bytes, None],
+        headers: Mapping[str, str],
+        status_code: int = 200,
+        on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        self.status_code = status_code
-        self.background = None
+        """on_close: called once, when the stream is over or could not begin."""
+        super().__init__(pieces, status_code, ping=0)
         retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
-        self._source = source
-        self._on_close = on_close
         self.init_headers({**headers, **retry})
+        self._on_close = on_close
+        self._presence: ClientPresence | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        reader = PieceReader(self._source, DirectBody.of(scope))
-        presence: ClientPresence | None = scope.get(PRESENCE)
+        self._presence = scope.get(PRESENCE)
         try:
-            if presence is None:
-                await unless_disconnected(Request(scope, receive), self._send(send, reader))
-            else:
-                presence.when_lost(reader.lost)
-                await self._send(send, reader)
+            await super().__call__(scope, receive, send)
         except (ClientDisconnect, OSError):
             return
         finally:
-            if presence is not None:
-                presence.forget(reader.lost)
-            reader.close()
             self._on_close()
 
-    async def _send(self, send: Send, reader: PieceReader) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        source = self._source
-        piece = await reader.next()
-        while not source.is_over:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            piece = await reader.next()
-        await send({"type": "http.response.body", "body": piece, "more_body": False})
+    async def _listen_for_disconnect(self, receive: Receive) -> None:
+        presence = self._presence
+        if presence is None:  # under another ASGI server
+            await super()._listen_for_disconnect(receive)
+            return
+        is_lost = asyncio.Event()
+        presence.when_lost(is_lost.set)
+        try:
+            await is_lost.wait()
+        finally:
+            presence.forget(is_lost.set)
+
+    @staticmethod
+    async def _listen_for_exit_signal() -> None:
+        await asyncio.get_running_loop().create_future()

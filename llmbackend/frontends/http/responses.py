@@ -1,4 +1,4 @@
-"""Responses with exactly the headers that are given: bytes, JSON, several buffers, or chunks as they come; compression.
+"""Responses with exactly the headers that are given: bytes, JSON or several buffers; compression.
 
 For: handlers. Does not know: what the bytes mean. Invariant: neither a whole large body nor a large part of it is
 copied at once, so others on the event loop run between the pieces; the client's pace holds the sending back.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from starlette.responses import Response
@@ -46,13 +46,23 @@ def pieces(part: bytes | memoryview) -> Iterator[bytes]:
 
 
 class PartsResponse(Response):
-    """A 200 with `parts` one after the other as its body."""
+    """A response with `parts` one after the other as its body."""
 
-    def __init__(self, parts: Sequence[bytes | memoryview], headers: Mapping[str, str]) -> None:
-        self.status_code = 200
+    def __init__(
+        self,
+        parts: Sequence[bytes | memoryview],
+        headers: Mapping[str, str],
+        status_code: int = 200,
+        *,
+        has_length: bool = True,
+    ) -> None:
+        """has_length: whether Content-Length is sent; without it the body goes out in chunks."""
+        self.status_code = status_code
         self.background = None
         self._parts = parts
-        self.init_headers({**headers, "content-length": str(sum(map(len, parts)))})
+        length = {"content-length": str(sum(map(len, parts)))} if has_length else {}
+        retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
+        self.init_headers({**headers, **length, **retry})
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -60,42 +70,6 @@ class PartsResponse(Response):
             for piece in pieces(part):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-class StreamedBody(Response):
-    """A response whose body is sent chunk by chunk as `chunks` yields.
-
-    However it ends, `chunks` is closed and `on_close` is called (closing a generator that has not started runs none of
-    its code).
-
-    Not sse-starlette's EventSourceResponse, which ends open streams as soon as the server is told to stop (they must
-    drain), polls for that twice a second, watches for disconnects only from its own call on (they must be noticed while
-    the first response is awaited), adds headers of its own, and takes twice the time per event.
-    """
-
-    def __init__(
-        self,
-        chunks: AsyncGenerator[bytes, None],
-        status_code: int,
-        headers: Mapping[str, str],
-        on_close: Callable[[], None],
-    ) -> None:
-        self.status_code = status_code
-        retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
-        self.background = None
-        self._chunks = chunks
-        self._on_close = on_close
-        self.init_headers({**headers, **retry})
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._on_close()
-            await self._chunks.aclose()
 
 
 async def compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:

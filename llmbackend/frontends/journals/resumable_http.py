@@ -7,17 +7,16 @@ Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing
 from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.errors import invalid_argument
 from llmbackend.frontends.http.errors import error_body, is_openai, openai_error_body
+from llmbackend.frontends.http.event_stream import EventStream
 from llmbackend.frontends.http.request_scope import header
 
 from .journal import EventsGoneError
@@ -90,13 +89,13 @@ async def open_stream(
         recorded_headers=headers_recorded,
         recording=Recording.of(request),
     )
-    return _StreamResponse(stream, -1)
+    return _response(stream, -1)
 
 
 async def come_back(streams: ResumableStreams, request: Request) -> Response:
     """The rest of a stream, behind the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find does."""
     found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
-    return _StreamResponse(*found)
+    return _response(*found)
 
 
 async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequence[bytes], None]:
@@ -107,53 +106,24 @@ async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequenc
         await chunks.aclose()
 
 
-class _StreamResponse(Response):
+def _response(stream: ResumableStream, after: int) -> EventStream:
     """One connection's view of a stream."""
+    return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key}, stream.status)
 
-    def __init__(self, stream: ResumableStream, after: int) -> None:
-        self.status_code = stream.status
-        self.background = None
-        self._stream = stream
-        self._after = after
-        self.init_headers({**stream.headers, STREAM_ID: stream.key})
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.ensure_future(self._send(send))
-        watching = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait((sending, watching), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (sending, watching):
-                task.cancel()
-            ended = await asyncio.gather(sending, watching, return_exceptions=True)
-        if isinstance(ended[0], Exception) and not isinstance(ended[0], OSError):
-            raise ended[0]
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        key = self._stream.key.encode()
-        reading = self._stream.journal.follow(self._after, _QUIET_S)
-        try:
+async def _pieces(stream: ResumableStream, after: int) -> AsyncGenerator[bytes, None]:
+    key = stream.key.encode()
+    try:
+        async with aclosing(stream.journal.follow(after, _QUIET_S)) as reading:
             async for events in reading:
-                parts = [
-                    b"id: %b:%d\n%b\n\n" % (key, number, event)
-                    for number, event in enumerate(events.parts, events.first)
-                ]
-                await send({"type": "http.response.body", "body": b"".join(parts) or _PING, "more_body": True})
-        except EventsGoneError:
-            await send({"type": "http.response.body", "body": self._too_slow(), "more_body": True})
-        finally:
-            await reading.aclose()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _too_slow(self) -> bytes:
-        message = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
-        if is_openai(self._stream.head.path):
-            return b"data: %b\n\n" % openai_error_body(message, "invalid_request_error", "request_cancelled")
-        return b"data: %b\n\n" % error_body(message)
+                numbered = enumerate(events.parts, events.first)
+                yield b"".join([b"id: %b:%d\n%b\n\n" % (key, number, event) for number, event in numbered]) or _PING
+    except EventsGoneError:
+        yield _too_slow(stream.head.path)
 
 
-async def _disconnect(receive: Receive) -> None:
-    with suppress(OSError):
-        while (await receive())["type"] != "http.disconnect":
-            pass
+def _too_slow(path: str) -> bytes:
+    message = f"the client reads too slowly: more than {MAX_STREAM_BYTES} bytes were waiting for it"
+    if is_openai(path):
+        return b"data: %b\n\n" % openai_error_body(message, "invalid_request_error", "request_cancelled")
+    return b"data: %b\n\n" % error_body(message)

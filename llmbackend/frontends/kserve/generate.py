@@ -8,7 +8,6 @@ Source: Triton's generate extension, as recorded from Triton 2.51.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Final
 
@@ -19,10 +18,11 @@ from llmbackend.core.errors import ErrorCode, invalid_argument
 from llmbackend.core.messages import InferenceResponse, ModelMetadata
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..http.direct_body import DirectBody
 from ..http.errors import error_body
-from ..http.event_stream import EventStream, PieceReader
+from ..http.event_stream import EventStream, pieces_of
 from ..http.request_body import read_body, release_body
-from ..http.responses import JSON, StreamedBody, pieces
+from ..http.responses import JSON, PartsResponse
 from ..http.routing import Endpoints, post
 from ..http.tracing import received, sampled, traced
 from ..inference import Inference
@@ -88,7 +88,7 @@ class GenerateEndpoints(Endpoints):
             else error_body(_NOT_ONE_RESPONSE)
         )
         status = _status(responses[0] if responses else None)
-        return StreamedBody(_once(body), status, self._headers(request, JSON), inference.close)
+        return PartsResponse([body], self._headers(request, JSON), status, has_length=False)
 
     async def _generate_stream(self, request: Request, model: ModelMetadata, trace: RequestTrace | None) -> Response:
         inference = await self._submit(request, model, trace, is_stream=True)
@@ -100,11 +100,11 @@ class GenerateEndpoints(Endpoints):
             status = _status(first)
             if status == 200 and is_resumable(request):
                 inference.outlive_client()
-                return await open_stream(self._streams, request, PieceReader(events).pieces(), inference.close, headers)
+                return await open_stream(self._streams, request, pieces_of(events), inference.close, headers)
         except BaseException:
             inference.close()
             raise
-        return EventStream(events, inference.close, headers, status)
+        return EventStream(pieces_of(events, DirectBody.of(request.scope)), headers, status, inference.close)
 
     async def _come_back(self, request: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
@@ -155,8 +155,3 @@ async def _first_response(inference: Inference) -> InferenceResponse | None:
         if item[0] is not None:
             return item[0]
     return None
-
-
-async def _once(body: bytes) -> AsyncGenerator[bytes, None]:
-    for piece in pieces(body):
-        yield piece

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.client_disconnect import unless_disconnected
-from llmbackend.frontends.http.event_stream import EventSource, EventStream
+from llmbackend.frontends.http.direct_body import DirectBody
+from llmbackend.frontends.http.event_stream import EventSource, EventStream, pieces_of
 from llmbackend.frontends.http.request_scope import LABELS
 from llmbackend.frontends.http.tracing import received, sampled, traced
 from llmbackend.frontends.inference_gate import InferenceGate
@@ -77,7 +78,7 @@ async def streamed_answer(
         events = AnswerEvents(generation, first, writer, before_end)
         sent = stream_headers({**headers(), **generation.headers()})
         if make is None:
-            return EventStream(events, generation.close, sent)
+            return EventStream(pieces_of(events, DirectBody.of(http.scope)), sent, on_close=generation.close)
         return await make(events, generation.close, sent)
     except BaseException:
         generation.close()

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.event_stream import EventSource, PieceReader
+from llmbackend.frontends.http.event_stream import EventSource, pieces_of
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.response_store import ResponseStore
@@ -180,7 +180,7 @@ class _OpenAIService:
     async def _resumable(
         self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
     ) -> Response:
-        return await open_stream(self._streams, http, PieceReader(events).pieces(), on_close, headers)
+        return await open_stream(self._streams, http, pieces_of(events), on_close, headers)
 
     async def _come_back(self, http: Request) -> Response:
         """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""

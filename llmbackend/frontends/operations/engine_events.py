@@ -11,13 +11,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from llmbackend.core.activity.hub import Viewer
 from llmbackend.core.activity.messages import EVENT_KINDS, EventKind
@@ -26,7 +24,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.recent_log import RecentLog
 
 from ..errors import PermissionDeniedError
-from ..http.client_disconnect import unless_disconnected
+from ..http.event_stream import EventStream
 from ..http.routing import Endpoints, Json, get
 from .event_writer import EventWriter
 
@@ -143,7 +141,8 @@ class EngineEventsEndpoint(Endpoints):
             raise PermissionDeniedError(
                 "query parameter 'kinds' has 'log', which needs an API key with role 'operator'"
             )
-        return _EventsResponse(self._server, self._log, viewer, wakeup, query, self._allows_kill)
+        feed = _Feed(self._server, self._log, viewer, wakeup, query, self._allows_kill)
+        return EventStream(feed.pieces(), _HEADERS, on_close=viewer.close)
 
 
 class _Wakeup:
@@ -168,8 +167,8 @@ class _Wakeup:
         return True
 
 
-class _EventsResponse(Response):
-    """The events of `viewer`, which it closes, as a body."""
+class _Feed:
+    """The events of `viewer`."""
 
     def __init__(
         self,
@@ -180,8 +179,6 @@ class _EventsResponse(Response):
         query: EventsQuery,
         allows_kill: bool,
     ) -> None:
-        self.status_code = 200
-        self.background = None
         self._server = server
         self._log = log
         self._viewer = viewer
@@ -189,24 +186,8 @@ class _EventsResponse(Response):
         self._interval_s = query.interval_s
         self._writer = EventWriter(query.kinds, query.models, viewer.key_name)
         self._allows_kill = allows_kill
-        self.init_headers(_HEADERS)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await unless_disconnected(Request(scope, receive), self._send(send))
-        except (ClientDisconnect, OSError):
-            return
-        finally:
-            self._viewer.close()
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._pieces()) as pieces:
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _pieces(self) -> AsyncGenerator[bytes, None]:
+    async def pieces(self) -> AsyncGenerator[bytes, None]:
         viewer = self._viewer
         yield await asyncio.to_thread(self._snapshot)
         while not viewer.is_over:

@@ -41,7 +41,7 @@ from .background_run import BackgroundRun, decode_deltas
 from .conversations import Conversations
 from .create import PreparedResponse, prepare
 from .event_writer import ResponseWriter
-from .journal_stream import JournalStream
+from .journal_stream import journal_stream
 from .parsing import read_responses
 from .request import History
 from .response_state import ResponseState
@@ -134,7 +134,7 @@ class BackgroundResponses:
             raise
         headers = load_headers(self._gate.server, http, target.name)
         if prepared.request.generation.stream is not None:
-            return JournalStream(run.log.journal, headers=headers)
+            return journal_stream(run.log.journal, headers=headers)
         try:
             await run.log.committed()
         except StoreError as error:

@@ -21,7 +21,7 @@ from ..errors import JsonObject, OpenAIError, refuse
 from ..sealed_reasoning import SealingKey
 from .background import BackgroundResponses
 from .item_pages import page, read_page_query
-from .journal_stream import JournalStream
+from .journal_stream import journal_stream
 from .request import ENCRYPTED_REASONING
 from .schema import INCLUDABLE
 
@@ -114,7 +114,7 @@ class StoredResponseEndpoints:
             raise OpenAIError(message, param="stream", code="unsupported_value")
         if after >= journal.next_number:
             raise refuse("starting_after", f"at most {journal.next_number - 1}, the latest event", after)
-        return JournalStream(journal, after)
+        return journal_stream(journal, after)
 
     async def _json(self, size_bytes: int, make: Callable[[], JsonObject]) -> Response:
         return _response(await self._gate.decode_in_thread(size_bytes, lambda: orjson.dumps(make())))
