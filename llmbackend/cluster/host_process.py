@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.process.served.locating import stop_loads, use_locator
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote import wire
 from llmbackend.remote.host_endpoint import HostEndpoint
-from llmbackend.remote.sockets import CurveKeys
 
 from ..server.cluster_member import ClusterMember
 from ..server.settings import ServerSettings
@@ -55,7 +54,7 @@ def main() -> None:
     member = ClusterMember(
         host_id=order.host_id,
         endpoint=f"tcp://[{order.bind}]:0" if ":" in order.bind else f"tcp://{order.bind}:0",
-        keys=CurveKeys(secrets.curve_public_key, secrets.curve_secret_key),
+        keys=secrets,
         on_serving=partial(_meet_others, locator),
         on_stopping=stop_loads,
     )

@@ -10,7 +10,7 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
-from llmbackend.remote.sockets import CurveKeys
+from llmbackend.links.secrets import ClusterSecrets
 
 from ..server.frontend_processes import FrontendProcesses
 from ..server.host_folder import open_host_folder
@@ -25,7 +25,7 @@ class MachineFrontends:
     metrics_port: int | None = None
     """That is the host's own."""
 
-    def __init__(self, settings: ServerSettings, folder: Path, keys: CurveKeys) -> None:
+    def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
         """folder: for this launcher alone. keys: of the cluster, for hosts of other machines. Raises OSError naming the
         port that another process has."""
         folder.mkdir(mode=0o700)

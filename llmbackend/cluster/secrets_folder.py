@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from llmbackend.cluster_secrets import CURVE_KEY, ClusterSecrets
-from llmbackend.remote.sockets import CurveKeys
+from llmbackend.links.secrets import CURVE_KEY, ClusterSecrets
 
 from .errors import ClusterError
 
@@ -41,14 +40,13 @@ class SecretsFolder:
         return self.path / "ca.key"
 
     @property
-    def curve_keys(self) -> CurveKeys:
-        keys = ClusterSecrets.load(self.path)
-        return CurveKeys(keys.curve_public_key, keys.curve_secret_key)
+    def curve_keys(self) -> ClusterSecrets:
+        return ClusterSecrets.load(self.path)
 
     @property
     def key_name(self) -> str:
         """Of the CURVE key, for comparison: made of its public half."""
-        return hashlib.sha256(self.curve_keys.public).hexdigest()[:12]
+        return hashlib.sha256(self.curve_keys.curve_public_key).hexdigest()[:12]
 
     @property
     def _files(self) -> tuple[Path, ...]:

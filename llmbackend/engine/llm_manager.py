@@ -21,6 +21,7 @@ from enum import IntEnum
 from typing import ParamSpec, TypeVar
 
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+from llmbackend.waiting.wakeup import Wakeup
 
 from .config import EngineConfig
 from .errors import EngineDeadError
@@ -39,7 +40,7 @@ from .messages import (
 )
 from .process.engine_sources import EngineSource, ForkedEngines
 from .process.served.locating import remote_engines
-from .process.supervisor import Supervisor, Wakeup
+from .process.supervisor import Supervisor
 from .reports import EngineHistory, EngineReport, EngineState, Watch
 from .start.load_progress import LoadProgress
 

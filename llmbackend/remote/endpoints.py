@@ -9,7 +9,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from .sockets import Connection, ConnectionOwner, CurveKeys, HostSocket
+from llmbackend.links.secrets import ClusterSecrets
+
+from .sockets import Connection, ConnectionOwner, HostSocket
 from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
 from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S, ZmqConnection, ZmqHostSocket
 
@@ -17,7 +19,7 @@ _IPC: Final = "ipc://"
 _TCP: Final = "tcp://"
 
 
-def check_endpoint(endpoint: str, keys: CurveKeys | None) -> None:
+def check_endpoint(endpoint: str, keys: ClusterSecrets | None) -> None:
     """Raises ValueError for an endpoint that cannot be used, or not safely."""
     if endpoint.startswith(_TCP):
         if keys is None:
@@ -28,7 +30,7 @@ def check_endpoint(endpoint: str, keys: CurveKeys | None) -> None:
         )
 
 
-def new_host_socket(endpoint: str, keys: CurveKeys | None, timeout_s: float | None) -> HostSocket:
+def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None) -> HostSocket:
     """timeout_s: after which a silent peer is gone; None = that of the kind. Raises ValueError as `check_endpoint`."""
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
@@ -37,7 +39,7 @@ def new_host_socket(endpoint: str, keys: CurveKeys | None, timeout_s: float | No
 
 
 def new_connection(
-    endpoint: str, keys: CurveKeys | None, timeout_s: float | None, owner: ConnectionOwner
+    endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None, owner: ConnectionOwner
 ) -> Connection:
     """A frontend's, on an event loop; else as `new_host_socket`."""
     check_endpoint(endpoint, keys)

@@ -23,12 +23,13 @@ from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.core.wakeups import responses_together
+from llmbackend.links.secrets import ClusterSecrets
 
 from .attached_frontend import MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest
 from .endpoints import new_host_socket
 from .host_states import ANNOUNCED_WITHIN_S, HostStates
 from .requests import unpacked_request
-from .sockets import CurveKeys, Sender
+from .sockets import Sender
 from .tensors import Frame
 from .wire import (
     PROTOCOL,
@@ -75,7 +76,7 @@ class HostEndpoint:
         endpoint: str,
         *,
         host_id: str = "host",
-        keys: CurveKeys | None = None,
+        keys: ClusterSecrets | None = None,
         heartbeat_timeout_s: float | None = None,
         max_unread_bytes: int = MAX_UNREAD_BYTES,
         max_waiting_bytes: int = MAX_WAITING_BYTES,

@@ -14,10 +14,11 @@ from typing import Final, Protocol
 import msgspec
 
 from llmbackend.core.outputs import OutputLayout, layout_of
+from llmbackend.links.secrets import ClusterSecrets
 
 from .endpoints import check_endpoint, new_connection
 from .known_host import KnownHost
-from .sockets import Connection, ConnectionOwner, CurveKeys
+from .sockets import Connection, ConnectionOwner
 from .tensors import Frame
 from .wire import (
     Hello,
@@ -61,7 +62,7 @@ class HostLink:
         endpoint: str,
         owner: LinkOwner,
         hello: Hello,
-        keys: CurveKeys | None = None,
+        keys: ClusterSecrets | None = None,
         heartbeat_timeout_s: float | None = None,
     ) -> None:
         """heartbeat_timeout_s: None = that of the endpoint's kind. Raises ValueError for an endpoint that cannot be

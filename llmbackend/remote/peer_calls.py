@@ -21,11 +21,12 @@ from zmq.utils.monitor import parse_monitor_message
 
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError, internal, unavailable
+from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.links.sockets import new_socket
 
 from .host_endpoint import HostEndpoint
-from .sockets import CurveKeys
 from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
-from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S, new_socket
+from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -40,7 +41,7 @@ class PeerCalls:
         self,
         endpoint: HostEndpoint,
         host_id: str,
-        keys: CurveKeys | None = None,
+        keys: ClusterSecrets | None = None,
         heartbeat_timeout_s: float = FRONTEND_HEARTBEAT_TIMEOUT_S,
         release: str = __version__,
     ) -> None:

@@ -32,13 +32,13 @@ from llmbackend.core.messages import (
 )
 from llmbackend.core.models.served_config import Description
 from llmbackend.core.wakeups import responses_together
+from llmbackend.links.secrets import ClusterSecrets
 
 from .host_link import HostLink
 from .known_host import KnownHost
 from .open_request import OpenRequest
 from .remote_tracing import RemoteTracing, begun
 from .requests import packed_request
-from .sockets import CurveKeys
 from .tensors import Frame
 from .wire import PROTOCOL, Cancel, Decision, Hello, Responses, Traced, encode
 
@@ -63,7 +63,7 @@ class RemoteServer:
         endpoints: Sequence[str],
         *,
         name: str = "frontend",
-        keys: CurveKeys | None = None,
+        keys: ClusterSecrets | None = None,
         metric_families: Iterable[str] = (),
         wait_for_host_s: float = WAIT_FOR_HOST_S,
         heartbeat_timeout_s: float | None = None,

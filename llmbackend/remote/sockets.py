@@ -18,13 +18,6 @@ Parts = list[memoryview]
 """A message as it arrives: its header and its frames, in memory that nothing else uses."""
 
 
-class CurveKeys(NamedTuple):
-    """The key pair that all processes of a cluster have, in ZeroMQ's Z85."""
-
-    public: bytes
-    secret: bytes
-
-
 class HostSocket(Protocol):
     """A host's end: any number of frontends. `wake` and `send` may be called by any thread, the others by one.
 

@@ -11,12 +11,13 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import select
 import socket
 import time
 from pathlib import Path
 from typing import Final
+
+from llmbackend.waiting.wakeup import Wakeup
 
 from .sockets import ConnectionOwner, Parts, Sender
 from .tensors import Frame
@@ -58,16 +59,16 @@ class UnixHostSocket:
         except OSError as error:
             self._listener.close()
             raise OSError(error.errno, f"cannot listen on {self.endpoint}: {error.strerror or error}") from None
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._poll.register(self._listener, select.POLLIN)
-        self._poll.register(self._wake_fd, select.POLLIN)
+        self._poll.register(self._wakeup, select.POLLIN)
 
     def close(self) -> None:
         self._listener.close()
         self._path.unlink(missing_ok=True)
         for sender in list(self._connections):
             self._drop(sender)
-        os.close(self._wake_fd)
+        self._wakeup.close()
 
     def wait(self, timeout_s: float) -> None:
         while self._full:
@@ -75,11 +76,10 @@ class UnixHostSocket:
                 self._poll.modify(connection, select.POLLIN | select.POLLOUT)
         until_look_s = max(self._look_at_s - time.monotonic(), 0)
         self._poll.poll(min(timeout_s, until_look_s) * 1e3)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wakeup.clear()
 
     def wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.set()
 
     def has_lost(self) -> bool:
         had_lost, self._has_lost = self._has_lost, False

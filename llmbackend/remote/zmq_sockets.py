@@ -8,7 +8,6 @@ sent or heard after it has ended.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import select
@@ -16,86 +15,34 @@ import threading
 from typing import Final, cast
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from llmbackend.cluster_secrets import ClientCheck
+from llmbackend.links.secrets import ClientCheck, ClusterSecrets
+from llmbackend.links.sockets import (
+    HANDSHAKE_FAILURES,
+    HandshakeFailure,
+    Monitor,
+    descriptor,
+    is_readable,
+    new_socket,
+)
+from llmbackend.waiting.wakeup import Wakeup
 
-from .sockets import ConnectionOwner, CurveKeys, Parts, Sender
+from .sockets import ConnectionOwner, Parts, Sender
 from .tensors import Frame
 
 FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
 """Silence after which an end counts as gone."""
 _MESSAGES_AT_ONCE: Final = 64
-_POLLIN: Final = int(zmq.POLLIN)
-_EVENTS: Final = (
-    zmq.Event.HANDSHAKE_SUCCEEDED
-    | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.Event.HANDSHAKE_FAILED_PROTOCOL
-    | zmq.Event.HANDSHAKE_FAILED_AUTH
-    | zmq.Event.DISCONNECTED
-)
+_EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {
-    zmq.Event.HANDSHAKE_FAILED_AUTH: "the host does not take this frontend's key",
-    zmq.Event.HANDSHAKE_FAILED_PROTOCOL: "the host does not speak the links' encryption, or has another key",
-    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL: "the connection ended before it was encrypted: another key, or none",
+    HandshakeFailure.REFUSED_KEY: "the host does not take this frontend's key",
+    HandshakeFailure.PROTOCOL: "the host does not speak the links' encryption, or has another key",
+    HandshakeFailure.ENDED: "the connection ended before it was encrypted: another key, or none",
+    HandshakeFailure.SILENCE: "the connection ended before it was encrypted: another key, or none",
 }
 
 
-def new_socket(
-    context: zmq.Context[zmq.Socket[bytes]], kind: int, keys: CurveKeys | None, heartbeat_timeout_s: float
-) -> zmq.Socket[bytes]:
-    """A ROUTER (the host's end) or a DEALER (a frontend's), neither bound nor connected."""
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.set_hwm(0)  # what waits is counted in bytes, by the ends of the link
-    timeout_ms = math.ceil(heartbeat_timeout_s * 1e3)
-    socket.heartbeat_ivl = max(timeout_ms // 3, 1)
-    socket.heartbeat_timeout = timeout_ms
-    socket.heartbeat_ttl = timeout_ms
-    if kind == zmq.ROUTER:
-        socket.router_mandatory = True
-    if keys is not None:
-        socket.curve_publickey, socket.curve_secretkey = keys
-        if kind == zmq.ROUTER:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = keys.public
-    return socket
-
-
-def descriptor(socket: zmq.Socket[bytes]) -> int:
-    """Readable when it is time to ask `is_readable` again; it may stay silent until that is asked."""
-    return cast(int, socket.getsockopt(zmq.FD))
-
-
-def is_readable(socket: zmq.Socket[bytes]) -> bool:
-    return bool(cast(int, socket.getsockopt(zmq.EVENTS)) & _POLLIN)
-
-
-class Monitor:
-    """What happens to a socket's connections."""
-
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._watched = socket
-        self._events = socket.get_monitor_socket(_EVENTS)
-
-    @property
-    def fd(self) -> int:
-        return descriptor(self._events)
-
-    def read(self) -> list[zmq.Event]:
-        found = []
-        while is_readable(self._events):
-            found.append(zmq.Event(recv_monitor_message(self._events)["event"]))
-        return found
-
-    def close(self) -> None:
-        """Before the socket is closed."""
-        self._watched.disable_monitor()
-        self._events.close()
-
-
-def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
+def receive(socket: zmq.Socket[bytes]) -> Parts | None:
     """The parts of the next message; None when there is none."""
     if not is_readable(socket):
         return None
@@ -105,7 +52,7 @@ def receive(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
 class ZmqHostSocket:
     """A HostSocket."""
 
-    def __init__(self, endpoint: str, keys: CurveKeys | None, heartbeat_timeout_s: float) -> None:
+    def __init__(self, endpoint: str, keys: ClusterSecrets | None, heartbeat_timeout_s: float) -> None:
         self.endpoint = endpoint
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -114,23 +61,23 @@ class ZmqHostSocket:
 
     def bind(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._check = None if self._keys is None else ClientCheck(self._context, self._keys.public)
+        self._check = None if self._keys is None else ClientCheck(self._context, self._keys.curve_public_key)
         self._socket = new_socket(self._context, zmq.ROUTER, self._keys, self._heartbeat_timeout_s)
-        self._monitor = Monitor(self._socket)
+        self._monitor = Monitor(self._socket, _EVENTS)
         try:
             self._socket.bind(self.endpoint)
         except zmq.ZMQError as error:
             self._close_socket()
             raise OSError(error.errno, f"cannot listen on {self.endpoint}: {error.strerror}") from None
         self.endpoint = cast(bytes, self._socket.getsockopt(zmq.LAST_ENDPOINT)).decode().rstrip("\0")
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wakeup = Wakeup()
         self._poll = select.poll()
-        for fd in (descriptor(self._socket), self._monitor.fd, self._wake_fd):
+        for fd in (descriptor(self._socket), descriptor(self._monitor.socket), self._wakeup.fileno()):
             self._poll.register(fd, select.POLLIN)
 
     def close(self) -> None:
         self._close_socket()
-        os.close(self._wake_fd)
+        self._wakeup.close()
 
     def _close_socket(self) -> None:
         self._monitor.close()
@@ -141,14 +88,13 @@ class ZmqHostSocket:
 
     def wait(self, timeout_s: float) -> None:
         self._poll.poll(timeout_s * 1e3)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._wakeup.clear()
 
     def wake(self) -> None:
-        os.eventfd_write(self._wake_fd, 1)
+        self._wakeup.set()
 
     def has_lost(self) -> bool:
-        return zmq.Event.DISCONNECTED in self._monitor.read()
+        return any(event.kind == zmq.Event.DISCONNECTED for event in self._monitor.read())
 
     def receive(self) -> list[tuple[Sender, Parts]]:
         messages: list[tuple[Sender, Parts]] = []
@@ -171,10 +117,10 @@ class ZmqHostSocket:
 
 
 class ZmqConnection:
-    """A Connection. Until it has begun, ZeroMQ goes on trying."""
+    """A Connection. Until it has begun, ZeroMQ keeps trying."""
 
     def __init__(
-        self, endpoint: str, keys: CurveKeys | None, heartbeat_timeout_s: float, owner: ConnectionOwner
+        self, endpoint: str, keys: ClusterSecrets | None, heartbeat_timeout_s: float, owner: ConnectionOwner
     ) -> None:
         self._endpoint = endpoint
         self._keys = keys
@@ -187,9 +133,9 @@ class ZmqConnection:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = new_socket(self._context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
         self._socket.routing_id = os.urandom(16).replace(b"\0", b"\1")  # a leading 0 is ZeroMQ's own
-        self._monitor = Monitor(self._socket)
+        self._monitor = Monitor(self._socket, _EVENTS)
         self._loop.add_reader(descriptor(self._socket), self._owner.on_readable)
-        self._loop.add_reader(self._monitor.fd, self._look)
+        self._loop.add_reader(descriptor(self._monitor.socket), self._look)
         self._socket.connect(self._endpoint)
         self._loop.call_soon(self._owner.on_readable)  # a descriptor is silent until its socket was asked
         self._loop.call_soon(self._look)
@@ -209,7 +155,7 @@ class ZmqConnection:
         if socket is None:
             return
         self._loop.remove_reader(descriptor(socket))
-        self._loop.remove_reader(self._monitor.fd)
+        self._loop.remove_reader(descriptor(self._monitor.socket))
         self._monitor.close()
         socket.close(math.ceil(linger_s * 1e3))
         self._context.term()
@@ -218,8 +164,8 @@ class ZmqConnection:
         if self._socket is None:
             return
         for event in self._monitor.read():
-            if event in _FAILURES:
-                self._owner.on_fault(f"{self._endpoint}: {_FAILURES[event]}")
-            elif event == zmq.Event.DISCONNECTED:
+            if event.failure is not None:
+                self._owner.on_fault(f"{self._endpoint}: {_FAILURES[event.failure]}")
+            elif event.kind == zmq.Event.DISCONNECTED:
                 self._owner.on_end()
                 return

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from llmbackend.links.secrets import ClusterSecrets
     from llmbackend.remote.host_endpoint import HostEndpoint
-    from llmbackend.remote.sockets import CurveKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class ClusterMember:
     host_id: str
     endpoint: str
     """Where frontends of other machines reach this host: tcp://ADDRESS:PORT, port 0 for any."""
-    keys: CurveKeys
+    keys: ClusterSecrets
     """Of the cluster."""
     on_serving: Callable[[Sequence[HostEndpoint]], None]
     """Called once the host answers, on its event loop: with the endpoint in the host's folder and the one over TCP,

@@ -13,7 +13,7 @@ from pathlib import Path
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import ProtocolOptions
-from llmbackend.remote.sockets import CurveKeys
+from llmbackend.links.secrets import ClusterSecrets
 
 from .endpoints import Endpoint
 
@@ -60,7 +60,7 @@ class FrontendSettings:
     """Of the host on this machine."""
     peers: tuple[str, ...] = ()
     """Endpoints of the hosts of other machines, in order of preference; hosts tell of more."""
-    keys: CurveKeys | None = None
+    keys: ClusterSecrets | None = None
     """Of the cluster, for the links to all hosts; None on a single machine."""
     http: Endpoint
     """The port is shared by all frontends of the machine; it is given, not 0."""

@@ -18,9 +18,9 @@ from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.passing_on.edge import HostEdge
 from llmbackend.frontends.shared_counts import SharedCounts
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.peer_calls import PeerCalls
-from llmbackend.remote.sockets import CurveKeys
 
 from .cluster_member import ClusterMember
 from .frontend_processes import FrontendProcesses, FrontendsFailedError
@@ -117,7 +117,7 @@ def frontend_settings_of(
     folder: HostFolder,
     claims: ClaimedPorts,
     peers: tuple[str, ...] = (),
-    keys: CurveKeys | None = None,
+    keys: ClusterSecrets | None = None,
 ) -> list[FrontendSettings]:
     """What each frontend process of the host in `folder` is told. claims: of ports that the processes listen on. peers,
     keys: see FrontendSettings."""

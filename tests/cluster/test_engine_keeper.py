@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from llmbackend.cluster.engine_keeper import EngineKeeper, end_engines
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.process.served.served_order import EngineRecord, ServedEngineNews, read_record, write_record
+from llmbackend.links.secrets import ClusterSecrets
 from tests.cluster.keeper_process import NAME, launch
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually

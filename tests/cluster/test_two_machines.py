@@ -17,9 +17,9 @@ from llmbackend.cluster.locator import AgentLocator
 from llmbackend.cluster.messages import AgentNews, AgentOrder, Peer, Versions
 from llmbackend.cluster.ray_environment import ray_environment
 from llmbackend.cluster.secrets_folder import SecretsFolder
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
+from llmbackend.links.secrets import ClusterSecrets
 from tests.helpers.cluster import engines_of, head_of, processes_of, run_folder, start_machine
 from tests.helpers.server_process import ServerProcess, post, stop_server, write_mock_model
 from tests.helpers.waiting import eventually

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import RUNNERS
-from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
 from llmbackend.engine.start.load_progress import LoadProgress, counted, report, reporting_to, show
 from llmbackend.engine.start.load_progress import logger as progress_log
 from llmbackend.server.load_reports import handled_by
 from llmbackend.server.terminal import LoadLines, load_bars
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.fake_clock import FakeClock
 
 DEMO = str(Path(__file__).resolve().parents[2] / "model_repository" / "demo" / "1")

@@ -15,7 +15,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.messages import EngineInput
 from llmbackend.engine.process.engine_sources import FORK_SERVERS, ForkedEngines
-from llmbackend.engine.process.supervisor import Supervisor, Wakeup
+from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers import preparing_runners
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request
 from tests.helpers.supervised_engines import load, pid_of, server_pid_of

@@ -18,10 +18,10 @@ import pytest
 import zmq
 
 import llmbackend
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.messages import EngineStarted, InferRequest
 from llmbackend.engine.process.served.locating import EngineAddress, stop_loads, use_locator
+from llmbackend.links.secrets import ClusterSecrets
 from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
@@ -299,7 +299,7 @@ def test_an_engine_that_hangs_is_replaced_by_its_keeper(
 HOST = """
 import sys
 from pathlib import Path
-from llmbackend.cluster_secrets import ClusterSecrets
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.engine.process.served.locating import EngineAddress, use_locator
 from tests.engine.test_remote_engines import MOCK, endless
 from tests.helpers.manager_owner import Owner

@@ -16,7 +16,8 @@ from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams
 from llmbackend.engine.process.engine_sources import ForkedEngines
-from llmbackend.engine.process.supervisor import Supervisor, Wakeup
+from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.supervised_engines import load, pid_of, server_pid_of
 
 pytestmark = pytest.mark.slow

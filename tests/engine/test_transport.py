@@ -22,9 +22,9 @@ from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput
 from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport
-from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
 from llmbackend.testing.mock_model import MockRunner
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests
 from tests.helpers.processes import is_alive
 from tests.helpers.waiting import eventually
@@ -306,7 +306,7 @@ import sys, time
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
-from llmbackend.engine.process.supervisor import Wakeup
+from llmbackend.waiting.wakeup import Wakeup
 wakeup = Wakeup()
 transport = ProcessTransport(EngineForkServer(EngineConfig(model="mock"), RUNNERS), wakeup.fileno())
 transport.launch()
@@ -350,7 +350,7 @@ def test_an_idle_engine_uses_no_cpu(process: ProcessTransport) -> None:
 def test_wakeups_between_two_clears_are_one(wakeup: Wakeup) -> None:
     for _ in range(1000):
         wakeup.set()
-    assert len(wakeup._reader.recv(4096)) == 1
+    assert os.eventfd_read(wakeup.fileno()) == 1
     wakeup.clear()
     assert not select.select([wakeup], [], [], 0)[0]
     wakeup.set()

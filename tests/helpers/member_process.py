@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmbackend.core.server_options import ServerOptions
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
-from llmbackend.remote.sockets import CurveKeys
 from llmbackend.remote.wire import Peer
 from llmbackend.server.cluster_member import ClusterMember
 from llmbackend.server.endpoints import Endpoint
@@ -35,7 +35,7 @@ def main() -> int:
             for endpoint in endpoints:
                 endpoint.set_peers(peers)
 
-    keys = CurveKeys(order["public"].encode(), order["secret"].encode())
+    keys = ClusterSecrets(order["public"].encode(), order["secret"].encode())
     member = ClusterMember(host_id=order["id"], endpoint="tcp://127.0.0.1:0", keys=keys, on_serving=on_serving)
     free = Endpoint(address="127.0.0.1", port=0)
     settings = ServerSettings(

@@ -10,13 +10,13 @@ import sys
 
 from llmbackend.core.messages import InferenceRequest
 from llmbackend.core.tensors import Tensor
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.remote_server import RemoteServer
-from llmbackend.remote.sockets import CurveKeys
 
 
 async def main() -> None:
     endpoint, id, *keys = sys.argv[1:]
-    server = RemoteServer([endpoint], keys=CurveKeys(*(key.encode() for key in keys)) if keys else None)
+    server = RemoteServer([endpoint], keys=ClusterSecrets(*(key.encode() for key in keys)) if keys else None)
     await server.start(30)
     text = Tensor.text("text_input", "n=9 sleep=60000")
     server.infer_async(InferenceRequest("llm", id=id, inputs=(text,)), lambda response, flags: None)

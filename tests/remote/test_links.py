@@ -20,10 +20,10 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseFlag
 from llmbackend.core.tensors import Tensor
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
 from llmbackend.remote.requests import unpacked_request
-from llmbackend.remote.sockets import CurveKeys
 from llmbackend.remote.tensors import Frame
 from llmbackend.remote.wire import Peer, Submit
 from tests.helpers.kserve_scripted import RECORD, start_host
@@ -32,12 +32,12 @@ from tests.helpers.waiting import eventually_async
 from tests.remote.linked_host import answers, attached, served, shown
 from tests.remote.processes import relayed
 
-KEYS, OTHER_KEYS = CurveKeys(*zmq.curve_keypair()), CurveKeys(*zmq.curve_keypair())
+KEYS, OTHER_KEYS = ClusterSecrets(*zmq.curve_keypair()), ClusterSecrets(*zmq.curve_keypair())
 INPUT = Tensor.of("INPUT0", np.arange(8, dtype=np.float32).reshape(2, 4))
 
 
 @pytest.fixture(params=["one machine", "network"])
-def keys(request: pytest.FixtureRequest) -> CurveKeys | None:
+def keys(request: pytest.FixtureRequest) -> ClusterSecrets | None:
     """Those of a link over a network; None for one within a machine."""
     return None if request.param == "one machine" else KEYS
 
@@ -50,7 +50,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServer]:
 
 
 def test_a_frontend_of_another_release_is_refused_with_both(
-    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
 ) -> None:
     async def run() -> None:
         async with served(host, tmp_path, keys=keys, release="1.2.3") as endpoint:
@@ -78,7 +78,7 @@ def test_without_a_host_the_start_says_where_none_is(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
-    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, how: signal.Signals
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, how: signal.Signals
 ) -> None:
     id = f"{how.name} {keys is None}"
     timeout_s = 2.0 if how is signal.SIGSTOP else 1000.0
@@ -86,7 +86,7 @@ def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
     async def run() -> None:
         async with served(host, tmp_path, keys=keys, heartbeat_timeout_s=timeout_s) as endpoint:
             command = [sys.executable, "-m", "tests.remote.frontend_process", endpoint.endpoint, id]
-            command += [key.decode() for key in keys or ()]
+            command += [] if keys is None else [key.decode() for key in (keys.curve_public_key, keys.curve_secret_key)]
             with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as frontend:
                 assert frontend.stdout is not None
                 said = await asyncio.to_thread(frontend.stdout.readline)
@@ -99,7 +99,9 @@ def test_requests_of_a_frontend_that_is_killed_or_hangs_are_cancelled(
     asyncio.run(run())
 
 
-def test_a_host_that_says_nothing_more_is_left(host: InferenceServer, tmp_path: Path, keys: CurveKeys | None) -> None:
+def test_a_host_that_says_nothing_more_is_left(
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
+) -> None:
     async def run() -> None:
         async with (
             served(host, tmp_path, keys=keys) as endpoint,
@@ -113,7 +115,7 @@ def test_a_host_that_says_nothing_more_is_left(host: InferenceServer, tmp_path: 
 
 
 def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
-    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None
 ) -> None:
     got: dict[str, list[InferenceResponse]] = {"flood": [], "one": []}
     is_over: set[str] = set()
@@ -149,7 +151,7 @@ def test_a_request_ends_whose_frontend_is_behind_and_others_go_on(
 
 
 def test_large_requests_beyond_the_limit_are_refused_before_they_are_decoded(
-    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, monkeypatch: pytest.MonkeyPatch
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A host that is slow to decode holds no more of them than its limit; others go on."""
     got: dict[str, list[InferenceResponse]] = {"first": [], "second": [], "small": []}
@@ -213,8 +215,8 @@ def test_a_client_that_knows_the_public_key_alone_is_refused(host: InferenceServ
     endpoint = HostEndpoint(host, "tcp://127.0.0.1:0", keys=KEYS)
     endpoint.start()
     with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.curve_serverkey = KEYS.public
-        client.curve_publickey, client.curve_secretkey = OTHER_KEYS
+        client.curve_serverkey = KEYS.curve_public_key
+        client.curve_publickey, client.curve_secretkey = OTHER_KEYS.curve_public_key, OTHER_KEYS.curve_secret_key
         client.linger = 0
         monitor = client.get_monitor_socket(zmq.Event.HANDSHAKE_FAILED_AUTH | zmq.Event.HANDSHAKE_SUCCEEDED)
         client.connect(endpoint.endpoint)
@@ -226,7 +228,7 @@ def test_a_client_that_knows_the_public_key_alone_is_refused(host: InferenceServ
 
 
 def test_a_frontend_that_ends_in_order_is_not_missed(
-    host: InferenceServer, tmp_path: Path, keys: CurveKeys | None, caplog: pytest.LogCaptureFixture
+    host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "llmbackend.remote.host_endpoint")
 
@@ -245,7 +247,7 @@ def test_a_link_over_a_network_without_a_key_is_refused(host: InferenceServer) -
         HostEndpoint(host, "tcp://127.0.0.1:0")
 
 
-def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: CurveKeys | None) -> None:
+def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: ClusterSecrets | None) -> None:
     async def run() -> None:
         (tmp_path / "second").mkdir()
         async with (

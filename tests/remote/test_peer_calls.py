@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry
 
 from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
 from llmbackend.frontends.journals.stream_copies import StreamCopies
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.peer_calls import PeerCalls
-from llmbackend.remote.sockets import CurveKeys
 from llmbackend.remote.wire import Peer
 from llmbackend.server.stream_peers import copy_streams
 from tests.helpers.kserve_runner import Running
@@ -25,12 +25,12 @@ from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.numbered_events import Event, read_events
 from tests.helpers.waiting import eventually
 
-KEYS = CurveKeys(*zmq.curve_keypair())
+KEYS = ClusterSecrets(*zmq.curve_keypair())
 COMPLETIONS = "/v1/completions"
 
 
 class PeerHost:
-    def __init__(self, root: Path, name: str, release: str = "1", keys: CurveKeys = KEYS) -> None:
+    def __init__(self, root: Path, name: str, release: str = "1", keys: ClusterSecrets = KEYS) -> None:
         self.name = name
         self.running = Running(root / name, start=mock_llm_host, engine={"mock_step_ms": 3})
         self.endpoint = HostEndpoint(self.running.host, "tcp://127.0.0.1:0", host_id=name, keys=keys, release=release)
@@ -38,7 +38,7 @@ class PeerHost:
         self.calls: PeerCalls = self.running.call(self._calls(release, keys))
         self.is_cut = False
 
-    async def _calls(self, release: str, keys: CurveKeys) -> PeerCalls:
+    async def _calls(self, release: str, keys: ClusterSecrets) -> PeerCalls:
         return PeerCalls(self.endpoint, self.name, keys, heartbeat_timeout_s=2, release=release)
 
     def on_loop(self, work: Callable[[], Awaitable[Any]]) -> Any:
@@ -123,7 +123,7 @@ def test_hosts_of_another_release_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_host_with_another_key_is_not_reached(tmp_path: Path) -> None:
-    a, b = PeerHost(tmp_path, "a"), PeerHost(tmp_path, "b", keys=CurveKeys(*zmq.curve_keypair()))
+    a, b = PeerHost(tmp_path, "a"), PeerHost(tmp_path, "b", keys=ClusterSecrets(*zmq.curve_keypair()))
     try:
         a.endpoint.set_peers([Peer("b", b.endpoint.endpoint)])
         with pytest.raises(TritonError, match="host 'b' is gone"):

@@ -11,16 +11,15 @@ should; what both take together is the time of one load.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import socket
 import time
 from collections.abc import Callable
 
 import msgspec
 
-from llmbackend.fork_server.client import restart_pause_s, wait_readable
+from llmbackend.fork_server.client import restart_pause_s
+from llmbackend.waiting.wakeup import Wakeup
 
 from ..config import EngineConfig
 from ..errors import EngineDeadError, is_shortage
@@ -36,44 +35,6 @@ MAX_DISCONNECT_PAUSE_S = 1.0
 """An engine elsewhere is tried again soon: that costs little, and its machine may be back."""
 MAX_PREPARATIONS = 2
 """In a row, before an engine that finds nothing prepared loads the model itself."""
-
-
-class Wakeup:
-    """A level-triggered flag with a file descriptor, for a thread that blocks in a poll.
-
-    What a caller did before `set()` is seen by the loop after the `clear()` that follows; calls between two clears cost
-    one system call together.
-    """
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socket.socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._pending = False
-
-    def fileno(self) -> int:
-        return self._reader.fileno()
-
-    def set(self) -> None:
-        """Any thread. Does nothing after close()."""
-        if not self._pending:
-            self._pending = True  # before the byte: set after it, the flag could outlive a `clear` that took the byte
-            with contextlib.suppress(OSError):
-                self._writer.send(b"\0")
-
-    def wait(self, timeout_s: float) -> None:
-        """Blocks until set() was called, or `timeout_s` is over."""
-        wait_readable(self._reader.fileno(), timeout_s)
-
-    def clear(self) -> None:
-        """Resets the flag. Look for work after this call, not before it."""
-        with contextlib.suppress(BlockingIOError):
-            self._reader.recv(64)
-        self._pending = False
-
-    def close(self) -> None:
-        self._reader.close()
-        self._writer.close()
 
 
 class Supervisor:

@@ -16,8 +16,8 @@ import pytest
 
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput
-from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.gpu.gpu_engines import mixed_requests
 from tests.helpers.gpu.split_engines import (
     alone,

@@ -15,8 +15,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import LOST_RANK_EXIT_CODE, EngineDeadError
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams
-from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
+from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.gpu.gpu_engines import gpu_runner
 
 Tokens = Mapping[str, tuple[int, ...]]

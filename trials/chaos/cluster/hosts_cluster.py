@@ -18,10 +18,10 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.process.served.locating import ENGINE_HEARTBEAT_TIMEOUT_S
 from llmbackend.frontends.journals.store_settings import StoreSettings
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.endpoints import Endpoint
 from llmbackend.server.settings import ServerSettings
 

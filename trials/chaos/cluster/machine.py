@@ -13,8 +13,7 @@ from pathlib import Path
 
 from llmbackend.cluster.host_process import HostOrder
 from llmbackend.cluster.machine_frontends import MachineFrontends
-from llmbackend.cluster_secrets import ClusterSecrets
-from llmbackend.remote.sockets import CurveKeys
+from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.settings import ServerSettings
 from llmbackend.server.stream_peers import STREAMS_COPIED
 
@@ -33,7 +32,7 @@ class Machine:
         self.name = name
         folder, keys = directory / name, ClusterSecrets.load(secrets)
         self.agent = directory / f"{name}.sock"
-        self.frontends = MachineFrontends(settings, folder, CurveKeys(keys.curve_public_key, keys.curve_secret_key))
+        self.frontends = MachineFrontends(settings, folder, keys)
         self._secrets = secrets
         self._urls: dict[str, str] = {}
         """Of the host that runs; {} while it starts."""

@@ -20,16 +20,15 @@ from typing import Final
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from llmbackend.cluster_secrets import ClientCheck, ClusterSecrets
+from llmbackend.links.secrets import ClientCheck, ClusterSecrets
+from llmbackend.links.sockets import HANDSHAKE_FAILURES, Monitor, new_socket
 
 from ...config import EngineConfig
 from ...engine_core import EngineCore
 from ...messages import AdapterResult, EngineInput, EngineStarted, EngineStats, RequestEvent, StepOutput, StepResult
 from ...reports import Watch
 from .attached_host import AttachedHost, owner_of
-from .remote import set_heartbeats
 from .remote_messages import STARTED, WELCOME, Head, Hello, Welcome, boot_id, refusal
 from .served_order import KeptState, ServedProcessOrder
 
@@ -41,9 +40,6 @@ STATE_INTERVAL_S: Final = 1.0
 LINGER_MS: Final = 1000
 GOODBYE_TIMEOUT_S: Final = 0.5
 """How long a process that ends waits for its hosts to leave, which have then read its last word."""
-_REFUSED_HANDSHAKES: Final = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 _WARNING_INTERVAL_S: Final = 10.0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -89,16 +85,12 @@ class HostLinks:
         self._keeper: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
         self._keeper.set_hwm(0)
         self._keeper.connect(order.endpoint)
-        self._router: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._router.set_hwm(0)
-        self._router.router_mandatory = True
-        set_heartbeats(self._router, math.ceil(order.heartbeat_timeout_s * 1e3))
-        secrets.secure_server(self._router)
-        self._refused = self._router.get_monitor_socket(_REFUSED_HANDSHAKES)
+        self._router = new_socket(self._context, zmq.ROUTER, secrets, order.heartbeat_timeout_s)
+        self._refused = Monitor(self._router, HANDSHAKE_FAILURES)
         self._router.setsockopt(zmq.USE_FD, listen_fd)
         self._router.bind(order.listen_endpoint)
         self._poller = zmq.Poller()
-        for socket in (self._router, self._keeper, self._refused):
+        for socket in (self._router, self._keeper, self._refused.socket):
             self._poller.register(socket, zmq.POLLIN)
 
     @property
@@ -157,7 +149,6 @@ class HostLinks:
             core.close()
 
     def close(self) -> None:
-        self._router.disable_monitor()
         self._refused.close()
         self._router.close(LINGER_MS)
         self._keeper.close(LINGER_MS)
@@ -168,14 +159,14 @@ class HostLinks:
         """Applies all messages so far; waits for one when the core has nothing to do. False = the engine ends."""
         while not self._has_ended:
             self._take_messages()
-            self._keep_house(time.monotonic(), is_idle=not core.has_work)
+            self._run_periodic_work(time.monotonic(), is_idle=not core.has_work)
             if core.has_work:
                 break
             self._poller.poll(math.ceil(self._state_interval_s * 1e3))
         return not self._has_ended
 
-    def _keep_house(self, now_s: float, is_idle: bool) -> None:
-        """What is done now and then."""
+    def _run_periodic_work(self, now_s: float, is_idle: bool) -> None:
+        """Sends due reports, reads the keeper."""
         if self._is_report_due and (is_idle or now_s >= self._report_at_s + REPORT_INTERVAL_S):
             self._report_to_all(now_s)
         is_state_due = now_s >= self._state_at_s + self._state_interval_s
@@ -360,8 +351,7 @@ class HostLinks:
             self._has_ended = self._has_ended or message.shutdown
 
     def _warn_of_refused(self, now_s: float) -> None:
-        while self._refused.poll(0):
-            recv_monitor_message(self._refused)
+        for _ in self._refused.read():
             if now_s >= self._warning_at_s + _WARNING_INTERVAL_S:
                 self._warning_at_s = now_s
                 logger.warning("a peer was refused: it did not prove that it has the cluster's CURVE key")

@@ -19,7 +19,7 @@ import msgspec
 from ...config import EngineConfig
 
 if TYPE_CHECKING:
-    from llmbackend.cluster_secrets import ClusterSecrets
+    from llmbackend.links.secrets import ClusterSecrets
 
 ENGINE_HEARTBEAT_TIMEOUT_S: Final = 2.0
 """How long the other end of a link may be silent."""

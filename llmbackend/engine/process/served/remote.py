@@ -15,12 +15,13 @@ import math
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Final
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
+
+from llmbackend.links.sockets import ConnectionEvent, HandshakeFailure, Monitor, new_socket
 
 from ...config import EngineConfig
 from ...errors import EngineDeadError
@@ -38,8 +39,6 @@ HANDSHAKE_TIMEOUT_MS: Final = 8_000
 NEVER_MS: Final = 24 * 3600 * 1000
 """For reconnections: with -1, libzmq 4.3.5 hangs at the end of the context where a handshake has failed."""
 GOODBYE_LINGER_MS: Final = 500
-_HANDSHAKE_SILENCE: Final = 11
-"""EAGAIN: the value of a handshake's failure when nobody answered."""
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_started = msgspec.msgpack.Decoder(EngineStarted).decode
@@ -71,13 +70,16 @@ class RemoteTransport(Transport):
         with contextlib.ExitStack() as on_failure:
             self._context = zmq.Context()
             on_failure.callback(self._context.term)
-            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self._socket = new_socket(self._context, zmq.DEALER, engines.secrets, engines.heartbeat_timeout_s)
             on_failure.callback(self._socket.close)
-            self._configure(engines)
-            self._monitor = self._socket.get_monitor_socket()
+            timeout_ms = math.ceil(engines.heartbeat_timeout_s * 1e3)
+            self._socket.reconnect_ivl = NEVER_MS
+            self._socket.connect_timeout = timeout_ms
+            self._socket.handshake_ivl = max(HANDSHAKE_TIMEOUT_MS, timeout_ms)
+            self._monitor = Monitor(self._socket, zmq.EVENT_ALL)
             on_failure.pop_all()
         self._poller = zmq.Poller()
-        for item in (self._socket, self._monitor, wake_fd):
+        for item in (self._socket, self._monitor.socket, wake_fd):
             self._poller.register(item, zmq.POLLIN)
 
     @property
@@ -122,19 +124,9 @@ class RemoteTransport(Transport):
             with contextlib.suppress(zmq.ZMQError):
                 self._socket.send(_encode(EngineInput(shutdown=True)), zmq.NOBLOCK)
         self._show_progress(None)
-        self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close(0 if force else GOODBYE_LINGER_MS)
         self._context.term()
-
-    def _configure(self, engines: RemoteEngines) -> None:
-        link, timeout_ms = self._socket, math.ceil(engines.heartbeat_timeout_s * 1e3)
-        link.set_hwm(0)
-        link.reconnect_ivl = NEVER_MS
-        link.connect_timeout = timeout_ms
-        link.handshake_ivl = max(HANDSHAKE_TIMEOUT_MS, timeout_ms)
-        set_heartbeats(link, timeout_ms)
-        engines.secrets.secure_client(link)
 
     def _receive_started(self, timeout_s: float | None) -> Sequence[EngineStarted]:
         self._wait(timeout_s)
@@ -181,28 +173,28 @@ class RemoteTransport(Transport):
         if self._messages or self._loss is not None:
             timeout_s = 0.0
         ready = dict(self._poller.poll(None if timeout_s is None else math.ceil(max(timeout_s, 0.0) * 1e3)))
-        while self._monitor in ready and self._monitor.poll(0):
-            self._observe(recv_monitor_message(self._monitor))
+        if self._monitor.socket in ready:
+            for event in self._monitor.read():
+                self._observe(event)
         with contextlib.suppress(zmq.Again):
             while True:
                 head, body = self._socket.recv_multipart(zmq.NOBLOCK)
                 self._messages.append((head, body))
 
-    def _observe(self, event: Mapping[str, Any]) -> None:
-        kind, value = event["event"], event["value"]
-        if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    def _observe(self, event: ConnectionEvent) -> None:
+        if event.kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_connected = True
         elif self._loss is not None:
             return
-        elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+        elif event.failure == HandshakeFailure.REFUSED_KEY:
             self._loss = EngineDeadError(f"the engine at {self._address} refuses this host's CURVE key", "load")
-        elif kind == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and value == _HANDSHAKE_SILENCE:
+        elif event.failure == HandshakeFailure.SILENCE:
             self._loss = self._lost("nothing answers there")
-        elif kind in (zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL, zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL):
+        elif event.failure is not None:
             self._loss = self._lost("it ended the handshake: it has another CURVE key, or has just ended")
-        elif kind == zmq.EVENT_DISCONNECTED:
+        elif event.kind == zmq.EVENT_DISCONNECTED:
             self._loss = self._lost("the connection to it has ended, or was silent for too long")
-        elif kind == zmq.EVENT_CLOSED and not self._is_connected:
+        elif event.kind == zmq.EVENT_CLOSED and not self._is_connected:
             self._loss = self._lost("it cannot be reached")
 
     def _lost(self, how: str) -> EngineDeadError:
@@ -210,13 +202,6 @@ class RemoteTransport(Transport):
 
     def _unreadable(self, error: Exception) -> EngineDeadError:
         return EngineDeadError(f"the engine at {self._address} sent a message that cannot be read: {error}", "message")
-
-
-def set_heartbeats(link: zmq.Socket[bytes], timeout_ms: int) -> None:
-    """For both ends: a connection whose other end is silent for longer is closed."""
-    link.heartbeat_ivl = max(timeout_ms // 4, 1)
-    link.heartbeat_timeout = timeout_ms
-    link.heartbeat_ttl = timeout_ms
 
 
 class EnginesElsewhere:
@@ -239,7 +224,7 @@ class EnginesElsewhere:
         return self._transport
 
     def load_whole(self) -> bool:
-        """That is its keeper's matter."""
+        """Its keeper decides how it loads."""
         return False
 
     def lost(self, error: EngineDeadError) -> None:

@@ -28,14 +28,15 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from llmbackend.cluster_secrets import ClusterSecrets
 from llmbackend.fork_server.client import ForkedProcess
 from llmbackend.fork_server.host_policy import HostPolicy
+from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.waiting.wakeup import Wakeup
 
 from ...errors import EngineDeadError
 from ...messages import EngineStarted, EngineStats, StepResult
 from ...start.load_progress import LoadProgress
-from ..supervisor import Supervisor, Wakeup
+from ..supervisor import Supervisor
 from ..transport import CLOSE_TIMEOUT_S, EngineForkServer, ProcessTransport
 from .served_order import (
     KeptState,

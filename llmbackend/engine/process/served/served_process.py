@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from llmbackend.cluster_secrets import ClusterSecrets
+from llmbackend.links.secrets import ClusterSecrets
 
 from ...config import EngineConfig
 from ...messages import ModelPrepared

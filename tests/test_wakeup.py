@@ -1,38 +1,34 @@
-"""The flag that wakes an engine's loop: no call of it is lost, however threads take turns."""
+"""The flag that wakes a loop: no call of it is lost, however threads take turns."""
 
 from __future__ import annotations
 
-import socket
+import os
 from collections.abc import Callable
 
 import pytest
 
-from llmbackend.engine.process.supervisor import Wakeup
 from llmbackend.fork_server.client import wait_readable
+from llmbackend.waiting.wakeup import Wakeup
 
 
 class _Interrupted:
-    """A socket during whose first send, before it or behind it, other threads have their turn."""
+    """os.eventfd_write, during whose first call, before it or behind it, other threads have their turn."""
 
-    def __init__(self, inner: socket.socket, others: Callable[[], None], first: bool) -> None:
-        self._inner = inner
+    def __init__(self, others: Callable[[], None], first: bool) -> None:
+        self._write = os.eventfd_write
         self._others: Callable[[], None] | None = others
         self._first = first
 
-    def send(self, data: bytes) -> int:
+    def __call__(self, fd: int, value: int) -> None:
         others, self._others = self._others, None
         if others is not None and self._first:
             others()
-        count = self._inner.send(data)
+        self._write(fd, value)
         if others is not None and not self._first:
             others()
-        return count
-
-    def close(self) -> None:
-        self._inner.close()
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["before the byte", "behind the byte"])
+@pytest.mark.parametrize("first", [True, False], ids=["before the write", "behind the write"])
 @pytest.mark.parametrize("others", [("set", "clear"), ("clear",), ("clear", "set"), ("clear", "set", "clear")])
 def test_a_wake_up_is_never_lost(others: tuple[str, ...], first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wakeup = Wakeup()
@@ -41,7 +37,7 @@ def test_a_wake_up_is_never_lost(others: tuple[str, ...], first: bool, monkeypat
         for name in others:
             getattr(wakeup, name)()
 
-    monkeypatch.setattr(wakeup, "_writer", _Interrupted(wakeup._writer, take_turns, first))
+    monkeypatch.setattr(os, "eventfd_write", _Interrupted(take_turns, first))
     try:
         wakeup.set()
         wakeup.set()
