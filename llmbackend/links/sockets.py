@@ -57,7 +57,7 @@ class HandshakeFailure(Enum):
     """The other end does not encrypt, or has another key."""
     ENDED = "ended"
     SILENCE = "silence"
-    """Nobody answered."""
+    """The other end sent nothing within the handshake timeout."""
 
 
 class ConnectionEvent(NamedTuple):

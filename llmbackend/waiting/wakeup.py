@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import threading
 from typing import Final
 
@@ -35,12 +34,6 @@ class Wakeup:
             with self._lock:
                 if self._fd != _CLOSED:
                     os.eventfd_write(self._fd, 1)
-
-    def wait(self, timeout_s: float) -> None:
-        """Blocks until set() was called, or `timeout_s` is over."""
-        poll = select.poll()
-        poll.register(self._fd, select.POLLIN)
-        poll.poll(max(timeout_s, 0.0) * 1e3)
 
     def clear(self) -> None:
         """Resets the flag. Look for work after this call, not before it."""

@@ -35,8 +35,8 @@ _NIGHTLY: Final = (
     "trials/test_quick_schemas.py",
     "trials/test_quick_stall.py",
 )
-_DAILY_VARIANTS: Final = (*library.available()[:1], "generic")
-"""Instruction sets: the best one of this machine, and the one that every machine has."""
+_NIGHTLY_VARIANTS: Final = tuple(name for name in library.available()[1:] if name != "generic")
+"""Instruction sets, without the best one of this machine and the one that every machine has."""
 
 
 def is_nightly_file(path: Path) -> bool:
@@ -50,4 +50,4 @@ def is_nightly_file(path: Path) -> bool:
 def is_nightly(item: pytest.Item) -> bool:
     callspec = getattr(item, "callspec", None)
     variant = callspec.params.get("variant") if callspec is not None else None
-    return is_nightly_file(item.path) or (variant in library.available() and variant not in _DAILY_VARIANTS)
+    return variant in _NIGHTLY_VARIANTS or is_nightly_file(item.path)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from llmbackend.fork_server.client import restart_pause_s
+from llmbackend.fork_server.client import restart_pause_s, wait_readable
 from llmbackend.waiting.wakeup import Wakeup
 
 from ..config import EngineConfig
@@ -167,7 +167,7 @@ class Supervisor:
     def _launch_when_due(self) -> None:
         pause_s = self._launch_at_s - time.monotonic()
         if pause_s > 0:
-            self._wakeup.wait(pause_s)
+            wait_readable(self._wakeup.fileno(), pause_s)
             return
         if not self._num_preparations and not self._is_load_due:
             self._load_began_s = time.monotonic()
@@ -175,7 +175,7 @@ class Supervisor:
         try:
             self._transport = self._source.make_transport(self._wakeup.fileno(), self._progress)
             if self._transport is None:
-                self._wakeup.wait(self._load_time_left_s())
+                wait_readable(self._wakeup.fileno(), self._load_time_left_s())
                 return
             self._is_load_due = False
             self._transport.launch()

@@ -158,16 +158,10 @@ class EventStream(EventSourceResponse):
             self._on_close()
 
     async def _listen_for_disconnect(self, receive: Receive) -> None:
-        presence = self._presence
-        if presence is None:  # under another ASGI server
+        if self._presence is None:  # under another ASGI server
             await super()._listen_for_disconnect(receive)
-            return
-        is_lost = asyncio.Event()
-        presence.when_lost(is_lost.set)
-        try:
-            await is_lost.wait()
-        finally:
-            presence.forget(is_lost.set)
+        else:
+            await self._presence.until_lost()
 
     @staticmethod
     async def _listen_for_exit_signal() -> None:

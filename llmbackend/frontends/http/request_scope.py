@@ -55,10 +55,17 @@ class ClientPresence:
 
     async def disconnect(self) -> None:
         """Closes the connection, so that the client sees that its response is not whole. Returns when it has ended."""
-        has_ended = asyncio.Event()
-        self.when_lost(has_ended.set)
         self._close()
-        await has_ended.wait()
+        await self.until_lost()
+
+    async def until_lost(self) -> None:
+        """Returns when the client is gone."""
+        is_lost = asyncio.Event()
+        self.when_lost(is_lost.set)
+        try:
+            await is_lost.wait()
+        finally:
+            self.forget(is_lost.set)
 
     def lost(self) -> None:
         self._is_lost = True

@@ -26,11 +26,11 @@ from typing import Final
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from llmbackend.fork_server.client import ForkedProcess
 from llmbackend.fork_server.host_policy import HostPolicy
 from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.links.sockets import Monitor
 from llmbackend.waiting.wakeup import Wakeup
 
 from ...errors import EngineDeadError
@@ -105,19 +105,18 @@ class KeptTransport(ProcessTransport):
         super().__init__(fork_server, wake_fd, progress)
         self._silence_s = silence_s
         self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = math.ceil(silence_s * 1e3 / 2)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._poller.register(self._monitor, zmq.POLLIN)
+        self._monitor = Monitor(self._socket, zmq.EVENT_DISCONNECTED)
+        self._poller.register(self._monitor.socket, zmq.POLLIN)
 
     def close(self, *, force: bool = False) -> None:
-        self._poller.unregister(self._monitor)
-        self._socket.disable_monitor()
+        self._poller.unregister(self._monitor.socket)
         self._monitor.close()
         super().close(force=force)
 
     def _look(self, ready: Mapping[object, int]) -> None:
         super()._look(ready)
-        if self._monitor in ready:
-            recv_monitor_message(self._monitor)
+        if self._monitor.socket in ready:
+            self._monitor.read()
             if self._process is not None and not self._process.wait(CLOSE_TIMEOUT_S):
                 logger.error("the engine was silent for %g s, also within a step: it is killed", self._silence_s)
                 self._process.kill()
