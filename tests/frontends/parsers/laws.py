@@ -59,12 +59,26 @@ def check(sample: Sample, text: str, parts: list[Token]) -> None:
     assert parse(sample, parts) == events, f"a cut of {text!r} of {sample.tools or sample.reasoning}: {parts}"
     visible = seen(events)
     shown = [event.text for event in events if not isinstance(event, ToolCallStart | ToolCallEnd)]
-    ordinary = "".join(text for text, is_special in whole if not is_special)
-    hidden = [special for special in sample.special if special not in ordinary]
+    ordinary = _ordinary(sample, text)
+    joined = _around_content_markers(sample, text)
+    hidden = [special for special in sample.special if special not in ordinary and special not in joined]
     assert not any(special in piece for special in hidden for piece in shown), (text, visible)
     if not visible.calls and not _may_reason(sample):
         assert visible.content == ordinary, (text, visible)
     _check_arguments(sample, text, visible)
+
+
+def _ordinary(sample: Sample, text: str) -> str:
+    return "".join(piece for piece, is_special in tokens(sample, text) if not is_special)
+
+
+def _around_content_markers(sample: Sample, text: str) -> str:
+    """The ordinary text on both sides of a marker stands together, and may then read like a special token."""
+    reasoning = REASONING_FORMATS.get(sample.reasoning)
+    parts = [text]
+    for marker in (*reasoning.content_begin, *reasoning.content_end) if reasoning else ():
+        parts = [piece for part in parts for piece in part.split(marker)]
+    return "".join(_ordinary(sample, part) for part in parts)
 
 
 def _may_reason(sample: Sample) -> bool:

@@ -14,6 +14,9 @@ from llmbackend.frontends.openai.answers import Answer
 from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS
 from llmbackend.frontends.openai.tensors import Delta
 
+from . import laws
+from .sample import Sample, Seen, cut, parse, seen, tokens
+
 USE = ToolUse(tools=[], functions=(Function("f", {}, False),), is_required=False, max_calls=None, is_legacy=False)
 HERMES = "<tool_call>\n{}\n</tool_call>"
 
@@ -99,3 +102,24 @@ def test_a_broken_call_whose_name_is_not_known_is_text(format: str, call: str) -
     for seed in range(6):
         message, reason = answered(text, seed, format=format)
         assert (message["content"], reason, "tool_calls" in message) == (text, "stop", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<|clo<|close|>response<|sep|>se|>", "<|close|>"),
+        ("<<|close|>response<|sep|>|open|>res", "<|open|>res"),
+        ("a<|se<|sep|><|close|>message<|sep|>p|>b", "a<|sep|>b"),
+    ],
+)
+def test_ordinary_text_around_a_marker_is_shown_although_it_then_reads_like_a_special_token(
+    text: str, content: str
+) -> None:
+    """The model wrote it in ordinary tokens, and might have done so without the marker between them."""
+    sample = Sample(
+        text=text, content=content, tools="kimi_k3", reasoning="kimi_k3", special=("<|open|>", "<|close|>", "<|sep|>")
+    )
+    for seed in range(6):
+        parts = list(cut(tokens(sample), Random(seed), 3))
+        laws.check(sample, text, parts)
+        assert seen(parse(sample, parts)) == Seen(content=content)
