@@ -62,6 +62,7 @@ lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.size_limits
 
 # The servers and engines that tests start import what those before them have compiled.
 unit unit-all check smoke: export PYTHONDONTWRITEBYTECODE =

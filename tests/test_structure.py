@@ -1,30 +1,51 @@
-"""The structure of the package: no import circles, no overlong files, each module says what it is for."""
+"""The structure of the package: no import cycles, rooms within their size limits, each module says what it is for."""
 
 from __future__ import annotations
 
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import grimp
 import pytest
 
-from tools.structure import PAGE, Module, import_circles, page, read_modules
+from tools.size_limits import ROOT, Size, excesses, read_limits, room_sizes
 
-MAX_LINES = 500
-
-
-@pytest.fixture(scope="module")
-def modules() -> dict[str, Module]:
-    return read_modules()
+MAX_FILE_LINES = 500
 
 
-def test_modules_do_not_import_each_other_in_circles(modules: dict[str, Module]) -> None:
-    assert import_circles(modules) == []
+def test_modules_do_not_import_each_other_in_cycles() -> None:
+    graph = grimp.build_graph("llmbackend", cache_dir=None)
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-def test_no_file_is_overlong(modules: dict[str, Module]) -> None:
-    assert {one.name: one.num_lines for one in modules.values() if one.num_lines > MAX_LINES} == {}
+def test_no_file_is_overlong() -> None:
+    lines = {path: path.read_text().count("\n") for path in (ROOT / "llmbackend").rglob("*.py")}
+    assert {path: count for path, count in lines.items() if count > MAX_FILE_LINES} == {}
 
 
-def test_each_module_says_what_it_is_for(modules: dict[str, Module]) -> None:
-    assert [one.name for one in modules.values() if not one.head] == []
+def test_rooms_are_within_their_size_limits() -> None:
+    assert excesses(room_sizes(ROOT / "llmbackend"), read_limits()) == []
 
 
-def test_the_list_of_modules_is_up_to_date(modules: dict[str, Module]) -> None:
-    assert page(modules) == PAGE.read_text(), "python -m tools.structure --write"
+def test_a_room_over_its_limit_is_named(tmp_path: Path) -> None:
+    (tmp_path / "core" / "models").mkdir(parents=True)
+    (tmp_path / "core" / "a.py").write_text("x = 1\n" * 40)
+    (tmp_path / "core" / "models" / "b.py").write_text("x = 1\n")
+    sizes = room_sizes(tmp_path)
+    assert excesses(sizes, {"core": Size(2, 41)}) == []
+    assert excesses(sizes, {"core": Size(1, 40)}) == [
+        "core: files 2 > 1",
+        "core: lines 41 > 40",
+        "core: longest 40 > 39",
+    ]
+    assert excesses(sizes, {})[0] == "core: files 2 > 0"
+
+
+def test_each_module_says_what_it_is_for() -> None:
+    modules = sorted((ROOT / "llmbackend").rglob("*.py"))
+    assert [path for path in modules if not ast.get_docstring(ast.parse(path.read_text()))] == []
