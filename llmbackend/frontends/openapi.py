@@ -25,8 +25,6 @@ from starlette.routing import BaseRoute, Route
 from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
-from .anthropic import openapi as openapi_anthropic
-from .http.errors import is_anthropic
 from .http.openapi_parts import refusals
 from .http.responses import JSON, TEXT, plain
 from .http.routing import ApiRoute, Endpoints, Json, get, path_parameters
@@ -89,20 +87,19 @@ def document(routes: Iterable[BaseRoute]) -> Json:
             operation["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
     made["components"] = {"schemas": _schemas(served), "securitySchemes": _KEY_SCHEME}
     for route in routes:
-        if isinstance(route, Route) and not isinstance(route, ApiRoute):
+        if isinstance(route, Route) and not isinstance(route, ApiRoute) and route.methods != {"HEAD"}:
             _add_described(made, route)
-    made["components"]["schemas"] |= openapi_openai.schemas() | openapi_anthropic.schemas()
+    made["components"]["schemas"] |= openapi_openai.schemas()
     return made
 
 
 def _add_described(made: Json, route: Route) -> None:
     path = route.path.replace(":path}", "}")
     for method in sorted((route.methods or set()) - {"HEAD"}) if path not in _CATCH_ALL else ():
-        described: Json = dict((openapi_openai.OPERATIONS | openapi_anthropic.OPERATIONS)[method, path])
+        described: Json = dict(openapi_openai.OPERATIONS[method, path])
         if in_path := path_parameters(path):
             described["parameters"] = [*in_path, *described.get("parameters", ())]
-        schema = "AnthropicError" if is_anthropic(path) else "OpenAIError"
-        described["responses"] = refusals(schema, 401, 403, 408, 413, 429, 431) | described["responses"]
+        described["responses"] = refusals("OpenAIError", 401, 403, 408, 413, 429, 431) | described["responses"]
         described["security"] = [{}, {"apiKey": []}]
         made["paths"].setdefault(path, {})[method.lower()] = described | {"operationId": f"{method} {path}"}
 

@@ -6,11 +6,18 @@ Anthropic's clients do it, are the whole message. The hot path is bytes: a piece
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NotRequired,  # pydantic takes typing's TypedDict only from Python 3.12 on
+)
 
 import orjson
 from pydantic_core import from_json
+from typing_extensions import TypedDict
 
+from ..http.routing import Count
 from ..openai.answer_plan import AnswerPlan
 from ..openai.errors import JsonObject, OpenAIError
 from ..openai.generation import Generation
@@ -29,6 +36,54 @@ _DELTA_OPEN: Final = {
     TOOL_USE: b',"delta":{"type":"input_json_delta","partial_json":',
     SIGNATURE: b',"delta":{"type":"signature_delta","signature":',
 }
+
+
+class AnswerText(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+class AnswerThinking(TypedDict):
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
+
+
+class AnswerToolUse(TypedDict):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ThinkingDetails(TypedDict):
+    thinking_tokens: Count
+
+
+class MessageUsage(TypedDict):
+    input_tokens: Count
+    cache_creation_input_tokens: Count
+    cache_read_input_tokens: Count
+    output_tokens: Count
+    output_tokens_details: NotRequired[ThinkingDetails]
+    service_tier: Literal["standard"]
+
+
+class AnthropicMessage(TypedDict):
+    """A whole answer."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[AnswerText | AnswerThinking | AnswerToolUse]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class TokenCount(TypedDict):
+    input_tokens: Count
 
 
 def _message(identity: Identity) -> JsonObject:

@@ -31,6 +31,7 @@ from ..conversation.turns import Turn, Turns, called
 from ..openai.errors import JsonObject, OpenAIError, as_json, missing, refuse
 from ..openai.sealed_reasoning import SealingKey, unseal
 from .beta import BetaFields, a_flag, a_list, a_string, an_object, check_cache_control
+from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
 
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 """Claude Code begins its system prompt with a line for Anthropic's billing. It says nothing to a model, and changes
@@ -51,27 +52,16 @@ _ALLOWED: Final = {
     "system": ("text",),
 }
 """Types of blocks, by role."""
-_FIELDS: Final = {
-    "text": ("type", "text", "cache_control", "citations"),
-    "tool_result": ("type", "tool_use_id", "content", "is_error", "cache_control"),
-    "thinking": ("type", "thinking", "signature", "cache_control"),
-    "redacted_thinking": ("type", "data", "cache_control"),
-    "tool_use": ("type", "id", "name", "input", "cache_control", "caller"),
+_BLOCKS: Final[dict[str, Any]] = {
+    "text": TextBlock,
+    "tool_result": ToolResultBlock,
+    "thinking": ThinkingBlock,
+    "redacted_thinking": RedactedThinkingBlock,
+    "tool_use": ToolUseBlock,
 }
+_FIELDS: Final = {kind: block.__annotations__.keys() for kind, block in _BLOCKS.items()}
 
 _NAME: Final = re.compile(NAME_PATTERN)
-_TOOL_FIELDS: Final = (
-    "type",
-    "name",
-    "description",
-    "input_schema",
-    "strict",
-    "cache_control",
-    "eager_input_streaming",
-    "defer_loading",
-    "allowed_callers",
-    "input_examples",
-)
 _MODES: Final[dict[str, Mode]] = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
@@ -297,7 +287,7 @@ def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
         beta.unserved(
             f"{param}.input_examples", "chat templates have no place for examples; write them into 'description'"
         )
-    beta.check_names(tool, _TOOL_FIELDS, param)
+    beta.check_names(tool, Tool.__annotations__, param)
 
 
 def _read_choice(value: object, beta: BetaFields) -> tuple[ToolChoice, int | None]:

@@ -1,22 +1,131 @@
-"""The request bodies of the Messages API: their fields beside the content, as models.
+"""The request bodies of the Messages API.
 
-For: requests.py, which reads bodies, and openapi.py, which documents them. Does not know: blocks, tools, HTTP.
-Invariant: as in the OpenAI frontend, a field reaches the model, or is known to change nothing, or is refused by name;
-null is the same as a field left out.
+For: requests.py, which reads bodies, and /openapi.json. Does not know: HTTP, how blocks and tools are read (content.py,
+by hand, since it names the path of what is wrong): their types document them. Invariant: as in the OpenAI frontend, a
+field reaches the model, or is known to change nothing, or is refused by name; null is the same as a field left out.
 Source: Anthropic's API reference; `seed` and `chat_template_kwargs` are vLLM's.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NotRequired,  # pydantic takes typing's TypedDict only from Python 3.12 on
+)
 
-from pydantic import ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
+from ..conversation.tools import NAME_PATTERN
+from ..http.routing import DescribedBy
 from ..openai.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
-from .block_schemas import CACHE_CONTROL, MESSAGES, SYSTEM, TOOL_CHOICE, TOOLS
 
 _NO_SERVER_TOOLS = "this server runs no tools of its own"
 _ONE_SPEED = "every request is served as fast as the server can"
 _NO_ACCOUNTS = "this server has no workspaces; API keys are its accounts"
 _KEPT_WHOLE = "this server changes no conversation; send what the model shall see"
+
+
+_closed = with_config(extra="forbid")
+_NonEmptyText = Annotated[str, Field(min_length=1)]
+_MayBe = bool | None
+
+
+@_closed
+class CacheControl(TypedDict):
+    type: Literal["ephemeral"]
+    ttl: NotRequired[Literal["5m", "1h"] | None]
+
+
+class _Marked(TypedDict):
+    cache_control: NotRequired[CacheControl | None]
+
+
+@_closed
+class TextBlock(_Marked):
+    type: Literal["text"]
+    text: str
+    citations: NotRequired[Annotated[list[Any], Field(max_length=0)] | None]
+
+
+@_closed
+class ToolResultBlock(_Marked):
+    type: Literal["tool_result"]
+    tool_use_id: _NonEmptyText
+    content: NotRequired[str | list[TextBlock] | None]
+    is_error: NotRequired[_MayBe]
+
+
+@_closed
+class DirectCaller(TypedDict):
+    type: Literal["direct"]
+
+
+@_closed
+class ToolUseBlock(_Marked):
+    type: Literal["tool_use"]
+    id: _NonEmptyText
+    name: _NonEmptyText
+    input: dict[str, Any]
+    caller: NotRequired[DirectCaller | None]
+
+
+@_closed
+class ThinkingBlock(_Marked):
+    type: Literal["thinking"]
+    thinking: str
+    signature: _NonEmptyText
+
+
+@_closed
+class RedactedThinkingBlock(_Marked):
+    type: Literal["redacted_thinking"]
+    data: _NonEmptyText
+
+
+@_closed
+class UserTurn(TypedDict):
+    role: Literal["user"]
+    content: str | Annotated[list[TextBlock | ToolResultBlock], Field(min_length=1)]
+
+
+@_closed
+class AssistantTurn(TypedDict):
+    role: Literal["assistant"]
+    content: str | list[TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock]
+
+
+@_closed
+class SystemTurn(TypedDict):
+    role: Literal["system"]
+    content: str | list[TextBlock]
+
+
+@_closed
+class Tool(_Marked):
+    type: NotRequired[Literal["custom"] | None]
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    description: NotRequired[str | None]
+    input_schema: dict[str, Any]
+    strict: NotRequired[_MayBe]
+    eager_input_streaming: NotRequired[Literal[True] | None]
+    defer_loading: NotRequired[Literal[False] | None]
+    allowed_callers: NotRequired[Annotated[list[Literal["direct"]], Field(min_length=1)] | None]
+    input_examples: NotRequired[Annotated[list[Any], Field(max_length=0)] | None]
+
+
+@_closed
+class AnyToolChoice(TypedDict):
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: NotRequired[_MayBe]
+
+
+@_closed
+class NamedToolChoice(TypedDict):
+    type: Literal["tool"]
+    name: _NonEmptyText
+    disable_parallel_tool_use: NotRequired[_MayBe]
 
 
 class Metadata(ClosedObject):
@@ -68,18 +177,17 @@ class UnservedFields(ClosedObject):
 
 
 class PromptFields(UnservedFields):
-    """What both endpoints take. Blocks and tools are read by content.py, which names the path of what is wrong in
-    them."""
+    """What both endpoints take."""
 
     model: NonEmpty
-    messages: Annotated[Any, WithJsonSchema(MESSAGES)]
-    system: Annotated[Any, WithJsonSchema(SYSTEM)] = None
-    tools: Annotated[Any, WithJsonSchema(TOOLS)] = None
-    tool_choice: Annotated[Any, WithJsonSchema(TOOL_CHOICE)] = None
+    messages: Annotated[Any, DescribedBy(Annotated[list[UserTurn | AssistantTurn | SystemTurn], Field(min_length=1)])]
+    system: Annotated[Any, DescribedBy(str | list[TextBlock] | None)] = None
+    tools: Annotated[Any, DescribedBy(list[Tool] | None)] = None
+    tool_choice: Annotated[Any, DescribedBy(AnyToolChoice | NamedToolChoice | None)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="As output_config.format, which came later.")
-    cache_control: Annotated[Any, WithJsonSchema(CACHE_CONTROL)] = None
+    cache_control: Annotated[Any, DescribedBy(CacheControl | None)] = None
     """Every prefix is cached as long as there is room."""
     chat_template_kwargs: AnyObject | None = Field(None, description="Variables of the chat template (a vLLM extra).")
 

@@ -1,8 +1,8 @@
 """Routes on FastAPI: an endpoint is a method that names its path, what it takes and what it answers.
 
 For: the endpoints of all APIs, and their document (openapi.py). Does not know: what endpoints do. Invariants: FastAPI
-parses nothing: bodies are read within the server's bounds by `Endpoints.read`, paths and queries by the endpoint; a
-route takes the methods that it names and no others: GET does not imply HEAD, as in Triton.
+parses nothing: bodies are read within the server's bounds by `Endpoints.read`, paths and queries by the endpoint; GET
+implies HEAD only where an API says so, as Triton's does not.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pydantic.json_schema import JsonSchemaMode
 from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .errors import Error
@@ -81,20 +82,27 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
     }
 
 
-class JsonBody:
-    """Marks, in `Annotated`, the argument of an endpoint that is made from the JSON body. With a default the body is
-    optional."""
+class DescribedBy:
+    """Marks, in `Annotated`, a value that pydantic passes on as it is and documents as of the type `model`."""
 
-    def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
-        """model: documents the body. parse: JSON value → the argument"""
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.parse = parse
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.any_schema()
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Json:
         return handler(TypeAdapter(self.model).core_schema)
+
+
+class JsonBody(DescribedBy):
+    """Marks, in `Annotated`, the argument of an endpoint that is made from the JSON body. With a default the body is
+    optional."""
+
+    def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
+        """parse: JSON value → the argument"""
+        super().__init__(model)
+        self.parse = parse
 
 
 def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
@@ -118,12 +126,22 @@ class Endpoints:
     """Type of an error response's JSON."""
     statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 501, 503)
     """Of error responses, beside those that every API has."""
+    error_types: ClassVar[tuple[str, ...]] = ("text/plain",)
+    """Content types under which Triton sends some of them, beside JSON's."""
+    answers_head: ClassVar[bool] = False
+    """Whether paths that take GET take HEAD too."""
 
     def add_to(self, router: APIRouter) -> None:
         """In the order of their declaration, in which routes are tried."""
         for name, method in vars(type(self)).items():
             for path, options in getattr(method, _DECLARED, ()):
-                router.routes.append(ApiRoute(path, getattr(self, name), self, **options))
+                route = ApiRoute(path, getattr(self, name), self, **options)
+                router.routes.append(route)
+                if self.answers_head and options["methods"] == ["GET"]:
+                    router.routes.append(Route(path, route.get_route_handler(), methods=["HEAD"]))
+
+    def check(self, http: Request) -> None:
+        """Raises what refuses a request, whichever its path is."""
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
         """The argument for a request's body; None: there is none. Raises what `refusal` answers."""
@@ -133,6 +151,27 @@ class Endpoints:
     def refusal(self, http: Request, error: Exception) -> Response:
         """The answer to `error`, which is raised where the application has it."""
         raise error
+
+    async def answer(self, http: Request, endpoint: Callable[[Request], Awaitable[Response]]) -> Response:
+        """That of `endpoint`, or the one to its error."""
+        try:
+            self.check(http)
+            return await endpoint(http)
+        except Exception as error:
+            return self.refusal(http, error)
+
+
+class CatchAll:
+    """Answers what no route takes, whichever its method is. An ASGI application: a route to a function must name its
+    methods."""
+
+    def __init__(self, api: Endpoints, refuse: Callable[[Request], Awaitable[Response]]) -> None:
+        self._api = api
+        self._refuse = refuse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = await self._api.answer(Request(scope, receive), self._refuse)
+        await response(scope, receive, send)
 
 
 class ApiRoute(APIRoute):
@@ -162,8 +201,7 @@ class ApiRoute(APIRoute):
         self.is_direct = body is not None
         """Whether the endpoint takes nothing from this class but the request."""
         summary = " ".join((endpoint.__doc__ or "").partition("\n\n")[0].split())
-        error_types = ("text/plain", "text/event-stream") if streams else ("text/plain",)  # Triton labels some as text
-        documented = _refusals(api.error, api.statuses, error_types) | (responses or {})
+        documented = _refusals(api.error, api.statuses, api.error_types) | (responses or {})
         if streams:
             documented |= {200: {"description": streams, "content": {"text/event-stream": {}}}}
         extra: Json = {"parameters": [*path_parameters(path), *parameters]}
@@ -199,10 +237,10 @@ class ApiRoute(APIRoute):
         return self._handle
 
     async def _handle(self, http: Request) -> Response:
-        try:
-            answer = await self.endpoint(http, **await self._arguments(http))
-        except Exception as error:
-            return self._api.refusal(http, error)
+        return await self._api.answer(http, self._answer)
+
+    async def _answer(self, http: Request) -> Response:
+        answer = await self.endpoint(http, **await self._arguments(http))
         return answer if isinstance(answer, Response) else json_response(answer)
 
     async def _arguments(self, http: Request) -> Json:

@@ -50,6 +50,8 @@ class GenerateEndpoints(Endpoints):
     and an error as the first response is a 400 for every code. By design different: UNAVAILABLE is a 503 with
     Retry-After, because a backend's full queue is a refusal like any other."""
 
+    error_types = ("text/plain", "text/event-stream")
+
     def __init__(self, gate: InferenceGate, max_body_bytes: int, streams: ResumableStreams) -> None:
         self._gate = gate
         self._streams = streams

@@ -40,7 +40,7 @@ from llmbackend.frontends.operations.metrics import load_headers
 from .answer_plan import AnswerPlan, plan_answer
 from .answer_streams import chunk_writer
 from .answering import streamed_answer, traced_answer, whole_answer
-from .errors import JsonObject, OpenAIError
+from .errors import CLIENT_CLOSED_REQUEST, JsonObject, OpenAIError
 from .generation import Generation
 from .lora_endpoints import LoraEndpoints
 from .models import ModelCatalog, Target
@@ -70,7 +70,6 @@ from .tokenization_endpoints import TokenizationEndpoints
 Endpoint = Callable[[Request], Awaitable[Response]]
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
-_CLIENT_CLOSED_REQUEST = 499
 _REQUEST_ID = re.compile(REQUEST_ID)
 
 
@@ -196,7 +195,7 @@ def _guarded(handler: Endpoint) -> Endpoint:
         try:
             return await handler(request)
         except ClientDisconnect:
-            return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
         except Exception as error:
             return OpenAIError.of(error).response()
 
