@@ -25,10 +25,8 @@ from starlette.routing import BaseRoute, Route
 from llmbackend import __version__
 
 from .access.permissions import OPEN_PATHS
-from .http.openapi_parts import refusals
 from .http.responses import JSON, TEXT, plain
-from .http.routing import ApiRoute, Endpoints, Json, get, path_parameters
-from .openai import openapi as openapi_openai
+from .http.routing import ApiRoute, Endpoints, Json, get
 
 PATH: Final = "/openapi.json"
 _FIRST_PATHS: Final = (
@@ -78,7 +76,6 @@ class DocumentEndpoints(Endpoints):
 
 def document(routes: Iterable[BaseRoute]) -> Json:
     """The document of all `routes` that are declared."""
-    routes = list(routes)
     served = [route for route in routes if isinstance(route, ApiRoute)]
     made: Json = get_openapi(title="llmbackend", version=__version__, routes=served)
     for path, operations in made["paths"].items():
@@ -86,25 +83,7 @@ def document(routes: Iterable[BaseRoute]) -> Json:
             operation["responses"].pop("422", None)  # FastAPI's own
             operation["security"] = [] if path in OPEN_PATHS else [{}, {"apiKey": []}]
     made["components"] = {"schemas": _schemas(served), "securitySchemes": _KEY_SCHEME}
-    for route in routes:
-        if isinstance(route, Route) and not isinstance(route, ApiRoute) and route.methods != {"HEAD"}:
-            _add_described(made, route)
-    made["components"]["schemas"] |= openapi_openai.schemas()
     return made
-
-
-def _add_described(made: Json, route: Route) -> None:
-    path = route.path.replace(":path}", "}")
-    for method in sorted((route.methods or set()) - {"HEAD"}) if path not in _CATCH_ALL else ():
-        described: Json = dict(openapi_openai.OPERATIONS[method, path])
-        if in_path := path_parameters(path):
-            described["parameters"] = [*in_path, *described.get("parameters", ())]
-        described["responses"] = refusals("OpenAIError", 401, 403, 408, 413, 429, 431) | described["responses"]
-        described["security"] = [{}, {"apiKey": []}]
-        made["paths"].setdefault(path, {})[method.lower()] = described | {"operationId": f"{method} {path}"}
-
-
-_CATCH_ALL: Final = frozenset({"/v1/{path}", "/v1/messages/{path}"})
 
 
 def _schemas(routes: Iterable[ApiRoute]) -> Json:
@@ -113,7 +92,7 @@ def _schemas(routes: Iterable[ApiRoute]) -> Json:
     models = enumerate(model for route in routes for model in route.models)
     adapters = [(index, mode, TypeAdapter(model)) for index, (model, mode) in models]
     _, made = TypeAdapter.json_schemas(
-        adapters, ref_template="#/components/schemas/{model}", schema_generator=_PlainJsonSchema
+        adapters, ref_template="#/components/schemas/{model}", schema_generator=PlainJsonSchema
     )
     schemas: Json = made["$defs"]
     for schema in schemas.values():
@@ -121,7 +100,7 @@ def _schemas(routes: Iterable[ApiRoute]) -> Json:
     return schemas
 
 
-class _PlainJsonSchema(GenerateJsonSchema):
+class PlainJsonSchema(GenerateJsonSchema):
     """Without titles, which repeat names, and defaults, which are all null. An answer has no members but its own."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:

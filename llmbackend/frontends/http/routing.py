@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_args
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
@@ -34,7 +34,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Any]])
 
 _DECLARED: Final = "llmbackend_routes"
 _MEANING: Final = {
-    400: "The request is wrong: the text names what, and what was expected.",
+    400: "The request is wrong, or the model cannot do what it asks for, such as call tools: the text names what.",
     401: "No API key, or a wrong one; only where the server asks for keys.",
     403: "This API is restricted to clients that send a certain header.",
     404: "No such path, model, version or object.",
@@ -60,7 +60,9 @@ _NAME: Final = {"type": "string", "minLength": 1}
 
 
 def ref(model: Any) -> Json:
-    """A reference to the component that describes `model`."""
+    """A reference to the component that describes `model`, or to those of a union."""
+    if kinds := get_args(model):
+        return {"anyOf": [ref(kind) for kind in kinds]}
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
 
@@ -179,7 +181,7 @@ class ApiRoute(APIRoute):
 
     answer: type of a 200's JSON; by default the endpoint's return type. body: type of a JSON body that the endpoint
     reads itself; body_content: other content types of it. parameters: of query and header, as OpenAPI. streams: for an
-    endpoint that can answer with events: what they are."""
+    endpoint that can answer with events: what they are. status_code: None: 200."""
 
     def __init__(
         self,
@@ -195,13 +197,15 @@ class ApiRoute(APIRoute):
         parameters: Sequence[Json] = (),
         streams: str = "",
         response_class: type[Response] = JSONResponse,
+        status_code: int | None = None,
         responses: dict[int | str, Json] | None = None,
     ) -> None:
         self._api = api
         self.is_direct = body is not None
         """Whether the endpoint takes nothing from this class but the request."""
         summary = " ".join((endpoint.__doc__ or "").partition("\n\n")[0].split())
-        documented = _refusals(api.error, api.statuses, api.error_types) | (responses or {})
+        statuses = [status for status in api.statuses if status != 415 or body is not None]
+        documented = _refusals(api.error, statuses, api.error_types) | (responses or {})
         if streams:
             documented |= {200: {"description": streams, "content": {"text/event-stream": {}}}}
         extra: Json = {"parameters": [*path_parameters(path), *parameters]}
@@ -218,6 +222,7 @@ class ApiRoute(APIRoute):
             summary=summary,
             description=" ",  # else the docstring
             response_class=response_class,
+            status_code=status_code,
             responses=documented,
             openapi_extra=extra,
             **({} if answer is None else {"response_model": answer}),

@@ -9,7 +9,7 @@ Source: vLLM's protocol of these paths, its statuses and texts.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, Final
 
 import orjson
@@ -19,11 +19,13 @@ from starlette.responses import PlainTextResponse, Response
 
 from llmbackend.core.messages import InferenceRequest
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from .endpoints import OpenAIEndpoints
 from .errors import JsonObject, OpenAIError
 from .models import ModelCatalog
-from .requests import check_content_type, json_object, read_body
+from .requests import json_object
 from .tensors import LORA_CHANGE
 from .validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
 
@@ -51,20 +53,18 @@ class UnloadLoraAdapterRequest(ClosedObject):
     lora_int_id: Annotated[Any, Only(reason="adapters are known by their names")] = None
 
 
-class LoraEndpoints:
+class LoraEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, catalog: ModelCatalog, folder: str) -> None:
         """folder: below which adapters lie; "" = none is loaded at run time"""
-        self._gate = gate
+        super().__init__(gate, _MAX_BODY_BYTES)
         self._catalog = catalog
         self._folder = folder
         self._changing: set[str] = set()
         """Names of adapters."""
 
-    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Each takes POST."""
-        return {"/v1/load_lora_adapter": self.load, "/v1/unload_lora_adapter": self.unload}
-
+    @post("/v1/load_lora_adapter", body=LoadLoraAdapterRequest, response_class=PlainTextResponse)
     async def load(self, http: Request) -> Response:
+        """Serve a LoRA adapter from now on"""
         fields = read(LoadLoraAdapterRequest, await self._body(http))
         name = fields.lora_name
         with self._change(name):
@@ -74,7 +74,9 @@ class LoraEndpoints:
             await self._send(model, change | {"in_place": bool(fields.load_inplace)})
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
+    @post("/v1/unload_lora_adapter", body=UnloadLoraAdapterRequest, response_class=PlainTextResponse)
     async def unload(self, http: Request) -> Response:
+        """Serve a LoRA adapter no longer: it takes no further request"""
         name = read(UnloadLoraAdapterRequest, await self._body(http)).lora_name
         with self._change(name):
             model = self._catalog.model_of_adapter(name)
@@ -97,8 +99,7 @@ class LoraEndpoints:
         if not self._folder:
             text = "this server loads no LoRA adapters at run time: it was started without --lora-folder"
             raise OpenAIError(text, status=404, code="unknown_url")
-        check_content_type(http)
-        body = json_object(await read_body(self._gate, http, _MAX_BODY_BYTES))
+        body = json_object(await self.body_of(http))
         release_body(http)
         return body
 

@@ -8,7 +8,7 @@ Source: vLLM's render endpoints and their answer, GenerateRequest.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 
 import orjson
@@ -18,51 +18,42 @@ from starlette.responses import Response
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 
 from .answer_plan import AnswerPlan, plan_answer
+from .endpoints import OpenAIEndpoints, json_answer
 from .errors import JsonObject, OpenAIError
 from .generation import check_fields_taken, sampling_of
+from .http_types import Rendered
 from .models import ModelCatalog, Target
 from .prompt_description import PromptDescription, describe_prompt
-from .requests import (
-    GenerationRequest,
-    check_content_type,
-    decode_cost,
-    json_object,
-    parse_chat,
-    parse_completion,
-    read_body,
-)
+from .requests import GenerationRequest, parse_chat, parse_completion
 from .responses import Identity
+from .schema import ChatCompletionRequest, CompletionRequest
 from .tensors import RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS
 
 
-class RenderEndpoints:
+class RenderEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._catalog = catalog
-        self._max_body_bytes = max_body_bytes
 
-    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Each takes POST."""
-        return {"/v1/chat/completions/render": self.chat, "/v1/completions/render": self.completions}
-
+    @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
     async def chat(self, http: Request) -> Response:
-        """One object."""
+        """What an engine would get for a conversation"""
         [rendered] = await self._rendered(http, parse_chat)
-        return Response(rendered, media_type="application/json")
+        return json_answer(rendered)
 
+    @post("/v1/completions/render", body=CompletionRequest, answer=list[Rendered])
     async def completions(self, http: Request) -> Response:
-        """A list, of one object for each prompt."""
+        """What an engine would get for each prompt"""
         rendered = await self._rendered(http, parse_completion)
-        return Response(b"[%b]" % b",".join(rendered), media_type="application/json")
+        return json_answer(b"[%b]" % b",".join(rendered))
 
     async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
         self._gate.check_room()
-        check_content_type(http)
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
+        request = await self.parsed(http, parse)
         target = self._catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
         plan = plan_answer(request, target)

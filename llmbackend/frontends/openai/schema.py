@@ -1,6 +1,6 @@
 """The request bodies of the OpenAI API: one set of models for validation, for errors and for /openapi.json.
 
-For: requests.py, which reads bodies, and openapi.py, which documents them. Does not know: HTTP, tensors, the host.
+For: requests.py, which reads bodies, and /openapi.json. Does not know: HTTP, tensors, the host.
 Invariant: a field reaches the model, or is known to change nothing, or is refused by name; null is the same as a field
 left out; true is not 1, and 1.0 is no integer. Tools and structured output become fields here that are acted on, the
 Responses API a further model.

@@ -6,7 +6,7 @@ Source: vLLM's documentation of these paths, and its answers' forms.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Final
 
 import orjson
@@ -15,30 +15,36 @@ from starlette.responses import Response
 
 from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from .endpoints import OpenAIEndpoints, json_answer
 from .errors import JsonObject, OpenAIError
+from .http_types import Text, Tokens
 from .models import ModelCatalog
 from .prompt_description import PromptDescription, describe_prompt
-from .requests import check_content_type, decode_cost, json_object, read_body
 from .tensors import RETURN_PROMPT_TOKENS
-from .tokenization import PromptQuestion, parse_detokenize, parse_tokenize
+from .tokenization import (
+    DetokenizeRequest,
+    PromptQuestion,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    parse_detokenize,
+    parse_tokenize,
+)
 
 _FEW_TOKENS: Final = 4096
 """So many are written as JSON on the event loop, in about 0.1 ms."""
 
 
-class TokenizationEndpoints:
+class TokenizationEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._catalog = catalog
-        self._max_body_bytes = max_body_bytes
 
-    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Each takes POST."""
-        return {"/tokenize": self.tokenize, "/detokenize": self.detokenize}
-
+    @post("/tokenize", body=TokenizeTextRequest | TokenizeChatRequest, answer=Tokens)
     async def tokenize(self, http: Request) -> Response:
+        """The tokens of a text or of a conversation"""
         question, found = await self._ask(http, parse_tokenize)
         with_names = RETURN_PROMPT_TOKENS in question.wanted
 
@@ -52,19 +58,19 @@ class TokenizationEndpoints:
             return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
 
         few = found.num_tokens <= _FEW_TOKENS
-        return _json(written() if few else await self._gate.run_in_thread(written))
+        return json_answer(written() if few else await self._gate.run_in_thread(written))
 
+    @post("/detokenize", body=DetokenizeRequest, answer=Text)
     async def detokenize(self, http: Request) -> Response:
+        """The text of tokens"""
         _, found = await self._ask(http, parse_detokenize)
-        return _json(await self._gate.run_in_thread(lambda: orjson.dumps({"prompt": found.text})))
+        return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps({"prompt": found.text})))
 
     async def _ask(
         self, http: Request, parse: Callable[[JsonObject], PromptQuestion]
     ) -> tuple[PromptQuestion, PromptDescription]:
         self._gate.check_room()
-        check_content_type(http)
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        question = await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
+        question = await self.parsed(http, parse)
         target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
         release_body(http)
         work = describe_prompt(self._gate, target, question.prompt, question.wanted, sampling=question.sampling)
@@ -72,7 +78,3 @@ class TokenizationEndpoints:
             return question, await unless_disconnected(http, work)
         except OpenAIError as error:
             raise question.in_own_fields(error) from None
-
-
-def _json(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -24,7 +24,8 @@ from llmbackend.frontends.journals.documents import Capacity, Document, Put, Sto
 from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
-from llmbackend.frontends.openai.responses_api.openapi import RESPONSE as DOCUMENTED
+from llmbackend.frontends.openai.responses_api.http_types import ResponseObject
+from llmbackend.frontends.openapi import PlainJsonSchema
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
@@ -33,6 +34,7 @@ from tests.helpers.scripted_text import MODEL, SAY
 from .event_reader import EventReader, events_of
 
 RESPONSE: TypeAdapter[Any] = TypeAdapter(Response)
+DOCUMENTED = TypeAdapter(ResponseObject).json_schema(schema_generator=PlainJsonSchema, mode="serialization")
 WEATHER: dict[str, Any] = {
     "type": "function",
     "name": "get_weather",

@@ -10,10 +10,11 @@ import jsonschema_rs
 import orjson
 import pytest
 
-from llmbackend.frontends.openai import openapi
 from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS
 from llmbackend.frontends.openai.responses_api.parsing import parse_responses, read_responses
+from llmbackend.frontends.openai.responses_api.schema import ResponsesBody
+from llmbackend.frontends.openapi import PlainJsonSchema
 
 LEAST: dict[str, Any] = {"model": "m", "input": "x"}
 USER = {"role": "user", "content": "x"}
@@ -67,15 +68,14 @@ def accepted(body: dict[str, Any]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def components() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(json.dumps(openapi.schemas()))
+def schema() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(json.dumps(ResponsesBody.model_json_schema(schema_generator=PlainJsonSchema)))
     return found
 
 
 @pytest.fixture(scope="module")
-def document(components: dict[str, Any]) -> Any:
-    reference = {"$ref": "#/components/schemas/ResponsesBody"}
-    return jsonschema_rs.validator_for({"components": {"schemas": components}, **reference})
+def document(schema: dict[str, Any]) -> Any:
+    return jsonschema_rs.validator_for(schema)
 
 
 def bodies_of_items() -> Iterator[dict[str, Any]]:
@@ -95,8 +95,8 @@ def bodies_of_tools() -> Iterator[dict[str, Any]]:
             yield from (LEAST | {"tools": [tool | {field: value}]} for value in VALUES)
 
 
-def test_each_field(document: Any, components: dict[str, Any]) -> None:
-    for field in components["ResponsesBody"]["properties"]:
+def test_each_field(document: Any, schema: dict[str, Any]) -> None:
+    for field in schema["properties"]:
         if field in ("previous_response_id", "conversation"):
             continue  # which need a store
         for value in VALUES:

@@ -7,26 +7,27 @@ Source: OpenAI's API reference.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated
 
 import orjson
 from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmbackend.frontends.http.routing import delete, get, post
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from ..endpoints import OpenAIEndpoints, json_answer
 from ..errors import JsonObject, OpenAIError
 from ..labels import Metadata
-from ..requests import check_content_type, decode_cost, json_object, read_body
 from ..validation import ClosedObject, read
 from ..validation import Items as ItemCount
 from .conversations import MAX_ITEMS_AT_ONCE, Conversations, item_not_found
-from .item_pages import item_list, page, read_page_query
+from .http_types import ConversationDeleted, ConversationObject, ItemList, StoredItem
+from .item_pages import PAGE_PARAMETERS, item_list, page, read_page_query
 from .items import Item, check_fields, full_item, item_type
 
-T = TypeVar("T")
 _Items = Annotated[list[Item], ItemCount(0, MAX_ITEMS_AT_ONCE)]
 
 
@@ -46,70 +47,72 @@ class ConversationItemsBody(ClosedObject):
     items: _Items
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+_ONE = "/v1/conversations/{conversation_id}"
+_ITEMS = f"{_ONE}/items"
+_ITEM = _ITEMS + "/{item_id}"
 
 
-class ConversationEndpoints:
+class ConversationEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, conversations: Conversations | None, max_body_bytes: int) -> None:
         """conversations: None: the server keeps none"""
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._kept = conversations
-        self._max_body_bytes = max_body_bytes
 
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler)"""
-        one = "/v1/conversations/{conversation_id}"
-        items = f"{one}/items"
-        return [
-            ("POST", "/v1/conversations", self.create),
-            ("GET", one, self.retrieve),
-            ("POST", one, self.update),
-            ("DELETE", one, self.delete),
-            ("POST", items, self.add_items),
-            ("GET", items, self.list_items),
-            ("GET", items + "/{item_id}", self.retrieve_item),
-            ("DELETE", items + "/{item_id}", self.delete_item),
-        ]
-
+    @post("/v1/conversations", body=ConversationBody, answer=ConversationObject)
     async def create(self, http: Request) -> Response:
+        """Create a conversation"""
+
         def parse(body: JsonObject) -> tuple[list[JsonObject], JsonObject]:
             fields = read(ConversationBody, body)
             return _checked(body.get("items") or []), fields.metadata or {}
 
-        items, metadata = await self._parsed(http, parse)
-        return _response((await self._conversations.create(items, metadata)).body)
+        items, metadata = await self.parsed(http, parse)
+        return json_answer((await self._conversations.create(items, metadata)).body)
 
+    @get(_ONE, answer=ConversationObject)
     async def retrieve(self, http: Request) -> Response:
-        return _response((await self._conversations.get(_id(http))).body)
+        """One conversation"""
+        return json_answer((await self._conversations.get(_id(http))).body)
 
+    @post(_ONE, body=ConversationUpdateBody, answer=ConversationObject)
     async def update(self, http: Request) -> Response:
+        """Change its metadata"""
+
         def parse(body: JsonObject) -> JsonObject:
             return read(ConversationUpdateBody, body).metadata or {}
 
-        metadata = await self._parsed(http, parse)
-        return _response((await self._conversations.update(_id(http), metadata)).body)
+        metadata = await self.parsed(http, parse)
+        return json_answer((await self._conversations.update(_id(http), metadata)).body)
 
-    async def delete(self, http: Request) -> Response:
+    @delete(_ONE, answer=ConversationDeleted)
+    async def delete_conversation(self, http: Request) -> Response:
+        """Delete a conversation and its items"""
         await self._conversations.delete(_id(http))
-        return _response(orjson.dumps({"id": _id(http), "object": "conversation.deleted", "deleted": True}))
+        return json_answer(orjson.dumps({"id": _id(http), "object": "conversation.deleted", "deleted": True}))
 
+    @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
     async def add_items(self, http: Request) -> Response:
+        """Add items"""
         read_page_query({name: value for name, value in http.query_params.items() if name.startswith("include")})
 
         def parse(body: JsonObject) -> list[JsonObject]:
             read(ConversationItemsBody, body)
             return _checked(body["items"])
 
-        items = await self._parsed(http, parse)
+        items = await self.parsed(http, parse)
         added = await self._conversations.add(_id(http), items)
         return await self._json(lambda: item_list(added))
 
+    @get(_ITEMS, answer=ItemList, parameters=PAGE_PARAMETERS)
     async def list_items(self, http: Request) -> Response:
+        """Its items"""
         query = read_page_query(http.query_params)
         items = await self._conversations.items(_id(http))
         return await self._json(lambda: page(items, query))
 
+    @get(_ITEM, answer=StoredItem)
     async def retrieve_item(self, http: Request) -> Response:
+        """One item"""
         id, item_id = _id(http), http.path_params["item_id"]
         items = await self._conversations.items(id)
 
@@ -121,9 +124,11 @@ class ConversationEndpoints:
 
         return await self._json(found)
 
+    @delete(_ITEM, answer=ConversationObject)
     async def delete_item(self, http: Request) -> Response:
+        """Remove an item"""
         document = await self._conversations.remove(_id(http), http.path_params["item_id"])
-        return _response(document.body)
+        return json_answer(document.body)
 
     @property
     def _conversations(self) -> Conversations:
@@ -132,14 +137,9 @@ class ConversationEndpoints:
             raise OpenAIError(message, status=404, code="unsupported")
         return self._kept
 
-    async def _parsed(self, http: Request, parse: Callable[[JsonObject], T]) -> T:
-        check_content_type(http)
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        return await self._gate.decode_in_thread(decode_cost(body), lambda: parse(json_object(body)))
-
     async def _json(self, make: Callable[[], JsonObject]) -> Response:
         """JSON of a part of a conversation, which is looked for where nobody waits."""
-        return _response(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
+        return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
 
 
 def _checked(items: list[JsonObject]) -> list[JsonObject]:
@@ -155,7 +155,3 @@ def _checked(items: list[JsonObject]) -> list[JsonObject]:
 def _id(http: Request) -> str:
     id: str = http.path_params["conversation_id"]
     return id
-
-
-def _response(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

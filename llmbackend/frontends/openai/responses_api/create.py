@@ -20,6 +20,7 @@ from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
@@ -28,18 +29,21 @@ from llmbackend.frontends.operations.metrics import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer
 from ..answering import streamed_answer, traced_answer, whole_answer
+from ..endpoints import OpenAIEndpoints
 from ..errors import JsonObject, OpenAIError
 from ..generation import Generation
 from ..models import ModelCatalog, Target
-from ..requests import check_content_type, decode_cost, json_object, read_body
+from ..requests import decode_cost
 from ..responses import Identity
 from ..sealed_reasoning import FIXED_KEY, SealingKey
 from .conversations import Conversations
 from .event_writer import ResponseWriter
+from .http_types import ResponseObject
 from .output_items import ID_PREFIX
 from .parsing import ReadBody, effective_sampling, parse_responses, read_responses
 from .request import History, ResponsesRequest
 from .response_state import ResponseState
+from .schema import ResponsesBody
 from .stored_history import fetch_history, with_ids
 
 _MAX_HISTORY_BYTES = 8 << 20
@@ -95,7 +99,7 @@ class Background(Protocol):
     ) -> Response: ...
 
 
-class ResponseCreation:
+class ResponseCreation(OpenAIEndpoints):
     """The endpoint."""
 
     def __init__(
@@ -111,27 +115,32 @@ class ResponseCreation:
         """store, conversations: None: no response is kept
         key: seals reasoning that clients send back
         """
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._catalog = catalog
-        self._max_body_bytes = max_body_bytes
         self._store = store
         self._conversations = conversations
         self._key = key
         self._background = background
 
+    @post(
+        "/v1/responses",
+        body=ResponsesBody,
+        answer=ResponseObject,
+        streams="The whole response, or with `stream` its events, the last of which holds it.",
+    )
     async def create(self, http: Request) -> Response:
+        """Answer a conversation, with items"""
         start_ns = time.monotonic_ns()
         refuse_resuming(http, "one with 'background': true is read on by its starting_after")
         self._gate.check_room()
-        check_content_type(http)
-        prepared = await self.prepared(await read_body(self._gate, http, self._max_body_bytes))
+        prepared = await self.prepared(await self.body_of(http))
         answer = partial(self._answer, http, prepared)
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
 
     async def prepared(self, body: bytes, read: Callable[[JsonObject], ReadBody] = read_responses) -> PreparedResponse:
         """read: checks the fields of the body"""
         cost = decode_cost(body)
-        fields = await self._gate.decode_in_thread(cost, lambda: read(json_object(body)))
+        fields = await self.parsed_body(body, read)
         history = await fetch_history(self._store, self._conversations, fields.wanted, self._gate, _MAX_HISTORY_BYTES)
         cost += history.size_bytes + _HISTORY_ITEM_COST * len(history.items)
         return await self._gate.decode_in_thread(cost, partial(prepare, fields, history, self._key))

@@ -7,24 +7,29 @@ Source: OpenAI's API reference.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from typing import cast
 
 import orjson
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 
+from ..endpoints import OpenAIEndpoints, json_answer
 from ..errors import JsonObject, OpenAIError, missing
 from ..generation import check_fields_taken
 from ..models import ModelCatalog
 from ..prompt_description import describe_prompt
-from ..requests import check_content_type, decode_cost, json_object, read_body
+from ..requests import read_body
 from ..tensors import RETURN_NUM_INPUT_TOKENS
 from .create import ResponseCreation
+from .http_types import CompactBody, InputTokens
 from .parsing import ReadBody, read_responses
+from .schema import ResponsesBody
 
 FIELDS = frozenset(
     (
@@ -46,23 +51,27 @@ FIELDS = frozenset(
 _PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
 
 
-class InputTokenEndpoints:
+class InputTokensBody(ResponsesBody):
+    model_config = ConfigDict(
+        defer_build=True,
+        json_schema_extra=cast(JsonObject, ResponsesBody.model_config["json_schema_extra"])
+        | {"propertyNames": {"enum": sorted(FIELDS)}},
+    )
+
+
+class InputTokenEndpoints(OpenAIEndpoints):
     def __init__(
         self, gate: InferenceGate, catalog: ModelCatalog, creation: ResponseCreation, max_body_bytes: int
     ) -> None:
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._catalog = catalog
         self._creation = creation
-        self._max_body_bytes = max_body_bytes
 
-    def routes(self) -> dict[str, Callable[[Request], Awaitable[Response]]]:
-        """Each takes POST."""
-        return {"/v1/responses/input_tokens": self.count, "/v1/responses/compact": self.compact}
-
+    @post("/v1/responses/input_tokens", body=InputTokensBody, answer=InputTokens)
     async def count(self, http: Request) -> Response:
+        """The number of tokens of a prompt"""
         self._gate.check_room()
-        check_content_type(http)
-        body = await read_body(self._gate, http, self._max_body_bytes)
+        body = await self.body_of(http)
         request = (await self._creation.prepared(body, _read)).request.generation
         target = self._catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
@@ -75,11 +84,13 @@ class InputTokenEndpoints:
         except OpenAIError as error:
             raise request.in_own_fields(error) from None
         counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
-        return Response(orjson.dumps(counted), media_type="application/json")
+        return json_answer(orjson.dumps(counted))
 
+    @post("/v1/responses/compact", body=CompactBody, response_class=Response, status_code=404)
     async def compact(self, http: Request) -> Response:
+        """Not supported"""
         body = await read_body(self._gate, http, self._max_body_bytes)
-        fields = await self._gate.decode_in_thread(decode_cost(body), lambda: json_object(body))
+        fields = await self.parsed_body(body, lambda fields: fields)
         if fields.get("model") is None:
             raise missing("model")
         raise OpenAIError("this server compacts no conversations", status=404, code="unsupported")

@@ -14,6 +14,16 @@ from ..errors import JsonObject, OpenAIError, refuse
 from .schema import INCLUDABLE
 
 _MAX_ITEMS = 100
+PAGE_PARAMETERS: tuple[JsonObject, ...] = (
+    {
+        "name": "after",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "The item that the page begins behind.",
+    },
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+)
 _FIELDS = ("after", "limit", "order", "include", "include[]")
 
 

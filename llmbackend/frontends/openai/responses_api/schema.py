@@ -1,6 +1,6 @@
 """The body of a create-response request: one model for validation, for errors and for /openapi.json.
 
-For: parsing.py, which reads bodies, and openapi.py, which documents them. Does not know: templates, the store, the
+For: parsing.py, which reads bodies, and /openapi.json. Does not know: templates, the store, the
 host. Invariant: as of schema.py beside it: a field has an effect, or is a label, or is refused by name with the reason.
 Source: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex sends.
 """

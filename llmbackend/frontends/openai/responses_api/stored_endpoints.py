@@ -7,30 +7,39 @@ Source: OpenAI's API reference.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 
 import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llmbackend.frontends.http.routing import delete, get, post
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, current_owner
 
+from ..endpoints import OpenAIEndpoints, json_answer
 from ..errors import JsonObject, OpenAIError, refuse
 from ..sealed_reasoning import SealingKey
 from .background import BackgroundResponses
-from .item_pages import page, read_page_query
+from .http_types import ItemList, ResponseDeleted, ResponseObject
+from .item_pages import PAGE_PARAMETERS, page, read_page_query
 from .journal_stream import journal_stream
 from .request import ENCRYPTED_REASONING
 from .schema import INCLUDABLE
 
-Handler = Callable[[Request], Awaitable[Response]]
 _PARAMETERS = ("include", "include[]", "include_obfuscation", "starting_after", "stream")
 _MAX_DIGITS = 9
 
 
-class StoredResponseEndpoints:
+_ONE = "/v1/responses/{response_id}"
+_CURSOR: tuple[JsonObject, ...] = (
+    {"name": "stream", "in": "query", "schema": {"type": "boolean"}, "description": "Its events instead of it."},
+    {"name": "starting_after", "in": "query", "schema": {"type": "integer", "minimum": 0}},
+)
+
+
+class StoredResponseEndpoints(OpenAIEndpoints):
     def __init__(
         self,
         gate: InferenceGate,
@@ -39,22 +48,14 @@ class StoredResponseEndpoints:
         key: SealingKey,
     ) -> None:
         """store: None: the server keeps none"""
-        self._gate = gate
+        super().__init__(gate)
         self._kept = store
         self._background = background
         self._key = key
 
-    def routes(self) -> list[tuple[str, str, Handler]]:
-        """(method, path, handler)"""
-        one = "/v1/responses/{response_id}"
-        return [
-            ("GET", one, self.retrieve),
-            ("DELETE", one, self.delete),
-            ("POST", f"{one}/cancel", self.cancel),
-            ("GET", f"{one}/input_items", self.input_items),
-        ]
-
+    @get(_ONE, answer=ResponseObject, parameters=_CURSOR, streams="It, or with `stream` its events.")
     async def retrieve(self, http: Request) -> Response:
+        """A stored response"""
         query = http.query_params
         included = _included(query)
         is_stream, after = _cursor(query)
@@ -63,16 +64,20 @@ class StoredResponseEndpoints:
             return await self._stream(document, after)
         if ENCRYPTED_REASONING in included:
             return await self._json(len(document.body), lambda: _with_sealed_reasoning(document.body, self._key))
-        return _response(document.body)
+        return json_answer(document.body)
 
-    async def delete(self, http: Request) -> Response:
+    @delete(_ONE, answer=ResponseDeleted)
+    async def delete_response(self, http: Request) -> Response:
+        """Delete a response"""
         document = await self._document(http)
         if self._background is not None:
             await self._background.cancel(document.id)
         await self._store.delete(current_owner(), "response", document.id)
-        return _response(orjson.dumps({"id": document.id, "object": "response.deleted", "deleted": True}))
+        return json_answer(orjson.dumps({"id": document.id, "object": "response.deleted", "deleted": True}))
 
+    @post(f"{_ONE}/cancel", answer=ResponseObject)
     async def cancel(self, http: Request) -> Response:
+        """Cancel a background response"""
         document = await self._document(http)
         body = await self._gate.decode_in_thread(len(document.body), lambda: orjson.loads(document.body))
         if not body.get("background"):
@@ -85,9 +90,11 @@ class StoredResponseEndpoints:
         if document.is_live:
             message = f"The response '{document.id}' is being made by another server, which alone can cancel it"
             raise OpenAIError(message, status=409, code="made_elsewhere")
-        return _response(document.body)
+        return json_answer(document.body)
 
+    @get(f"{_ONE}/input_items", answer=ItemList, parameters=PAGE_PARAMETERS)
     async def input_items(self, http: Request) -> Response:
+        """What a response was made from"""
         query = read_page_query(http.query_params)
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
@@ -117,7 +124,7 @@ class StoredResponseEndpoints:
         return journal_stream(journal, after)
 
     async def _json(self, size_bytes: int, make: Callable[[], JsonObject]) -> Response:
-        return _response(await self._gate.decode_in_thread(size_bytes, lambda: orjson.dumps(make())))
+        return json_answer(await self._gate.decode_in_thread(size_bytes, lambda: orjson.dumps(make())))
 
 
 def _included(query: Mapping[str, str]) -> set[str]:
@@ -156,7 +163,3 @@ def _with_sealed_reasoning(body: bytes, key: SealingKey) -> JsonObject:
             text = "".join(part["text"] for part in item.get("content", ()))
             item["encrypted_content"] = key.seal(text)
     return response
-
-
-def _response(body: bytes) -> Response:
-    return Response(body, media_type="application/json")

@@ -1,0 +1,133 @@
+"""The JSON that endpoints under /v1 answer, as types: for /openapi.json.
+
+For: the endpoints. Does not know: how answers are written. Invariant: an answer has these members and no others
+(`make fuzz` compares them).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import Field
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+
+from ..http.routing import Count
+
+
+class Model(TypedDict):
+    id: str
+    object: Literal["model"]
+    created: Count
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: Count | None
+
+
+class ModelList(TypedDict):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokensDetails(TypedDict):
+    cached_tokens: Count
+
+
+class CompletionTokensDetails(TypedDict):
+    reasoning_tokens: Count
+
+
+class Usage(TypedDict):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: NotRequired[PromptTokensDetails]
+    completion_tokens_details: NotRequired[CompletionTokensDetails]
+
+
+class OfPrompt(TypedDict, total=False):
+    """What an answer says of its prompt, where the request asks for it: in each choice of a completion."""
+
+    prompt_token_ids: list[Count]
+    prompt_logprobs: list[dict[str, Any] | None]
+    prompt_text: str
+
+
+class _Choice(TypedDict):
+    index: Count
+    logprobs: dict[str, Any] | None
+    stop_reason: Annotated[str | int | None, Field(description="The `stop` or `stop_token_ids` it met.")]
+    token_ids: NotRequired[list[Count]]
+
+
+class AnsweredFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class AnsweredCall(TypedDict):
+    id: str
+    type: Literal["function"]
+    function: AnsweredFunction
+
+
+class AnswerMessage(TypedDict):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    reasoning: NotRequired[str | None]
+    reasoning_content: NotRequired[str | None]
+    tool_calls: NotRequired[list[AnsweredCall]]
+    function_call: NotRequired[AnsweredFunction]
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+    finish_reason: Literal["stop", "length", "tool_calls", "function_call"]
+
+
+class CompletionChoice(_Choice, OfPrompt):
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class _Answer(TypedDict):
+    id: str
+    created: Count
+    model: str
+    system_fingerprint: str | None
+    usage: Annotated[Usage | None, Field(description="null: the model counts no tokens.")]
+
+
+class ChatCompletion(_Answer, OfPrompt):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+
+
+class Completion(_Answer):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+class Tokens(TypedDict):
+    count: Count
+    max_model_len: Count
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Text(TypedDict):
+    prompt: str
+
+
+class Rendered(TypedDict):
+    request_id: str
+    token_ids: list[Count]
+    features: None
+    sampling_params: Annotated[dict[str, Any], Field(description="Under vLLM's names, as they would hold.")]
+    model: str
+    stream: bool
+    stream_options: dict[str, Any] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
