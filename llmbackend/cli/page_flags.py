@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 import typer
 
-from llmbackend.frontends.page_proxy.settings import PageSettings, pages_are_installed
+from llmbackend.frontends.protocol_options import PageSettings, pages_are_installed
 
 from .flag_groups import bad_option, switch
 

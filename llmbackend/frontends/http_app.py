@@ -2,31 +2,41 @@
 
 For: the frontend server, tests, and embedding. Does not know: sockets, content of other protocols (they come as
 routers). Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is
-Triton's 404 or 405. Inference on a model is found without the routers (kserve/model_paths.py).
+Triton's 404 or 405. Inference on a model is found without the routers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
-from .http.errors import install_error_handlers
+from .http.errors import install_error_handlers, response_to
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
+from .http.routing import ApiRoute
 from .inference_gate import InferenceGate
 from .journals.idempotency import IdempotentRequests
 from .journals.resumable_streams import ResumableStreams
-from .kserve.control_http import RepositoryEndpoints, SettingsEndpoints, SharedMemoryEndpoints, StopEndpoint
-from .kserve.description_http import DescriptionEndpoints, HealthEndpoints, MetadataEndpoints
+from .kserve.control_http import (
+    DescriptionEndpoints,
+    HealthEndpoints,
+    MetadataEndpoints,
+    RepositoryEndpoints,
+    SettingsEndpoints,
+    SharedMemoryEndpoints,
+    StopEndpoint,
+)
 from .kserve.generate import GenerateEndpoints
+from .kserve.http_types import MODEL_PATHS
 from .kserve.infer_http import InferEndpoint
-from .kserve.model_paths import DirectRoutes, serve
 from .openapi import DocumentEndpoints
 from .operations.probes import MetricsEndpoint, ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
@@ -42,6 +52,12 @@ _READABLE_HEADERS: Final = (
     "X-Schema-Valid",
 )
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
+
+
+Handler = Callable[[Request], Awaitable[Response]]
+_OF_MODEL, _OF_VERSION = 5, 7
+"""How many parts `/v2/models/{name}/infer` and `/v2/models/{name}/versions/{version}/infer` split into at slashes."""
+_PREFIX: Final = ["", "v2", "models"]
 
 
 def create_http_app(
@@ -97,6 +113,58 @@ def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
     return app
 
 
+class DirectRoutes:
+    """Handlers of inference, found by one look at the path.
+
+    A request that is found is handled and answered as the routers would do it (their handlers, the same responses to
+    what they raise); all others, also those that nearly match, go through the routers. A router, its middlewares and
+    their guards cost more than the whole of a small inference, and have nothing to do for these routes."""
+
+    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+        self._handlers = handlers
+
+    @classmethod
+    def of(cls, router: APIRouter) -> DirectRoutes:
+        """The routes of `router` that are POST on a model's path plus one word and read their bodies themselves."""
+        prefix = f"{MODEL_PATHS[0]}/"
+        return cls(
+            {
+                route.path.removeprefix(prefix): route.endpoint
+                for route in router.routes
+                if isinstance(route, ApiRoute) and route.is_direct and route.path.startswith(prefix)
+            }
+        )
+
+    def find(self, scope: Scope) -> Handler | None:
+        """The handler, with the path's parameters put into `scope`; None where the routers have to look."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
+            return None
+        parts = scope["path"].split("/")
+        handler = self._handlers.get(parts[-1])
+        if handler is None or parts[:3] != _PREFIX or not all(parts[3:]):
+            return None
+        if len(parts) == _OF_MODEL:
+            scope["path_params"] = {"name": parts[3]}
+            return handler
+        if len(parts) == _OF_VERSION and parts[4] == "versions":
+            scope["path_params"] = {"name": parts[3], "version": parts[5]}
+            return handler
+        return None
+
+
+async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
+    """Runs `handler` and sends its response, or that to its error. A bug is raised again after the response."""
+    request = Request(scope, receive, send)
+    bug: Exception | None = None
+    try:
+        response = await handler(request)
+    except Exception as error:
+        response, bug = await response_to(request, error)
+    await response(scope, receive, send)
+    if bug is not None:
+        raise bug
+
+
 class _App(FastAPI):
     """Answers retried requests, gives each other one a lease of the body budget, and finds inference without the
     routers."""
@@ -118,7 +186,7 @@ class _App(FastAPI):
             if handler is None:
                 await super().__call__(scope, receive, send)
             else:
-                await serve(handler, scope, receive, send)
+                await _serve(handler, scope, receive, send)
         finally:
             lease.release()
 

@@ -25,12 +25,12 @@ from llmbackend.core.tracing.trace import RequestTrace
 from .access.permissions import Role, role_needed
 from .access.rate_limit import Account, KeyShares
 from .access.request_identity import REQUEST_IDENTITY, body_owner
-from .counts import Counts, LocalCounts
 from .errors import LimitReachedError, PermissionDeniedError
 from .http.request_body import BodyBudget, read_content
 from .inference import Backlog, Inference, Listener, Mailbox
 from .limits import InferenceLimits
-from .workers.pool import WorkerPool, WorkThreads
+from .shared_counts import Counts, LocalCounts
+from .workers import WorkerPool, WorkThreads
 
 T = TypeVar("T")
 LARGE_BODY_BYTES: Final = 256 << 10

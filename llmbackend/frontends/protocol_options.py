@@ -7,6 +7,7 @@ Triton's behaviour.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Final, Literal
 
 from .kserve.request_parameters import FORWARD_NOTHING, HeaderForward
@@ -60,3 +61,18 @@ class ProtocolOptions:
 
 
 DEFAULT_OPTIONS: Final = ProtocolOptions()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageSettings:
+    enabled: bool = False
+    idle_timeout_s: float = 300.0
+    """The page process ends this long after its last viewer has gone."""
+
+
+NO_PAGES = PageSettings()
+
+
+def pages_are_installed() -> bool:
+    """Whether the extra `pages` is; nothing is imported."""
+    return find_spec("nicegui") is not None

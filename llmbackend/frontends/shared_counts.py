@@ -16,10 +16,36 @@ import os
 import struct
 import threading
 import time
+from collections import Counter
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
+
+
+class Counts(Protocol):
+    def held(self, name: str) -> int:
+        """How many are open."""
+
+    def add(self, name: str, change: int) -> None: ...
+
+
+class LocalCounts:
+    """Of one process. Used on its event loop alone."""
+
+    def __init__(self) -> None:
+        self._held: Counter[str] = Counter()
+
+    def held(self, name: str) -> int:
+        return self._held[name]
+
+    def add(self, name: str, change: int) -> None:
+        held = self._held[name] + change
+        if held:
+            self._held[name] = held
+        else:
+            del self._held[name]
+
 
 log = logging.getLogger(__name__)
 _HEAD: Final = struct.Struct("<i")

@@ -18,8 +18,8 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.openai.sealed_reasoning import sealing_key
-from llmbackend.frontends.operations.metrics import KV_CACHE_FAMILY
-from llmbackend.frontends.page_proxy.page_paths import WEBSOCKET_PATH
+from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
+from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
 from llmbackend.frontends.passing_on.edge import FrontendEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 

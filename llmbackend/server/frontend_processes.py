@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _MODULE: Final = "llmbackend.server.frontend_process"
 METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
 """Read by prometheus_client when it is imported: counters are then in files of this folder
-(access/process_counters.py)."""
+(access/request_identity.py)."""
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0

@@ -20,10 +20,12 @@ from starlette.types import ASGIApp
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
+from llmbackend.frontends.operations.probes import create_metrics_app
+from llmbackend.frontends.protocol_options import NO_PAGES, PageSettings
+from llmbackend.frontends.shared_counts import Counts
 
 from ..frontends.access.access_control import AccessControl
 from ..frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
-from ..frontends.counts import Counts
 from ..frontends.grpc.server import check_threads, create_grpc_server
 from ..frontends.http.endpoint import HttpEndpoint
 from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
@@ -34,16 +36,15 @@ from ..frontends.inference_gate import InferenceGate
 from ..frontends.journals.resumable_streams import ResumableStreams
 from ..frontends.journals.stream_copies import Peers
 from ..frontends.limits import FrontendLimits, GrpcLimits
-from ..frontends.operations.metrics import create_metrics_app
-from ..frontends.page_proxy.settings import NO_PAGES, PageSettings
 from ..frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
 from .descriptor_room import DescriptorRoom, fitted
 from .ports import ClaimedPorts, PortWish
 from .stream_peers import copy_streams
 
 if TYPE_CHECKING:
+    from llmbackend.frontends.page_proxy import PageProxy
+
     from ..frontends.http.tunnel import Tunnels
-    from ..frontends.page_proxy.forwarding import PageProxy
     from ..frontends.passing_on.edge import Edge
 
 
@@ -176,7 +177,7 @@ class FrontendServer:
         """`app` with the web pages before it, whose process reaches `app` itself over a unix socket."""
         if not self._page_settings.enabled:
             return app
-        from ..frontends.page_proxy.forwarding import PageProxy
+        from llmbackend.frontends.page_proxy import PageProxy
 
         self._pages = PageProxy(self._page_settings, SiteCheck(hosts=self._protocols.allowed_hosts))
         self._page_api_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -28,8 +28,8 @@ from .ports import ClaimedPorts
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
-    from llmbackend.frontends.counts import Counts
     from llmbackend.frontends.passing_on.edge import Edge
+    from llmbackend.frontends.shared_counts import Counts
 
     from .frontend_settings import HostFolder
 

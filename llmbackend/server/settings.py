@@ -27,8 +27,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.limits import FrontendLimits
-from llmbackend.frontends.page_proxy.settings import NO_PAGES, PageSettings
-from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
+from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
 
 from ..core.server_log import LogSettings
 from .endpoints import Endpoint

@@ -16,9 +16,9 @@ from starlette.types import ASGIApp
 
 from llmbackend.frontends.grpc import resumable
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.resumable_http import make_again
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
-from llmbackend.frontends.journals.stream_remaking import make_again
 
 STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"
 

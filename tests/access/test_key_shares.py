@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from llmbackend.frontends.access.rate_limit import Account, KeyShares, Limits
-from llmbackend.frontends.counts import LocalCounts
 from llmbackend.frontends.errors import LimitReachedError
+from llmbackend.frontends.shared_counts import LocalCounts
 
 MOST = 120
 

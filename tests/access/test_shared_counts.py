@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmbackend.frontends.access.rate_limit import Account, KeyShares, Limits
-from llmbackend.frontends.counts import Counts, LocalCounts
-from llmbackend.frontends.shared_counts import SharedCounts
+from llmbackend.frontends.shared_counts import Counts, LocalCounts, SharedCounts
 
 ADDS = """
 import sys

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.frontends.kserve.description_http import statistics_to_json
+from llmbackend.frontends.kserve.control_http import statistics_to_json
 from tests.helpers.core_host import version_of
 from tests.helpers.llm_host import ENGINE, MODEL, LlmHost, llm_host
 

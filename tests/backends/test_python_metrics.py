@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.python_host import Host
 from tests.helpers.python_models import TEXT_CONFIG, answer_line, body, text, values
 

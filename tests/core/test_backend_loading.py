@@ -294,7 +294,7 @@ def TRITONBACKEND_Initialize(backend):
 """,
     )
     repository.model("m", "b")
-    from llmbackend.frontends.operations.metrics import render
+    from llmbackend.frontends.operations.probes import render
 
     with serving(repository, "m") as server:
         text = render(server.metrics_registry).decode()

@@ -8,7 +8,7 @@ import pytest
 
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import (
     ECHO_BACKEND,
     KEEPING_BACKEND,

@@ -6,7 +6,7 @@ import prometheus_client
 import pytest
 
 from llmbackend.core.errors import ErrorCode, TritonError
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from llmbackend.core.models.served_config import ServedConfig
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving, x
 
 

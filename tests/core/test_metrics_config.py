@@ -20,7 +20,7 @@ from llmbackend.core.metrics import model_metrics, nv_metrics
 from llmbackend.core.metrics.metrics_options import DEFAULT_QUANTILES, MetricsOptions, Quantile, with_metrics_config
 from llmbackend.core.metrics.model_metrics import SAMPLES_PER_SLICE, SLICES, Summary
 from llmbackend.core.metrics.nv_metrics import CpuMetrics
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from llmbackend.server.endpoints import Endpoint
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually

@@ -10,7 +10,7 @@ import pytest
 
 from llmbackend.core import served_models
 from llmbackend.core.models import readiness
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import STAGE, Repository, serving
 from tests.helpers.waiting import eventually
 

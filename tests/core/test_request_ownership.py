@@ -195,7 +195,7 @@ def test_cancel_while_queued_completes_at_once(keeping: InferenceServer, reposit
 
 
 def metrics(server: InferenceServer) -> str:
-    from llmbackend.frontends.operations.metrics import render
+    from llmbackend.frontends.operations.probes import render
 
     return render(server.metrics_registry).decode()
 

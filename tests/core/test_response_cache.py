@@ -26,7 +26,7 @@ from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import NO_TENANT, InferenceResponse, Tenant
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import STAGE, Client, Repository, send, serving, version_of, x
 from tests.helpers.waiting import eventually
 

@@ -7,7 +7,7 @@ import pytest
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import ECHO_BACKEND, STAGE, Repository, send, serving, version_of, x
 from tests.helpers.waiting import eventually
 

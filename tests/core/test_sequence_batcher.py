@@ -20,7 +20,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import NO_TENANT, Tenant
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import KEEPING_BACKEND, STAGE, Client, Repository, send, serving, version_of
 from tests.helpers.sequence_host import (
     CONTROLS,

@@ -14,7 +14,7 @@ import pytest
 
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.http.body_pieces import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces
+from llmbackend.frontends.http.direct_body import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import mock_llm_host
 

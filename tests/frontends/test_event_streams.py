@@ -16,11 +16,10 @@ from starlette.requests import ClientDisconnect, Request
 
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.outputs import Outputs, layout_of
-from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.direct_body import DirectBody
 from llmbackend.frontends.http.event_stream import EventStream, pieces_of
-from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
-from llmbackend.frontends.kserve.generate_events import TextEvents, json_of_response
+from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence, unless_disconnected
+from llmbackend.frontends.kserve.generate import TextEvents, json_of_response
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.waiting import eventually

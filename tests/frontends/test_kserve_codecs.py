@@ -16,12 +16,12 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import InferenceResponse, ModelMetadata, ParameterValue, TensorMetadata
 from llmbackend.core.tensors import NUMPY_DTYPE, Tensor
 from llmbackend.frontends.grpc import codec as grpc_codec
+from llmbackend.frontends.grpc.codec import response_parts
 from llmbackend.frontends.grpc.messages import OpenRequest
-from llmbackend.frontends.grpc.response_messages import response_parts
 from llmbackend.frontends.http.json_reader import parse, repeated_keys
 from llmbackend.frontends.http.responses import response_encoding
 from llmbackend.frontends.kserve import generate_codec, infer_codec
-from llmbackend.frontends.kserve.json_tensors import json_from_tensor, tensor_from_json
+from llmbackend.frontends.kserve.infer_codec import json_from_tensor, tensor_from_json
 from llmbackend.frontends.kserve.request_parameters import RequestOptions, options_from_proto
 
 ANY_SPEED = settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])

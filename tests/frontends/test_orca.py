@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from llmbackend.core.backend_api import MetricKind
-from llmbackend.frontends.operations.metrics import KV_CACHE_FAMILY
+from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from tests.helpers.core_host import version_of
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import BLOCK_TOKENS, BLOCKS, MODEL, mock_llm_host

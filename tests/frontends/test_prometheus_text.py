@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from llmbackend.frontends.operations.metrics import render
+from llmbackend.frontends.operations.probes import render
 
 
 class OneFamily:

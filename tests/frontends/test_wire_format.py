@@ -11,8 +11,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.grpc.messages import MAX_FIELDS, parse_contents, raw_contents, split_off
-from llmbackend.frontends.grpc.wire_format import packed_varints
+from llmbackend.frontends.grpc.messages import MAX_FIELDS, packed_varints, parse_contents, raw_contents, split_off
 
 NUMBERS = {
     "BOOL": ("bool_contents", 0, 1),

@@ -17,8 +17,8 @@ import pytest
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.tensors import RawTensor, Tensor
-from llmbackend.frontends.workers import pool as pool_module
-from llmbackend.frontends.workers.pool import WORKERS, WorkerPool
+from llmbackend.frontends import workers as pool_module
+from llmbackend.frontends.workers import WORKERS, WorkerPool
 from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow

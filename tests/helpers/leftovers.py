@@ -28,7 +28,7 @@ POLL_S = 0.002
 OURS = ("llm-", "python-", "unload-", "load-", "model-load", "reaper", "timer", "startup")
 """How the names of threads begin that an engine, a model or a host owns."""
 
-WORKER = "llmbackend.frontends.workers.main"
+WORKER = "llmbackend.frontends.worker_process"
 """In the command of a process that a server keeps for large bodies once it needed one."""
 PROGRESS_BARS = "tqdm_monitor"
 """tqdm's, one for the process, since a progress bar that lasted long enough."""

@@ -13,8 +13,8 @@ import httpx
 from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.grpc import resumable
+from llmbackend.frontends.journals.resumable_http import make_again
 from llmbackend.frontends.journals.stream_copies import StreamCopies
-from llmbackend.frontends.journals.stream_remaking import make_again
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import mock_llm_host
 from tests.helpers.waiting import eventually

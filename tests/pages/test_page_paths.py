@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmbackend.frontends.page_proxy.page_paths import is_for_pages
+from llmbackend.frontends.page_proxy import is_for_pages
 
 
 @pytest.mark.parametrize(

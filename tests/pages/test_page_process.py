@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmbackend.frontends.page_proxy.page_process import PageProcess, PagesUnavailableError
+from llmbackend.frontends.page_proxy import PageProcess, PagesUnavailableError
 from tests.helpers.waiting import eventually_async
 
 pytest.importorskip("nicegui")

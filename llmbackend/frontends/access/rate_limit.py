@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from llmbackend.core.messages import Tenant
 
-from ..counts import Counts
 from ..errors import LimitReachedError
+from ..shared_counts import Counts
 from .permissions import Role
 
 if TYPE_CHECKING:

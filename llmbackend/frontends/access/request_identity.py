@@ -9,18 +9,51 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 from starlette.types import Scope
 
 from ..http.request_body import address_of
 from .rate_limit import Account, Refusal
+
+
+class ProcessCounters(Collector):
+    def __init__(self, own: CollectorRegistry, folder: Path) -> None:
+        """own: the counters of this process. folder: where the others have theirs."""
+        self._own = own
+        self._folder = str(folder)
+
+    def collect(self) -> Iterator[Metric]:
+        of_files: Any = MultiProcessCollector
+        others = {family.name: family for family in of_files(None, self._folder).collect()}
+        for family in self._own.collect():
+            other = others.get(family.name)
+            yield family if other is None else _sum(family, other)
+
+
+def _sum(*families: Metric) -> Metric:
+    first = families[0]
+    total = Metric(first.name, first.documentation, first.type)
+    values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
+    for sample in _counted(families):
+        key = sample.name, frozenset(sample.labels.items())
+        values[key] = values.get(key, 0.0) + sample.value
+    for (name, labels), value in values.items():
+        total.add_sample(name, dict(labels), value)
+    return total
+
+
+def _counted(families: Iterable[Metric]) -> Iterator[Any]:
+    return (sample for family in families for sample in family.samples if sample.name.endswith("_total"))
+
 
 Protocol = Literal["http", "grpc"]
 Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
@@ -37,7 +70,7 @@ class AccessMetrics:
         """of_frontends: where frontend processes keep their counters, which are added to those of this process."""
         self._summed: Collector | None = None
         if of_frontends is not None:
-            from .process_counters import ProcessCounters
+            from .request_identity import ProcessCounters
 
             own = CollectorRegistry(auto_describe=False)
             self._summed = ProcessCounters(own, of_frontends)

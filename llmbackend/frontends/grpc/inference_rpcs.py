@@ -1,7 +1,6 @@
-"""Inference over gRPC: ModelInfer and ModelStreamInfer.
+"""KServe v2 over gRPC: inference, and what the server and its models are; in a host and in a frontend process.
 
-For: the gRPC server. Does not know: backends, in which process the host is. Invariant: a cancelled RPC, or one past its
-deadline, cancels its request.
+Invariants: nothing here blocks the event loop; a cancelled RPC, or one past its deadline, cancels its request.
 Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as recorded from Triton 2.51.
 """
 
@@ -13,21 +12,68 @@ from typing import Any, Final
 
 import grpc
 from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.core.errors import unsupported
+from llmbackend.core.errors import unavailable, unsupported
 from llmbackend.core.host_protocol import Host
+from llmbackend.core.messages import TensorMetadata
 
 from ..inference_gate import LARGE_BODY_BYTES, InferenceGate
 from ..journals.resumable_streams import ResumableStreams
 from ..kserve.infer_codec import single_response
 from ..kserve.request_parameters import options_from_proto
+from ..operations.probes import ReadinessProbes
 from ..protocol_options import ProtocolOptions
-from .codec import decode_request, model_version
-from .description_rpcs import DescriptionRpcs
+from .codec import decode_request, model_version, response_parts
 from .messages import opened
-from .response_messages import response_parts
 from .rpc import Context, close_when_sent, name_trace, rpc, sampled
 from .stream import StreamSession
+
+
+class DescriptionRpcs(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    def __init__(self, server: Host) -> None:
+        self._server = server
+        self._probes = ReadinessProbes(server)
+
+    @rpc
+    async def ServerLive(self, request: Any, context: Context) -> Any:
+        self._refuse_when_exiting()
+        return pb.ServerLiveResponse(live=self._server.is_live())
+
+    @rpc
+    async def ServerReady(self, request: Any, context: Context) -> Any:
+        self._refuse_when_exiting()
+        return pb.ServerReadyResponse(ready=await self._probes.server_is_ready())
+
+    def _refuse_when_exiting(self) -> None:
+        if self._server.is_exiting:
+            raise unavailable("Server exiting")
+
+    @rpc
+    async def ModelReady(self, request: Any, context: Context) -> Any:
+        version = model_version(request.version)
+        return pb.ModelReadyResponse(ready=await self._probes.model_is_ready(request.name, version))
+
+    @rpc
+    async def ServerMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self._server.server_metadata()
+        return pb.ServerMetadataResponse(name=metadata.name, version=metadata.version, extensions=metadata.extensions)
+
+    @rpc
+    async def ModelMetadata(self, request: Any, context: Context) -> Any:
+        metadata = self._server.model_metadata(request.name, model_version(request.version))
+        return pb.ModelMetadataResponse(
+            name=metadata.name,
+            versions=metadata.versions,
+            platform=metadata.platform,
+            inputs=map(_tensor_metadata, metadata.inputs),
+            outputs=map(_tensor_metadata, metadata.outputs),
+        )
+
+
+def _tensor_metadata(tensor: TensorMetadata) -> Any:
+    return pb.ModelMetadataResponse.TensorMetadata(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
+
 
 _COMPRESSION: Final = {
     "none": None,

@@ -23,13 +23,11 @@ from llmbackend.core.messages import InferenceResponse
 from ..errors import log_bug
 from ..inference import Inference
 from ..inference_gate import InferenceGate
-from ..journals.journal import EventsGoneError
+from ..journals.journal import EventsGoneError, Recording, StreamRecord
 from ..journals.resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
-from ..journals.stream_record import Recording, StreamRecord
 from ..kserve.request_parameters import RequestOptions, options_from_proto
-from .codec import decode_request
+from .codec import decode_request, outcome_message, stream_message
 from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
-from .response_messages import outcome_message, stream_message
 from .rpc import INTERNAL_ERROR
 
 RESUMABLE: Final = "resumable"

@@ -28,12 +28,10 @@ from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..journals.resumable_streams import ResumableStream, ResumableStreams
 from ..kserve.request_parameters import HeaderForward, options_from_proto
-from .codec import decode_request, model_version
+from .codec import decode_request, model_version, outcome_message, refusal_message, stream_message
 from .messages import LargeRequest, opened
-from .response_messages import outcome_message, refusal_message, stream_message
 from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, come_back, data_of, take_resuming
-from .rpc import INTERNAL_ERROR, Context, grpc_status, sampled
-from .stream_writer import StreamWriter
+from .rpc import INTERNAL_ERROR, Context, StreamWriter, grpc_status, sampled
 
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
 

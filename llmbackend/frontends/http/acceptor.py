@@ -17,8 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from ..counts import Counts, LocalCounts
 from ..limits import Network
+from ..shared_counts import Counts, LocalCounts
 from .errors import refusal_bytes
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from typing import Any, Final
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..counts import Counts
 from ..errors import log_bug
 from ..limits import HttpLimits
+from ..shared_counts import Counts
 from .acceptor import Acceptor, Place, Places
 from .errors import STOPPING, refusing
 from .protocol import GuardedProtocol

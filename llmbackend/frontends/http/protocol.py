@@ -21,10 +21,8 @@ from llmbackend.core.errors import shown
 
 from ..limits import HttpLimits
 from .acceptor import Place
-from .body_pieces import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces
-from .direct_body import DirectBody
+from .direct_body import MAX_CHUNKS, TOO_MANY_CHUNKS, BodyPieces, DirectBody, HeadJoined
 from .errors import STOPPING, refusal_bytes, refusing
-from .head_joined import HeadJoined
 from .request_scope import PRESENCE, SENT_NAMES, ClientPresence
 from .site_check import SiteCheck
 from .tunnel import Tunnel, Tunnels

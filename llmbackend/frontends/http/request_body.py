@@ -21,7 +21,7 @@ from starlette.types import Scope
 from llmbackend.core.errors import TritonError, invalid_argument, unavailable
 
 from ..errors import BodyTooLargeError, UnpackedBodyTooLargeError
-from ..workers.pool import WorkThreads
+from ..workers import WorkThreads
 from .request_scope import header
 
 MAX_CONTROL_BYTES: Final = 1 << 20

@@ -1,17 +1,24 @@
-"""What a request's scope says beside ASGI: whether its client is still there, header names as sent, one header by name.
+"""What a request's scope says beside ASGI: whether its client is still there, headers as sent, its trace.
 
-For: GuardedProtocol, which fills the scope, and handlers of inference, which read it. Does not know: what headers mean.
-Invariants: callbacks of ClientPresence are called at most once each, on the event loop, and not after `forget`;
-`scope[SENT_NAMES]`, where it exists, has one name for each entry of `scope["headers"]`, in the same order.
+Invariants: callbacks of ClientPresence are called at most once each, on the event loop, and not after `forget`; work
+that is cut short has ended when its caller hears of it; a request with a trace closes it, however its handler or its
+response ends.
+Source: HTTP_RECV_START … HTTP_SEND_END of Triton's http_server (golden 60), which gives the sending of a stream the
+time 0.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from llmbackend.core.host_protocol import Host
+from llmbackend.core.tracing.trace import RequestTrace
 
 PRESENCE: Final = "llmbackend.client_presence"
 """Key of the scope for a ClientPresence; absent under another ASGI server."""
@@ -89,3 +96,112 @@ def headers_as_sent(scope: Any) -> list[tuple[bytes, bytes]]:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     names = scope.get(SENT_NAMES)
     return headers if names is None else [(name, value) for name, (_, value) in zip(names, headers, strict=True)]
+
+
+T = TypeVar("T")
+
+
+async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away first. The body must have
+    been read."""
+    presence: ClientPresence | None = http.scope.get(PRESENCE)
+    if presence is None:
+        return await _beside_receive(http.receive, work)
+    if presence.is_lost:
+        work.close()
+        raise ClientDisconnect
+    return await _while_present(presence, work)
+
+
+async def _while_present(presence: ClientPresence, work: Coroutine[Any, Any, T]) -> T:
+    """Without a task of its own, which would cost more than most requests' work."""
+    task = asyncio.current_task()
+    assert task is not None
+    is_cut = False
+
+    def cut() -> None:
+        nonlocal is_cut
+        is_cut = True
+        task.cancel()
+
+    presence.when_lost(cut)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if is_cut and not task.uncancel():
+            raise ClientDisconnect from None
+        raise
+    finally:
+        presence.forget(cut)
+
+
+async def _beside_receive(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Under another ASGI server."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+TRACEPARENT = b"traceparent"
+"""Names the request's root span in the response, so that a client without a trace of its own finds it."""
+
+
+def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) -> RequestTrace | None:
+    """The trace of `request`, if it is sampled. `start_ns`: when its header came (monotonic; 0: now)."""
+    if server.tracing.is_idle:
+        return None
+    trace = server.tracing.sample(model_name, request.headers.get)
+    if trace is not None:
+        trace.mark("HTTP_RECV_START", start_ns)
+    return trace
+
+
+def received(trace: RequestTrace | None) -> None:
+    """To be called when the body has been read."""
+    if trace is not None:
+        trace.mark("HTTP_RECV_END")
+
+
+async def traced(trace: RequestTrace | None, answer: Coroutine[Any, Any, Response]) -> Response:
+    """The response of the handler `answer`; sending it ends the trace."""
+    if trace is None:
+        return await answer
+    try:
+        return _TracedResponse(await answer, trace)
+    except BaseException:
+        trace.close()
+        raise
+
+
+class _TracedResponse(Response):
+    """Another response; the times of its sending go to the trace."""
+
+    def __init__(self, response: Response, trace: RequestTrace) -> None:
+        self.background = None
+        self.status_code = response.status_code
+        self.raw_headers = response.raw_headers
+        self._response = response
+        self._trace = trace
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._trace.mark("HTTP_SEND_START")
+        if traceparent := self._trace.trace.traceparent:
+            self._response.raw_headers.append((TRACEPARENT, traceparent.encode()))
+        try:
+            await self._response(scope, receive, send)
+        finally:
+            self._trace.mark("HTTP_SEND_END")
+            self._trace.close()

@@ -1,16 +1,28 @@
-"""What a store keeps, and what every kind of store can do: documents, and the logs of those that are being written.
+"""What a store keeps and can do: documents, and the logs of those being written; the store in memory; group commit.
 
-For: the stores and ResponseStore. Does not know: what a document says. Invariants: all writes of one call are committed
-together or not at all; a document is seen by its owner alone; a store's methods are called by one thread at a time.
+Invariants: all writes of one call are committed together or not at all; a document is seen by its owner alone; a
+store's methods are called by one thread at a time; at most one transaction is under way, never on the event loop, and
+what is added meanwhile waits for the next one, all together (one engine step wakes all its streams in one turn).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Literal, Protocol, TypeVar
 
 from llmbackend.core.errors import ErrorCode, TritonError
+from llmbackend.core.server_log import CAUSE, cause_of
+
+from ..errors import log_bug
 
 Kind = Literal["response", "conversation"]
 
@@ -131,3 +143,237 @@ class Storage(Protocol):
         """When the next document expires; None where none does, or the store sees to it by itself."""
 
     def close(self) -> None: ...
+
+
+class MemoryStorage:
+    """A Storage."""
+
+    is_persistent = False
+    takes_over_each_s: float | None = None
+    answers_within_s: float | None = None
+
+    def __init__(self, capacity: Capacity) -> None:
+        self._capacity = capacity
+        self._documents: OrderedDict[str, Document] = OrderedDict()
+        """In the order of their expiry: each gets the same time to live, at its creation or when it is renewed."""
+        self._finished: OrderedDict[str, None] = OrderedDict()
+        """Those that are not live, by id; the first of them goes first."""
+        self._finished_of: dict[str, OrderedDict[str, None]] = {}
+        """The same by owner."""
+        self._count_of: Counter[str] = Counter()
+        self._events: dict[str, list[bytes]] = {}
+        self._log_bytes: Counter[str] = Counter()
+        self.held_bytes = 0
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+        for write in writes:
+            match write:
+                case Put(document):
+                    self._put(document)
+                case Append():
+                    self._append(write)
+                case Delete(id):
+                    self._remove(id)
+        self._expire(now_s)
+        for write in writes:
+            if isinstance(write, Put):
+                self._evict_of(write.document.owner)
+        while self.held_bytes > self._capacity.max_bytes and self._finished:
+            self._remove(next(iter(self._finished)))
+        return ()
+
+    def get(self, id: str, now_s: float) -> Document | None:
+        document = self._documents.get(id)
+        return None if document is None or document.expires_s <= now_s else document
+
+    def events(self, id: str, first: int, max_bytes: int) -> list[bytes]:
+        found: list[bytes] = []
+        for event in islice(self._events.get(id, []), first, None):
+            found.append(event)
+            max_bytes -= len(event)
+            if max_bytes <= 0:
+                break
+        return found
+
+    def num_events(self, id: str) -> int:
+        return len(self._events.get(id, []))
+
+    def progress(self, id: str) -> list[bytes]:
+        return []
+
+    def live(self) -> list[Document]:
+        return []
+
+    def next_expiry_s(self) -> float | None:
+        return next((document.expires_s for document in self._documents.values()), None)
+
+    def close(self) -> None:
+        for id in list(self._documents):
+            self._remove(id)
+
+    def _put(self, document: Document) -> None:
+        document = replace(document, continuation=b"")  # nobody goes on after this process
+        before = self._documents.get(document.id)
+        self.held_bytes += document.size_bytes - (0 if before is None else before.size_bytes)
+        self._documents[document.id] = document
+        self._count_of[document.owner] += before is None
+        if before is not None and document.expires_s > before.expires_s:
+            self._documents.move_to_end(document.id)
+        if not document.is_live:
+            self._finished[document.id] = None
+            self._finished_of.setdefault(document.owner, OrderedDict())[document.id] = None
+
+    def _append(self, step: Append) -> None:
+        if step.id not in self._documents:
+            return
+        self._events.setdefault(step.id, []).extend(step.events)
+        size_bytes = sum(map(len, step.events))
+        self._log_bytes[step.id] += size_bytes
+        self.held_bytes += size_bytes
+
+    def _remove(self, id: str) -> None:
+        document = self._documents.pop(id, None)
+        if document is None:
+            return
+        self._events.pop(id, None)
+        self.held_bytes -= document.size_bytes + self._log_bytes.pop(id, 0)
+        self._finished.pop(id, None)
+        owner = document.owner
+        self._count_of[owner] -= 1
+        if (of_owner := self._finished_of.get(owner)) is not None:
+            of_owner.pop(id, None)
+        if not self._count_of[owner]:
+            del self._count_of[owner]
+            self._finished_of.pop(owner, None)
+
+    def _expire(self, now_s: float) -> None:
+        while self._documents:
+            oldest = next(iter(self._documents.values()))
+            if oldest.expires_s > now_s:
+                return
+            self._remove(oldest.id)
+
+    def _evict_of(self, owner: str) -> None:
+        while self._count_of[owner] > self._capacity.max_documents_per_owner and self._finished_of.get(owner):
+            self._remove(next(iter(self._finished_of[owner])))
+
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+class Commits:
+    """The only user of a Storage. Used on the event loop alone."""
+
+    def __init__(self, storage: Storage, clock_s: Callable[[], float] = time.time) -> None:
+        self._storage = storage
+        self._clock_s = clock_s
+        self._threads = ThreadPoolExecutor(1, "response-store") if storage.is_persistent else None
+        self._waiting: list[Write] = []
+        self._waiting_done: asyncio.Future[None] | None = None
+        self._flushing: asyncio.Task[None] | None = None
+        self.num_transactions = 0
+        self.on_refused: Callable[[str], None] = lambda id: None
+        """Called for a document that another server writes now, before its writer hears of the commit."""
+
+    def add(self, writes: Iterable[Write]) -> asyncio.Future[None]:
+        """Done when they are committed; else it raises StoreError."""
+        loop = asyncio.get_running_loop()
+        self._waiting += writes
+        if self._waiting_done is None:
+            self._waiting_done = loop.create_future()
+            self._waiting_done.add_done_callback(_seen)
+        if self._flushing is None:
+            self._flushing = loop.create_task(self._flush())
+        return self._waiting_done
+
+    async def read(self, ask: Callable[[Storage, float], T]) -> T:
+        """What `ask(storage, now)` gives, behind all writes that were added before. Raises StoreError."""
+        if self._waiting_done is not None and not self._waiting:
+            await asyncio.wait((self._waiting_done,))
+        while self._flushing is not None:
+            await asyncio.wait((self._flushing,))
+        try:
+            return await self._run(partial(ask, self._storage, self._clock_s()))
+        except StoreError as error:
+            raise _logged(error) from None
+
+    async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
+        """As `read`, for a request: also raises StoreError when it takes too long. `ask` may still be running then, so
+        it must not change anything."""
+        async with self._answered_in_time():
+            return await self.read(ask)
+
+    async def settled(self, done: asyncio.Future[None]) -> None:
+        """Waits for `done`, which `add` returned. Raises StoreError, also when it takes too long: then the writes may
+        still be committed."""
+        async with self._answered_in_time():
+            await asyncio.shield(done)
+
+    @asynccontextmanager
+    async def _answered_in_time(self) -> AsyncGenerator[None, None]:
+        limit_s = self._storage.answers_within_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            raise _logged(StoreError(f"the response store did not answer within {limit_s:g} s")) from None
+
+    async def close(self) -> None:
+        while self._flushing is not None:
+            await asyncio.wait((self._flushing,))
+        await self._run(self._storage.close)
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    async def _flush(self) -> None:
+        """A task of its own: it begins in the turn after the one that added the first write."""
+        try:
+            while self._waiting:
+                writes, done = self._waiting, self._waiting_done
+                self._waiting, self._waiting_done = [], None
+                self.num_transactions += 1
+                error: StoreError | None = StoreError("the response store was closed")
+                try:
+                    error = await self._commit(writes)
+                finally:
+                    if done is not None and not done.done():
+                        _set(done, error)
+        finally:
+            self._flushing = None
+
+    async def _commit(self, writes: Sequence[Write]) -> StoreError | None:
+        """Returns the error, if any: an unexpected one becomes a StoreError."""
+        try:
+            for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
+                self.on_refused(id)
+        except StoreError as failure:
+            return _logged(failure)
+        except Exception as failure:
+            log_bug("unexpected error in the response store", failure)
+            return StoreError(f"the response store failed: {failure!r}")
+        return None
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._threads is None:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _logged(error: StoreError) -> StoreError:
+    """`error`, logged: the client's message refers to the log."""
+    log.error("%s", error, extra={CAUSE: cause_of(error)})
+    return error
+
+
+def _set(done: asyncio.Future[None], error: StoreError | None) -> None:
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+
+
+def _seen(done: asyncio.Future[None]) -> None:
+    """An error is the business of who waits; nobody has to."""
+    if not done.cancelled():
+        done.exception()

@@ -23,10 +23,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.frontends.errors import log_bug
-from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.direct_body import DirectBody
 from llmbackend.frontends.http.errors import STOPPING, refusing
-from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence
+from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence, unless_disconnected
 
 from .journal import EventsGoneError, Journal
 from .response_store import current_owner

@@ -1,8 +1,9 @@
-"""Journal: the numbered events of one stream, which any number of readers follow, each from its own place.
+"""Journal: the numbered events of one stream, which any number of readers follow; and the record of a resumable stream.
 
-For: streams that outlive the connection of their client. Does not know: what an event says, who writes it. Invariants:
-events have the numbers 0, 1, 2 …; a reader gets each event behind its place once, in order, and then the end; what the
-journal holds is bounded: older events are read from where they were committed, or are gone, which a reader is told.
+Invariants: events have the numbers 0, 1, 2 …; a reader gets each event behind its place once, in order, and then the
+end; what the journal holds is bounded: older events are read from where they were committed, or are gone, which a
+reader is told. A record holds all that another host needs to make a stream again with the same events; it grows only,
+its deltas have the order in which their events were made, and of two records that with the higher epoch counts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,12 @@ from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+
+from llmbackend.core.messages import Resume
 
 LoadEvents = Callable[[int], Awaitable[Sequence[bytes]]]
 """Events from a number on, at least one."""
@@ -130,3 +137,88 @@ class Journal:
 def _set(waiter: asyncio.Future[None]) -> None:
     if not waiter.done():
         waiter.set_result(None)
+
+
+RECORDING: Final = "llmbackend.stream_recording"
+"""Key of a request's scope for the Recording of the stream that it begins."""
+StreamDelta = tuple[int, bytes]
+"""(index of the inference among those of the stream, delta of one of its responses)"""
+
+
+class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream began."""
+
+    key: str
+    """Its name."""
+    epoch: int = 0
+    """How often it was taken up by another host."""
+    owner: str = ""
+    """Its API key, as `current_owner` names it; "" where there are none."""
+    path: str
+    """Of the requests that may come back to it."""
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    request: bytes = b""
+    """The body of the request that began it."""
+    identity: bytes = b""
+    """What was drawn for it (ids, times): known to its endpoint alone."""
+
+
+class StreamRecord(msgspec.Struct, frozen=True):
+    """A stream so far."""
+
+    head: StreamHead
+    deltas: tuple[StreamDelta, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.head.request) + sum(len(delta) for _, delta in self.deltas)
+
+
+class Recording:
+    """The record of one stream, as its endpoint writes it. Used on the event loop alone.
+
+    An endpoint that begins a stream, or makes one again, asks it for `identity` and `resume`, tells it each `delta` as
+    it reads responses, and reads the responses of several inferences in the order of `takes`.
+    """
+
+    def __init__(self, known: StreamRecord | None = None) -> None:
+        """known: of the stream that is made again."""
+        self.known = known
+        self.identity = b"" if known is None else known.head.identity
+        """To be set by the endpoint of a new stream."""
+        self.request = b""
+        """To be set by the endpoint of a new stream."""
+        self.opened: Callable[[], None] = lambda: None
+        """Called when its stream may be come back to."""
+        self._order = deque(() if known is None else (index for index, _ in known.deltas))
+        self._new: list[StreamDelta] = []
+
+    @classmethod
+    def of(cls, http: Request) -> Recording | None:
+        """Of the stream that the request begins; None where nothing is recorded."""
+        return http.scope.get(RECORDING)
+
+    @property
+    def num_known(self) -> int:
+        return 0 if self.known is None else len(self.known.deltas)
+
+    def resume(self, index: int) -> Resume:
+        """For the inference with this index."""
+        deltas = () if self.known is None else self.known.deltas
+        return Resume(tuple([delta for one, delta in deltas if one == index]), replays=True)
+
+    def takes(self, index: int) -> bool:
+        """Whether the next response to be read may be one of this inference."""
+        return not self._order or self._order[0] == index
+
+    def delta(self, index: int, delta: bytes) -> None:
+        """A response of this inference was read. delta: b"" where it has none."""
+        if self._order:
+            self._order.popleft()
+        if delta:
+            self._new.append((index, delta))
+
+    def take_new(self) -> tuple[StreamDelta, ...]:
+        """Deltas since the last call."""
+        new, self._new = tuple(self._new), []
+        return new

@@ -18,8 +18,7 @@ from llmbackend.core.errors import TritonError
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
 from llmbackend.frontends.errors import log_bug
 
-from .commits import Commits
-from .documents import Append, Delete, Document, Kind, Put, Storage, StoreError
+from .documents import Append, Commits, Delete, Document, Kind, Put, Storage, StoreError
 from .journal import Journal
 
 MAX_LINEAGE = 4096

@@ -7,21 +7,23 @@ Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Final
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import ASGIApp, Message
 
-from llmbackend.core.errors import invalid_argument
-from llmbackend.frontends.http.errors import error_body, is_openai, openai_error_body
-from llmbackend.frontends.http.event_stream import EventStream
-from llmbackend.frontends.http.request_scope import header
+from llmbackend.core.errors import invalid_argument, unavailable
 
-from .journal import EventsGoneError
+from ..http.errors import error_body, is_openai, openai_error_body
+from ..http.event_stream import EventStream
+from ..http.request_scope import PRESENCE, ClientPresence, header
+from .journal import RECORDING, EventsGoneError, Recording, StreamRecord
 from .resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
-from .stream_record import RECORDING, Recording
 
 STREAM_ID: Final = "x-stream-id"
 """Header of the response: what the ids of its events begin with."""
@@ -127,3 +129,78 @@ def _too_slow(path: str) -> bytes:
     if is_openai(path):
         return b"data: %b\n\n" % openai_error_body(message, "invalid_request_error", "request_cancelled")
     return b"data: %b\n\n" % error_body(message)
+
+
+_SHOWN_BYTES = 400
+
+
+async def make_again(app: ASGIApp, record: StreamRecord) -> None:
+    """Returns when the stream is opened. Raises TritonError UNAVAILABLE when the request is refused here."""
+    recording = Recording(record)
+    opened = asyncio.get_running_loop().create_future()
+    recording.opened = partial(_set, opened)
+    refusal = _Refusal()
+    serving = asyncio.ensure_future(app(_scope(recording), _Body(record.head.request).receive, refusal.send))
+    try:
+        await asyncio.wait((serving, opened), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        serving.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await serving
+    if not opened.done():
+        raise unavailable(f"the stream can not be made again here: {refusal.text}")
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _scope(recording: Recording) -> dict[str, Any]:
+    assert recording.known is not None
+    head = recording.known.head
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": head.path,
+        "raw_path": head.path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": list(head.headers),
+        "client": None,
+        "server": None,
+        PRESENCE: ClientPresence(),
+        RECORDING: recording,
+    }
+
+
+class _Body:
+    """The body of a request whose client stays."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+
+    async def receive(self) -> Message:
+        if self._body is None:
+            await asyncio.get_running_loop().create_future()
+        body, self._body = self._body or b"", None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Refusal:
+    """What the application answers in place of a stream."""
+
+    def __init__(self) -> None:
+        self._status = 0
+        self._body = b""
+
+    @property
+    def text(self) -> str:
+        return f"{self._status} {self._body[:_SHOWN_BYTES].decode('utf-8', 'replace')}"
+
+    async def send(self, message: Message) -> None:
+        self._status = message.get("status", self._status)
+        self._body += message.get("body", b"")[:_SHOWN_BYTES]

@@ -23,9 +23,8 @@ import msgspec
 from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, unavailable
 from llmbackend.frontends.errors import log_bug
 
-from .journal import Journal
+from .journal import Journal, Recording, StreamDelta, StreamHead, StreamRecord
 from .response_store import current_owner
-from .stream_record import Recording, StreamDelta, StreamHead, StreamRecord
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20

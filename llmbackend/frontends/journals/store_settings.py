@@ -88,7 +88,7 @@ class StoreSettings:
             from .sqlite_storage import SqliteStorage
 
             return SqliteStorage(Path(self._path), capacity)
-        from .memory_storage import MemoryStorage
+        from .documents import MemoryStorage
 
         return MemoryStorage(capacity)
 

@@ -25,7 +25,7 @@ import msgspec
 from llmbackend.core.errors import TritonError, unavailable
 from llmbackend.frontends.errors import log_bug
 
-from .stream_record import StreamDelta, StreamHead, StreamRecord
+from .journal import StreamDelta, StreamHead, StreamRecord
 
 log = logging.getLogger(__name__)
 TOPIC: Final = "streams"

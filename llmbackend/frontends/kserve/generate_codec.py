@@ -22,7 +22,7 @@ from llmbackend.core.requests.request_bounds import MAX_PARAMETERS, check_count,
 from llmbackend.core.tensors import Tensor
 
 from ..http.json_reader import as_object, as_string, dump, parse, parsing, repeated_keys
-from .json_tensors import flatten, has_nan_or_inf, json_from_tensor, tensor_from_json
+from .infer_codec import flatten, has_nan_or_inf, json_from_tensor, tensor_from_json
 from .request_parameters import json_parameter
 
 _NESTED: Final = "parameters"

@@ -1,26 +1,48 @@
-"""The JSON that KServe's HTTP endpoints take and answer, as types: for /openapi.json.
+"""The paths of models under /v2, and the JSON that KServe's HTTP endpoints take and answer: for /openapi.json.
 
-For: the endpoints. Does not know: how bodies are read (infer_codec.py, generate_codec.py, json_reader.py). Invariant:
-what a type allows is accepted, what it forbids is refused (`make fuzz` sends both kinds). Requests are open, since
-Triton ignores unknown members.
+Invariant: what a type allows is accepted, what it forbids is refused (`make fuzz` sends both kinds). Requests are open,
+since Triton ignores unknown members.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import (
-    Annotated,
-    Any,
-    Literal,
+    Annotated,  # pydantic takes typing's only from Python 3.12 on
+    Any,  # pydantic takes typing's only from Python 3.12 on
+    Final,
+    Literal,  # pydantic takes typing's only from Python 3.12 on
     Required,  # pydantic takes typing's only from Python 3.12 on
 )
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, with_config
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from typing_extensions import TypedDict
 
 from llmbackend.core.messages import TensorMetadata
 
 from ..http.routing import Count
+
+MODEL_PATHS: Final = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
+_MAX_VERSION_DIGITS: Final = 18
+
+
+def model_paths(action: str = "") -> tuple[str, ...]:
+    """The paths of an action on a model, and on one of its versions."""
+    return tuple(path + action for path in MODEL_PATHS)
+
+
+def model_of(request: Request) -> tuple[str, int]:
+    """(name, version) in the request's path; version -1 when the path has none. Raises HTTPException 404 for a version
+    that is no number."""
+    version = request.path_params.get("version")
+    if version is None:
+        return request.path_params["name"], -1
+    if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS):
+        raise HTTPException(404)
+    return request.path_params["name"], int(version)
+
 
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",

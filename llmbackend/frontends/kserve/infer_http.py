@@ -22,15 +22,13 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ..errors import BodyTooLargeError, UnpackedBodyTooLargeError, input_too_large
 from ..http.errors import error_response
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
-from ..http.request_scope import header, headers_as_sent
+from ..http.request_scope import header, headers_as_sent, received, sampled, traced
 from ..http.responses import JSON, PIECE_BYTES, TEXT, PartsResponse, compress, response_encoding
 from ..http.routing import Endpoints, Json, post
-from ..http.tracing import received, sampled, traced
 from ..inference_gate import InferenceGate
-from ..operations.metrics import load_headers
-from .http_types import InferRequest, InferResponse
+from ..operations.probes import load_headers
+from .http_types import InferRequest, InferResponse, model_of, model_paths
 from .infer_codec import OutputForm, decode_content, encode_response, single_response
-from .model_paths import model_of, model_paths
 from .request_parameters import HeaderForward
 
 _INTEGER: Final = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")

@@ -13,7 +13,7 @@ from typing import Final
 
 from starlette.requests import Request
 
-from llmbackend.frontends.http.client_disconnect import unless_disconnected
+from llmbackend.frontends.http.request_scope import unless_disconnected
 
 from .errors import OpenAIError
 from .generation import Arrival, Generation

@@ -13,11 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.direct_body import DirectBody
 from llmbackend.frontends.http.event_stream import EventSource, EventStream, pieces_of
-from llmbackend.frontends.http.request_scope import LABELS
-from llmbackend.frontends.http.tracing import received, sampled, traced
+from llmbackend.frontends.http.request_scope import LABELS, received, sampled, traced, unless_disconnected
 from llmbackend.frontends.inference_gate import InferenceGate
 
 from .answer_events import AnswerEvents, first_arrival, stream_headers

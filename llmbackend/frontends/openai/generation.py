@@ -20,7 +20,7 @@ from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.frontends.inference import Inference, Item
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.stream_record import Recording
+from llmbackend.frontends.journals.journal import Recording
 
 from .answer_plan import AnswerPlan
 from .errors import OpenAIError

@@ -15,7 +15,7 @@ from functools import partial
 import msgspec
 import orjson
 
-from llmbackend.frontends.journals.stream_record import Recording
+from llmbackend.frontends.journals.journal import Recording
 
 from .answer_plan import AnswerPlan
 from .answers import Answer

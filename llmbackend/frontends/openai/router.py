@@ -26,6 +26,7 @@ from llmbackend.frontends.http.event_stream import EventSource, pieces_of
 from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.http.routing import CatchAll, get, post
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.journal import Recording
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_http import (
     begin_recording,
@@ -35,8 +36,7 @@ from llmbackend.frontends.journals.resumable_http import (
     open_stream,
 )
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
-from llmbackend.frontends.journals.stream_record import Recording
-from llmbackend.frontends.operations.metrics import load_headers
+from llmbackend.frontends.operations.probes import load_headers
 
 from .answer_plan import AnswerPlan, plan_answer
 from .answer_streams import chunk_writer

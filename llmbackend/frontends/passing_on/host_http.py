@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,10 +21,73 @@ import httptools
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..http.errors import refusing
-from ..http.forwarded_response import HOP_BY_HOP, ForwardedResponse
 from ..http.request_scope import PRESENCE, ClientPresence, headers_as_sent
-from .client_address import CLIENT_ADDRESS, address_header
-from .own_requests import is_known_request, is_own_request
+from ..http.responses import HOP_BY_HOP, ForwardedResponse
+
+MODEL_STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+_RPCS: Final = frozenset({"/inference.GRPCInferenceService/ModelInfer", MODEL_STREAM_INFER})
+_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_MODEL_PREFIX: Final = "/v2/models/"
+_MODEL_WORDS: Final = frozenset({"infer", "generate", "generate_stream"})
+_KNOWN_RPCS: Final = frozenset(
+    {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
+    | {f"/inference.GRPCInferenceService/{name}" for name in ("ServerMetadata", "ModelMetadata")}
+    | {"/grpc.health.v1.Health/Check"}
+)
+_KNOWN_PATHS: Final = frozenset({"/v2", "/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
+_KNOWN_MODEL: Final = re.compile(r"/v2/models/(?!stats$)[^/]+(/versions/[^/]+)?(/ready)?|/v1/models(/.+)?")
+_KEPT: Final = frozenset({b"x-resumable-stream", b"last-event-id", b"idempotency-key"})
+
+
+def is_own_request(scope: Scope) -> bool:
+    """Whether a request over HTTP is answered in this process."""
+    if scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    if path not in _PATHS and not (path.startswith(_MODEL_PREFIX) and path.rpartition("/")[2] in _MODEL_WORDS):
+        return False
+    return all(name not in _KEPT for name, _ in scope["headers"])
+
+
+def is_own_rpc(method: str) -> bool:
+    """Whether an RPC is answered in this process, if it keeps nothing. method: as gRPC names it, `/service/name`."""
+    return method in _RPCS
+
+
+def is_known_request(scope: Scope) -> bool:
+    """Whether a request over HTTP can be answered here in the place of a host that is away."""
+    path: str = scope["path"]
+    return scope["method"] == "GET" and (path in _KNOWN_PATHS or _KNOWN_MODEL.fullmatch(path) is not None)
+
+
+def is_known_rpc(method: str) -> bool:
+    """The same of an RPC, which has one request and one response."""
+    return method in _KNOWN_RPCS
+
+
+CLIENT_ADDRESS: Final = b"x-llmbackend-client-address"
+
+
+def address_header(scope: Scope) -> tuple[bytes, bytes]:
+    """The header that tells the host who sent the request of `scope`."""
+    address, port = scope.get("client") or ("", 0)
+    return CLIENT_ADDRESS, f"{address} {port}".encode()
+
+
+def from_frontends(app: ASGIApp) -> ASGIApp:
+    """`app`, for requests that frontend processes pass on: it sees their clients' addresses."""
+
+    async def addressed(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        told = next((value for name, value in headers if name == CLIENT_ADDRESS), b"")
+        address, _, port = told.decode("latin-1").rpartition(" ")
+        if address:
+            scope["client"] = (address, int(port))
+        scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_ADDRESS]
+        await app(scope, receive, send)
+
+    return addressed
+
 
 log = logging.getLogger(__name__)
 P = TypeVar("P", bound=asyncio.BaseProtocol)

@@ -20,8 +20,7 @@ from tritonclient.grpc import service_pb2 as pb
 from ..errors import RETRY_AFTER_S
 from ..grpc.messages import UNPARSABLE
 from ..grpc.resumable import RESUMABLE, RESUME_FROM
-from .host_http import HOST_IS_GONE
-from .own_requests import MODEL_STREAM_INFER, is_known_rpc, is_own_rpc
+from .host_http import HOST_IS_GONE, MODEL_STREAM_INFER, is_known_rpc, is_own_rpc
 
 _OPTIONS: Final = (
     ("grpc.max_receive_message_length", -1),

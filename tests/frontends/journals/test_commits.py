@@ -8,9 +8,7 @@ from collections.abc import Collection, Sequence
 import pytest
 
 from llmbackend.frontends.journals import response_store
-from llmbackend.frontends.journals.commits import Commits
-from llmbackend.frontends.journals.documents import Capacity, Put, Storage, StoreError, Write
-from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.documents import Capacity, Commits, MemoryStorage, Put, Storage, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from tests.helpers.waiting import eventually_async
 

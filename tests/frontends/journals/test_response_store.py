@@ -11,9 +11,8 @@ from typing import Any, Protocol
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Capacity, Document, Storage
+from llmbackend.frontends.journals.documents import Capacity, Document, MemoryStorage, Storage
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
-from llmbackend.frontends.journals.memory_storage import MemoryStorage
 from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.response_store import (
     LineageTooLongError,

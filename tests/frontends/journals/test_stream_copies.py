@@ -14,9 +14,9 @@ from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import stream_copies
+from llmbackend.frontends.journals.journal import StreamHead, StreamRecord
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.stream_copies import HeldRecords, StreamCopies, _Begin, _End, _Step
-from llmbackend.frontends.journals.stream_record import StreamHead, StreamRecord
 from tests.helpers.linked_hosts import Hosts
 from tests.helpers.mock_llm_host import MODEL
 from tests.helpers.numbered_events import Event, read_events

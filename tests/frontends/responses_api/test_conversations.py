@@ -17,8 +17,7 @@ import pytest
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Capacity
-from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.documents import Capacity, MemoryStorage
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.conversations import Conversations

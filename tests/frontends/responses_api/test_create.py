@@ -20,8 +20,7 @@ from pydantic import BaseModel, TypeAdapter
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.journals.documents import Capacity, Document, Put, StoreError, Write
-from llmbackend.frontends.journals.memory_storage import MemoryStorage
+from llmbackend.frontends.journals.documents import Capacity, Document, MemoryStorage, Put, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.openai.responses_api.http_types import ResponseObject

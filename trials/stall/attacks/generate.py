@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
-from llmbackend.frontends.http.body_pieces import MAX_CHUNKS
+from llmbackend.frontends.http.direct_body import MAX_CHUNKS
 
 from .attack import MEMBER, Attack, HttpSent, Sent, numbered, repeated
 

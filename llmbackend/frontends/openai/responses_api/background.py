@@ -26,7 +26,7 @@ from llmbackend.frontends.http.request_body import release_body
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document, StoreError
 from llmbackend.frontends.journals.response_store import LiveLog, ResponseStore, current_owner
-from llmbackend.frontends.operations.metrics import load_headers
+from llmbackend.frontends.operations.probes import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer
 from ..errors import OpenAIError

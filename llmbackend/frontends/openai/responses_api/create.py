@@ -25,7 +25,7 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
 from llmbackend.frontends.journals.resumable_http import refuse_resuming
-from llmbackend.frontends.operations.metrics import load_headers
+from llmbackend.frontends.operations.probes import load_headers
 
 from ..answer_plan import AnswerPlan, plan_answer
 from ..answering import streamed_answer, traced_answer, whole_answer

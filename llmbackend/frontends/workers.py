@@ -25,7 +25,7 @@ from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from llmbackend.core.errors import TritonError, unavailable
 
-from .frames import receive, to_worker
+from .worker_process import receive, to_worker
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 CALL_S: Final = 120
 """How long the process may send no byte during a call; 64 MiB of JSON take it ten seconds."""
-_MODULE: Final = "llmbackend.frontends.workers.main"
+_MODULE: Final = "llmbackend.frontends.worker_process"
 
 
 class WorkerPool:

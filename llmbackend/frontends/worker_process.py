@@ -1,20 +1,27 @@
-"""Messages between the server and a worker process: pickles with their large buffers beside them.
+"""A worker process: `python -m llmbackend.frontends.worker_process DESCRIPTOR`, and its messages with the server.
 
-For: both ends. Does not know: what is called. Invariants: tensors and bodies are neither pickled nor copied under the
-interpreter's lock, but sent and received as buffers; a tensor of strings arrives at the server as a RawTensor, so that
-its elements become objects only where their number is bounded. Both ends are this package, and the server starts the
-other one over a socket without a name: pickle never reads data from clients.
+Messages are pickles with their large buffers beside them: tensors and bodies are neither pickled nor copied under the
+interpreter's lock; a tensor of strings arrives at the server as a RawTensor. Both ends are this package, and the server
+starts the other one over a socket without a name: pickle never reads data from clients. The process ends when its
+server does; when memory is short it is the process that the kernel kills (a body of 64 MiB that is all brackets takes
+2 GiB when it is parsed; a limit of address space does not help, since orjson reserves 8 GiB and uses little).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
 import pickle
 import socket
 import struct
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
+from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.tensors import RawTensor, Tensor, from_wire, wire_view
 
 _PROTOCOL: Final = 5
@@ -77,3 +84,37 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
         parts.append(part)
         missing -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+_NICENESS: Final = 10
+"""Streams have priority: what is parsed here may take seconds anyway."""
+_OOM_SCORE: Final = "1000"
+
+
+def main(descriptor: int) -> None:
+    """Serves calls over the socket `descriptor` until the server closes it."""
+    os.nice(_NICENESS)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    with contextlib.suppress(EOFError, OSError), socket.socket(fileno=descriptor) as server:
+        while True:
+            _answer(server)
+
+
+def _answer(server: socket.socket) -> None:
+    function, arguments = receive(server)
+    result: Any
+    try:
+        is_good, result = True, function(*arguments)
+    except TritonError as error:
+        is_good, result = False, TritonError(error.message, error.code)
+    except MemoryError:
+        is_good, result = False, unavailable("the request takes more memory to be decoded than the server has for it")
+    except Exception:
+        traceback.print_exc()
+        is_good, result = False, internal("internal error, see the server's log")
+    to_server(server, (is_good, result))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

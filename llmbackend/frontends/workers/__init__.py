@@ -1,1 +1,0 @@
-"""Worker threads and processes that parse and print large bodies, apart from the event loop."""
