@@ -25,10 +25,9 @@ from starlette.types import Scope
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
-from ..http.client_disconnect import unless_disconnected
 from ..http.errors import AnthropicErrorBody
 from ..http.request_body import release_body
-from ..http.request_scope import LABELS
+from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, Endpoints, post
 from ..inference_gate import InferenceGate
 from ..journals.resumable_http import refuse_resuming
@@ -44,7 +43,7 @@ from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES
 from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
 from ..openai.tensors import RETURN_NUM_INPUT_TOKENS
-from ..operations.metrics import load_headers
+from ..operations.probes import load_headers
 from .answers import AnthropicMessage, MessageWriter, TokenCount, whole_message
 from .beta import BetaFields
 from .errors import REQUEST_ID, error_response

@@ -14,8 +14,8 @@ from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmbackend.frontends.http.client_disconnect import unless_disconnected
 from llmbackend.frontends.http.request_body import release_body
+from llmbackend.frontends.http.request_scope import unless_disconnected
 from llmbackend.frontends.http.routing import post
 from llmbackend.frontends.inference_gate import InferenceGate
 
