@@ -70,8 +70,6 @@ class AccessMetrics:
         """of_frontends: where frontend processes keep their counters, which are added to those of this process."""
         self._summed: Collector | None = None
         if of_frontends is not None:
-            from .request_identity import ProcessCounters
-
             own = CollectorRegistry(auto_describe=False)
             self._summed = ProcessCounters(own, of_frontends)
             registry.register(self._summed)
