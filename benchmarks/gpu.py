@@ -61,8 +61,10 @@ def _run_part(part: int, given: argparse.Namespace, scratch: Path, start_s: floa
     runner = Runner(given.device, scratch, results, start_s + budget_s, forks)
     for planned in parts.sections(part, on_gpu):
         if not given.sections or planned.program in given.sections.split(","):
-            runner.run(planned)
+            failed = runner.run(planned)
             _write(runner, given.before)
+            if failed and planned.is_gate:
+                break
     print(report.page(results.lines()))
     return results.lines()
 

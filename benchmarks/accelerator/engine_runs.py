@@ -21,7 +21,9 @@ from .engines import SCALE, engine_config, infer_requests, requests_of, steps, w
 from .section import Section, run_alone
 from .shapes import SHAPES, Shape
 
-DECODE_PROMPT_TOKENS, DECODE_OUTPUT_TOKENS = 256, 96
+DECODE_OUTPUT_TOKENS = 96
+DECODE = ((1, 256), (8, 256), (64, 256), (256, 256), (64, 2048))
+"""Rows of a step, and tokens of each one's prompt."""
 PREFILL = {"prefill 1 x 2048": (1, 2048), "prefill 16 x 1024": (16, 1024)}
 
 
@@ -34,9 +36,9 @@ def measure(section: Section) -> None:
         ready_s = seconds_since_process_start()
         section.add(measure="start", ready_s=ready_s, load_s=engine.info.load_s, description=engine.info.description)
         _run(engine, requests_of(shape, [(48, 8)] * 8))
-        for batch in (1, 8, 64, 256):
+        for batch, prompt_tokens in DECODE:
             if batch <= config.max_num_seqs // scale and section.wants("decode"):
-                _decode(section, shape, engine, batch, scale)
+                _decode(section, shape, engine, batch, prompt_tokens // scale, DECODE_OUTPUT_TOKENS // min(scale, 4))
         for name, (count, tokens) in PREFILL.items():
             if section.wants("prefill"):
                 _prefill(section, shape, engine, name, count, tokens // scale)
@@ -57,9 +59,8 @@ def workloads(shape: Shape, scale: int) -> dict[str, list[Request]]:
     }
 
 
-def _decode(section: Section, shape: Shape, engine: Any, batch: int, scale: int) -> None:
-    """The median time from one full decode step's result to the next one's."""
-    prompt, output = DECODE_PROMPT_TOKENS // scale, DECODE_OUTPUT_TOKENS // min(scale, 4)
+def _decode(section: Section, shape: Shape, engine: Any, batch: int, prompt: int, output: int) -> None:
+    """The median time from one full decode step's result to the next one's. prompt, output: tokens of a request."""
     steps_s, hosts_s, before_s = [], [], 0.0
     for result in engine.generate(infer_requests(requests_of(shape, [(prompt, output)] * batch))):
         now_s = time.perf_counter()
@@ -70,6 +71,7 @@ def _decode(section: Section, shape: Shape, engine: Any, batch: int, scale: int)
     section.add(
         measure="decode",
         batch=batch,
+        prompt_tokens=prompt,
         step_s=statistics.median(steps_s),
         host_s=statistics.median(hosts_s),
         floor_bytes=shape.decode_bytes(batch, prompt + output / 2),

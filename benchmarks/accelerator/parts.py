@@ -26,6 +26,8 @@ class Planned:
     label: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     measures: tuple[str, ...] = ()
+    is_gate: bool = False
+    """Where it fails, the part's later sections are skipped."""
 
     @property
     def name(self) -> str:
@@ -37,7 +39,10 @@ FEW_GRAPHS: Final = {"cudagraph_capture_sizes": (1, 8, 64, 256, 2048)}
 """Those of the steps that are measured, so that an engine starts in little time."""
 EXPERTS, INT4, WINDOW = "qwen3-30b-a3b-12-layers", "llama-3.1-8b-int4", "mistral-7b-v0.1-4-layers"
 _CEILINGS = Planned("ceilings", 20)
-_SMOKE = Planned("smoke", 70, SMALL)
+_SMOKE = (
+    Planned("smoke", 100, SMALL, is_gate=True),
+    Planned("smoke", 60, SMALL, "batch invariant", {"batch_invariant": True}, is_gate=True),
+)
 _ATTENTION = Planned("attention_parity", 130)
 _EQUALITY = Planned("equality", 75, SMALL)
 _FIRST = Planned("first_requests", 55, SMALL)
@@ -51,7 +56,9 @@ def _decode(shape: str, limit_s: float, label: str = "", **options: Any) -> Plan
 PARTS: Final[Mapping[int, tuple[Planned, ...]]] = {
     1: (
         _CEILINGS,
-        _SMOKE,
+        *_SMOKE,
+        Planned("engine_runs", 150, LARGE, "", FEW_GRAPHS, ("decode", "prefill")),
+        Planned("kernel_table", 90, LARGE, "", FEW_GRAPHS),
         _ATTENTION,
         Planned("product_parity", 70),
         Planned("experts", 35, measures=("parity",)),

@@ -83,7 +83,8 @@ class Runner:
     def logs(self) -> Path:
         return self.scratch / f"logs-{self.results.part}"
 
-    def run(self, planned: Planned) -> None:
+    def run(self, planned: Planned) -> bool:
+        """Whether it failed."""
         limit_s = min(planned.limit_s, self.end_s - time.monotonic())
         start_s, wrong = time.monotonic(), "no time was left for it"
         if limit_s >= MIN_SECTION_S:
@@ -93,6 +94,7 @@ class Runner:
         self.results.add(**named, measure="section", seconds=time.monotonic() - start_s, failure=wrong)
         if wrong:
             print(f"  {wrong}", flush=True)
+        return bool(wrong)
 
     def _run(self, planned: Planned, limit_s: float) -> str:
         """What went wrong, or nothing."""

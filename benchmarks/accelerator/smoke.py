@@ -20,7 +20,7 @@ def measure(section: Section) -> None:
     from llmbackend.engine.make_runner import make_runner
     from llmbackend.engine.offline import OfflineEngine
 
-    config = engine_config(section, max_num_seqs=16, **({"batch_invariant": True} if section.on_gpu else {}))
+    config = engine_config(section, max_num_seqs=16)
     with OfflineEngine(config, make_runner) as engine:
         info, modules = engine.info, why_slow(section, engine)
         section.add(measure="loaded", load_s=info.load_s, description=info.description, num_blocks=info.num_blocks)

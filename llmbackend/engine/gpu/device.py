@@ -15,8 +15,9 @@ so that no row is blamed for it; other errors, lack of memory among them, concer
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -193,6 +194,25 @@ class _CudaLane:
         self._stream.wait_event(mark)
 
 
+class GraphPool:
+    """The memory that an engine's graphs share. A handle is valid only while one of its graphs is alive: torch's host
+    allocator erases a pool with its last graph, and a capture with that handle fails an assertion."""
+
+    def __init__(self, new_handle: Callable[[], Any]) -> None:
+        self._new_handle = new_handle
+        self._handle: Any = None
+        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def handle(self) -> Any:
+        """Of the graphs alive, or a new one."""
+        if not self._graphs:
+            self._handle = self._new_handle()
+        return self._handle
+
+    def add(self, graph: Any) -> None:
+        self._graphs.add(graph)
+
+
 class CudaDevice:
     """An NVIDIA GPU: all work is on the current stream of the calling thread, which keeps the order, but for copies
     `beside`."""
@@ -200,7 +220,7 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         self._capture_stream: Any = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._graph_pool = GraphPool(torch.cuda.graph_pool_handle)
         self._beside = _CudaLane(self._device)
 
     @property
@@ -245,15 +265,25 @@ class CudaDevice:
             with torch.cuda.stream(stream):
                 work()
                 stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                # Other engines of this process may use their devices meanwhile.
-                graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
-                try:
-                    work()
-                finally:
-                    graph.capture_end()
+                graph = self._captured(work)
             current.wait_stream(stream)
             return graph
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """An error of `work`, such as torch.OutOfMemoryError, is raised as it is: the capture that it broke is ended,
+        so that the allocator stops recording, and what ending it raises is of no interest."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other engines of this process may use their devices meanwhile.
+            graph.capture_begin(pool=self._graph_pool.handle(), capture_error_mode="thread_local")
+            work()
+        except BaseException:
+            with suppress(RuntimeError):
+                graph.capture_end()
+            raise
+        graph.capture_end()
+        self._graph_pool.add(graph)
+        return graph
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)

@@ -2,19 +2,21 @@
 
 For: tests of the accelerator path where there is no GPU. Does not know: what the work is. Invariant: enqueued work runs
 in order, and only when its event is waited for, or another lane's work behind it. Host code that changes memory too
-early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only sometimes.
+early, or reads it before the event behind it, gets wrong numbers every time; on a GPU it would only sometimes. As in
+torch, a handle of graph memory is gone with its last graph, and a capture with it fails.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from llmbackend.engine.gpu.device import Event, Graph, Lane, Mark, Memory
+from llmbackend.engine.gpu.device import Event, Graph, GraphPool, Lane, Mark, Memory
 
 
 class FakeDevice:
@@ -23,6 +25,7 @@ class FakeDevice:
         self.memory_bytes, self.used_bytes = memory_bytes, used_bytes
         self.num_graph_replays = 0
         self._lane, self._beside = _FakeLane(), _FakeLane()
+        self._graph_pool = GraphPool(_FakePool)
 
     @property
     def beside(self) -> Lane:
@@ -60,7 +63,10 @@ class FakeDevice:
     def capture(self, work: Callable[[], None]) -> Graph:
         self.synchronize()
         work()
-        return _FakeGraph(self, work)
+        graph = _FakeGraph(self, work)
+        self._graph_pool.handle().add(graph)
+        self._graph_pool.add(graph)
+        return graph
 
     def synchronize(self) -> None:
         self._lane.run_until(self._lane.num_enqueued)
@@ -139,6 +145,19 @@ class _FakeEvent:
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _FakeEvent)
         return self.passed_s - earlier.passed_s
+
+
+class _FakePool:
+    """Of one handle: dead for good once its graphs are gone, as torch's."""
+
+    def __init__(self) -> None:
+        self._graphs: weakref.WeakSet[_FakeGraph] = weakref.WeakSet()
+        self._is_used = False
+
+    def add(self, graph: _FakeGraph) -> None:
+        assert self._graphs or not self._is_used, "use_count > 0: this handle's last graph is gone"
+        self._is_used = True
+        self._graphs.add(graph)
 
 
 class _FakeGraph:
