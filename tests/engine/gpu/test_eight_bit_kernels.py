@@ -83,7 +83,9 @@ def test_a_product_is_that_of_the_numbers(num_rows: int, n: int, k: int, kind: t
     for given in (None, bias):
         scaled_matmul(x.data, x.scale, weight.data, weight.scale[:, 0].contiguous(), given, out[:-1])
         expected = exact if given is None else exact + given
-        torch.testing.assert_close(out[:-1].double(), expected, rtol=1e-5, atol=1e-5)
+        # Tensor cores add products of float8 with about 13 bits.
+        tolerance = 2e-2 if kind == torch.float8_e4m3fn and not INTERPRETED else 1e-5
+        torch.testing.assert_close(out[:-1].double(), expected, rtol=1e-5, atol=tolerance)
     assert out[-1].isnan().all()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu import device_kv_memory
-from llmbackend.engine.gpu.device import Memory
+from llmbackend.engine.gpu.device import GraphPool, Memory
 from llmbackend.engine.gpu.device_kv_memory import num_kv_blocks
 from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
 from llmbackend.engine.gpu.rows.device_rows import Padded
@@ -183,3 +183,19 @@ def test_keys_and_values_of_8_bits_take_a_quarter_of_the_memory(model: Path) -> 
         sizes.append(runner.info.num_blocks)
         runner.close()
     assert sizes[1] == 4 * sizes[0] + 2
+
+
+def test_graphs_after_the_last_one_is_gone_take_a_new_handle() -> None:
+    """torch's host allocator has forgotten the old one."""
+
+    class Captured: ...
+
+    pool, handles = GraphPool(object), []
+    first, second = Captured(), Captured()
+    for graph in (first, second):
+        handles.append(pool.handle())
+        pool.add(graph)
+    del first, graph
+    assert pool.handle() is handles[0] is handles[1]
+    del second
+    assert pool.handle() is not handles[0]
