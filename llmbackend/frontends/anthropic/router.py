@@ -28,17 +28,17 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ..http.errors import AnthropicErrorBody
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
-from ..http.routing import CatchAll, Endpoints, post
+from ..http.routing import CatchAll, post
 from ..inference_gate import InferenceGate
 from ..journals.resumable_http import refuse_resuming
 from ..openai.answer_plan import plan_answer
 from ..openai.answering import streamed_answer, traced_answer, whole_answer
-from ..openai.errors import CLIENT_CLOSED_REQUEST, JsonObject, OpenAIError, as_json
+from ..openai.endpoints import OpenAIEndpoints
+from ..openai.errors import JsonObject, OpenAIError, as_json
 from ..openai.generation import Generation
 from ..openai.labels import logged
 from ..openai.models import ModelCatalog, Target
 from ..openai.prompt_description import describe_prompt
-from ..openai.requests import check_content_type, decode_cost, json_object, read_body
 from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES
 from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
@@ -84,15 +84,14 @@ class _OwnClients(Route):
         return super().matches(scope) if VERSION in Headers(scope=scope) else (Match.NONE, {})
 
 
-class AnthropicEndpoints(Endpoints):
+class AnthropicEndpoints(OpenAIEndpoints):
     error = AnthropicErrorBody
     statuses = (400, 404, 413, 415, 429, 529)
-    error_types = ()
+    answers_head = False
 
     def __init__(self, gate: InferenceGate, max_body_bytes: int, lora_separator: str, key: SealingKey) -> None:
-        self._gate = gate
+        super().__init__(gate, max_body_bytes)
         self._catalog = ModelCatalog(gate.server, lora_separator)
-        self._max_body_bytes = max_body_bytes
         self._key = key
 
     def check(self, http: Request) -> None:
@@ -104,7 +103,7 @@ class AnthropicEndpoints(Endpoints):
 
     def refusal(self, http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return super().refusal(http, error)
         return error_response(OpenAIError.of(error), _id_of(http))
 
     async def models(self, http: Request) -> Response:
@@ -124,12 +123,8 @@ class AnthropicEndpoints(Endpoints):
         start_ns = time.monotonic_ns()
         refuse_resuming(http)
         self._gate.check_room()
-        check_content_type(http)
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(
-            decode_cost(body), lambda: parse_message(json_object(body), beta, self._key)
-        )
+        request = await self.parsed(http, lambda body: parse_message(body, beta, self._key))
         labels = _noted(request.generation.labels, beta)
         asked = dataclasses.replace(request.generation, labels=labels)
         answer = partial(self._answer, http, request)
@@ -158,12 +153,8 @@ class AnthropicEndpoints(Endpoints):
     async def count_tokens(self, http: Request) -> Response:
         """How many tokens a conversation has (Anthropic's API)"""
         self._gate.check_room()
-        check_content_type(http)
         beta = BetaFields(http.headers.get("anthropic-beta", ""))
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        request = await self._gate.decode_in_thread(
-            decode_cost(body), lambda: parse_prompt(json_object(body), beta, self._key)
-        )
+        request = await self.parsed(http, lambda body: parse_prompt(body, beta, self._key))
         if labels := _noted({}, beta):
             http.scope[LABELS] = logged(labels)
         prompt = request.prompts[0]

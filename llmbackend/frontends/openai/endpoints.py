@@ -7,7 +7,7 @@ read within the server's bounds, and parsed in a thread where it is large.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -15,10 +15,12 @@ from starlette.responses import Response
 from ..http.errors import OpenAIErrorBody
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
-from .errors import CLIENT_CLOSED_REQUEST, JsonObject, OpenAIError
+from .errors import JsonObject, OpenAIError
 from .requests import check_content_type, decode_cost, json_object, read_body
 
 T = TypeVar("T")
+_CLIENT_CLOSED_REQUEST: Final = 499
+"""Status of the response that nobody gets."""
 
 
 class OpenAIEndpoints(Endpoints):
@@ -33,7 +35,7 @@ class OpenAIEndpoints(Endpoints):
 
     def refusal(self, http: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
+            return Response(status_code=_CLIENT_CLOSED_REQUEST)
         return OpenAIError.of(error).response()
 
     async def body_of(self, http: Request) -> bytes:

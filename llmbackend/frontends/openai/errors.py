@@ -19,8 +19,6 @@ from llmbackend.frontends.errors import RETRY_AFTER_S, LimitReachedError, log_bu
 from llmbackend.frontends.http.errors import INVALID_REQUEST, openai_error_body
 
 JsonObject = dict[str, Any]
-CLIENT_CLOSED_REQUEST = 499
-"""Status of the response that nobody gets."""
 _STATUS_TYPE_CODE: dict[ErrorCode, tuple[int, str, str | None]] = {
     ErrorCode.INVALID_ARG: (400, INVALID_REQUEST, None),
     ErrorCode.UNSUPPORTED: (400, INVALID_REQUEST, "unsupported"),
