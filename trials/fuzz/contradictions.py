@@ -1,8 +1,8 @@
 """What a body may hold although it is refused: contradictions and languages that JSON Schema cannot describe.
 
 For: schemathesis_hooks.py. Does not know: schemathesis. Invariant: a body that the OpenAPI document allows is one
-afterwards, too; what is taken out has tests of its own (grammars and schemas in `make schemas`, choices of tools and
-the other contradictions in tests/frontends).
+afterwards, too; what is taken out has tests of its own (grammars and schemas in `make schemas`, tools, which the mock
+model cannot call, and the other contradictions in tests/frontends).
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _ABOUT_OTHER_FIELDS = (
     "chat_template",
     "continue_final_message",
     "function_call",
+    "functions",
     "previous_response_id",
     "priority",
     "thinking_token_budget",
     "tool_choice",
+    "tools",
     "truncate_prompt_tokens",
 )
 """Fields whose value has to fit to others, to the server's flags, to its models or to what it has stored."""
@@ -50,24 +52,10 @@ def take_out(body: dict[str, Any]) -> None:
     for message in body.get("messages") or []:
         if isinstance(message.get("content"), list):
             message["content"] = [part for part in message["content"] if part["type"] not in _FROM_ELSEWHERE] or "x"
-    for name in ("tools", "functions"):
-        if body.get(name):
-            body[name] = _distinct(body[name])
 
 
 def _plain_format(format: dict[str, Any]) -> dict[str, Any]:
     return {"type": "text" if format["type"] == "text" else "json_object"}
-
-
-def _distinct(tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of each name, without schemas and grammars that calls are held to."""
-    found: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function") or tool
-        for held_to in ("strict", "parameters", "format"):
-            function.pop(held_to, None)
-        found.setdefault(function.get("name", ""), tool)
-    return list(found.values())
 
 
 def take_out_of_query(query: dict[str, Any]) -> None:

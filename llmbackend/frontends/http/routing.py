@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_args, get_origin
 
 from fastapi import APIRouter
+from fastapi.dependencies.utils import get_typed_return_annotation
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from pydantic import Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from .errors import Error
 from .json_reader import as_object, parse
 from .request_body import read_control
-from .responses import json_response
+from .responses import JSON, json_response
 
 Json = dict[str, Any]
 Count = Annotated[int, Field(ge=0)]
@@ -60,8 +61,11 @@ _NAME: Final = {"type": "string", "minLength": 1}
 
 
 def ref(model: Any) -> Json:
-    """A reference to the component that describes `model`, or to those of a union."""
-    if kinds := get_args(model):
+    """A reference to the component that describes `model`, to those of a union, or a list of them."""
+    kinds = get_args(model)
+    if get_origin(model) is list:
+        return {"type": "array", "items": ref(kinds[0])}
+    if kinds:
         return {"anyOf": [ref(kind) for kind in kinds]}
     return {"$ref": f"#/components/schemas/{model.__name__}"}
 
@@ -76,7 +80,7 @@ def path_parameters(path: str) -> list[Json]:
 def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str]) -> dict[int | str, Json]:
     """The error responses of an API; access control and the connection may send some before an endpoint sees its
     request."""
-    content: Json = {kind: {} for kind in content_types} | {"application/json": {"schema": ref(error)}}
+    content: Json = {kind: {} for kind in content_types} | {JSON: {"schema": ref(error)}}
     return {
         status: {"description": _MEANING[status], "content": content}
         | ({"headers": _RETRY_AFTER} if status in (429, 503, 529) else {})
@@ -208,11 +212,17 @@ class ApiRoute(APIRoute):
         documented = _refusals(api.error, statuses, api.error_types) | (responses or {})
         if streams:
             documented |= {200: {"description": streams, "content": {"text/event-stream": {}}}}
+        answer = get_typed_return_annotation(endpoint) if answer is None else answer
+        if isinstance(answer, type) and issubclass(answer, Response):
+            answer = None
+        if answer is not None:  # not as FastAPI's response_model, for which it makes a serializer at once
+            found = documented.get(200, {})
+            documented[200] = found | {"content": {JSON: {"schema": ref(answer)}} | found.get("content", {})}
         extra: Json = {"parameters": [*path_parameters(path), *parameters]}
         if body is not None:
             extra["requestBody"] = {
                 "required": is_body_required,
-                "content": {"application/json": {"schema": ref(body)}} | (body_content or {}),
+                "content": {JSON: {"schema": ref(body)}} | (body_content or {}),
             }
         super().__init__(
             path,
@@ -225,15 +235,15 @@ class ApiRoute(APIRoute):
             status_code=status_code,
             responses=documented,
             openapi_extra=extra,
-            **({} if answer is None else {"response_model": answer}),
+            response_model=None,
         )
         request = body if self._json_body is None else self._json_body.model
         self.models: list[tuple[Any, JsonSchemaMode]] = [(api.error, "serialization")]
         """What describes the body and the answers, each with pydantic's mode."""
         if request is not None:
             self.models.append((request, "validation"))
-        if self.response_model is not None:
-            self.models.append((self.response_model, "serialization"))
+        if answer is not None:
+            self.models.append((answer, "serialization"))
 
     def get_route_handler(self) -> Callable[[Request], Any]:
         """FastAPI's hook: what takes a request to its response."""

@@ -7,7 +7,7 @@ read within the server's bounds, and parsed in a thread where it is large.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,7 +24,7 @@ _CLIENT_CLOSED_REQUEST: Final = 499
 
 
 class OpenAIEndpoints(Endpoints):
-    error = OpenAIErrorBody
+    error: ClassVar[Any] = OpenAIErrorBody
     statuses = (400, 404, 413, 415, 429, 503)
     error_types = ()
     answers_head = True
