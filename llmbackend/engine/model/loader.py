@@ -143,11 +143,11 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
     packs_int8 = config.quantization is not None and not dense
     if packs_int8:  # what is asked of the model itself is asked before its weights are rounded
-        checked = replace(_check(model.eval(), on_one_thread=False), quantized=True)
+        checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory)
     if not packs_int8:
-        checked = _check(model, kernels is not None, quantized=dense and config.quantization is not None)
+        checked = _check(model, kernels is not None, config.quantization)
     adapters = None
     if batch is not None:
         adapters = load_adapters(
@@ -177,10 +177,10 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     )
 
 
-def _check(model: Any, on_one_thread: bool, quantized: bool = False) -> CheckedModel:
+def _check(model: Any, on_one_thread: bool, quantization: str | None = None) -> CheckedModel:
     report("trying the model")
     with part("check"), _on_one_thread() if on_one_thread else contextlib.nullcontext():
-        return check_model(model, quantized)
+        return check_model(model, quantization)
 
 
 @contextlib.contextmanager

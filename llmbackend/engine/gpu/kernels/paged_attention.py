@@ -56,7 +56,7 @@ def choose_tiles(head_dim: int, dtype: torch.dtype, exact_chunks: bool) -> Tiles
     if exact_chunks:
         return Tiles(keys, rows=16, warps=4, stages=5, decode_warps=4, decode_stages=5)
     if tall:
-        return Tiles(keys, rows=128 if padded <= 128 else 64, warps=8, stages=3, decode_warps=4, decode_stages=3)
+        return Tiles(keys, rows=128 if padded <= 128 else 64, warps=8, stages=3, decode_warps=4, decode_stages=5)
     if padded > 128:
         # More keys than rows, so that warps share the columns of the sums: if they shared the rows, a thread would keep
         # 128 numbers of this split's and 128 of those before, more than it has registers.
