@@ -20,6 +20,9 @@ from .tally import Finding
 HANG_S = 5.0
 """What a user would call a hang; most answers take milliseconds."""
 BYSTANDER_MODEL = "steady"
+MAX_MODEL_LEN = 1024
+"""A request for more tokens than that is legal and generates so many: in a fraction of HANG_S, also on a busy machine
+(0.6 ms per token on an idle one)."""
 
 
 class FuzzedServer:
@@ -62,7 +65,7 @@ def running() -> Iterator[FuzzedServer]:
     """A server with the models that inputs name, and one for the streams beside."""
     with tempfile.TemporaryDirectory(prefix="llmbackend-fuzz-") as directory:
         repository = Path(directory) / "models"
-        write_models(repository, max_model_len=4096, num_kv_blocks=512)
+        write_models(repository, max_model_len=MAX_MODEL_LEN, num_kv_blocks=512)
         write_mock_model(repository, BYSTANDER_MODEL, mock_step_ms=5, num_kv_blocks=160, block_size=8)
         log_path = Path(directory) / "server.log"
         with log_path.open("w") as log:

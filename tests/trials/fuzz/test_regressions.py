@@ -50,6 +50,10 @@ CASES: dict[str, tuple[str, Any, int, str]] = {
     "a top_k that no message can hold": (
         GENERATE, {"text_input": "x", "sampling_parameters": json.dumps({"top_k": 10**30})}, 200, "",
     ),
+    "more tokens than a model has room for": (
+        GENERATE,
+        {"text_input": "x", "max_tokens": 2**32, "ignore_eos": True, "return_finish_reason": True}, 200, "length",
+    ),
     "brackets in a parameter's text": (GENERATE, {"text_input": "x", "logit_bias": "[" * 100_000}, 400, "logit_bias"),
     "a value too deep to be shown": (CHAT, chat("temperature", nested(1000)), 400, "depth"),
     "a value too deep to be handed on": (CHAT, chat("chat_template_kwargs", f'{{"a": {nested(260)}}}'), 400, "depth"),
