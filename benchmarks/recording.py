@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmbackend.server.process_memory import tree_pss_mb
+from llmbackend.server.process import tree_pss_mb
 
 from .workloads import Request, workload
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmbackend.server.process_memory import descendants, tree_pss_mb
+from llmbackend.server.process import descendants, tree_pss_mb
 
 from .checkpoints import SHAPES
 from .entries import ENTRIES, OURS, Entry

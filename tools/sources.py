@@ -52,7 +52,7 @@ TERMS: dict[str, tuple[Term, ...]] = {
         Term("TRITONBACKEND_ModelInstanceReportStatistics", _API, "ModelInstance.report_statistics"),
         Term(
             "TRITONBACKEND_ModelInstanceReportMemoryUsage",
-            "core/memory_usage.py",
+            "core/metric_api.py",
             "MemoryUsage",
             "asked for: `LLMBACKEND_ModelInstanceMemoryUsage`",
         ),

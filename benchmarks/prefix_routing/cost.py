@@ -31,7 +31,7 @@ from llmbackend.adapter.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.repository.model_names import ModelIdentifier
+from llmbackend.core.repository.model_files import ModelIdentifier
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.memory.block_journal import BlockJournal, prefix_hashes
 from llmbackend.engine.memory.prefix_cache import PrefixCache

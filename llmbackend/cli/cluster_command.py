@@ -28,7 +28,8 @@ def init(
     ] = None,
 ) -> None:
     """Make the secrets of a new cluster."""
-    from ..cluster.errors import ClusterError
+    from llmbackend.cluster.settings import ClusterError
+
     from ..cluster.ray_node import require_ray
     from ..cluster.secrets_folder import SecretsFolder
     from ..cluster.settings import DEFAULT_SECRETS

@@ -19,8 +19,8 @@ from llmbackend.frontends.access.settings import is_loopback
 from llmbackend.frontends.kserve.request_parameters import HeaderForward
 from llmbackend.frontends.openai.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.protocol_options import CompressionLevel, CorsOptions, ProtocolOptions
+from llmbackend.server.ports import Endpoint
 
-from ..server.endpoints import Endpoint
 from .flag_groups import switch
 
 _REUSE = "Several servers may listen on the port, if each has this flag."

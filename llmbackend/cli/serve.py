@@ -10,7 +10,8 @@ from dataclasses import replace
 
 import typer
 
-from ..server.endpoints import check_port_collision
+from llmbackend.server.ports import check_port_collision
+
 from ..server.settings import ServerSettings
 from .access_flags import AccessFlags
 from .cluster_flags import ClusterFlags

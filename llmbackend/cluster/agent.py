@@ -21,12 +21,12 @@ import msgspec
 import ray
 import ray.exceptions
 
-from ..server.readiness import take_ready_descriptor
-from .engine_watch import EngineWatch
-from .host_registry import NAME as REGISTRY
-from .host_registry import HostRegistry
+from llmbackend.server.process import take_ready_descriptor
+
+from .engine_watch import NAME as REGISTRY
+from .engine_watch import EngineWatch, HostRegistry
 from .messages import AgentNews, AgentOrder, EngineLost, FromAgent, FromHost, HostServing, Peer, Peers, Wants
-from .ray_calls import DETACHED, NAMESPACE, answer
+from .rank_actors import DETACHED, NAMESPACE, answer
 
 log = logging.getLogger(__name__)
 

@@ -24,14 +24,13 @@ import ray.util
 from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder, read_record
 from llmbackend.engine.ranks.rank_order import RankMeeting
 
-from .engine_keeper import EngineKeeper, Launch
 from .messages import EngineSpec, EngineState
-from .model_cache import Fetch
-from .model_files import LocalFiles, ModelFilesError, local_files
+from .model_cache import Fetch, LocalFiles, ModelFilesError, local_files
 from .model_manifest import ModelManifest
 from .model_source import remote_model
+from .processes import EngineKeeper, Launch
 from .rank_actors import RankGroup, meeting_at
-from .ray_environment import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
+from .ray_node import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
 from .settings import DEFAULT_SECRETS, default_run_folder
 
 NEWS_WAIT_S: Final = 20.0

@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import uuid
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -27,23 +28,63 @@ import msgspec
 
 from llmbackend import __version__
 from llmbackend.core.server_log import ServerLog
+from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
+from llmbackend.server.frontend_settings import open_host_folder
+from llmbackend.server.ports import ClaimedPorts, PortWish
+from llmbackend.server.process import in_thread, reload_on_hangup, stop_on_signal, take_ready_descriptor, tell_ready
+from llmbackend.server.process_frontends import frontend_settings_of
+from llmbackend.server.settings import ServerSettings
+from llmbackend.server.start_failure import print_error
+from llmbackend.server.terminal import log_endpoints, page_url, show_urls, urls_of
 
-from ..server.frontend_processes import FrontendsFailedError
-from ..server.process_end import in_thread, reload_on_hangup, stop_on_signal
-from ..server.readiness import take_ready_descriptor, tell_ready
-from ..server.served_urls import log_endpoints, page_url, urls_of
-from ..server.settings import ServerSettings
-from ..server.start_failure import print_error
-from ..server.terminal import show_urls
-from .child import Child
-from .engine_keeper import end_engines
-from .errors import ClusterError
 from .host_process import HostOrder
-from .machine_frontends import MachineFrontends
 from .messages import AgentNews, AgentOrder, Peer, Versions
+from .processes import Child, end_engines
 from .ray_node import RayNode, require_ray
 from .secrets_folder import SecretsFolder
-from .settings import AUTO, LOOPBACK, ClusterSettings
+from .settings import AUTO, LOOPBACK, ClusterError, ClusterSettings
+
+
+class MachineFrontends:
+    """Made on the event loop. Has the ports of `served_urls.Listening`."""
+
+    metrics_port: int | None = None
+    """That is the host's own."""
+
+    def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
+        """folder: for this launcher alone. keys: of the cluster, for hosts of other machines. Raises OSError naming the
+        port that another process has."""
+        folder.mkdir(mode=0o700)
+        self.host_settings = replace(settings, host_folder=folder)
+        """Of this machine's host."""
+        self._claims = ClaimedPorts.claim(
+            http=PortWish(settings.http.address, settings.http.port_or_none, settings.http.reuse_port, True),
+            metrics=PortWish(settings.metrics.address, None),
+            grpc=PortWish(settings.grpc.address, settings.grpc.port_or_none, settings.protocols.grpc_reuse_port, True),
+        )
+        shared_folder, self._counts = open_host_folder(self.host_settings)
+        orders = frontend_settings_of(settings, shared_folder, self._claims, keys=keys)
+        self.processes = FrontendProcesses(orders, self._counts.forget)
+
+    @property
+    def http_port(self) -> int | None:
+        return _port_of(self._claims.http)
+
+    @property
+    def grpc_port(self) -> int | None:
+        return _port_of(self._claims.grpc)
+
+    async def stop(self, grace_s: float) -> None:
+        """They accept nothing more, and what runs gets `grace_s` seconds. Call it once."""
+        await self.processes.stop(grace_s)
+        self._claims.close()
+        self._counts.close()
+
+
+def _port_of(claim: socket.socket | None) -> int | None:
+    return None if claim is None else int(claim.getsockname()[1])
+
 
 log = logging.getLogger(__name__)
 

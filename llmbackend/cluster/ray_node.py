@@ -11,9 +11,11 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -22,11 +24,74 @@ import msgspec
 
 from llmbackend.fork_server.client import wait_readable
 
-from .errors import ClusterError
-from .ray_environment import SECRETS_VARIABLE, ray_environment
-from .ray_probe import check_head
 from .secrets_folder import SecretsFolder
-from .settings import AUTO, ClusterSettings
+from .settings import AUTO, LOOPBACK, ClusterError, ClusterSettings
+
+SECRETS_VARIABLE: Final = "LLMBACKEND_CLUSTER_SECRETS"
+RUN_FOLDER_VARIABLE: Final = "LLMBACKEND_CLUSTER_RUN_FOLDER"
+"""What engines' actors find on each machine: they inherit its node's environment."""
+NODE_DRAIN_S: Final = "1"
+"""Engines need none: their hosts are served until others have taken their place."""
+THREADS_VARIABLE: Final = "OMP_NUM_THREADS"
+
+
+def ray_environment(secrets: SecretsFolder, run_folder: Path, bind: str) -> dict[str, str]:
+    """Writes this machine's certificate. Raises OSError or ValueError as `issue`."""
+    from .node_certificate import issue
+
+    certificate, key = run_folder / "node.pem", run_folder / "node.key"
+    issue(secrets.authority, secrets.authority_key, bind, certificate, key)
+    found = dict(os.environ)
+    found.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
+    found |= {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(secrets.token.resolve()),
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_SERVER_CERT": str(certificate),
+        "RAY_TLS_SERVER_KEY": str(key),
+        "RAY_TLS_CA_CERT": str(secrets.authority.resolve()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": NODE_DRAIN_S,
+        THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, "1"),
+        SECRETS_VARIABLE: str(secrets.path.resolve()),
+        RUN_FOLDER_VARIABLE: str(run_folder),
+    }
+    if bind == LOOPBACK:
+        # The only way to a node that listens at loopback alone: otherwise Ray takes another address of the machine.
+        found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return found
+
+
+TIMEOUT_S: Final = 5.0
+
+
+def check_head(address: str, environment: Mapping[str, str]) -> None:
+    """environment: as ray_environment. Raises ClusterError."""
+    host, _, port = address.rpartition(":")
+    try:
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S)
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray at {address}: {error.strerror or error}. Expected the address that the cluster's first machine "
+            "shows (`llmbackend serve --cluster auto --cluster-bind ADDRESS`), and a port that is open between them"
+        ) from error
+    context = ssl.create_default_context(cafile=environment["RAY_TLS_CA_CERT"])
+    context.load_cert_chain(environment["RAY_TLS_SERVER_CERT"], environment["RAY_TLS_SERVER_KEY"])
+    context.set_alpn_protocols(["h2"])
+    try:
+        with connection, context.wrap_socket(connection, server_hostname=host):
+            pass
+    except ssl.SSLCertVerificationError as error:
+        raise ClusterError(
+            f"the Ray at {address} has a certificate of another cluster ({error.verify_message}): copy the secrets "
+            f"folder of its first machine, here it is '{environment['LLMBACKEND_CLUSTER_SECRETS']}'"
+        ) from error
+    except OSError as error:
+        raise ClusterError(
+            f"what listens at {address} is no Ray with TLS: {error}. A cluster's nodes are started by "
+            "`llmbackend serve --cluster`, or with the same RAY_TLS_… variables"
+        ) from error
+
 
 START_TIMEOUT_S: Final = 60.0
 END_TIMEOUT_S: Final = 40.0

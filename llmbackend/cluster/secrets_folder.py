@@ -17,7 +17,7 @@ from typing import Final
 
 from llmbackend.links.secrets import CURVE_KEY, ClusterSecrets
 
-from .errors import ClusterError
+from .settings import ClusterError
 
 _TOKEN_BYTES: Final = 32
 _MAX_TOKEN_BYTES: Final = 4096

@@ -11,6 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+
+class ClusterError(Exception):
+    """This machine cannot be, or stay, part of the cluster."""
+
+
 AUTO: Final = "auto"
 LOOPBACK: Final = "127.0.0.1"
 DEFAULT_PORT: Final = 6379

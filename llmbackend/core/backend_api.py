@@ -104,7 +104,6 @@ from .errors import (
     unavailable,
     unsupported,
 )
-from .memory_usage import MemoryType, MemoryUsage, process_memory
 from .messages import (
     NO_TENANT,
     InferenceHandle,
@@ -119,7 +118,7 @@ from .messages import (
     common_tenant,
     is_final,
 )
-from .metric_api import MetricFamily, MetricKind
+from .metric_api import MemoryType, MemoryUsage, MetricFamily, MetricKind, process_memory
 from .outputs import JSON, OutputLayout, Outputs, layout_of
 from .tensors import (
     CONFIG_TYPE_OF_DATATYPE,
@@ -130,8 +129,7 @@ from .tensors import (
     Tensor,
     element_count,
 )
-from .tracing.spans import Attributes, SpanEvent, TraceSpan
-from .tracing.trace import RequestTrace
+from .tracing.trace import Attributes, RequestTrace, SpanEvent, TraceSpan
 from .wakeups import responses_together
 
 __all__ = [

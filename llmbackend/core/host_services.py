@@ -19,7 +19,7 @@ from llmbackend.waiting.timer import Timer
 
 from .activity.hub import ActivityHub
 from .backend_api import MetricFamily, MetricKind
-from .caching.response_cache import CacheSlot
+from .caching import CacheSlot
 from .gpus import HostGpus
 from .metrics.metric_family import MetricFamilies
 from .metrics.metrics_options import MetricsOptions

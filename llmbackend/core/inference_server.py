@@ -29,10 +29,9 @@ from .backend_manager import BackendManager
 from .errors import StartupError, TritonError, not_found, shown_name, unavailable
 from .host_protocol import InThread
 from .host_services import HostServices
-from .lifecycle.draining import cut_off, wait_until_drained
-from .lifecycle.model_loading import ModelLoader
+from .lifecycle.model_lifecycle import cut_off, wait_until_drained
+from .lifecycle.model_loading import ModelLoader, RepositoryPoller
 from .lifecycle.model_versions import STOPPING
-from .lifecycle.repository_polling import RepositoryPoller
 from .messages import (
     InferenceHandle,
     InferenceRequest,
@@ -43,13 +42,12 @@ from .messages import (
     ServerMetadata,
     Tenant,
 )
-from .metrics.host_metrics import register_host_metrics
 from .metrics.metric_family import MetricFamilies
-from .metrics.nv_metrics import register_metrics
+from .metrics.nv_metrics import register_host_metrics, register_metrics
 from .models.model import LoadedModel
 from .models.served_config import Description
-from .recent_log import LogLine
 from .served_models import ModelTable, ServedModels, log_summary
+from .server_log import LogLine
 from .server_options import ServerOptions
 from .shared_memory import SharedMemoryManager
 from .tracing.manager import TraceManager

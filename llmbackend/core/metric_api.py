@@ -1,14 +1,15 @@
-"""The metrics that a backend may make: kinds, and one family as it sees it.
+"""What a backend reports of its instances: metrics of its own, and the memory that they hold.
 
-For: backends, through `core.backend_api`, and the host, which implements families. Does not know: how metrics are
-collected or printed.
+Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the message MemoryUsage of Triton's statistics, whose types
+are CPU and GPU; the types of the parts are this server's.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 
 class MetricKind(Enum):
@@ -38,3 +39,39 @@ class MetricFamily(Protocol):
 
     def remove(self, /, **labels: str) -> None:
         """Removes the metric with exactly these labels, if it exists."""
+
+
+_PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class MemoryType(Enum):
+    """CPU and GPU are totals, the others parts. CPU_KV_CACHE is reserved memory, of which CPU includes only what has
+    been used and so is resident."""
+
+    CPU = "CPU"
+    """Resident memory of the instance's process, including shared pages; without a process of its own, what the
+    instance is known to hold."""
+    CPU_WEIGHTS = "CPU_WEIGHTS"
+    CPU_KV_CACHE = "CPU_KV_CACHE"
+    GPU = "GPU"
+    """Memory for tensors and graphs, including free memory in the allocator's pools."""
+    GPU_WEIGHTS = "GPU_WEIGHTS"
+    GPU_KV_CACHE = "GPU_KV_CACHE"
+
+
+class MemoryUsage(NamedTuple):
+    """device_id: 0 for CPU memory, as in Triton"""
+
+    type: MemoryType
+    device_id: int
+    byte_size: int
+
+
+def process_memory(pid: int) -> list[MemoryUsage]:
+    """The resident memory of a process of this machine; empty when it has ended. Takes microseconds."""
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as file:
+            resident_pages = int(file.read().split()[1])
+    except (OSError, IndexError):
+        return []
+    return [MemoryUsage(MemoryType.CPU, 0, resident_pages * _PAGE_BYTES)]

@@ -15,10 +15,10 @@ from tritonclient.grpc.service_pb2 import ModelStatistics
 from .errors import TritonError, invalid_argument
 from .lifecycle.model_versions import UNLOADED, ModelReadyState, ModelVersions
 from .messages import ModelIndex, ModelMetadata
-from .metrics.host_metrics import VersionReadiness
+from .metrics.nv_metrics import VersionReadiness
 from .models.model import LoadedModel
 from .models.served_config import Description
-from .repository.model_names import ModelIdentifier, ModelNames
+from .repository.model_files import ModelIdentifier, ModelNames
 from .repository.model_repository import DUPLICATE, ModelRepository
 
 log = logging.getLogger(__name__)

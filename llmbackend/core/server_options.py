@@ -15,7 +15,7 @@ from llmbackend.fork_server.host_policy import HostPolicy
 
 from .metrics.metrics_options import MetricsOptions
 from .scheduling.rate_limiter import RateLimitMode, RateLimitResource
-from .tracing.settings import TraceSettings
+from .tracing.trace import TraceSettings
 
 
 @dataclass(frozen=True)

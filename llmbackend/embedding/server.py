@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final
 
-from ..server.readiness import READY_DESCRIPTOR
+from llmbackend.server.process import READY_DESCRIPTOR
 
 STOP_GRACE_S: Final = 15.0
 """How long a server may take to end after the time that running requests get."""

@@ -25,12 +25,10 @@ from llmbackend.core.tracing.trace import RequestTrace
 from llmbackend.core.wakeups import responses_together
 from llmbackend.links.secrets import ClusterSecrets
 
-from .attached_frontend import MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest
+from .attached_frontend import ANNOUNCED_WITHIN_S, MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest, HostStates
 from .endpoints import new_host_socket
-from .host_states import ANNOUNCED_WITHIN_S, HostStates
 from .requests import unpacked_request
 from .sockets import Sender
-from .tensors import Frame
 from .wire import (
     PROTOCOL,
     Beat,
@@ -38,6 +36,7 @@ from .wire import (
     CallResult,
     Cancel,
     Decision,
+    Frame,
     Hello,
     Leave,
     Peer,

@@ -24,9 +24,9 @@ from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.links.sockets import new_socket
 
+from .endpoints import FRONTEND_HEARTBEAT_TIMEOUT_S
 from .host_endpoint import HostEndpoint
 from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
-from .zmq_sockets import FRONTEND_HEARTBEAT_TIMEOUT_S
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]

@@ -34,13 +34,9 @@ from llmbackend.core.models.served_config import Description
 from llmbackend.core.wakeups import responses_together
 from llmbackend.links.secrets import ClusterSecrets
 
-from .host_link import HostLink
-from .known_host import KnownHost
-from .open_request import OpenRequest
-from .remote_tracing import RemoteTracing, begun
-from .requests import packed_request
-from .tensors import Frame
-from .wire import PROTOCOL, Cancel, Decision, Hello, Responses, Traced, encode
+from .host_link import HostLink, KnownHost, OpenRequest
+from .requests import RemoteTracing, begun, packed_request
+from .wire import PROTOCOL, Cancel, Decision, Frame, Hello, Responses, Traced, encode
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from .tensors import Frame
+from .wire import Frame
 
 Sender = bytes
 """A frontend's connection, as its host knows it."""

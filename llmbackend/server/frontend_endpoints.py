@@ -11,7 +11,10 @@ from typing import Final
 
 from prometheus_client import CollectorRegistry
 
+from llmbackend.core.host_protocol import InThread
+from llmbackend.core.messages import InferenceHandle, InferenceRequest, ResponseCallback
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
@@ -22,10 +25,27 @@ from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
 from llmbackend.frontends.passing_on.edge import FrontendEdge
 from llmbackend.frontends.shared_counts import SharedCounts
+from llmbackend.remote.remote_server import RemoteServer
 
 from .frontend_server import FrontendServer
 from .frontend_settings import FrontendSettings
-from .keyed_remote_server import KeyedRemoteServer
+
+
+class KeyedRemoteServer(RemoteServer):
+    """Without keys, requests are sent as they are."""
+
+    metrics_registry: CollectorRegistry
+
+    def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
+        """As KeyedServer's."""
+        return super().infer_async(*of_key(self, request, callback))
+
+    async def infer_accepted(
+        self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
+    ) -> InferenceHandle:
+        """As KeyedServer's `infer_async`."""
+        return await super().infer_accepted(*of_key(self, request, callback), in_thread)
+
 
 _HOST_TIMEOUT_S: Final = 30.0
 """Until the host must have answered."""

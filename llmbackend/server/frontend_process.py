@@ -21,10 +21,11 @@ from llmbackend.core.errors import TritonError
 from llmbackend.core.server_log import RepeatedErrors, RepeatFilter
 from llmbackend.fork_server.server import end_with
 
-from .control_channel import (
+from .frontend_settings import (
     ALIVE_EVERY_S,
     ControlChannel,
     Drain,
+    FrontendSettings,
     Leave,
     Message,
     Reload,
@@ -32,10 +33,7 @@ from .control_channel import (
     Serving,
     receive_settings,
 )
-from .descriptor_room import raise_limit
-from .frontend_settings import FrontendSettings
-from .process_end import exit_now
-from .process_log import write_records
+from .process import exit_now, raise_limit, write_records
 
 if TYPE_CHECKING:
     from .frontend_endpoints import FrontendEndpoints

@@ -18,10 +18,18 @@ from collections.abc import Callable, Sequence
 from subprocess import DEVNULL, PIPE
 from typing import Final
 
-from .control_channel import ControlChannel, Drain, Leave, Message, Reload, Serve, Serving, send_settings
-from .frontend_settings import FrontendSettings
-from .process_end import in_thread
-from .process_log import log_line
+from .frontend_settings import (
+    ControlChannel,
+    Drain,
+    FrontendSettings,
+    Leave,
+    Message,
+    Reload,
+    Serve,
+    Serving,
+    send_settings,
+)
+from .process import in_thread, log_line
 
 log = logging.getLogger(__name__)
 

@@ -9,43 +9,72 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import grpc
 from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
 from starlette.types import ASGIApp
 
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
+from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
+from llmbackend.frontends.grpc import resumable
+from llmbackend.frontends.grpc.server import check_threads, create_grpc_server
+from llmbackend.frontends.http.endpoint import HttpEndpoint
+from llmbackend.frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
+from llmbackend.frontends.http.routing import without_trailing_slash
+from llmbackend.frontends.http.site_check import SiteCheck
+from llmbackend.frontends.http_app import create_http_app, with_cors
+from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.journals.resumable_http import make_again
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
+from llmbackend.frontends.limits import FrontendLimits, GrpcLimits
 from llmbackend.frontends.operations.probes import create_metrics_app
-from llmbackend.frontends.protocol_options import NO_PAGES, PageSettings
+from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
 from llmbackend.frontends.shared_counts import Counts
 
-from ..frontends.access.access_control import AccessControl
-from ..frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
-from ..frontends.grpc.server import check_threads, create_grpc_server
-from ..frontends.http.endpoint import HttpEndpoint
-from ..frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
-from ..frontends.http.routing import without_trailing_slash
-from ..frontends.http.site_check import SiteCheck
-from ..frontends.http_app import create_http_app, with_cors
-from ..frontends.inference_gate import InferenceGate
-from ..frontends.journals.resumable_streams import ResumableStreams
-from ..frontends.journals.stream_copies import Peers
-from ..frontends.limits import FrontendLimits, GrpcLimits
-from ..frontends.protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-from .descriptor_room import DescriptorRoom, fitted
 from .ports import ClaimedPorts, PortWish
-from .stream_peers import copy_streams
+from .process import DescriptorRoom, fitted
 
 if TYPE_CHECKING:
+    from llmbackend.frontends.http.tunnel import Tunnels
     from llmbackend.frontends.page_proxy import PageProxy
+    from llmbackend.frontends.passing_on.edge import Edge
 
-    from ..frontends.http.tunnel import Tunnels
-    from ..frontends.passing_on.edge import Edge
+
+STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"
+
+
+def copy_streams(
+    streams: ResumableStreams, app: ASGIApp, gate: InferenceGate, peers: Peers, registry: CollectorRegistry
+) -> None:
+    """From now on resumable streams are copied to `peers`, and made again when their clients come back here. app: the
+    HTTP application, without access control."""
+    makers = {
+        resumable.PATH: partial(resumable.make_again, gate, streams),
+        "/": partial(make_again, app),
+    }
+    copies = streams.copies = StreamCopies(peers, makers, streams)
+    registry.register(CopiesMetric(lambda: copies.are_made))
+
+
+class CopiesMetric:
+    """A collector: whether a host's streams outlive it."""
+
+    def __init__(self, are_made: Callable[[], bool]) -> None:
+        self._are_made = are_made
+
+    def collect(self) -> Iterator[Metric]:
+        metric = Metric(STREAMS_COPIED, "1: another host has a copy of each resumable stream; 0: none has.", "gauge")
+        metric.add_sample(STREAMS_COPIED, {}, float(self._are_made()))
+        yield metric
 
 
 class ServedHost(Host, Protocol):

@@ -8,11 +8,82 @@ claimed, none is kept.
 from __future__ import annotations
 
 import errno
+import os
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Final
 
-from .port_holder import holder_of
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where one protocol listens."""
+
+    address: str
+    port: int
+    """0: any free one."""
+    enabled: bool = True
+    reuse_port: bool = False
+    """Other servers that allow it too may listen on the port."""
+
+    @property
+    def port_or_none(self) -> int | None:
+        return self.port if self.enabled else None
+
+    @property
+    def address_or_none(self) -> str | None:
+        return self.address if self.enabled else None
+
+
+def check_port_collision(endpoints: Mapping[str, Endpoint]) -> None:
+    """Raises ValueError with Triton's text, naming the protocols. Port 0 is any free one, and never collides; a port
+    that another process has is found when it is bound. Source: CheckPortCollision in Triton's command_line_parser."""
+    used = [(name, endpoint) for name, endpoint in endpoints.items() if endpoint.enabled and endpoint.port]
+    for (one, first), (other, second) in combinations(used, 2):
+        if (first.address, first.port) == (second.address, second.port):
+            raise ValueError(
+                f"The server cannot listen to {one} requests and {other} requests at the same address and port "
+                f"{first.address}:{first.port}"
+            )
+
+
+_LISTENS: Final = "0A"
+_MAX_COMMAND_CHARACTERS: Final = 120
+
+
+def holder_of(port: int) -> str:
+    """`process 12 (its command)` of each process that listens on the port, on any address; "" = unknown."""
+    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    found = [_described(process) for process in Path("/proc").glob("[0-9]*") if sockets and _has(process, sockets)]
+    return " and ".join(sorted(found))
+
+
+def _inodes(port: int) -> Iterator[str]:
+    for table in ("tcp", "tcp6"):
+        try:
+            rows = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for _, local, _, state, *rest in map(str.split, rows):
+            if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                yield rest[5]
+
+
+def _has(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(os.readlink(descriptor) in sockets for descriptor in (process / "fd").iterdir())
+    except OSError:  # it has ended, or belongs to another user
+        return False
+
+
+def _described(process: Path) -> str:
+    try:
+        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"process {process.name} ({command[:_MAX_COMMAND_CHARACTERS]})" if command else f"process {process.name}"
 
 
 class PortTakenError(OSError):

@@ -22,12 +22,11 @@ from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.peer_calls import PeerCalls
 
-from .cluster_member import ClusterMember
 from .frontend_processes import FrontendProcesses, FrontendsFailedError
-from .frontend_settings import FrontendSettings, HostFolder
+from .frontend_settings import ClusterMember, FrontendSettings, HostFolder
 from .frontends import make_frontends
 from .ports import ClaimedPorts
-from .process_end import in_thread
+from .process import in_thread
 from .settings import ServerSettings
 
 _ANNOUNCED_WITHIN_S = 5.0

@@ -27,24 +27,29 @@ from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
 from ..fork_server.temporary_folders import remove_abandoned
-from .descriptor_room import raise_limit
-from .load_reports import begin_load
 from .ports import ClaimedPorts, PortTakenError, PortWish
-from .process_end import exit_now, in_thread, kill_children, reload_on_hangup, stop_on_signal
-from .process_memory import give_back_freed
-from .readiness import take_ready_descriptor, tell_ready
-from .served_urls import log_endpoints, page_url, urls_of
+from .process import (
+    exit_now,
+    give_back_freed,
+    in_thread,
+    kill_children,
+    raise_limit,
+    reload_on_hangup,
+    stop_on_signal,
+    take_ready_descriptor,
+    tell_ready,
+)
 from .settings import ServerSettings
 from .start_failure import as_flags, failure_summary, print_error
+from .terminal import begin_load, log_endpoints, page_url, urls_of
 
 if TYPE_CHECKING:
     from llmbackend.frontends.journals.documents import Storage
     from llmbackend.frontends.journals.response_store import ResponseStore
     from llmbackend.frontends.shared_counts import SharedCounts
 
-    from .cluster_member import ClusterMember
     from .frontend_server import FrontendServer
-    from .frontend_settings import HostFolder
+    from .frontend_settings import ClusterMember, HostFolder
     from .process_frontends import ProcessFrontends
 
     Frontends = FrontendServer | ProcessFrontends
@@ -209,7 +214,7 @@ def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | 
     """None where this process does everything. Raises _StartRefusedError."""
     if settings.frontend_processes == 1 and settings.host_folder is None:
         return None
-    from .host_folder import open_host_folder
+    from .frontend_settings import open_host_folder
 
     try:
         return open_host_folder(settings)

@@ -30,8 +30,8 @@ from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
 
 from ..core.server_log import LogSettings
-from .endpoints import Endpoint
-from .process_end import temporary_directory
+from .ports import Endpoint
+from .process import temporary_directory
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ loading ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -14,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final
+from typing import Final, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -22,8 +23,97 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from llmbackend import __version__
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.start.load_progress import LoadProgress
+from llmbackend.engine.start.load_progress import logger as progress_log
 
-from .load_reports import handled_by
+from .process import in_thread
+from .settings import ServerSettings
+
+ORDER_TIMEOUT_S = 2.0
+"""Models without an engine report nothing."""
+
+
+@contextlib.contextmanager
+def handled_by(handler: logging.Handler) -> Iterator[None]:
+    """Gives each report to `handler` until the block ends."""
+    level = progress_log.level
+    progress_log.addHandler(handler)
+    progress_log.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        progress_log.removeHandler(handler)
+        progress_log.setLevel(level)
+
+
+class _FirstReport(logging.Handler):
+    """Sets `event`, from any thread."""
+
+    def __init__(self, event: asyncio.Event) -> None:
+        super().__init__()
+        self._event = event
+        self._loop = asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._event.set)
+
+
+async def begin_load(load: Callable[[], None]) -> asyncio.Future[None]:
+    """Runs `load` on a thread; returns when it has ordered an engine or has ended, or when ORDER_TIMEOUT_S are over.
+
+    Until then the interpreter lock is the load's: what the caller does next would delay the engine's start."""
+    ordered = asyncio.Event()
+    with handled_by(_FirstReport(ordered)):
+        loading = in_thread(load)
+        waiting = asyncio.ensure_future(ordered.wait())
+        await asyncio.wait((loading, waiting), timeout=ORDER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+    return loading
+
+
+log = logging.getLogger(__name__)
+
+
+class Listening(Protocol):
+    @property
+    def http_port(self) -> int | None: ...
+
+    @property
+    def grpc_port(self) -> int | None: ...
+
+    @property
+    def metrics_port(self) -> int | None: ...
+
+
+def log_endpoints(listening: Listening, settings: ServerSettings) -> None:
+    """Triton's lines, which tools wait for."""
+    started = (
+        ("GRPCInferenceService", settings.grpc.address, listening.grpc_port),
+        ("HTTPService", settings.http.address, listening.http_port),
+        ("Metrics Service", settings.metrics.address, listening.metrics_port),
+    )
+    for name, address, port in started:
+        if port is not None:
+            log.info("Started %s at %s:%d", name, address, port)
+
+
+def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
+    """Each open endpoint's, by protocol."""
+    scheme = "http" if settings.access.http_tls is None else "https"
+    found = {
+        "http": (scheme + "://{}:{}", settings.http.address, listening.http_port),
+        "grpc": ("{}:{}", settings.grpc.address, listening.grpc_port),
+        "metrics": ("http://{}:{}/metrics", settings.metrics.address, listening.metrics_port),
+    }
+    return {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}
+
+
+def page_url(urls: Mapping[str, str], settings: ServerSettings) -> dict[str, str]:
+    """Where a browser on this machine finds the pages."""
+    if not settings.pages.enabled or "http" not in urls:
+        return {}
+    return {"pages": f"{urls['http'].replace('0.0.0.0', 'localhost')}/"}
+
 
 _SERVED_AT = {
     "pages": "in a browser: chat, live engine, operations",
@@ -32,8 +122,6 @@ _SERVED_AT = {
     "metrics": "Prometheus",
 }
 
-
-log = logging.getLogger(__name__)
 
 LINE_INTERVAL_S: Final = 10.0
 """Between two log lines about one stage of a load."""

@@ -8,7 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
-from llmbackend.cluster.engine_keeper import EngineKeeper, Launch
+from llmbackend.cluster.processes import EngineKeeper, Launch
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.process.served.served_order import ServedEngineOrder
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmbackend.cluster.agent import Agent
-from llmbackend.cluster.locator import AgentLocator
+from llmbackend.cluster.host_process import AgentLocator
 from llmbackend.cluster.messages import AgentOrder, EngineState, Peer, Versions, engine_key
 from llmbackend.engine.config import EngineConfig
 from tests.helpers.waiting import eventually

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from llmbackend.cluster.engine_keeper import EngineKeeper, end_engines
+from llmbackend.cluster.processes import EngineKeeper, end_engines
 from llmbackend.engine.process.served.served_order import EngineRecord, ServedEngineNews, read_record, write_record
 from llmbackend.links.secrets import ClusterSecrets
 from tests.cluster.keeper_process import NAME, launch

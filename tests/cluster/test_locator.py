@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from llmbackend.cluster.locator import AgentLocator
+from llmbackend.cluster.host_process import AgentLocator
 from llmbackend.cluster.messages import EngineState, FromAgent, FromHost, HostServing, Peer, Peers, Wants, engine_key
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError

@@ -11,8 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.cluster.model_cache import DIRECTORY, SIZE, ModelCache, machine_cache
-from llmbackend.cluster.model_files import ModelFilesError, local_files, manifests
+from llmbackend.cluster.model_cache import (
+    DIRECTORY,
+    SIZE,
+    ModelCache,
+    ModelFilesError,
+    local_files,
+    machine_cache,
+    manifests,
+)
 from llmbackend.cluster.model_manifest import ManifestFile, ModelManifest, manifest
 from llmbackend.engine.config import EngineConfig
 from tests.helpers.waiting import eventually

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from llmbackend.cluster.messages import engine_key
-from llmbackend.cluster.placement import actor_options, fits, needs, no_room, room_problem
+from llmbackend.cluster.rank_actors import actor_options, fits, needs, no_room, room_problem
 from llmbackend.engine.config import EngineConfig
 
 NODES = [

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.cluster.errors import ClusterError
 from llmbackend.cluster.node_certificate import issue
 from llmbackend.cluster.secrets_folder import SecretsFolder
+from llmbackend.cluster.settings import ClusterError
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from llmbackend.cluster.host_process import AgentLocator
 from llmbackend.cluster.launcher import own_versions
-from llmbackend.cluster.locator import AgentLocator
 from llmbackend.cluster.messages import AgentNews, AgentOrder, Peer, Versions
-from llmbackend.cluster.ray_environment import ray_environment
+from llmbackend.cluster.ray_node import ray_environment
 from llmbackend.cluster.secrets_folder import SecretsFolder
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError

@@ -14,10 +14,10 @@ from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 import llmbackend
-from llmbackend.core.config.ignored_fields import IGNORED_FIELDS, warn_of_ignored_fields
 from llmbackend.core.config.model_config import parse_text, set_defaults
 from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import TritonError
+from llmbackend.core.models.served_config import IGNORED_FIELDS, warn_of_ignored_fields
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 
 PACKAGE = Path(llmbackend.__file__).parent
@@ -26,9 +26,9 @@ ACTED_ON = {
     "batch_input": "backends/ragged.py",
     "batch_output": "backends/ragged.py",
     "default_model_filename": "backends/pytorch/backend.py",
-    "dynamic_batching": "core/scheduling/dynamic_batcher.py core/models/scheduler_factory.py waiting/queue_policy.py",
+    "dynamic_batching": "core/scheduling/dynamic_batcher.py core/models/model.py waiting/queue_policy.py",
     "ensemble_scheduling": "core/scheduling/ensembles/graph.py",
-    "input": "core/config/model_config_rules.py core/models/served_config.py core/requests/reshape.py "
+    "input": "core/config/model_config_rules.py core/models/served_config.py core/requests/request_bounds.py "
     "core/scheduling/dynamic_batcher.py",
     "instance_group": "core/models/instance_set.py core/models/model_instance.py core/scheduling/rate_limiter.py",
     "max_batch_size": "core/models/served_config.py",
@@ -43,7 +43,7 @@ ACTED_ON = {
     "output": "core/config/model_config_rules.py core/models/served_config.py core/requests/responses.py",
     "parameters": "core/models/served_config.py",
     "platform": "core/config/model_config.py",
-    "response_cache": "core/config/model_config_rules.py core/models/scheduler_factory.py",
+    "response_cache": "core/config/model_config_rules.py core/models/model.py",
     "runtime": "core/models/served_config.py",
     "sequence_batching": "core/scheduling/sequences/inputs.py core/scheduling/sequences/strategies.py "
     "core/scheduling/sequences/batcher.py",

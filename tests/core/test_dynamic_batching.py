@@ -23,7 +23,7 @@ from llmbackend.core.requests.request_validation import ValidRequest
 from llmbackend.core.requests.response_channel import Reaper, ResponseChannel
 from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher
 from llmbackend.core.scheduling.request_queue import RequestQueue
-from llmbackend.core.scheduling.response_order import ResponseOrder
+from llmbackend.core.scheduling.scheduler import ResponseOrder
 from llmbackend.core.tensors import Tensor
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer

@@ -14,7 +14,7 @@ from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import RESPONSE_BYTES, InferenceResponse, Tenant
-from llmbackend.core.scheduling.ensembles.steps import StepLauncher
+from llmbackend.core.scheduling.ensembles.graph import StepLauncher
 from llmbackend.core.tensors import Tensor
 from tests.helpers.core_host import STAGE, WAIT_S, Client, Repository, send, serving, version_of, x
 from tests.helpers.ensemble_host import AB_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors

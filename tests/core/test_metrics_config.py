@@ -21,7 +21,7 @@ from llmbackend.core.metrics.metrics_options import DEFAULT_QUANTILES, MetricsOp
 from llmbackend.core.metrics.model_metrics import SAMPLES_PER_SLICE, SLICES, Summary
 from llmbackend.core.metrics.nv_metrics import CpuMetrics
 from llmbackend.frontends.operations.probes import render
-from llmbackend.server.endpoints import Endpoint
+from llmbackend.server.ports import Endpoint
 from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 from tests.helpers.waiting import eventually
 

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.config.ensemble_rules import validate_scheduling
+from llmbackend.core.config.model_config_rules import validate_scheduling
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.repository.model_dependencies import circles, in_levels

@@ -13,7 +13,7 @@ from llmbackend.core import inference_server
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.lifecycle import draining
+from llmbackend.core.lifecycle import model_lifecycle
 from tests.helpers.core_backends import VERSIONED_BACKEND, answer, refused, states, write_version
 from tests.helpers.core_host import (
     ECHO_BACKEND,
@@ -314,7 +314,7 @@ def test_stop_cuts_off_what_runs_too_long_and_finalises_the_rest(
 def test_a_model_that_does_not_drain_is_named_in_the_log(
     repository: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(draining, "FIRST_DRAIN_LOG_S", 0.01)
+    monkeypatch.setattr(model_lifecycle, "FIRST_DRAIN_LOG_S", 0.01)
     repository.backend("keep", KEEPING_BACKEND)
     repository.model("m", "keep")
     with serving(repository, "m") as server:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llmbackend.core.backend_api import JSON, JsonTensor, Outputs, layout_of, responses_together
-from llmbackend.core.caching.response_cache import pack, unpack
+from llmbackend.core.caching import pack, unpack
 from llmbackend.core.messages import InferenceResponse, held_bytes
 from llmbackend.core.tensors import to_wire
 from llmbackend.core.wakeups import wake_receiver

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from llmbackend.core import served_models
-from llmbackend.core.models import readiness
+from llmbackend.core.models import model
 from llmbackend.frontends.operations.probes import render
 from tests.helpers.core_host import STAGE, Repository, serving
 from tests.helpers.waiting import eventually
@@ -69,7 +69,7 @@ def test_without_strict_readiness_only_the_model_is_not_ready(stateful: Reposito
 def test_a_backend_that_hangs_is_not_ready_and_delays_no_other(
     stateful: Repository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readiness, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(model, "ANSWER_TIMEOUT_S", 0.1)
     with serving(stateful, "m") as server:
         STAGE.kept.append("hang")
         with ThreadPoolExecutor(8) as pool:
@@ -87,7 +87,7 @@ def test_a_backend_that_hangs_is_not_ready_and_delays_no_other(
 def test_a_scrape_does_not_wait_for_a_backend_that_hangs(
     stateful: Repository, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(readiness, "ANSWER_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr(model, "ANSWER_TIMEOUT_S", 1000.0)
     monkeypatch.setattr(served_models, "SCRAPE_ANSWER_S", 0.05)
     with serving(stateful, "m") as server:
         STAGE.kept.append("hang")
@@ -99,7 +99,7 @@ def test_a_scrape_does_not_wait_for_a_backend_that_hangs(
 
 
 def test_a_hanging_question_does_not_hold_up_an_unload(stateful: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(model, "ANSWER_TIMEOUT_S", 0.1)
     with serving(stateful, "m") as server:
         STAGE.kept.append("hang")
         assert not server.model_is_ready("m")

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.core.recent_log import MAX_LINE_CHARACTERS, MAX_LINES, LogLine
-from llmbackend.core.server_log import LogSettings, ServerLog
+from llmbackend.core.server_log import MAX_LINE_CHARACTERS, MAX_LINES, LogLine, LogSettings, ServerLog
 
 log = logging.getLogger("llmbackend.tests.recent_log")
 

@@ -18,8 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.core.caching.local_cache import ENTRY_OVERHEAD_BYTES, LocalCache
-from llmbackend.core.caching.response_cache import CacheKeys, create_cache, pack, unpack
+from llmbackend.core.caching import ENTRY_OVERHEAD_BYTES, CacheKeys, LocalCache, create_cache, pack, unpack
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.config.model_config_rules import validate_response_cache
 from llmbackend.core.errors import ErrorCode, TritonError, internal
@@ -536,7 +535,7 @@ class SlowCache:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCache:
     cache = SlowCache()
-    monkeypatch.setattr("llmbackend.core.caching.response_cache.create_cache", lambda config: cache)
+    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda config: cache)
     return cache
 
 

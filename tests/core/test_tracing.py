@@ -15,10 +15,15 @@ import pytest
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
-from llmbackend.core.tracing import trace_file
 from llmbackend.core.tracing.manager import TraceManager
-from llmbackend.core.tracing.settings import UNLIMITED_COUNT, TraceLevel, TraceSettings
-from llmbackend.core.tracing.trace import MAX_REPORTS, RequestTrace, tensor_fields
+from llmbackend.core.tracing.trace import (
+    MAX_REPORTS,
+    UNLIMITED_COUNT,
+    RequestTrace,
+    TraceLevel,
+    TraceSettings,
+    tensor_fields,
+)
 from tests.helpers.core_host import ECHO_BACKEND, KEEPING_BACKEND, STAGE, Repository, send, serving, x
 from tests.helpers.ensemble_host import chain, part
 from tests.helpers.waiting import eventually
@@ -244,7 +249,7 @@ def test_a_replaced_setting_writes_what_it_has_collected(manager: TraceManager, 
 def test_waiting_traces_are_bounded_and_the_file_is_whole_json_at_all_times(
     manager: TraceManager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace_file, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr(manager, "MAX_WAITING_BYTES", 1000)
     most = 0
     for count in range(1, 101):
         sampled(manager)

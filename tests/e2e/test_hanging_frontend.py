@@ -18,10 +18,9 @@ from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.host_endpoint import HostEndpoint
-from llmbackend.server.endpoints import Endpoint
 from llmbackend.server.frontend_processes import FrontendProcesses
 from llmbackend.server.frontend_settings import FrontendSettings, HostFolder
-from llmbackend.server.ports import ClaimedPorts, PortWish
+from llmbackend.server.ports import ClaimedPorts, Endpoint, PortWish
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 
 pytestmark = pytest.mark.slow

@@ -47,7 +47,7 @@ def at_ready(record):
 
 seen = []
 logging.getLogger("llmbackend.engine.start.load_progress").addFilter(at_order)
-logging.getLogger("llmbackend.server.served_urls").addFilter(at_ready)
+logging.getLogger("llmbackend.server.terminal").addFilter(at_ready)
 from llmbackend.cli.main import main
 from llmbackend.server import load_reports
 load_reports.ORDER_TIMEOUT_S = 60

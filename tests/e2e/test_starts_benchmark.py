@@ -8,7 +8,7 @@ from benchmarks.report import COLD, WARM, write_report
 from benchmarks.starts import measure_server
 from benchmarks.suite import fits
 from benchmarks.workloads import CONTEXT_TOKENS, LONG, workload
-from llmbackend.server.process_memory import descendants
+from llmbackend.server.process import descendants
 
 MODEL = "qwen2.5-0.5b-shape"
 

@@ -12,7 +12,7 @@ import pytest
 import tritonclient.grpc as grpc_client
 
 from llmbackend import Server
-from llmbackend.server.readiness import READY_DESCRIPTOR, take_ready_descriptor, tell_ready
+from llmbackend.server.process import READY_DESCRIPTOR, take_ready_descriptor, tell_ready
 from tests.helpers.server_process import write_mock_model
 from tests.helpers.waiting import eventually
 

@@ -21,8 +21,7 @@ from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
 from llmbackend.engine.start.load_progress import LoadProgress, counted, report, reporting_to, show
 from llmbackend.engine.start.load_progress import logger as progress_log
-from llmbackend.server.load_reports import handled_by
-from llmbackend.server.terminal import LoadLines, load_bars
+from llmbackend.server.terminal import LoadLines, handled_by, load_bars
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.fake_clock import FakeClock
 

@@ -15,7 +15,7 @@ import trustme
 
 from llmbackend.frontends.http.acceptor import Acceptor, Place, Places
 from llmbackend.frontends.limits import FrontendLimits, networks
-from llmbackend.server.descriptor_room import DescriptorRoom, fitted
+from llmbackend.server.process import DescriptorRoom, fitted
 from tests.helpers.waiting import eventually_async
 
 MANY = 1 << 20

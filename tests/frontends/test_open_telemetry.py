@@ -19,7 +19,7 @@ from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.core.tracing.manager import TraceManager
-from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
+from llmbackend.core.tracing.trace import OpenTelemetryOptions, TraceLevel, TraceSettings
 from tests.helpers.kserve_runner import Running
 
 pytest.importorskip("opentelemetry.sdk")

@@ -16,7 +16,7 @@ import tritonclient.http
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.core.tracing.settings import TraceLevel, TraceSettings
+from llmbackend.core.tracing.trace import TraceLevel, TraceSettings
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL as MODEL_NAME
 from tests.helpers.mock_llm_host import mock_llm_host

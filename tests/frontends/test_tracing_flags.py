@@ -11,7 +11,7 @@ import typer
 
 from llmbackend.cli.observability_flags import TraceFlags
 from llmbackend.cli.protocol_flags import ProtocolFlags
-from llmbackend.core.tracing.settings import OpenTelemetryOptions, TraceLevel, TraceSettings
+from llmbackend.core.tracing.trace import OpenTelemetryOptions, TraceLevel, TraceSettings
 from llmbackend.frontends.grpc.server import create_grpc_server
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.helpers.kserve_runner import Running

@@ -18,7 +18,7 @@ from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse
 from llmbackend.core.models.model import LoadedModel
-from llmbackend.core.repository.model_names import ModelIdentifier
+from llmbackend.core.repository.model_files import ModelIdentifier
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.core.tensors import RawTensor, Tensor
 from tests.helpers.waiting import eventually

@@ -28,7 +28,7 @@ from llmbackend.core.messages import (
 )
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.manager import TraceManager
-from llmbackend.core.tracing.settings import TraceSettings
+from llmbackend.core.tracing.trace import TraceSettings
 from llmbackend.frontends.openai.models import MAX_MODEL_LEN_FAMILY
 
 MODEL = "fake"

@@ -16,8 +16,8 @@ from llmbackend.core.server_options import ServerOptions
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.wire import Peer
-from llmbackend.server.cluster_member import ClusterMember
-from llmbackend.server.endpoints import Endpoint
+from llmbackend.server.frontend_settings import ClusterMember
+from llmbackend.server.ports import Endpoint
 from llmbackend.server.serve import run_server
 from llmbackend.server.settings import ServerSettings
 

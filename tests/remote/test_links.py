@@ -24,8 +24,7 @@ from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
 from llmbackend.remote.requests import unpacked_request
-from llmbackend.remote.tensors import Frame
-from llmbackend.remote.wire import Peer, Submit
+from llmbackend.remote.wire import Frame, Peer, Submit
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async

@@ -19,7 +19,7 @@ from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.peer_calls import PeerCalls
 from llmbackend.remote.wire import Peer
-from llmbackend.server.stream_peers import copy_streams
+from llmbackend.server.frontend_server import copy_streams
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.numbered_events import Event, read_events

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from llmbackend.remote.unix_messages import LOOKS, MessageSocket
+from llmbackend.remote.unix_sockets import LOOKS, MessageSocket
 
 Pair = tuple[MessageSocket, MessageSocket]
 MESSAGES = [

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelEnsembling, ModelInput, ModelOutput
 
-from llmbackend.core.config.ensemble_rules import composing_models
+from llmbackend.core.config.model_config_rules import composing_models
 from llmbackend.core.errors import TritonError, invalid_argument
-from llmbackend.core.repository.model_names import ModelIdentifier
+from llmbackend.core.repository.model_files import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 from llmbackend.core.scheduling.ensembles.graph import dims_agree
 from llmbackend.core.tensors import shape_text

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from llmbackend.core.errors import TritonError, not_found, shown_name, unavailable
-from llmbackend.core.models.in_flight import InFlight
 from llmbackend.core.models.model import LoadedModel
-from llmbackend.core.repository.model_names import ModelIdentifier
+from llmbackend.core.models.model_instance import InFlight
+from llmbackend.core.repository.model_files import ModelIdentifier
 from llmbackend.core.repository.model_repository import ModelSpec
 
 STOPPING = "Server is stopping"

@@ -24,8 +24,7 @@ from llmbackend.core.scheduling.rate_limiter import RateLimiter
 from llmbackend.core.scheduling.scheduler import ElasticSource, Scheduler
 from llmbackend.core.scheduling.sequences.batcher import SequenceBatcher
 
-from .in_flight import LiveRequests
-from .model_instance import InstanceOwner, InstanceThread, LoadedInstance
+from .model_instance import InstanceOwner, InstanceThread, LiveRequests, LoadedInstance
 from .warmup import WarmupSample, warm_up
 
 log = logging.getLogger(__name__)

@@ -8,41 +8,165 @@ request counts in `in_flight` until its last handle is dropped.
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.activity.hub import ActivityHub
-from llmbackend.core.backend_api import SendPolicy
-from llmbackend.core.backend_manager import LoadedBackend
-from llmbackend.core.errors import unsupported
-from llmbackend.core.host_services import HostServices
-from llmbackend.core.messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
-from llmbackend.core.metrics.model_metrics import Latencies, metric_tags
-from llmbackend.core.metrics.statistics import Statistics
-from llmbackend.core.model_to_model import ModelHost
-from llmbackend.core.repository.model_repository import ModelSpec
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.requests.request_validation import RequestValidator
-from llmbackend.core.requests.response_channel import Reaper, RequestObserver, ResponseChannel
-from llmbackend.core.requests.responses import ResponseTransforms
-from llmbackend.core.scheduling.batch_strategy import BatchStrategy, load_strategy
-from llmbackend.core.scheduling.scheduler import Scheduler
-from llmbackend.core.scheduling.sequences.batcher import SequenceBatcher
 from llmbackend.fork_server.host_policy import HostPolicy
+from llmbackend.waiting.queue_policy import QueuePolicies
+from llmbackend.waiting.timer import Timer
 
-from .in_flight import InFlight, LiveRequests
+from ..activity.hub import ActivityHub
+from ..backend_api import SendPolicy
+from ..backend_manager import LoadedBackend
+from ..errors import TritonError, unsupported
+from ..host_services import HostServices
+from ..kept_threads import KeptThreads
+from ..messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
+from ..metrics.model_metrics import Latencies, metric_tags
+from ..metrics.statistics import Statistics
+from ..model_to_model import ModelHost
+from ..repository.model_repository import ModelSpec
+from ..requests.queued_request import QueuedRequest
+from ..requests.request_validation import RequestValidator
+from ..requests.response_channel import ChannelOwner, Reaper, RequestObserver, ResponseChannel
+from ..requests.responses import ResponseTransforms
+from ..scheduling.caching_scheduler import CachingScheduler
+from ..scheduling.dynamic_batcher import BatchStrategy, DynamicBatcher, load_strategy
+from ..scheduling.ensembles.run import EnsembleScheduler
+from ..scheduling.request_queue import RequestQueue
+from ..scheduling.scheduler import ResponseOrder, Scheduler
+from ..scheduling.sequences.batcher import SequenceBatcher
 from .instance_set import InstanceSet, new_instances
-from .model_instance import LoadedInstance
-from .readiness import Readiness
-from .scheduler_factory import new_scheduler
+from .model_instance import InFlight, LiveRequests, LoadedInstance
 from .served_config import Description, ServedConfig
 from .warmup import WarmupSample, warmup_samples
 
 log = logging.getLogger(__name__)
+
+ANSWER_TIMEOUT_S = 6.0
+
+
+class _Question:
+    """One call of the backend, on one of `threads`."""
+
+    def __init__(self, ask: Callable[[], None], threads: KeptThreads) -> None:
+        """Raises RuntimeError where there is no thread."""
+        self._answered = threading.Event()
+        self._reason = ""
+        self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
+        threads.run(lambda: self._run(ask))
+
+    def _run(self, ask: Callable[[], None]) -> None:
+        try:
+            ask()
+        except TritonError as error:
+            self._reason = error.message or error.status
+        self._answered.set()
+
+    @property
+    def is_answered(self) -> bool:
+        return self._answered.is_set()
+
+    def answer(self, timeout_s: float) -> str:
+        """The backend's reason, "" = ready."""
+        if self._answered.wait(max(min(self._deadline_s - time.monotonic(), timeout_s), 0.0)):
+            return self._reason
+        return f"its backend has not said within {timeout_s:g} s whether it is ready"
+
+
+class Readiness:
+    """The readiness of one model version. Any thread."""
+
+    def __init__(self, name: str, version: int) -> None:
+        self._name = name
+        self._version = version
+        self._lock = threading.Lock()
+        self._threads = KeptThreads(f"ready-{name}")
+        self._question: _Question | None = None
+        self._logged = ""
+        self._closed = False
+
+    def reason(self, ask: Callable[[], None], timeout_s: float | None = None) -> str:
+        """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not ready. It is called on
+        another thread, and no reference to it is kept.
+
+        timeout_s: for who cannot wait as long as ANSWER_TIMEOUT_S; no answer within it is no change."""
+        with self._lock:
+            if self._closed:
+                return "it is being unloaded"
+            if self._question is None or self._question.is_answered:
+                try:
+                    self._question = _Question(ask, self._threads)
+                except RuntimeError as error:
+                    return f"its readiness cannot be checked: {error}"
+            question = self._question
+        reason = question.answer(ANSWER_TIMEOUT_S if timeout_s is None else timeout_s)
+        if timeout_s is None or question.is_answered:
+            self._log_change(reason)
+        return reason
+
+    def close(self) -> None:
+        """Refuses questions and waits for the one under way, so that no finalised instance is asked."""
+        with self._lock:
+            self._closed = True
+            question = self._question
+        if question is not None:
+            question.answer(ANSWER_TIMEOUT_S)
+        self._threads.close()
+
+    def _log_change(self, reason: str) -> None:
+        with self._lock:
+            if reason == self._logged:
+                return
+            self._logged = reason
+        if reason:
+            log.warning("model '%s' version %d is not ready: %s", self._name, self._version, reason)
+        else:
+            log.info("model '%s' version %d is ready again", self._name, self._version)
+
+
+def new_scheduler(
+    config: ModelConfig,
+    model: ChannelOwner,
+    model_directory: Path,
+    services: HostServices,
+    strategy: BatchStrategy | None = None,
+) -> Scheduler:
+    """Raises TritonError INVALID_ARG for an error in the configuration that earlier checks do not find."""
+    scheduler: Scheduler
+    if config.HasField("ensemble_scheduling"):
+        scheduler = EnsembleScheduler(config, services.host)
+    elif config.HasField("sequence_batching"):
+        scheduler = SequenceBatcher(config, model, model_directory, services.timer)
+    else:
+        scheduler = _queue(config, model.statistics, services.timer, strategy)
+    if config.response_cache.enable:
+        scheduler = _with_cache(scheduler, model, services)
+    if config.dynamic_batching.preserve_ordering:
+        scheduler = ResponseOrder(scheduler)
+    return scheduler
+
+
+def _queue(config: ModelConfig, statistics: Statistics, timer: Timer, strategy: BatchStrategy | None) -> RequestQueue:
+    if not config.HasField("dynamic_batching"):
+        return RequestQueue(QueuePolicies(), statistics, timer)
+    if config.max_batch_size > 1:
+        return DynamicBatcher(config, statistics, timer, strategy)
+    return RequestQueue(QueuePolicies.of(config.dynamic_batching), statistics, timer)
+
+
+def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostServices) -> Scheduler:
+    cache = services.caches.current
+    if cache is None:
+        log.warning("model '%s' has 'response_cache', but the server has none (--cache-config)", model.name)
+        return scheduler
+    return CachingScheduler(scheduler, cache, model)
 
 
 @dataclass(frozen=True, slots=True)

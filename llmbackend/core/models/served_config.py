@@ -9,25 +9,61 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
+from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput, ModelOutput
 
 from llmbackend import __version__
-from llmbackend.core.backend_manager import LoadedBackend
-from llmbackend.core.config.ignored_fields import warn_of_ignored_fields
-from llmbackend.core.config.model_config import merge_auto_complete, set_instance_groups
-from llmbackend.core.config.model_config_rules import (
-    validate_config,
-    validate_instance_groups,
-    validate_tensors,
-)
-from llmbackend.core.errors import unsupported
-from llmbackend.core.gpus import HostGpus
-from llmbackend.core.messages import ModelMetadata, TensorMetadata
-from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE
+
+from ..backend_manager import LoadedBackend
+from ..config.model_config import merge_auto_complete, set_instance_groups
+from ..config.model_config_rules import validate_config, validate_instance_groups, validate_tensors
+from ..errors import unsupported
+from ..gpus import HostGpus
+from ..messages import ModelMetadata, TensorMetadata
+from ..tensors import DATATYPE_OF_CONFIG_TYPE
+
+log = logging.getLogger(__name__)
+
+IGNORED_FIELDS: Final[Mapping[str, str]] = {
+    "cc_model_filenames": "every device uses 'default_model_filename'",
+    "ensemble_scheduling.step.model_namespace": "a model is looked up in the ensemble's namespace first",
+    "instance_group.profile": "only TensorRT engines have profiles, and this server does not run them",
+    "instance_group.secondary_devices": "instances use no DLA cores",
+    "model_operations": "libraries of custom operations are not loaded",
+    "optimization.cuda": "CUDA graphs are set by the engine arguments of the llm backend",
+    "optimization.eager_batching": "a batch grows until an instance is free",
+    "optimization.execution_accelerators": "backends run a model with their own framework only",
+    "optimization.gather_kernel_buffer_threshold": "inputs are not gathered by a kernel",
+    "optimization.graph": "how far a graph is optimized is a parameter of the backend",
+    "optimization.priority": "instances have no priority on their device",
+    "sequence_batching.state.use_growable_memory": "states are kept in ordinary memory",
+    "sequence_batching.state.use_same_buffer_for_input_output": "each state has one buffer, which is replaced",
+}
+"""Path of the field → what happens instead. `input_pinned_memory` and `output_pinned_memory` are not among them: Triton
+sets them to true in every configuration, and false is what this host does anyway."""
+
+
+def warn_of_ignored_fields(config: ModelConfig) -> None:
+    """Logs one WARNING for each ignored field that is set."""
+    for path, instead in IGNORED_FIELDS.items():
+        if _is_set(config, path):
+            log.warning("model '%s': '%s' in the model configuration has no effect: %s", config.name, path, instead)
+
+
+def _is_set(message: Message, path: str) -> bool:
+    """Of a path through repeated messages, whether it is set in one of them."""
+    name, _, rest = path.partition(".")
+    for field, value in message.ListFields():
+        if field.name == name:
+            return not rest or any(_is_set(item, rest) for item in (value if field.is_repeated else [value]))
+    return False
+
 
 SMALL_FILE_BYTES = 64 << 10
 """Files up to this size count with their content in a fingerprint, larger ones with name and size alone."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection, Iterable, Mapping
 
-from llmbackend.core.config.ensemble_rules import composing_models
+from llmbackend.core.config.model_config_rules import composing_models
 
 from .model_repository import ModelSpec
 

@@ -29,8 +29,16 @@ from llmbackend.core.json_text import json_depth
 from llmbackend.core.messages import LoadParameters
 from llmbackend.fork_server.temporary_folders import OwnedFolder
 
-from .model_files import ModelSource, Signature, config_path, select_versions, signature_of
-from .model_names import SEPARATOR, ModelIdentifier, identifier
+from .model_files import (
+    SEPARATOR,
+    ModelIdentifier,
+    ModelSource,
+    Signature,
+    config_path,
+    identifier,
+    select_versions,
+    signature_of,
+)
 from .repository_agents import AgentChain, AgentManager
 
 log = logging.getLogger(__name__)

@@ -30,8 +30,7 @@ from llmbackend.core.tensors import (
     split_strings,
 )
 
-from .request_bounds import check_request
-from .reshape import VARIABLE, input_reshapes, reshaped_inputs
+from .request_bounds import VARIABLE, check_request, input_reshapes, reshaped_inputs
 
 AnyTensor = Tensor | RawTensor
 RAW_INPUT_NAME = "raw_input"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.caching.response_cache import CacheKeys, ResponseCache, pack, unpack
+from llmbackend.core.caching import CacheKeys, ResponseCache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
 from llmbackend.core.metrics.statistics import FailureReason

@@ -7,11 +7,16 @@ out again.)
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict, deque
 from collections.abc import Mapping
+from functools import partial
 from threading import Thread
 from typing import Protocol, runtime_checkable
 
-from llmbackend.core.requests.queued_request import QueuedRequest
+from ..backend_api import ResponseFlag
+from ..messages import InferenceResponse, ResponseCallback
+from ..requests.queued_request import QueuedRequest
 
 
 class Batches(Protocol):
@@ -81,3 +86,107 @@ class DelegatingScheduler:
 
     def leaked_resources(self) -> Mapping[str, int]:
         return self._inner.leaked_resources()
+
+
+class _OrderedRequest:
+    """One request in the order, with its responses that are held back while earlier requests have not ended."""
+
+    def __init__(self) -> None:
+        self.is_queued = True
+        self.is_final = False
+        self.held: deque[tuple[ResponseCallback, InferenceResponse | None, ResponseFlag]] = deque()
+
+    def pass_on(self) -> None:
+        while self.held:
+            client, response, flags = self.held.popleft()
+            client(response, flags)
+
+
+class ResponseOrder(DelegatingScheduler):
+    """`_enqueue_lock`: makes the order of responses that of the queue.
+    `_lock`: guards the order; held while responses are passed on, which only enqueues them. A channel's lock may be
+    held when it is taken, never the other way round.
+    The held responses are bounded by what the requests in flight produce.
+
+    A request that fails while it is queued (timeout, cancel) leaves the order and is answered at once, as in Triton. By
+    design stricter: a request has its place from when it is enqueued, so that responses from the response cache do not
+    overtake queued requests.
+    """
+
+    def __init__(self, inner: Scheduler) -> None:
+        super().__init__(inner)
+        self._enqueue_lock = threading.RLock()
+        self._lock = threading.RLock()
+        self._order: OrderedDict[_OrderedRequest, None] = OrderedDict()
+
+    def enqueue(self, request: QueuedRequest) -> None:
+        if isinstance(request.order_entry, _OrderedRequest):
+            return super().enqueue(request)  # rescheduled by the backend; it keeps its place
+        entry = request.order_entry = _OrderedRequest()
+        if not request.channel.wrap_callback(lambda client: partial(self._on_response, entry, client)):
+            return super().enqueue(request)  # already answered, because the server stops
+        with self._enqueue_lock:
+            with self._lock:
+                self._order[entry] = None
+            try:
+                super().enqueue(request)
+            except BaseException:
+                with self._lock:
+                    self._leave(entry)
+                raise
+
+    def source(self) -> BatchSource:
+        return _MarkingSource(super().source())
+
+    def leaked_resources(self) -> Mapping[str, int]:
+        return {**super().leaked_resources(), "requests in the line for its responses": len(self._order)}
+
+    def _on_response(
+        self, entry: _OrderedRequest, client: ResponseCallback, response: InferenceResponse | None, flags: ResponseFlag
+    ) -> None:
+        with self._lock:
+            entry.held.append((client, response, flags))
+            entry.is_final = bool(flags & ResponseFlag.FINAL)
+            if entry.is_queued and response is not None and response.error is not None:
+                self._leave(entry)
+            else:
+                self._pass_on()
+
+    def _leave(self, entry: _OrderedRequest) -> None:
+        """Passes a request's responses on out of order. Holds the lock."""
+        self._order.pop(entry, None)
+        entry.pass_on()
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Passes responses on, from the first request as far as possible. Holds the lock."""
+        while self._order:
+            first = next(iter(self._order))
+            first.pass_on()
+            if not first.is_final:
+                return
+            self._order.pop(first, None)
+
+
+class _MarkingSource:
+    """The inner source; marks requests that an instance gets: their errors keep the order."""
+
+    def __init__(self, inner: BatchSource) -> None:
+        self._inner = inner
+
+    def next_batch(self) -> list[QueuedRequest] | None:
+        batch = self._inner.next_batch()
+        return None if batch is None else _taken(batch)
+
+    def wait_for_batch(self) -> bool:
+        return self._inner.wait_for_batch()
+
+    def take_batch(self) -> list[QueuedRequest]:
+        return _taken(self._inner.take_batch())
+
+
+def _taken(batch: list[QueuedRequest]) -> list[QueuedRequest]:
+    for request in batch:
+        if isinstance(request.order_entry, _OrderedRequest):
+            request.order_entry.is_queued = False
+    return batch

@@ -14,9 +14,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
 from ..errors import unsupported
-from .settings import OpenTelemetryOptions
-from .spans import TraceSpan
-from .trace import MAX_REPORTS, RequestTrace, Trace
+from .trace import MAX_REPORTS, OpenTelemetryOptions, RequestTrace, Trace, TraceSpan
 
 try:
     from opentelemetry import trace as api

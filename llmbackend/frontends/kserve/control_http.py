@@ -28,7 +28,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import ModelIndex, ServerMetadata
 from llmbackend.core.server_log import ServerLog
 from llmbackend.core.shared_memory import CUDA_HANDLE_BYTES, MemoryKind
-from llmbackend.core.tracing.settings import TraceChanges
+from llmbackend.core.tracing.trace import TraceChanges
 
 from ..http.errors import error_body, error_response
 from ..http.json_reader import as_bool, as_object, as_string, as_unsigned, member, parse, parsing

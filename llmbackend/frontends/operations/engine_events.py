@@ -21,7 +21,7 @@ from llmbackend.core.activity.hub import Viewer
 from llmbackend.core.activity.messages import EVENT_KINDS, EventKind
 from llmbackend.core.errors import invalid_argument, shown
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.recent_log import RecentLog
+from llmbackend.core.server_log import RecentLog
 
 from ..errors import PermissionDeniedError
 from ..http.event_stream import EventStream

@@ -28,7 +28,7 @@ from llmbackend.core.activity.messages import (
     StepActivity,
     to_json,
 )
-from llmbackend.core.recent_log import LogLine
+from llmbackend.core.server_log import LogLine
 
 _RECEIVED: Final = len(b'{"received":[')
 _ENDED: Final = len(b'{"ended":')

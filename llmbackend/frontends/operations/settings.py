@@ -15,7 +15,7 @@ from typing import Any, Final
 from llmbackend.core.errors import TritonError, invalid_argument, unavailable, unsupported
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import LOG_FORMATS, LogField, LogSettings
-from llmbackend.core.tracing.settings import UNLIMITED_COUNT, TraceChanges, TraceField, TraceLevel, TraceSettings
+from llmbackend.core.tracing.trace import UNLIMITED_COUNT, TraceChanges, TraceField, TraceLevel, TraceSettings
 
 from ..http.json_reader import as_array, as_bool, as_string, as_unsigned
 

@@ -22,7 +22,7 @@ from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.process.served.locating import ENGINE_HEARTBEAT_TIMEOUT_S
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.links.secrets import ClusterSecrets
-from llmbackend.server.endpoints import Endpoint
+from llmbackend.server.ports import Endpoint
 from llmbackend.server.settings import ServerSettings
 
 from ..server import ModelSetup, write_model

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from llmbackend.server.readiness import READY_DESCRIPTOR
+from llmbackend.server.process import READY_DESCRIPTOR
 
 _END_TIMEOUT_S = 60.0
 

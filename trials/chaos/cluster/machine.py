@@ -12,10 +12,10 @@ import urllib.request
 from pathlib import Path
 
 from llmbackend.cluster.host_process import HostOrder
-from llmbackend.cluster.machine_frontends import MachineFrontends
+from llmbackend.cluster.launcher import MachineFrontends
 from llmbackend.links.secrets import ClusterSecrets
+from llmbackend.server.frontend_server import STREAMS_COPIED
 from llmbackend.server.settings import ServerSettings
-from llmbackend.server.stream_peers import STREAMS_COPIED
 
 from .kept_process import KeptProcess
 from .processes import is_listening, until

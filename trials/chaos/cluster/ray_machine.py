@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmbackend.engine.process.served.served_order import EngineRecord
-from llmbackend.server.stream_peers import STREAMS_COPIED
+from llmbackend.server.frontend_server import STREAMS_COPIED
 from tests.helpers.cluster import engines_of, head_of, processes_of, start_machine
 from tests.helpers.server_process import ServerProcess, stop_server
 

@@ -20,8 +20,17 @@ from llmbackend.core.messages import InferenceResponse
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.tensors import Tensor
 
-from .graph import EnsembleGraph, EnsembleStep, ModelKey, ModelShapes, Origin, SequenceTag, passed_on
-from .steps import StepOwner, StepRequest
+from .graph import (
+    EnsembleGraph,
+    EnsembleStep,
+    ModelKey,
+    ModelShapes,
+    Origin,
+    SequenceTag,
+    StepOwner,
+    StepRequest,
+    passed_on,
+)
 
 log = logging.getLogger(__name__)
 

@@ -14,18 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
+from weakref import WeakKeyDictionary
 
-from llmbackend.core.backend_api import RequestFlag, ResponseFlag
-from llmbackend.core.errors import TritonError, cancelled, internal, invalid_argument, request_tag, unavailable
-from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
-from llmbackend.core.metrics.statistics import FailureReason, PhaseTimes
-from llmbackend.core.model_to_model import ModelHandle
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.tensors import Tensor
+from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from ...backend_api import RequestFlag, ResponseFlag
+from ...errors import TritonError, cancelled, internal, invalid_argument, request_tag, unavailable
+from ...messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
+from ...metrics.statistics import FailureReason, PhaseTimes
+from ...model_to_model import ModelHandle, ModelHost
+from ...requests.queued_request import QueuedRequest
+from ...tensors import Tensor
+from ..scheduler import BatchSource
 from .flow import EnsembleFlow, NewValues
-from .graph import EnsembleGraph, ModelKey, ModelShapes, Origin, SequenceTag
-from .steps import StepLauncher, StepLimit, StepRequest
+from .graph import EnsembleGraph, ModelKey, ModelShapes, Origin, SequenceTag, StepLauncher, StepLimit, StepRequest
 
 log = logging.getLogger(__name__)
 
@@ -332,3 +334,73 @@ def _raising(error: TritonError) -> TakeValues:
         raise error.copy()
 
     return take
+
+
+class EnsembleScheduler:
+    def __init__(self, config: ModelConfig, host: ModelHost) -> None:
+        self._graph = EnsembleGraph(config)
+        self._host = host
+        self._lock = threading.Lock()
+        self._shapes: WeakKeyDictionary[ModelHandle, ModelShapes] = WeakKeyDictionary()
+        self._runs: set[EnsembleRun] = set()
+        self._stopped = False
+        self._launcher = StepLauncher(config.name)
+        self._limits: list[StepLimit] = []
+        if max_running := self._graph.max_inflight_requests:
+            subject = f"[Internal Error] Ensemble '{config.name}' step"
+            self._limits = [StepLimit(max_running, f"{subject} {step.index}") for step in self._graph.steps]
+
+    def __len__(self) -> int:
+        """Requests that are not over; when there is none, also what a limit still counts."""
+        return len(self._runs) or sum(len(limit) for limit in self._limits)
+
+    def enqueue(self, request: QueuedRequest) -> None:
+        request.queue_start_ns = time.monotonic_ns()
+        if self._stopped:
+            raise unavailable(
+                f"{request_tag(request.id)}Server is stopping, scheduler for model has stopped accepting new "
+                f"inference requests"
+            )
+        try:
+            models = self._acquire_models()
+        except TritonError as error:
+            request.fail(error.copy(f"in ensemble '{self._graph.name}', "), FailureReason.OTHER)
+            return
+        shapes = {key: self._shapes_of(model) for key, model in models.items()}
+        run = EnsembleRun(self._graph, request, models, shapes, self._limits, self._launcher, self._forget)
+        with self._lock:
+            self._runs.add(run)
+        run.start()
+
+    def source(self) -> BatchSource:
+        raise AssertionError("an ensemble has no instances")
+
+    def leaked_resources(self) -> Mapping[str, int]:
+        return {"requests in its flow": len(self)}
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._launcher.stop()
+
+    def _acquire_models(self) -> dict[ModelKey, ModelHandle]:
+        """Every composing model, so that the request ends with the versions it began with."""
+        models: dict[ModelKey, ModelHandle] = {}
+        try:
+            for key in self._graph.models:
+                models[key] = self._host.acquire_model(*key)
+        except TritonError:
+            for acquired in models.values():
+                acquired.leave()
+            raise
+        return models
+
+    def _shapes_of(self, model: ModelHandle) -> ModelShapes:
+        with self._lock:
+            shapes = self._shapes.get(model)
+            if shapes is None:
+                shapes = self._shapes[model] = ModelShapes.of(model.config)
+            return shapes
+
+    def _forget(self, run: EnsembleRun) -> None:
+        with self._lock:
+            self._runs.discard(run)

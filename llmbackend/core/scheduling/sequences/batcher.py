@@ -28,9 +28,18 @@ from llmbackend.core.scheduling.scheduler import BatchSource
 from llmbackend.waiting.timer import Timer
 
 from .inputs import SequenceControls, StateRules
-from .sequence import Sequence, SequenceBatch, SequenceKey, Turn, turn_of
+from .sequence import (
+    IterativeSequencer,
+    Sequence,
+    SequenceBatch,
+    SequenceKey,
+    Sequencer,
+    SequenceTable,
+    Turn,
+    client_key,
+    turn_of,
+)
 from .strategies import DirectSequenceBatch, NullOwner, OldestSequenceBatch
-from .table import IterativeSequencer, Sequencer, SequenceTable, client_key
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,7 @@ from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import ValidRequest
 from llmbackend.core.requests.response_channel import ChannelOwner, Reaper, ResponseChannel
 from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher, EqualInputs
-from llmbackend.core.scheduling.response_order import ResponseOrder
-from llmbackend.core.scheduling.scheduler import Scheduler
+from llmbackend.core.scheduling.scheduler import ResponseOrder, Scheduler
 from llmbackend.core.tensors import Tensor
 from llmbackend.waiting.timer import MAX_SLEEP_S, Timer
 

@@ -1,0 +1,384 @@
+"""The response cache: its lookup for requests, and its two stores, in memory and in Redis."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+
+from .backend_api import ParameterValue
+from .errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
+from .messages import InferenceResponse
+from .requests.queued_request import QueuedRequest
+from .tensors import Tensor, from_wire, to_wire, wire_view
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+
+log = logging.getLogger(__name__)
+
+ENTRY_OVERHEAD_BYTES = 256
+"""Of one entry: its key, the bytes objects and the slot in the dictionary."""
+
+
+class CacheCounts(NamedTuple):
+    size_bytes: int
+    used_bytes: int
+    entries: int
+    lookups: int
+    hits: int
+    evictions: int
+    lookup_ns: int
+    insertion_ns: int
+
+
+class LocalCache:
+    is_remote = False
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, bytes] = OrderedDict()  # least recently used first
+        self._used_bytes = 0
+        self._lookups = self._hits = self._evictions = 0
+        self._lookup_ns = self._insertion_ns = 0
+        log.info("Response Cache is created with size %d", size_bytes)
+
+    @classmethod
+    def create(cls, settings: Mapping[str, str]) -> LocalCache:
+        """Raises TritonError INVALID_ARG for settings without `size`, or with others."""
+        if "size" not in settings:
+            raise invalid_argument("Failed to initialize LocalCache: config didn't contain a valid 'size' field.")
+        if unknown := sorted(settings.keys() - {"size"}):
+            raise invalid_argument(f"Failed to initialize LocalCache: unknown setting '{unknown[0]}'")
+        text = settings["size"]
+        if not (text.isascii() and text.isdecimal()) or int(text) == 0:
+            raise invalid_argument(
+                f"Failed to initialize LocalCache: 'size' must be a positive number of bytes, got '{text[:80]}'"
+            )
+        return cls(int(text))
+
+    def run_lookup(self, task: Callable[[], None]) -> None:
+        task()
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        task()
+
+    def lookup(self, key: bytes) -> bytes | None:
+        start_ns = time.monotonic_ns()
+        with self._lock:
+            entry = self._entries.get(key)
+            self._lookups += 1
+            if entry is not None:
+                self._hits += 1
+                self._entries.move_to_end(key)
+            self._lookup_ns += time.monotonic_ns() - start_ns
+        return entry
+
+    def insert(self, key: bytes, entry: bytes) -> None:
+        start_ns = time.monotonic_ns()
+        needed_bytes = len(entry) + ENTRY_OVERHEAD_BYTES
+        with self._lock:
+            if key in self._entries:
+                raise TritonError(f"key '{key.hex()}' already exists", ErrorCode.ALREADY_EXISTS)
+            if needed_bytes > self._size_bytes:
+                raise internal(
+                    f"Requested byte_size: {needed_bytes} is greater than total cache size: {self._size_bytes}"
+                )
+            while self._used_bytes + needed_bytes > self._size_bytes:
+                self._evict()
+            self._entries[key] = entry
+            self._used_bytes += needed_bytes
+            self._insertion_ns += time.monotonic_ns() - start_ns
+
+    def close(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._used_bytes = 0
+
+    def counts(self) -> CacheCounts:
+        with self._lock:
+            return CacheCounts(
+                self._size_bytes,
+                self._used_bytes,
+                len(self._entries),
+                self._lookups,
+                self._hits,
+                self._evictions,
+                self._lookup_ns,
+                self._insertion_ns,
+            )
+
+    def _evict(self) -> None:
+        _, entry = self._entries.popitem(last=False)
+        self._used_bytes -= len(entry) + ENTRY_OVERHEAD_BYTES
+        self._evictions += 1
+
+
+_GAUGES: tuple[tuple[str, str, Callable[[CacheCounts], float]], ...] = (
+    ("nv_cache_util", "Cache utilization [0.0 - 1.0]", lambda counts: counts.used_bytes / counts.size_bytes),
+    ("nv_cache_num_entries", "Number of responses stored in response cache", lambda counts: counts.entries),
+    ("nv_cache_num_hits", "Number of cache hits in response cache", lambda counts: counts.hits),
+    ("nv_cache_num_misses", "Number of cache misses in response cache", lambda counts: counts.lookups - counts.hits),
+    ("nv_cache_num_lookups", "Number of cache lookups in response cache", lambda counts: counts.lookups),
+    ("nv_cache_num_evictions", "Number of cache evictions in response cache", lambda counts: counts.evictions),
+    (
+        "nv_cache_lookup_duration",
+        "Total cache lookup duration (hit and miss), in microseconds",
+        lambda counts: counts.lookup_ns // 1000,
+    ),
+    (
+        "nv_cache_insertion_duration",
+        "Total cache insertion duration, in microseconds",
+        lambda counts: counts.insertion_ns // 1000,
+    ),
+)
+
+
+class LocalCacheMetrics:
+    """A collector. By design read at each scrape, where Triton copies the values once a second."""
+
+    def __init__(self, cache: LocalCache) -> None:
+        self._cache = cache
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._cache.counts()
+        for name, description, read in _GAUGES:
+            metric = Metric(name, description, "gauge")
+            metric.add_sample(name, {}, read(counts))
+            yield metric
+
+
+KEY_PREFIX = b"llmbackend:response:"
+MAX_WAITING_INSERTS = 256
+_TLS_OPTIONS = {"cert": "ssl_certfile", "key": "ssl_keyfile", "cacert": "ssl_ca_certs", "cacert_dir": "ssl_ca_path"}
+_NUMBERS = {"port": 0, "db": 0, "connect_timeout": 1000, "socket_timeout": 1000, "pool_size": 1, "wait_timeout": 100}
+"""Settings that are numbers, and their defaults; timeouts in ms."""
+_SETTINGS = frozenset({"host", "user", "password", *_NUMBERS, *_TLS_OPTIONS})
+
+
+class RedisCache:
+    """A ResponseCache. At most `MAX_WAITING_INSERTS` insertions wait.
+
+    By design different from Triton: connect_timeout and
+    socket_timeout are 1 second each unless set (0 = no timeout, Triton's default). The lifetime of entries and their
+    memory are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    """
+
+    is_remote = True
+
+    def __init__(self, client: Redis, threads: int) -> None:
+        self._client = client
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
+        self._insert_room = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
+
+    @classmethod
+    def create(cls, settings: Mapping[str, str]) -> RedisCache:
+        """Connects. Raises TritonError: INVALID_ARG for settings, UNSUPPORTED without the `redis` package, INTERNAL
+        when Redis does not answer."""
+        if "host" not in settings or "port" not in settings:
+            raise invalid_argument(
+                "Failed to initialize RedisCache, didn't specify address. Must at a minimum specify 'host' and 'port' "
+                "in the configuration - e.g. tritonserver --cache-config redis,host=redis --cache-config "
+                "redis,port=6379 --model-repository=/models ..."
+            )
+        if unknown := sorted(settings.keys() - _SETTINGS):
+            raise invalid_argument(f"Failed to initialize RedisCache: unknown setting '{unknown[0]}'")
+        numbers = {name: _number(name, settings.get(name, default)) for name, default in _NUMBERS.items()}
+        client = _client(settings, numbers)
+        try:
+            client.ping()
+        except Exception as error:
+            client.connection_pool.disconnect()
+            raise internal(f"Failed to initialize RedisCache: {error}") from None
+        return cls(client, max(numbers["pool_size"], 1))
+
+    def run_lookup(self, task: Callable[[], None]) -> None:
+        self._threads.submit(task)
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        if not self._insert_room.acquire(blocking=False):
+            log.warning("RedisCache: %d insertions wait, one more is dropped", MAX_WAITING_INSERTS)
+            return
+        future = self._threads.submit(task)
+        future.add_done_callback(lambda _: self._insert_room.release())
+
+    def lookup(self, key: bytes) -> bytes | None:
+        try:
+            entry: Any = self._client.get(KEY_PREFIX + key)
+        except Exception as error:
+            log.error("Failed to retrieve key: %s. %s", key.hex(), error)
+            return None
+        return entry if isinstance(entry, bytes) else None
+
+    def insert(self, key: bytes, entry: bytes) -> None:
+        try:
+            is_new = self._client.set(KEY_PREFIX + key, entry, nx=True)
+        except Exception as error:
+            raise internal(f"Failed to insert key: {key.hex()}. {error}") from None
+        if not is_new:
+            raise TritonError(f"key '{key.hex()}' already exists", ErrorCode.ALREADY_EXISTS)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._client.connection_pool.disconnect()
+
+
+def _number(name: str, text: str | int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = -1
+    if number < 0:
+        raise invalid_argument(f"Failed to initialize RedisCache: '{name}' must be a whole number, got '{text}'")
+    return number
+
+
+def _client(settings: Mapping[str, str], numbers: dict[str, int]) -> Redis:
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise unsupported(
+            "Failed to initialize RedisCache: the package 'redis' is not installed (pip install 'llmbackend[redis]')"
+        ) from None
+    tls = {option: settings[name] for name, option in _TLS_OPTIONS.items() if name in settings}
+    pool = redis.BlockingConnectionPool(
+        connection_class=redis.SSLConnection if tls else redis.Connection,
+        max_connections=max(numbers["pool_size"], 1),
+        timeout=numbers["wait_timeout"] / 1000,
+        host=settings["host"],
+        port=numbers["port"],
+        db=numbers["db"],
+        username=settings.get("user"),
+        password=settings.get("password"),
+        socket_connect_timeout=numbers["connect_timeout"] / 1000 or None,
+        socket_timeout=numbers["socket_timeout"] / 1000 or None,
+        retry=Retry(NoBackoff(), 1),  # reopens a connection that Redis closed, once
+        **tls,
+    )
+    return redis.Redis(connection_pool=pool)
+
+
+class ResponseCache(Protocol):
+    """Any thread."""
+
+    is_remote: bool
+    """Whether it is another process, which servers may share and whose answers take time."""
+
+    def run_lookup(self, task: Callable[[], None]) -> None:
+        """Runs a task that looks up: at once, or on a thread of the cache if the task waits for a network."""
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        """As `run_lookup`, for a task that inserts. It may be dropped when too many wait."""
+
+    def lookup(self, key: bytes) -> bytes | None:
+        """The entry; None when there is none, or when it cannot be read (which is logged)."""
+
+    def insert(self, key: bytes, entry: bytes) -> None:
+        """Raises TritonError ALREADY_EXISTS when there is one, INTERNAL when it cannot be stored."""
+
+    def close(self) -> None: ...
+
+
+class _Output(msgspec.Struct, array_like=True):
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    raw: bytes
+
+
+class _Entry(msgspec.Struct, array_like=True):
+    outputs: list[_Output]
+    parameters: dict[str, ParameterValue]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(_Entry)
+
+
+class CacheKeys:
+    """The keys of one model version. load_id: differs between loads; empty where loads share entries.
+
+    By design stricter than Triton's key (a 64-bit hash of model name, version and inputs' names and bytes): 128 bits,
+    and tenant, datatypes, shapes and requested outputs count, too. In a cache of one server the load of the model
+    counts as well, so that a reloaded model gets no older answers. Tenants with different cache names share no entry.
+    As in Triton, request parameters do not count.
+    """
+
+    def __init__(self, model: str, version: int, load_id: bytes) -> None:
+        self._of_model = hashlib.blake2b(repr((model, version, load_id)).encode(), digest_size=16)
+
+    def of(self, request: QueuedRequest) -> bytes:
+        """A hash over a header with each tensor's name, datatype, shape and size, then the tensors' bytes."""
+        tensors = sorted(request.inputs.items())
+        views = [wire_view(tensor) for _, tensor in tensors]
+        described = [
+            (name, each.datatype, each.shape, len(view)) for (name, each), view in zip(tensors, views, strict=True)
+        ]
+        header = repr((request.tenant.cache_name, request.requested_outputs, described)).encode()
+        digest = self._of_model.copy()
+        digest.update(b"%d:" % len(header))
+        digest.update(header)
+        for view in views:
+            digest.update(view)
+        return digest.digest()
+
+
+def pack(response: InferenceResponse) -> bytes:
+    outputs = [_Output(each.name, each.datatype, each.shape, to_wire(each)) for each in response.outputs]
+    return _encoder.encode(_Entry(outputs, dict(response.parameters)))
+
+
+def unpack(entry: bytes) -> tuple[Iterable[Tensor], Mapping[str, ParameterValue]]:
+    """Outputs and parameters. Raises ValueError or TritonError for bytes that are not an entry."""
+    found = _decoder.decode(entry)
+    return [from_wire(each.name, each.datatype, each.shape, each.raw) for each in found.outputs], found.parameters
+
+
+def create_cache(config: Mapping[str, Mapping[str, str]]) -> ResponseCache | None:
+    """The cache that `--cache-config` configures. config: cache name → settings; empty = None.
+
+    Raises TritonError with the texts of Triton and its caches.
+    """
+    if not config:
+        return None
+    if len(config) > 1:
+        raise invalid_argument("found multiple cache configurations, but only a single cache is currently supported")
+    ((name, settings),) = config.items()
+    if name == "local":
+        return LocalCache.create(settings)
+    if name == "redis":
+        return RedisCache.create(settings)
+    raise invalid_argument(f"unable to find cache '{name}'. This server has 'local' and 'redis'")
+
+
+class CacheSlot:
+    """The server's cache from `open` to `close`; `current` is None outside of it and without --cache-config."""
+
+    def __init__(self, config: Mapping[str, Mapping[str, str]], registry: CollectorRegistry) -> None:
+        self._config = config
+        self._registry = registry
+        self.current: ResponseCache | None = None
+
+    def open(self) -> None:
+        """Raises TritonError when the cache cannot be made."""
+        self.current = create_cache(self._config)
+        if isinstance(self.current, LocalCache):
+            self._registry.register(LocalCacheMetrics(self.current))
+
+    def close(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None

@@ -1,1 +1,0 @@
-"""The response cache: stored responses for equal requests."""
