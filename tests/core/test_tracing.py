@@ -249,7 +249,7 @@ def test_a_replaced_setting_writes_what_it_has_collected(manager: TraceManager, 
 def test_waiting_traces_are_bounded_and_the_file_is_whole_json_at_all_times(
     manager: TraceManager, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manager, "MAX_WAITING_BYTES", 1000)
+    monkeypatch.setattr("llmbackend.core.tracing.manager.MAX_WAITING_BYTES", 1000)
     most = 0
     for count in range(1, 101):
         sampled(manager)
