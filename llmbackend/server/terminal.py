@@ -15,10 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Protocol
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from typing import TYPE_CHECKING, Final, Protocol
 
 from llmbackend import __version__
 from llmbackend.core.inference_server import InferenceServer
@@ -27,6 +24,10 @@ from llmbackend.engine.start.load_progress import logger as progress_log
 
 from .process import in_thread
 from .settings import ServerSettings
+
+if TYPE_CHECKING:  # rich is imported while the engines start
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 ORDER_TIMEOUT_S = 2.0
 """Models without an engine report nothing."""
@@ -180,21 +181,26 @@ def load_bars(console: Console | None = None) -> Iterator[None]:
         with handled_by(LoadLines()):
             yield
         return
+    from rich import progress as bars
+    from rich.console import Console
+
     console = console or Console(stderr=True)
     columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
+        bars.SpinnerColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
     )
-    progress = Progress(*columns, console=console, transient=True, refresh_per_second=4)
+    progress = bars.Progress(*columns, console=console, transient=True, refresh_per_second=4)
     with progress, handled_by(_Bars(progress)):
         yield
 
 
 def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -> None:
     """Says on standard output what is served and where, and how to try it."""
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"[bold]llmbackend {__version__}[/] is ready after {startup_s:.1f} s")
     paths = _paths(server)
@@ -220,6 +226,8 @@ def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
 
 def show_urls(urls: Mapping[str, str]) -> None:
     """urls: by protocol."""
+    from rich.console import Console
+
     console = Console(highlight=False, soft_wrap=True)
     for name, url in urls.items():
         console.print(f"{name:8s} {url}  {_SERVED_AT[name]}", markup=False)

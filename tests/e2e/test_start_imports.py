@@ -18,7 +18,6 @@ AFTER_THE_ORDER = (
     "llmbackend.frontends.grpc.server",
     "llmbackend.frontends.http_app",
     "llmbackend.frontends.openai.schema",
-    "rich.console",
     "uvicorn",
 )
 """What is imported while the engine starts."""
@@ -49,8 +48,8 @@ seen = []
 logging.getLogger("llmbackend.engine.start.load_progress").addFilter(at_order)
 logging.getLogger("llmbackend.server.terminal").addFilter(at_ready)
 from llmbackend.cli.main import main
-from llmbackend.server import load_reports
-load_reports.ORDER_TIMEOUT_S = 60
+from llmbackend.server import terminal
+terminal.ORDER_TIMEOUT_S = 60
 try:
     main()
 except SystemExit:
