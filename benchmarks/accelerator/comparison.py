@@ -11,7 +11,7 @@ from typing import Any
 
 Line = dict[str, Any]
 _NAMING = ("section", "shape", "label", "measure", "case", "configuration", "workload", "kernel", "kind", "batch",
-           "clients", "rows")  # fmt: skip
+           "prompt_tokens", "clients", "rows")  # fmt: skip
 """What a line is about; its other fields that are no whole numbers are figures."""
 _LEFT_OUT = {"check_s", "seconds", "wall_s", "other_cores"}
 MIN_CHANGE = 0.03

@@ -177,10 +177,13 @@ def _decode(lines: list[Line], ceilings: Line) -> str:
     rows = []
     for line in _of(lines, "decode"):
         floor_s = line["floor_bytes"] / ceilings["copy_bytes_per_s"]
-        cells = (line["batch"], f"{line['step_s'] * 1e3:.2f}", f"{floor_s / line['step_s']:.0%}")
+        cells = (line["batch"], line["prompt_tokens"], f"{line['step_s'] * 1e3:.2f}", f"{floor_s / line['step_s']:.0%}")
         host = f"{line['host_s'] * 1e6:.0f} ({line['host_s'] / line['step_s']:.0%})"
         rows.append((line["shape"], line["label"], *cells, host, f"{line['batch'] / line['step_s']:,.0f}"))
-    columns = ("shape", "configuration", "batch", "step ms", "of the bandwidth floor", "exposed host µs", "tokens/s")
+    columns = (
+        "shape", "configuration", "batch", "prompt tokens", "step ms", "of the bandwidth floor", "exposed host µs",
+        "tokens/s",
+    )  # fmt: skip
     return _section("Decode steps", columns, rows)
 
 
