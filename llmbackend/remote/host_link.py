@@ -241,7 +241,7 @@ class OpenRequest:
 
     number: of the latest submission
     link: of the host that has it; None = it waits for one
-    acceptance: awaited by whoever wants to know of a refusal
+    acceptance: awaited by callers that need to know about a refusal
     fingerprint: of the model that answers it; another one would go on in another way
     model_resumes: whether it can go on with requests of other hosts
     is_resumable: whether its responses bring deltas, if the model gives any

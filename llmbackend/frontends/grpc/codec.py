@@ -21,36 +21,25 @@ from llmbackend.core.outputs import OutputLayout, Outputs
 from llmbackend.core.tensors import NUMPY_DTYPE, RawTensor, SharedInput, Tensor, wire_view
 
 from ..kserve.request_parameters import RequestOptions, classes_from_proto, shared_range_from_proto
-from .messages import OpenRequest, raw_contents, where
+from .messages import LENGTH, OpenRequest, raw_contents, varint, where
 
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRING_LENGTH: Final = struct.Struct("<I")
-_LENGTH: Final = 2
-"""The wire type of what has a length before it."""
-
-
-def _varint(value: int) -> bytes:
-    parts = bytearray()
-    while value > 0x7F:
-        parts.append(value & 0x7F | 0x80)
-        value >>= 7
-    parts.append(value)
-    return bytes(parts)
 
 
 def _tag(message: Any, field: str) -> bytes:
     number: int = message.DESCRIPTOR.fields_by_name[field].number
-    return _varint(number << 3 | _LENGTH)
+    return varint(number << 3 | LENGTH)
 
 
-_SHORT: Final = tuple(map(_varint, range(1024)))
+_SHORT: Final = tuple(map(varint, range(1024)))
 _INFER_RESPONSE: Final = _tag(pb.ModelStreamInferResponse, "infer_response")
 _OUTPUT: Final = _tag(pb.ModelInferResponse, "outputs")
 _RAW: Final = _tag(pb.ModelInferResponse, "raw_output_contents")
 
 
 def _length(num_bytes: int) -> bytes:
-    return _SHORT[num_bytes] if num_bytes < len(_SHORT) else _varint(num_bytes)
+    return _SHORT[num_bytes] if num_bytes < len(_SHORT) else varint(num_bytes)
 
 
 @functools.lru_cache(maxsize=1024)

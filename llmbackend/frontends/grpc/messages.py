@@ -86,10 +86,10 @@ def read_varint(data: memoryview, offset: int) -> tuple[int, int]:
 
 def write_length_field(number: int, value: bytes | memoryview) -> bytes:
     """A field of wire type LENGTH: an embedded message, or bytes."""
-    return _varint(number << 3 | LENGTH) + _varint(len(value)) + value
+    return varint(number << 3 | LENGTH) + varint(len(value)) + value
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)

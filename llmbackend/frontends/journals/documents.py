@@ -212,7 +212,7 @@ class MemoryStorage:
             self._remove(id)
 
     def _put(self, document: Document) -> None:
-        document = replace(document, continuation=b"")  # nobody goes on after this process
+        document = replace(document, continuation=b"")  # useless after this process ends
         before = self._documents.get(document.id)
         self.held_bytes += document.size_bytes - (0 if before is None else before.size_bytes)
         self._documents[document.id] = document
@@ -374,6 +374,6 @@ def _set(done: asyncio.Future[None], error: StoreError | None) -> None:
 
 
 def _seen(done: asyncio.Future[None]) -> None:
-    """An error is the business of who waits; nobody has to."""
+    """Marks an error as retrieved: callers need not wait for it."""
     if not done.cancelled():
         done.exception()

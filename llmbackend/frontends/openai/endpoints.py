@@ -20,7 +20,7 @@ from .requests import check_content_type, decode_cost, json_object, read_body
 
 T = TypeVar("T")
 _CLIENT_CLOSED_REQUEST: Final = 499
-"""Status of the response that nobody gets."""
+"""Status, for the log, of a response whose client has disconnected."""
 
 
 class OpenAIEndpoints(Endpoints):
