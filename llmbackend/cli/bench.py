@@ -30,7 +30,7 @@ from llmbackend.server.process import peak_rss_mb, tree_pss_mb
 from ..fork_server.process_start import process_age_s
 from ..server.start_failure import flag_of
 from .bench_plots import Measured, print_plots, write_svg
-from .flag_groups import bad_option
+from .command_line import bad_option
 
 WARM_UP_REQUESTS, WARM_UP_PROMPT_TOKENS, WARM_UP_OUTPUT_TOKENS = 8, 48, 8
 _OWN_FLAGS: Final = frozenset(

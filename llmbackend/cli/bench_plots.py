@@ -17,7 +17,7 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from .unicode_bars import bar, sparkline
+from .terminal_text import bar, sparkline
 
 _ROWS, _BAR_WIDTH, _BUCKETS = 10, 40, 60
 _MOST_DECIMALS: Final = 9

@@ -17,9 +17,7 @@ import typer
 
 from llmbackend import __version__
 
-from .help_text import PlainHelpCommand
-from .lazy_commands import lazy_command
-from .shell_words import join_equals_signs
+from .command_line import PlainHelpCommand, join_equals_signs, lazy_command
 
 _UNREAD = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}
 """For a subcommand that reads its arguments by itself."""
@@ -62,7 +60,7 @@ def top() -> None:
     """Watch what a running server computes: engines, requests, tokens per second, KV memory."""
 
 
-@app.command(cls=lazy_command(".cluster_command"))
+@app.command(cls=lazy_command(".cluster"))
 def cluster() -> None:
     """Several machines as one server."""
 

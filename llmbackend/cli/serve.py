@@ -13,19 +13,15 @@ import typer
 from llmbackend.server.ports import check_port_collision
 
 from ..server.settings import ServerSettings
-from .access_flags import AccessFlags
-from .cluster_flags import ClusterFlags
-from .engine_flags import EngineFlags
-from .flag_groups import takes_flag_groups, warn
-from .given_flags import given_flags
-from .help_text import PlainHelpCommand
-from .inert_flags import InertFlags
-from .limit_flags import LimitFlags
-from .observability_flags import LogFlags, MetricsConfigFlags, TraceFlags
-from .page_flags import PageFlags
-from .protocol_flags import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, ProtocolFlags, SharedMemoryFlags
-from .server_flags import ModelFlags, SchedulingFlags, ServerFlags, server_options
-from .store_flags import StoreFlags
+from .cluster import ClusterFlags
+from .command_line import PlainHelpCommand, takes_flag_groups, warn
+from .flags.clients import AccessFlags, LimitFlags, StoreFlags
+from .flags.endpoints import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, PageFlags, ProtocolFlags, SharedMemoryFlags
+from .flags.engine import EngineFlags
+from .flags.given import given_flags
+from .flags.inert import InertFlags
+from .flags.models import ModelFlags, SchedulingFlags, ServerFlags, server_options
+from .flags.observability import LogFlags, MetricsConfigFlags, TraceFlags
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

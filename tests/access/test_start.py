@@ -14,7 +14,7 @@ import pytest
 import trustme
 import typer
 
-from llmbackend.cli.access_flags import AccessFlags
+from llmbackend.cli.flags.clients import AccessFlags
 from llmbackend.frontends.access.rate_limit import Limits
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings, exposure
 from llmbackend.frontends.access.tls import TlsFiles

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.cli.harmless_text import harmless
+from llmbackend.cli.terminal_text import harmless
 from tests.helpers.fake_llm_server import FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.terminal import Terminal

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from llmbackend.cli.top.feed_state import WINDOW_S, FeedState
-from llmbackend.cli.top.figures import figures
+from llmbackend.cli.terminal_text import bar
+from llmbackend.cli.top.feed_state import WINDOW_S, FeedState, figures
 from llmbackend.cli.top.screen import View, render
-from llmbackend.cli.unicode_bars import bar
 from tests.helpers.server_process import ServerProcess, post, start_server, stop_server, write_mock_model
 from tests.helpers.terminal import Terminal
 

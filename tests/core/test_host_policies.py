@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from llmbackend.cli.server_flags import SchedulingFlags
+from llmbackend.cli.flags.models import SchedulingFlags
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.fork_server.host_policy import HostPolicy
 from tests.helpers.core_host import STAGE, Repository, send, serving

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import typer
 
-from llmbackend.cli.observability_flags import MetricsConfigFlags
-from llmbackend.cli.protocol_flags import SharedMemoryFlags
+from llmbackend.cli.flags.endpoints import SharedMemoryFlags
+from llmbackend.cli.flags.observability import MetricsConfigFlags
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.metrics import model_metrics, nv_metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import typer
 
-from llmbackend.cli.server_flags import SchedulingFlags
+from llmbackend.cli.flags.models import SchedulingFlags
 from llmbackend.core.scheduling.rate_limiter import RateLimitResource
 from llmbackend.core.server_options import ServerOptions
 

@@ -19,7 +19,7 @@ from llmbackend.adapter.schemas import sampling
 from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
-from llmbackend.cli.engine_flags import EngineFlags
+from llmbackend.cli.flags.engine import EngineFlags
 from llmbackend.cli.serve import app as serve_app
 from llmbackend.core.errors import TritonError
 from llmbackend.core.inference_server import InferenceServer

@@ -69,7 +69,7 @@ def last_line(code: str, *arguments: str) -> Any:
 def test_the_help_and_the_version_import_nothing_of_a_server(argument: str) -> None:
     modules = set(last_line(HELP, argument))
     own = {name.removeprefix("llmbackend.cli") for name in modules if name.startswith("llmbackend.")}
-    assert own == {"", ".main", ".help_text", ".lazy_commands", ".shell_words"}
+    assert own == {"", ".main", ".command_line"}
     assert not modules & {"numpy", "grpc", "zmq", "msgspec"}
 
 

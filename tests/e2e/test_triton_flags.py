@@ -19,8 +19,8 @@ import typer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from typer.main import get_command
 
-from llmbackend.cli.inert_flags import REASONS
-from llmbackend.cli.limit_flags import LimitFlags
+from llmbackend.cli.flags.clients import LimitFlags
+from llmbackend.cli.flags.inert import REASONS
 from llmbackend.cli.main import main
 from llmbackend.cli.serve import app
 from llmbackend.server.settings import ServerSettings

@@ -11,7 +11,7 @@ import openai
 import orjson
 import pytest
 
-from llmbackend.cli.protocol_flags import HttpFlags
+from llmbackend.cli.flags.endpoints import HttpFlags
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.openai.generation import Generation
 from llmbackend.frontends.openai.requests import MAX_OBJECTS, json_object

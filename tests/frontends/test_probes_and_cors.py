@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from llmbackend import __version__
-from llmbackend.cli.protocol_flags import CorsFlags
+from llmbackend.cli.flags.endpoints import CorsFlags
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.http_app import with_cors

@@ -9,7 +9,7 @@ from random import Random
 import pytest
 import typer
 
-from llmbackend.cli.protocol_flags import ProtocolFlags
+from llmbackend.cli.flags.endpoints import ProtocolFlags
 from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY, SealingKey, seal, sealing_key, unseal
 
 OWN = SealingKey(b"another key of sixteen bytes or more")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.cli.protocol_flags import CorsFlags
+from llmbackend.cli.flags.endpoints import CorsFlags
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.http.site_check import SiteCheck

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import typer
 
-from llmbackend.cli.observability_flags import TraceFlags
-from llmbackend.cli.protocol_flags import ProtocolFlags
+from llmbackend.cli.flags.endpoints import ProtocolFlags
+from llmbackend.cli.flags.observability import TraceFlags
 from llmbackend.core.tracing.trace import OpenTelemetryOptions, TraceLevel, TraceSettings
 from llmbackend.frontends.grpc.server import create_grpc_server
 from llmbackend.frontends.protocol_options import ProtocolOptions

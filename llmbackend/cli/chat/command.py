@@ -16,12 +16,11 @@ import typer
 from rich.console import Console
 
 from ..api_client import ApiClient, ApiError
-from ..harmless_text import harmless, harmless_line
-from ..help_text import PlainHelpCommand
+from ..command_line import PlainHelpCommand
+from ..terminal_text import harmless, harmless_line
 from .commands import COMMANDS, Commands
 from .conversation import Conversation, model_names
-from .line_input import prepare, read_choice, read_question
-from .screen import Screen, summary
+from .screen import Screen, prepare, read_choice, read_question, summary
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

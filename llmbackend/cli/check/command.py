@@ -18,9 +18,8 @@ from llmbackend.core.config.model_config import CONFIG_FILE_NAME
 from llmbackend.core.server_options import ServerOptions
 
 from ...server.serve import reasons_with_flags
-from ..engine_flags import EngineFlags
-from ..flag_groups import bad_option, takes_flag_groups
-from ..help_text import PlainHelpCommand
+from ..command_line import PlainHelpCommand, bad_option, takes_flag_groups
+from ..flags.engine import EngineFlags
 from .dry_load import Finding, check_model
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -16,7 +16,7 @@ from rich.text import Text
 from llmbackend.frontends.openai.parsers import detect
 
 from ...server.start_failure import failure_summary
-from ..harmless_text import harmless, harmless_line
+from ..terminal_text import harmless, harmless_line
 from .dry_load import Finding
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

@@ -17,10 +17,9 @@ from rich.console import Console
 from rich.live import Live
 
 from ..api_client import ApiClient, ApiError
-from ..harmless_text import harmless
-from ..help_text import PlainHelpCommand
-from .feed_state import FeedState
-from .figures import as_object
+from ..command_line import PlainHelpCommand
+from ..terminal_text import harmless
+from .feed_state import FeedState, as_object
 from .reader import Event, FeedReader
 from .screen import View, render
 

@@ -14,10 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..harmless_text import harmless_line
-from ..unicode_bars import bar
-from .feed_state import FeedState, Key, Request
-from .figures import Figures, figures
+from ..terminal_text import bar, harmless_line
+from .feed_state import FeedState, Figures, Key, Request, figures
 
 _STATE_STYLES = {"ready": "green", "recovering": "bold yellow", "starting": "yellow", "failed": "bold red"}
 _BAR_WIDTH = 8

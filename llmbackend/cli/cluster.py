@@ -1,7 +1,7 @@
-"""The flags of `llmbackend serve` for several machines as one server.
+"""Several machines as one server: the flags of `llmbackend serve`, and `llmbackend cluster init`.
 
-For: the command line. Does not know: what is done with them. Invariant: a value that cannot be ends with a message that
-names its flag.
+Does not know: what is done with the flags, what the secrets are. Invariants: a wrong value ends with a message that
+names its flag; an existing cluster's secrets are never replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar
 import typer
 
 from ..cluster.settings import DEFAULT_PORT, DEFAULT_SECRETS, LOOPBACK, ClusterSettings, default_run_folder
-from .flag_groups import bad_option
+from .command_line import PlainHelpCommand, bad_option
 
 
 @dataclass(frozen=True)
@@ -59,3 +59,33 @@ class ClusterFlags:
             )
         except ValueError as error:
             raise bad_option("--cluster", str(error)) from None
+
+
+app = typer.Typer(help="Several machines as one server.", no_args_is_help=True, add_completion=False)
+
+
+@app.callback()
+def cluster() -> None:
+    """Several machines as one server."""
+
+
+@app.command(cls=PlainHelpCommand)
+def init(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Default: the one of --cluster-secrets.", show_default=False)
+    ] = None,
+) -> None:
+    """Make the secrets of a new cluster."""
+    from llmbackend.cluster.settings import ClusterError
+
+    from ..cluster.ray_node import require_ray
+    from ..cluster.secrets_folder import SecretsFolder
+    from ..cluster.settings import DEFAULT_SECRETS
+
+    try:
+        require_ray()
+        made = SecretsFolder.create(folder or DEFAULT_SECRETS)
+    except ClusterError as error:
+        typer.echo(f"cluster init: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(f"made in {made.path}: copy this folder to each machine of the cluster, over a channel you trust")

@@ -26,9 +26,9 @@ from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 
-from ..server.settings import SingleModel
-from ..server.start_failure import advice, as_flags, flag_of
-from .flag_groups import one_of
+from ...server.settings import SingleModel
+from ...server.start_failure import advice, as_flags, flag_of
+from ..command_line import one_of
 
 _MODEL: Final = "--model: weights and text"
 _MEMORY: Final = "--model: memory and batches"
@@ -163,7 +163,7 @@ def _check_parsers(given: Mapping[str, Any]) -> None:
     """Raises BadParameter for the name of a parser that does not exist."""
     if not given.keys() & {"tool_call_parser", "reasoning_parser"}:
         return  # importing the frontend takes half a second
-    from ..frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+    from ...frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
 
     for parser, formats in (("tool_call_parser", TOOL_CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
         name, flag = given.get(parser, ""), flag_of(parser)

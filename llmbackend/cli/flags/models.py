@@ -21,8 +21,8 @@ from llmbackend.core.server_options import ServerOptions
 from llmbackend.demo import DEMO_REPOSITORY
 from llmbackend.fork_server.host_policy import HostPolicy
 
-from ..server.settings import SingleModel
-from .flag_groups import bad_option, boolean, one_of, switch
+from ...server.settings import SingleModel
+from ..command_line import bad_option, boolean, one_of, switch
 
 log = logging.getLogger(__name__)
 MOST_FRONTENDS = 64

@@ -18,8 +18,8 @@ import typer
 from llmbackend.core.metrics.metrics_options import MetricsOptions, with_metrics_config
 from llmbackend.core.tracing.trace import UNLIMITED_COUNT, OpenTelemetryOptions, TraceLevel, TraceMode, TraceSettings
 
-from ..core.server_log import LOG_FORMATS, LogSettings
-from .flag_groups import bad_option, one_of, switch, warn
+from ...core.server_log import LOG_FORMATS, LogSettings
+from ..command_line import bad_option, one_of, switch, warn
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
-"""The flags of `llmbackend serve` for its endpoints and for how their protocols behave.
+"""The flags of `llmbackend serve` for its endpoints, for how their protocols behave, and for the web pages.
 
-For: the command line. Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's; the
-flags for web pages of other sites are vLLM's, but without --allowed-origins no page may use the server (vLLM's default
-is every page).
+Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's; the flags for web pages of
+other sites are vLLM's, but without --allowed-origins no page may use the server (vLLM's default is every page).
 """
 
 from __future__ import annotations
@@ -18,10 +17,16 @@ import typer
 from llmbackend.frontends.access.settings import is_loopback
 from llmbackend.frontends.kserve.request_parameters import HeaderForward
 from llmbackend.frontends.openai.sealed_reasoning import MIN_KEY_BYTES
-from llmbackend.frontends.protocol_options import CompressionLevel, CorsOptions, ProtocolOptions
+from llmbackend.frontends.protocol_options import (
+    CompressionLevel,
+    CorsOptions,
+    PageSettings,
+    ProtocolOptions,
+    pages_are_installed,
+)
 from llmbackend.server.ports import Endpoint
 
-from .flag_groups import switch
+from ..command_line import bad_option, switch
 
 _REUSE = "Several servers may listen on the port, if each has this flag."
 
@@ -208,3 +213,23 @@ def _strings(flag: str, text: str) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
         raise typer.BadParameter(f"{flag} is {text}, expected a JSON list of strings or one value", param_hint=flag)
     return tuple(values)
+
+
+@dataclass(frozen=True)
+class PageFlags:
+    PANEL: ClassVar = "Web pages"
+
+    allow_pages: Annotated[
+        Any, switch("--allow-pages", "Serve the web pages (chat, engine, operations); default: if they are installed.")
+    ] = None
+    pages_host: Annotated[
+        list[str] | None,
+        typer.Option("--pages-host", help="As --allowed-hosts, for one name; repeatable."),
+    ] = None
+
+    def settings(self) -> PageSettings:
+        is_installed = pages_are_installed()
+        if self.allow_pages and not is_installed:
+            raise bad_option("--allow-pages", "the pages are not installed: pip install 'llmbackend[pages]'")
+        is_allowed = is_installed if self.allow_pages is None else bool(self.allow_pages)
+        return PageSettings(enabled=is_allowed)

@@ -1,0 +1,168 @@
+"""How commands declare, read and show their flags.
+
+A group of flags is a frozen dataclass with one field per flag, or a class that says which flags it has (`parameters`).
+
+Does not know: any flag. Invariants: the command that typer sees has every field of every group as a parameter of its
+own, in order, so that help, parsing and errors are typer's; a long name may be abbreviated if that is unambiguous; the
+help truncates no name and no text (typer's own tables do at 80 columns); a wrong value ends with a message that names
+the flag or says what was expected; a subcommand's module is imported when it is called or completed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, MutableMapping
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+
+def takes_flag_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """`command(context, group: Group, ...)` as a function of the context and the groups' fields. A field's name must be
+    unique among them."""
+    groups = {name: kind for name, kind in get_type_hints(command).items() if name not in ("context", "return")}
+
+    def flat(context: typer.Context, **flags: Any) -> None:
+        made = {name: kind(**{field: flags[field] for field in _fields(kind)}) for name, kind in groups.items()}
+        command(context, **made)
+
+    flat.__doc__ = command.__doc__
+    flat.__name__ = command.__name__
+    flat.__annotations__ = {}
+    parameters = [parameter for kind in groups.values() for parameter in _fields(kind).values()]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    flat.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # inspect reads it
+    return flat
+
+
+def _fields(group: Any) -> dict[str, inspect.Parameter]:
+    """A dataclass may name the group in the help: PANEL."""
+    if not dataclasses.is_dataclass(group):
+        made: dict[str, inspect.Parameter] = group.parameters()
+        return made
+    hints = get_type_hints(group, include_extras=True)
+    panel = getattr(group, "PANEL", None)
+    for hint in hints.values():
+        for option in getattr(hint, "__metadata__", ()):
+            option.rich_help_panel = option.rich_help_panel or panel
+    return {
+        field.name: inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in dataclasses.fields(group)
+    }
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+
+
+def boolean(text: str | bool) -> bool:
+    """Triton's flags take a value: `--allow-http=false`."""
+    if isinstance(text, bool):
+        return text
+    values = {"true": True, "1": True, "on": True, "false": False, "0": False, "off": False}
+    try:
+        return values[text.lower()]
+    except KeyError:
+        raise typer.BadParameter(f"invalid value for bool option: {text}") from None
+
+
+def switch(name: str, help_text: str) -> Any:
+    return typer.Option(name, parser=boolean, metavar="BOOL", help=help_text, autocompletion=one_of("true", "false"))
+
+
+def one_of(*values: str) -> Callable[[str], list[str]]:
+    """What a shell completes a flag's value to."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
+def warn(text: str) -> None:
+    """To standard error, as Triton's command line does: the log is not there yet."""
+    typer.echo(f"Warning: {text}", err=True)
+
+
+def bad_option(flag: str, message: str) -> typer.BadParameter:
+    return typer.BadParameter(message, param_hint=flag)
+
+
+class PlainHelpCommand(TyperCommand):
+    """For `app.command(cls=…)`. Sections are the flags' `rich_help_panel`."""
+
+    def __init__(self, *arguments: Any, **given: Any) -> None:
+        super().__init__(*arguments, **given | {"rich_markup_mode": None})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as a shell completes it
+            args = _with_whole_names(args, self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            other = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            if (row := parameter.get_help_record(ctx)) is not None:
+                sections.setdefault(getattr(parameter, "rich_help_panel", None) or other, []).append(row)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+def _with_whole_names(args: list[str], parameters: list[Any]) -> list[str]:
+    """The command line with each unambiguous abbreviation of a long name expanded, as getopt_long does. Raises
+    BadParameter for an ambiguous one; unknown names are left to the parser."""
+    named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts) if name[:2] == "--"}
+    whole: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        if arg == "--":
+            return [*whole, arg, *rest]
+        name, equals, value = arg.partition("=")
+        name = _whole_name(name, named) if name.startswith("--") else name
+        whole.append(f"{name}{equals}{value}")
+        if name in named and not equals and not named[name].is_flag:
+            whole += itertools.islice(rest, 1)  # its value
+    return whole
+
+
+def _whole_name(name: str, named: dict[str, Any]) -> str:
+    if name in named:
+        return name
+    possible = [each for each in named if each.startswith(name)]
+    if len({(id(named[each]), each in named[each].opts) for each in possible}) > 1:
+        raise typer.BadParameter(f"{name} is ambiguous, expected one of {', '.join(sorted(possible))}", param_hint=name)
+    return possible[0] if possible else name
+
+
+def lazy_command(module: str, only_completion: bool = False) -> type[TyperCommand]:
+    """For `app.command(cls=…)`: the one command of the typer application `app` in `module`, a name relative to this
+    package. only_completion: the declared function reads the arguments when the command is called."""
+
+    class LazyCommand(TyperCommand):
+        def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
+            is_completion = parent is not None and parent.resilient_parsing
+            if only_completion and not is_completion:
+                return super().make_context(info_name, args, parent, **extra)
+            command = typer.main.get_command(importlib.import_module(module, __package__).app)
+            return command.make_context(info_name, args, parent, **extra)
+
+    return LazyCommand
+
+
+def join_equals_signs(environment: MutableMapping[str, str]) -> None:
+    """Makes one word of `--flag`, `=` and `value` in COMP_WORDS, up to the word that is completed."""
+    words, last = environment.get("COMP_WORDS", "").split("\n"), environment.get("COMP_CWORD", "")
+    if "=" not in words or not last.isdigit():
+        return
+    joined: list[str] = []
+    for index, word in enumerate(words[: int(last) + 1]):
+        is_value = index > 1 and words[index - 1] == "=" and joined[-1].endswith("=")
+        if joined and (is_value or word == "="):
+            joined[-1] += word
+        else:
+            joined.append(word)
+    environment.update(COMP_WORDS="\n".join(joined), COMP_CWORD=str(len(joined) - 1))

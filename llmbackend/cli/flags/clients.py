@@ -1,0 +1,271 @@
+"""The flags of `llmbackend serve` for clients: who may use the server, what it holds for them at most,
+and what it stores.
+
+Does not know: how that is enforced. Invariants: names and meanings are Triton's, or vLLM's where Triton has no such
+flag; defaults are those of `frontends.limits` and `frontends.journals.store_settings`; keys in the environment are not
+left there for child processes.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import typer
+
+from llmbackend.frontends.access.permissions import parse_restrictions
+from llmbackend.frontends.access.rate_limit import Limits
+from llmbackend.frontends.access.settings import AccessSettings
+from llmbackend.frontends.access.tls import TlsFiles
+from llmbackend.frontends.journals.store_settings import IN_MEMORY, IdempotencyLimits, StoreSettings
+from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits, networks
+
+from ..command_line import bad_option, switch
+
+
+@dataclass(frozen=True)
+class AccessFlags:
+    """Which clients may use the server, and for what (docs/security.md)."""
+
+    PANEL: ClassVar = "Keys, TLS, restrictions"
+
+    api_key: Annotated[list[str] | None, typer.Option("--api-key", help="A key that opens the server; repeatable.")] = (
+        None
+    )
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; read again."),
+    ] = None
+    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute of a key; 0 = no limit.")] = 0
+    api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute of a key; 0 = no limit.")] = 0
+    api_key_max_concurrent_requests: Annotated[
+        int, typer.Option(min=0, help="Inferences of a key at once; 0 = its share, so that no key takes all.")
+    ] = 0
+    share_caches_between_api_keys: Annotated[
+        Any, switch("--share-caches-between-api-keys", "A key finds prefixes and responses computed for others.")
+    ] = False
+    http_restricted_api: Annotated[
+        list[str] | None,
+        typer.Option("--http-restricted-api", help="<api>,<api>:<header>=<value>; repeatable."),
+    ] = None
+    grpc_restricted_protocol: Annotated[
+        list[str] | None,
+        typer.Option("--grpc-restricted-protocol", help="<protocol>,<protocol>:<key>=<value>; repeatable."),
+    ] = None
+    ssl_certfile: Annotated[Path | None, typer.Option(help="HTTP: certificate (PEM); turns TLS on.")] = None
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="HTTP: the certificate's key (PEM).")] = None
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="HTTP: what client certificates are checked against.")] = (
+        None
+    )
+    ssl_cert_reqs: Annotated[
+        int,
+        typer.Option(min=0, max=2, help="HTTP: client certificates: 0 = not asked for, 1 = optional, 2 = required."),
+    ] = 0
+    grpc_use_ssl: Annotated[Any, switch("--grpc-use-ssl", "gRPC: TLS.")] = False
+    grpc_use_ssl_mutual: Annotated[Any, switch("--grpc-use-ssl-mutual", "gRPC: TLS, clients need a certificate.")] = (
+        False
+    )
+    grpc_server_cert: Annotated[Path | None, typer.Option(help="gRPC: certificate (PEM).")] = None
+    grpc_server_key: Annotated[Path | None, typer.Option(help="gRPC: the certificate's key (PEM).")] = None
+    grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: what client certificates are checked against.")] = (
+        None
+    )
+    log_requests: Annotated[
+        Any, switch("--log-requests", "Log method, path, status, key's name and time of each request.")
+    ] = False
+
+    def settings(self) -> AccessSettings:
+        try:
+            return AccessSettings(
+                api_key_file=self.api_key_file,
+                api_keys=tuple(self.api_key or ()),
+                environment_keys=os.environ.pop("LLMBACKEND_API_KEYS", ""),  # engines and models need not see them
+                default_limits=Limits(self.api_key_rpm, self.api_key_tpm, self.api_key_max_concurrent_requests),
+                share_caches=self.share_caches_between_api_keys,
+                http_restrictions=parse_restrictions(self.http_restricted_api or (), "api"),
+                grpc_restrictions=parse_restrictions(self.grpc_restricted_protocol or (), "protocol"),
+                http_tls=self._http_tls(),
+                grpc_tls=self._grpc_tls(),
+                log_requests=self.log_requests,
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+
+    def _http_tls(self) -> TlsFiles | None:
+        if self.ssl_certfile is None and self.ssl_keyfile is None:
+            if self.ssl_ca_certs is not None or self.ssl_cert_reqs:
+                raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile and --ssl-keyfile")
+            return None
+        if self.ssl_certfile is None or self.ssl_keyfile is None:
+            raise ValueError("--ssl-certfile and --ssl-keyfile go together")
+        mode = ssl.VerifyMode(self.ssl_cert_reqs)
+        return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode)
+
+    def _grpc_tls(self) -> TlsFiles | None:
+        """As in Triton, mutual TLS implies TLS, and the files of a server without either are not looked at."""
+        if not self.grpc_use_ssl and not self.grpc_use_ssl_mutual:
+            return None
+        if self.grpc_server_cert is None or self.grpc_server_key is None:
+            raise ValueError("--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key")
+        mode = ssl.CERT_REQUIRED if self.grpc_use_ssl_mutual else ssl.CERT_NONE
+        return TlsFiles.checked(self.grpc_server_cert, self.grpc_server_key, self.grpc_root_cert, mode)
+
+
+_INFERENCE, _HTTP, _GRPC = InferenceLimits(), HttpLimits(), GrpcLimits()
+
+
+def _count(help_text: str, least: int = 1) -> Any:
+    return typer.Option(min=least, help=help_text)
+
+
+def _seconds(help_text: str) -> Any:
+    return typer.Option(min=0.1, help=f"{help_text}, seconds.")
+
+
+@dataclass(frozen=True)
+class LimitFlags:
+    """Times of gRPC are in milliseconds, as in Triton."""
+
+    PANEL: ClassVar = "Limits"
+
+    max_concurrent_requests: Annotated[int, _count("Inferences at once, over all protocols; more get 429.")] = (
+        _INFERENCE.max_concurrent_requests
+    )
+    max_stream_buffer_bytes: Annotated[int, _count("What may wait for one slow client; more cancels its request.")] = (
+        _INFERENCE.max_stream_buffer_bytes
+    )
+    max_body_memory_bytes: Annotated[int, _count("HTTP bodies that arrive at once, all together; more get 503.")] = (
+        _INFERENCE.max_body_memory_bytes
+    )
+    http_max_connections: Annotated[int, _count("HTTP connections at once; more get 429.")] = _HTTP.max_connections
+    http_max_connections_per_peer: Annotated[
+        int, _count("HTTP connections from one address; more get 429; 0 = any.", 0)
+    ] = _HTTP.max_connections_per_peer
+    trusted_proxies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxies",
+            help="Addresses and networks that --http-max-connections-per-peer does not hold for; repeatable.",
+        ),
+    ] = None
+    http_max_header_bytes: Annotated[int, _count("Longest header of a request.", 1024)] = _HTTP.max_header_bytes
+    http_max_headers: Annotated[int, _count("Most header fields of a request.")] = _HTTP.max_headers
+    http_max_url_bytes: Annotated[int, _count("Longest URL.", 256)] = _HTTP.max_url_bytes
+    http_header_timeout: Annotated[float, _seconds("For a request's header to arrive")] = _HTTP.header_timeout_s
+    http_body_timeout: Annotated[float, _seconds("Without a byte of a request's body")] = _HTTP.body_timeout_s
+    http_min_body_bytes_per_s: Annotated[
+        int, _count("Average rate at which a body must arrive, bytes per second; 0 = any.", 0)
+    ] = _HTTP.min_body_bytes_per_s
+    http_keep_alive_timeout: Annotated[float, _seconds("Without a request")] = _HTTP.keep_alive_s
+    write_timeout: Annotated[float, _seconds("Without a byte taken by a client that has some to take")] = (
+        _HTTP.write_timeout_s
+    )
+    grpc_max_input_size: Annotated[int, _count("Largest gRPC message of a client, bytes.")] = _GRPC.max_input_size_bytes
+    grpc_max_connections: Annotated[int, _count("gRPC connections at once.")] = _GRPC.max_connections
+    grpc_max_concurrent_streams: Annotated[int, _count("RPCs at once on one connection.")] = (
+        _GRPC.max_streams_per_connection
+    )
+    grpc_keepalive_time: Annotated[int, _count("Silence before the server pings a client, ms.")] = (
+        _GRPC.keepalive_time_ms
+    )
+    grpc_keepalive_timeout: Annotated[int, _count("Wait for the answer to a ping, ms.")] = _GRPC.keepalive_timeout_ms
+    grpc_keepalive_permit_without_calls: Annotated[int, typer.Option(min=0, max=1, help="1: ping idle clients.")] = int(
+        _GRPC.keepalive_permit_without_calls
+    )
+    grpc_http2_max_pings_without_data: Annotated[int, _count("Server's pings without data between them.", 0)] = (
+        _GRPC.http2_max_pings_without_data
+    )
+    grpc_http2_min_recv_ping_interval_without_data: Annotated[
+        int, _count("Client's pings more often are bad, ms.", 0)
+    ] = _GRPC.http2_min_recv_ping_interval_without_data_ms
+    grpc_http2_max_ping_strikes: Annotated[int, _count("Bad pings before the connection is closed; 0 = any.", 0)] = (
+        _GRPC.http2_max_ping_strikes
+    )
+    grpc_max_connection_age: Annotated[int, _count("Longest life of a connection, ms; 0 = for ever.", 0)] = (
+        _GRPC.max_connection_age_ms
+    )
+    grpc_max_connection_age_grace: Annotated[int, _count("What its RPCs get after that, ms; 0 = for ever.", 0)] = (
+        _GRPC.max_connection_age_grace_ms
+    )
+
+    def limits(self) -> FrontendLimits:
+        try:
+            trusted_proxies = networks(self.trusted_proxies or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--trusted-proxies") from None
+        return FrontendLimits(
+            inference=InferenceLimits(
+                max_concurrent_requests=self.max_concurrent_requests,
+                max_stream_buffer_bytes=self.max_stream_buffer_bytes,
+                max_body_memory_bytes=self.max_body_memory_bytes,
+            ),
+            http=HttpLimits(
+                max_connections=self.http_max_connections,
+                max_connections_per_peer=self.http_max_connections_per_peer,
+                trusted_proxies=trusted_proxies,
+                max_url_bytes=self.http_max_url_bytes,
+                max_header_bytes=self.http_max_header_bytes,
+                max_headers=self.http_max_headers,
+                header_timeout_s=self.http_header_timeout,
+                body_timeout_s=self.http_body_timeout,
+                min_body_bytes_per_s=self.http_min_body_bytes_per_s,
+                write_timeout_s=self.write_timeout,
+                keep_alive_s=self.http_keep_alive_timeout,
+            ),
+            grpc=GrpcLimits(
+                keepalive_time_ms=self.grpc_keepalive_time,
+                keepalive_timeout_ms=self.grpc_keepalive_timeout,
+                keepalive_permit_without_calls=bool(self.grpc_keepalive_permit_without_calls),
+                http2_max_pings_without_data=self.grpc_http2_max_pings_without_data,
+                http2_min_recv_ping_interval_without_data_ms=self.grpc_http2_min_recv_ping_interval_without_data,
+                http2_max_ping_strikes=self.grpc_http2_max_ping_strikes,
+                max_connection_age_ms=self.grpc_max_connection_age,
+                max_connection_age_grace_ms=self.grpc_max_connection_age_grace,
+                max_input_size_bytes=self.grpc_max_input_size,
+                max_connections=self.grpc_max_connections,
+                max_streams_per_connection=self.grpc_max_concurrent_streams,
+                write_timeout_s=self.write_timeout,
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class StoreFlags:
+    PANEL: ClassVar = "Stored responses"
+
+    response_store: Annotated[str, typer.Option(help=f"Where responses are kept: {StoreSettings.FORMS}.")] = (
+        IN_MEMORY.url
+    )
+    response_ttl: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds that a response is kept. Default: an hour in memory, 30 days elsewhere."),
+    ] = None
+    response_store_max_bytes: Annotated[
+        int, typer.Option(min=1 << 20, help="What all responses may hold; beyond it the oldest go.")
+    ] = IN_MEMORY.max_bytes
+    response_store_max_per_key: Annotated[
+        int, typer.Option(min=1, help="Responses of one API key, or of all clients without keys; the oldest go.")
+    ] = IN_MEMORY.max_responses_per_key
+    resume_grace: Annotated[
+        float, typer.Option(min=0, help="Seconds that a resumable stream goes on without a client.")
+    ] = IN_MEMORY.resume_grace_s
+    idempotency_ttl: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that the answer to a request with an Idempotency-Key is kept; 0 = never."),
+    ] = IN_MEMORY.idempotency.ttl_s
+
+    def settings(self) -> StoreSettings:
+        try:
+            return StoreSettings(
+                url=self.response_store,
+                ttl_s=self.response_ttl,
+                max_bytes=self.response_store_max_bytes,
+                max_responses_per_key=self.response_store_max_per_key,
+                resume_grace_s=self.resume_grace,
+                idempotency=IdempotencyLimits(ttl_s=self.idempotency_ttl),
+            )
+        except ValueError as error:
+            raise bad_option("--response-store", str(error)) from None
