@@ -27,7 +27,7 @@ from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.engine.model.checkpoint_files import bad_checkpoint, check_directory
 
 from .device_placement import AUTO
-from .foreign_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE, translate_tensorrtllm
+from .foreign_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, translate_tensorrtllm
 from .schemas import TENSOR_SCHEMA, is_tensorrtllm
 from .structured_outputs.engine_arguments import with_present_names
 from .text.chat import MAX_MESSAGES_BYTES
@@ -38,6 +38,7 @@ _FIELD_TYPES = {field.name: field.type for field in msgspec.structs.fields(Engin
 _PATH_FIELDS = ("model", "tokenizer", "generation_config")
 _OBJECT_FIELDS = (
     "speculative_config", "cudagraph_capture_sizes", "kv_events_config", "lora_modules", "override_generation_config",
+    "default_chat_template_kwargs",
     "cluster_resources",
 )  # fmt: skip
 """Fields that are JSON objects or lists; config.pbtxt has them as JSON text."""
@@ -72,7 +73,7 @@ TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
 """Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
 template as its text."""
 _OTHER_PARAMETERS = frozenset(
-    {ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
+    {"served_model_name", ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
 )
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -358,7 +359,8 @@ def _convert(values: Mapping[str, Any], source: str, directory: Path) -> dict[st
     values = with_present_names(values, source)
     without_effect = [name for name in values if name in NO_EFFECT]
     if without_effect:
-        logger.warning("%s: no effect here: %s", source, ", ".join(sorted(without_effect)))
+        reasons = "; ".join(f"{name} ({NO_EFFECT[name]})" for name in sorted(without_effect))
+        logger.warning("%s: no effect here: %s", source, reasons)
     for name, value in values.items():
         if name in NO_EFFECT:
             continue
@@ -379,7 +381,9 @@ def _check_only_value(name: str, value: Any, source: str) -> None:
     if value in allowed or str(value).lower() in {str(item).lower() for item in allowed}:
         return
     only = " or ".join(json.dumps(item) for item in allowed)
-    raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}, only {only} is supported")
+    raise invalid_argument(
+        f"{source}: engine argument '{name}' is {shown(value)}, only {only} is supported: {ONLY_VALUE_BECAUSE[name]}"
+    )
 
 
 def _typed(name: str, field: str, value: Any, source: str) -> Any:

@@ -2,8 +2,8 @@
 
 For: engine_args.py and the command line's flags. Does not know: files, models. Invariant: an argument is ignored only
 if that changes nothing that a client can see, or only with such values (ONLY_VALUE); others are used or refused by
-name.
-Sources: vLLM's EngineArgs and AsyncEngineArgs 0.4 to 0.15; TensorRT-LLM's config.pbtxt and docs/model_config.md.
+name, with the reason.
+Sources: vLLM's EngineArgs and AsyncEngineArgs 0.4 to 0.33; TensorRT-LLM's config.pbtxt and docs/model_config.md.
 """
 
 from __future__ import annotations
@@ -17,117 +17,192 @@ from llmbackend.engine.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
-NO_EFFECT = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+def _by_name(groups: Mapping[str, str]) -> dict[str, str]:
+    """Name → reason, of reason → names."""
+    return {name: reason for reason, names in groups.items() for name in _names(names)}
+
+
+NO_EFFECT: Mapping[str, str] = _by_name(
     {
-        # Memory, placement and start
-        "cpu_offload_gb",
-        "data_parallel_address",
-        "data_parallel_backend",
-        "data_parallel_hybrid_lb",
-        "data_parallel_rank",
-        "data_parallel_rpc_port",
-        "data_parallel_size_local",
-        "disable_custom_all_reduce",
-        "distributed_executor_backend",
-        "download_dir",
-        "enable_expert_parallel",
-        "enable_sleep_mode",
-        "engine_use_ray",
-        "ignore_patterns",
-        "master_addr",
-        "master_port",
-        "max_parallel_loading_workers",
-        "model_loader_extra_config",
-        "pt_load_map_location",
-        "ray_workers_use_nsight",
-        "swap_space",
-        "use_tqdm_on_load",
-        "worker_cls",
-        "worker_use_ray",
-        # How steps are computed and scheduled
-        "attention_backend",
-        "calculate_kv_scales",
-        "compilation_config",
-        "cuda_graph_sizes",
-        "disable_async_output_proc",
-        "disable_cascade_attn",
-        "disable_hybrid_kv_cache_manager",
-        "kv_sharing_fast_prefill",
-        "max_context_len_to_capture",
-        "max_long_partial_prefills",
-        "max_num_partial_prefills",
-        "max_seq_len_to_capture",
-        "model_impl",
-        "multi_step_stream_outputs",
-        "num_lookahead_slots",
-        "num_scheduler_steps",
-        "optimization_level",
-        "preemption_mode",
-        "prefix_caching_hash_algo",
-        "scheduler_delay_factor",
-        "scheduling_policy",
-        "stream_interval",
-        "use_v2_block_manager",
-        # Logs, metrics, traces
-        "aggregate_engine_logging",
-        "collect_detailed_traces",
-        "disable_log_requests",
-        "disable_log_stats",  # of an engine; what the host reports follows it (engine_args.py)
-        "enable_log_requests",
-        "otlp_traces_endpoint",
-        "served_model_name",
-        "show_hidden_metrics_for_version",
-        # What other arguments turn on; each of those is refused, or asked for by a request that is
-        "allowed_local_media_path",
-        "allowed_media_domains",
-        "disable_chunked_mm_input",
-        "disable_mm_preprocessor_cache",
-        "enable_auto_tool_choice",
-        "enable_reasoning",
-        "fully_sharded_loras",
-        "limit_mm_per_prompt",
-        "long_lora_scaling_factors",
-        "lora_dtype",
-        "lora_extra_vocab_size",
-        "max_cpu_loras",
-        "mm_processor_cache_gb",
-        "mm_processor_kwargs",
+        "each engine manages its memory by itself": """
+            cpu_offload_gb cpu_offload_params enable_cumem_allocator enable_nccl_comm_suspend enable_shm_tensor_arena
+            enable_sleep_mode offload_backend offload_group_size offload_num_in_group offload_params
+            offload_prefetch_step sleep_mode_offload_cudagraph sleep_preserve_parameter_names swap_space watermark""",
+        "an engine has one copy of the model": """
+            data_parallel_address data_parallel_backend data_parallel_external_lb data_parallel_hybrid_lb
+            data_parallel_multi_port_external_lb data_parallel_rank data_parallel_rpc_port data_parallel_size_local
+            data_parallel_start_rank disable_nccl_for_dp_synchronization dp_sync_interval elastic_ep_max_dp_size
+            enable_elastic_ep prefill_schedule_interval""",
+        "several machines are configured by --cluster": """
+            cpu_distributed_timeout_seconds distributed_executor_backend distributed_timeout_seconds engine_use_ray
+            master_addr master_port ray_workers_use_nsight worker_use_ray""",
+        "every rank has a share of each expert": """
+            all2all_backend enable_ep_weight_filter enable_eplb enable_expert_parallel eplb_config
+            expert_placement_strategy""",
+        "cores and memory nodes are set by --host-policy": "numa_bind numa_bind_cpus numa_bind_nodes",
+        "the packed weights of the first start are reused": """
+            max_parallel_loading_workers model_loader_extra_config pt_load_map_location safetensors_load_strategy
+            safetensors_prefetch_block_size safetensors_prefetch_num_threads use_tqdm_on_load""",
+        "files are chosen by their format": "allow_deprecated_quantization ignore_patterns model_impl",
+        "this engine has its own kernels and chooses between them by itself": """
+            attention_backend attention_config compilation_config cp_kv_cache_interleave_size cuda_graph_sizes
+            dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size
+            dcp_q_replicate disable_cascade_attn disable_custom_all_reduce enable_batch_sharded_sampling enable_dbo
+            enable_flashinfer_autotune enable_hc_sp gdn_prefill_backend ir_op_priority jit_monitor_mode
+            jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config linear_backend
+            max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend
+            optimization_level performance_mode sparse_indexer_topk_backend ubatch_size use_fp64_gumbel worker_cls""",
+        "recurrent layers are not served": """
+            enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
+            mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
+            use_replayssm""",
+        "steps are planned in one way, under max_num_batched_tokens and max_num_seqs": """
+            disable_async_output_proc disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
+            long_prefill_token_threshold_adaptive max_long_partial_prefills max_num_active_seqs
+            max_num_partial_prefills max_num_scheduled_tokens multi_step_stream_outputs num_lookahead_slots
+            num_scheduler_steps preemption_mode scheduler_delay_factor scheduler_reserve_full_isl scheduling_policy
+            use_v2_block_manager""",
+        "the prefix cache has one form": """
+            prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit swa_bounded_replay""",
+        "prompts are rendered on up to two threads for each model": "renderer_num_workers",
+        "an engine that dies is replaced, and its requests go on": "enable_fault_tolerance fault_tolerance_config",
+        "the log, metrics and traces are configured by --log-…, --metrics-config and --trace-config": """
+            aggregate_engine_logging collect_detailed_traces cudagraph_metrics disable_log_requests
+            enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details enable_mfu_metrics
+            kv_cache_metrics kv_cache_metrics_sample log_config_file log_level logging_config otlp_traces_endpoint
+            profiler_config show_hidden_metrics_for_version""",
+        "metrics of models follow it": "disable_log_stats",
+        "the model has the name of its repository directory": "served_model_name",
+        "only text is served": """
+            allowed_local_media_path allowed_media_domains default_mm_loras disable_chunked_mm_input
+            disable_mm_preprocessor_cache ec_manager_config enable_mm_embeds enable_tower_connector_lora
+            interleave_mm_strings language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize
+            mm_encoder_attn_backend mm_encoder_attn_dtype mm_encoder_fp8_scale_path
+            mm_encoder_fp8_scale_save_margin mm_encoder_fp8_scale_save_path mm_encoder_tp_mode mm_hasher_algorithm
+            mm_ipc_gpu_memory_gb mm_processor_cache_gb mm_processor_cache_type mm_processor_device
+            mm_processor_kwargs mm_shm_cache_max_object_size_mb mm_tensor_ipc skip_mm_profiling
+            video_pruning_method video_pruning_rate""",
+        "tool calls and reasoning are read where the chat template shows their format": """
+            enable_auto_tool_choice enable_reasoning""",
+        "adapters are computed in the model's type, and stay in memory": """
+            fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size max_cpu_loras
+            max_lora_cls_labels specialize_active_lora""",
+        "scales of keys and values are part of the checkpoint, or 1": "calculate_kv_scales",
+        "files of the hub are kept where HF_HOME says": "download_dir hf_token",
+        "events of a stream are set by --stream-interval and by requests": "stream_interval",
+        "the server's own flags bound its queue and its end": "max_num_queued_reqs shutdown_timeout",
+        "variables of the environment are read by their own names": "fail_on_environ_validation",
     }
 )
+"""Arguments that are accepted, each with the reason why nothing that a client can see depends on it."""
+
+SWITCHES = _names(
+    """
+    aggregate_engine_logging allow_deprecated_quantization calculate_kv_scales cudagraph_metrics
+    data_parallel_external_lb data_parallel_hybrid_lb data_parallel_multi_port_external_lb dcp_q_replicate
+    disable_async_output_proc disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce
+    disable_hybrid_kv_cache_manager disable_log_requests disable_log_stats disable_mm_preprocessor_cache
+    disable_nccl_for_dp_synchronization disable_sliding_window enable_auto_tool_choice enable_batch_sharded_sampling
+    enable_chunked_prefill enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb
+    enable_expert_parallel enable_fault_tolerance enable_flashinfer_autotune enable_hc_sp
+    enable_layerwise_nvtx_tracing enable_logging_iteration_details enable_mamba_cache_stochastic_rounding
+    enable_mamba_shared_prefix_checkpoint enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_embeds
+    enable_moe_shared_loras enable_nccl_comm_suspend enable_prompt_embeds enable_reasoning
+    enable_return_routed_experts enable_shm_tensor_arena enable_sleep_mode enable_tower_connector_lora
+    enable_trace_replay engine_use_ray fail_on_environ_validation fully_sharded_loras interleave_mm_strings
+    jit_monitor_verbose kv_cache_metrics kv_sharing_fast_prefill language_model_only
+    long_prefill_token_threshold_adaptive mm_device_do_normalize mm_encoder_only multi_step_stream_outputs numa_bind
+    ray_workers_use_nsight return_sampling_mask scheduler_reserve_full_isl skip_mm_profiling skip_tokenizer_init
+    sleep_mode_offload_cudagraph specialize_active_lora swa_bounded_replay use_fp64_gumbel use_replayssm
+    use_tqdm_on_load use_v2_block_manager worker_use_ray
+    """
+)
+"""Those of NO_EFFECT and ONLY_VALUE that take no value on vLLM's command line."""
 GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes", "max_loras"})
 """Arguments that this engine has, and that change nothing where it runs on a CPU."""
-ONLY_VALUE: dict[str, tuple[Any, ...]] = {
-    "additional_config": ({}, None),
-    "code_revision": (None,),
-    "config_format": ("auto", "hf"),
-    "convert": ("auto", "none"),
-    "data_parallel_size": (1,),
-    "decode_context_parallel_size": (1,),
-    "disable_sliding_window": (False,),
-    "enable_chunked_prefill": (True, None),
-    "enable_prompt_embeds": (False,),
-    "hf_config_path": (None,),
-    "hf_overrides": ({}, None),
-    "kv_offloading_backend": ("native", None),
-    "kv_transfer_config": (None,),
-    "logits_processor_pattern": (None,),
-    "logits_processors": (None,),
-    "logprobs_mode": ("raw_logprobs",),
-    "nnodes": (1,),
-    "node_rank": (0,),
-    "override_attention_dtype": (None,),
-    "override_pooler_config": (None,),
-    "revision": (None,),
-    "rope_scaling": ({}, None),
-    "rope_theta": (None,),
-    "runner": ("auto", "generate"),
-    "scheduler_cls": (None,),
-    "skip_tokenizer_init": (False,),
-    "task": ("auto", "generate"),
-    "tokenizer_mode": ("auto",),
-    "tokenizer_revision": (None,),
-}
 
+_ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "code of others is not loaded into the engine": {
+        "io_processor_plugin": (None, ""),
+        "logits_processor_pattern": (None,),
+        "logits_processors": (None,),
+        "model_class_overrides": ({}, None),
+        "reasoning_parser_plugin": ("", None),
+        "scheduler_cls": (None,),
+        "worker_extension_cls": ("", None),
+    },
+    "only models that generate text are served": {
+        "convert": ("auto", "none"),
+        "diffusion_config": (None,),
+        "override_pooler_config": (None,),
+        "pooler_config": (None,),
+        "runner": ("auto", "generate"),
+        "task": ("auto", "generate"),
+    },
+    "only text is served": {"ec_transfer_config": (None,), "mm_encoder_only": (False,)},
+    "the model is computed as its config.json says": {
+        "config_format": ("auto", "hf"),
+        "disable_sliding_window": (False,),
+        "hf_config_path": (None,),
+        "hf_overrides": ({}, None),
+        "override_attention_dtype": (None,),
+        "rope_scaling": ({}, None),
+        "rope_theta": (None,),
+    },
+    "an engine has one copy of the model; a model's copies are its instances (instance_group)": {
+        "data_parallel_size": (1,),
+    },
+    "several machines are configured by --cluster": {"nnodes": (1,), "node_rank": (0,)},
+    "sequences are not split over ranks": {
+        "decode_context_parallel_size": (1,),
+        "prefill_context_parallel_size": (1,),
+    },
+    "devices are set by --device and instance groups": {"device_ids": (None,)},
+    "prompts are always split into chunks": {"enable_chunked_prefill": (True, None)},
+    "prompts are text or tokens": {"enable_prompt_embeds": (False,)},
+    "requests cannot prescribe the tokens of their answers": {"enable_trace_replay": (False,)},
+    "answers have log probabilities of the model's own distribution": {
+        "aux_output_config": ({}, None),
+        "enable_return_routed_experts": (False,),
+        "logprobs_mode": ("raw_logprobs",),
+        "return_sampling_mask": (False,),
+    },
+    "there is one form of it": {
+        "custom_histogram_buckets": (None, {}),
+        "enable_mixed_moe_lora_format": (False,),
+        "enable_moe_shared_loras": (False,),
+        "kv_cache_dtype_skip_layers": ([], None),
+        "kv_offloading_backend": ("native", None),
+        "lora_target_modules": (None,),
+        "mamba_cache_dtype": ("auto",),
+        "mamba_ssm_cache_dtype": ("auto",),
+        "max_num_queued_tokens": (None,),
+        "per_request_spec_decode_metrics": ("none",),
+        "quantization_config": (None,),
+        "reasoning_config": (None,),
+    },
+    "keys and values are not moved between servers": {"kv_transfer_config": (None,)},
+    "answers are not marked": {"watermark_config": (None,)},
+    "weights are read once, at the start": {"weight_transfer_config": (None,)},
+    "no platform reads it": {"additional_config": ({}, None)},
+    "the model's own tokenizer is needed, in the form of the transformers library": {
+        "skip_tokenizer_init": (False,),
+        "tokenizer_mode": ("auto", "hf"),
+    },
+    "a model is one directory": {
+        "code_revision": (None,),
+        "revision": (None,),
+        "tokenizer_revision": (None,),
+    },
+}
+ONLY_VALUE: Mapping[str, tuple[Any, ...]] = {name: only for names in _ONLY.values() for name, only in names.items()}
+"""Arguments that change what clients see, and the values with which they are accepted."""
+ONLY_VALUE_BECAUSE: Mapping[str, str] = {name: reason for reason, names in _ONLY.items() for name in names}
 
 _ENGINE_ARGUMENT_OF = {
     "gpt_model_path": "model",

@@ -6,7 +6,9 @@ Invariant: of several engines, the strictest limits count.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from llmbackend.engine.config import StructuredOutputsConfig
 
@@ -30,6 +32,8 @@ class ModelLimits:
     """Whether the engines speculate."""
     trusts_request_templates: bool = False
     """Whether a conversation may bring its own chat template."""
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template where a request has none of the name."""
     max_logprobs: int = 20
     """Tokens of a position whose logprobs may be asked for."""
     structured_outputs: StructuredOutputsConfig = field(default_factory=StructuredOutputsConfig)

@@ -55,6 +55,7 @@ from .resuming import Piece
 from .schemas.sampling import AUTO, NO_DEFAULTS, VLLM_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
 from .task_map import EngineAssignment, TaskMap
+from .text.chat import CONTENT_AS_PARTS
 from .text.tokenizer import NoTokenizer
 from .text.tokenizer_loading import TokenizerLoader
 
@@ -271,6 +272,7 @@ class ModelState:
             structured_outputs=self.arguments.engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
             trusts_request_templates=self.arguments.engine.trust_request_chat_template,
+            template_options=_template_options(self.arguments.engine),
             max_logprobs=self._max_logprobs(min(info.vocab_size for info in infos)),
         )
 
@@ -448,6 +450,11 @@ class ModelState:
             self._timer.clear(alarm)
         self.metrics.finished(task, reason, now_ns)
         task.count_end(reason)
+
+
+def _template_options(config: EngineConfig) -> dict[str, Any]:
+    as_parts = {CONTENT_AS_PARTS: True} if config.chat_template_content_format == "openai" else {}
+    return {**config.default_chat_template_kwargs, **as_parts}
 
 
 def _sampling_defaults(model_name: str, schema: Schema, config: EngineConfig) -> dict[str, Any]:

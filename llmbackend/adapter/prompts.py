@@ -154,7 +154,8 @@ class PromptMaker:
             self._limits.trusts_request_templates,
         )
         chat = read_chat(text, chat_bounds)
-        return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, chat.options, chat.template))
+        options = {**self._limits.template_options, **chat.options}
+        return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, options, chat.template))
 
     def _checked_ids(self, ids: npt.NDArray[Any], bounds: PromptBounds) -> tuple[int, ...]:
         """Checks the array before it makes a Python object of each id."""

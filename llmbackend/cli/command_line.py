@@ -133,6 +133,7 @@ def _whole_name(name: str, named: dict[str, Any]) -> str:
     if name in named:
         return name
     possible = [each for each in named if each.startswith(name)]
+    possible = [each for each in possible if not named[each].hidden] or possible
     if len({(id(named[each]), each in named[each].opts) for each in possible}) > 1:
         raise typer.BadParameter(f"{name} is ambiguous, expected one of {', '.join(sorted(possible))}", param_hint=name)
     return possible[0] if possible else name

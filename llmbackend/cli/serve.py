@@ -1,12 +1,14 @@
 """`llmbackend serve`: its flags in, one frozen settings object out.
 
-For: the `llmbackend` command. Does not know: how anything is served; `server/` does. The flags are in the modules named
-`…_flags`. Invariant: what is wrong with the flags is said before a model is looked at.
+For: the `llmbackend` command. Does not know: how anything is served; `server/` does. The flags are in `flags/`.
+Invariant: what is wrong with the flags is said before a model is looked at.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import typer
 
@@ -14,7 +16,7 @@ from llmbackend.server.ports import check_port_collision
 
 from ..server.settings import ServerSettings
 from .cluster import ClusterFlags
-from .command_line import PlainHelpCommand, takes_flag_groups, warn
+from .command_line import PlainHelpCommand, bad_option, takes_flag_groups, warn
 from .flags.clients import AccessFlags, LimitFlags, StoreFlags
 from .flags.endpoints import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, PageFlags, ProtocolFlags, SharedMemoryFlags
 from .flags.engine import EngineFlags
@@ -22,11 +24,27 @@ from .flags.given import given_flags
 from .flags.inert import InertFlags
 from .flags.models import ModelFlags, SchedulingFlags, ServerFlags, server_options
 from .flags.observability import LogFlags, MetricsConfigFlags, TraceFlags
+from .flags.vllm import VllmServerFlags
+from .vllm_notation import in_plain_notation
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(cls=PlainHelpCommand)
+class _ServeCommand(PlainHelpCommand):
+    """Reads vLLM's notation, too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:
+            args = in_plain_notation(args, self.get_params(ctx))
+        return super().parse_args(ctx, args)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@app.command(cls=_ServeCommand)
 @takes_flag_groups
 def serve(
     context: typer.Context,
@@ -48,21 +66,27 @@ def serve(
     cors: CorsFlags,
     pages: PageFlags,
     cluster: ClusterFlags,
+    vllm: VllmServerFlags,
     inert: InertFlags,
 ) -> None:
     """Serve models over KServe v2 HTTP and gRPC, generate/SSE and the OpenAI API."""
     access_settings = access.settings()  # removes keys from the environment before child processes inherit it
     from ..server.serve import run_server
 
-    endpoints = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
+    for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
+        warn(text)
+    endpoints = vllm.endpoints(http, grpc, metrics, bool(models.model_tag), partial(_is_given, context))
     try:
         check_port_collision(endpoints)
     except ValueError as error:
         raise typer.TyperException(str(error)) from None
-    for text in (*models.warnings(), *engine.warnings(), *inert.warnings()):
-        warn(text)
-    single = engine.model(models.model, models.model_name)
-    allow_client_shm = shared_memory.allowed(http.endpoint(), grpc.endpoint())
+    checkpoint = models.checkpoint
+    if checkpoint:
+        checkpoint, engine = vllm.fetched(checkpoint, engine)
+    single = engine.model(checkpoint, models.names)
+    if vllm.uds is not None and (server.frontend_processes > 1 or cluster.cluster is not None):
+        raise bad_option("--uds", "--uds is given, expected neither --frontend-processes nor --cluster with it")
+    allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(
         log=log.settings(),
@@ -78,14 +102,15 @@ def serve(
         store=store.settings(),
         access=access_settings,
         protocols=replace(
-            protocols.options(),
+            vllm.applied_to(protocols.options()),
             cors=cors.options(),
             allowed_hosts=cors.hosts(pages.pages_host or ()),
             http_metrics=metrics.allow_metrics,
         ),
         flags=given_flags(context),
         pages=pages.settings(),
-        flag_model="" if single is None else single.served_name,
+        flag_model="" if single is None else single.name,
+        is_on_one_port=vllm.is_on_one_port(bool(models.model_tag)),
     )
     if (cluster_settings := cluster.settings()) is not None:
         from ..cluster.launcher import run_cluster_server

@@ -39,6 +39,7 @@ class ModelRow:
     descriptions: Mapping[int, Description]
     decoupled: Sequence[int]
     resumes: bool
+    served_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +124,7 @@ class ServedModels:
                     {number: model.description for number, model in served.items()},
                     [number for number, model in served.items() if model.answers_decoupled],
                     all(model.backend.resumes for model in served.values()),
+                    self._names.served_names(key),
                 )
             )
         return ModelTable(self._names.is_namespacing, rows)

@@ -46,7 +46,7 @@ class Engine:
 
         Raises TritonError, whose text names the argument and what was expected, or says why the model cannot be loaded.
         """
-        single = SingleModel.checked(str(model), MODEL, arguments)
+        single = SingleModel.checked(str(model), (MODEL,), arguments)
         self._max_waiting = min(MAX_WAITING, int(single.parameters.get("max_queue_size", MAX_WAITING)))
         with tempfile.TemporaryDirectory(prefix="llmbackend-engine-") as folder:
             single.write_into(Path(folder))

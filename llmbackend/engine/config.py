@@ -191,6 +191,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the chat template shows
                                   (not used by the engine itself)
     reasoning_parser              the same for reasoning (not used by the engine itself)
+    chat_template_content_format  what a template gets as a message's content: "string" and "auto" = its text,
+                                  "openai" = a list of parts (not used by the engine itself)
+    default_chat_template_kwargs  variables of the template where a request has none of the name (not used by the
+                                  engine itself)
     trust_request_chat_template   whether a conversation may bring its own template (not used by the engine itself)
     max_logprobs                  the most likely tokens that a request may ask for at a position; -1 = all of the
                                   vocabulary (not used by the engine itself)
@@ -269,6 +273,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template: str = ""
     tool_call_parser: str = ""
     reasoning_parser: str = ""
+    chat_template_content_format: Literal["auto", "string", "openai"] = "auto"
+    default_chat_template_kwargs: dict[str, Any] = {}
     trust_request_chat_template: bool = False
     max_logprobs: int = 20
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -359,6 +365,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.kv_events_config is not None and self.kv_events_config.is_on and not self.enable_prefix_caching:
             raise ValueError(
                 "engine argument 'kv_events_config' is set, expected 'enable_prefix_caching' to be true with it"
+            )
+        if taken := {"messages", "tools", "add_generation_prompt"} & self.default_chat_template_kwargs.keys():
+            raise ValueError(
+                f"engine argument 'default_chat_template_kwargs' has '{min(taken)}', which is a field of requests"
             )
         for size in self.cudagraph_capture_sizes or ():
             self._at_least("cudagraph_capture_sizes", size, 1)

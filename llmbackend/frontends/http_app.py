@@ -7,6 +7,7 @@ Triton's 404 or 405. Inference on a model is found without the routers.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
@@ -14,7 +15,7 @@ from fastapi import APIRouter, FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
@@ -37,7 +38,7 @@ from .kserve.control_http import (
 from .kserve.generate import GenerateEndpoints
 from .kserve.http_types import MODEL_PATHS
 from .kserve.infer_http import InferEndpoint
-from .openapi import DocumentEndpoints
+from .openapi import DocumentEndpoints, FirstLines
 from .operations.probes import MetricsEndpoint, ProbeEndpoints
 from .protocol_options import DEFAULT_OPTIONS, CorsOptions, ProtocolOptions
 
@@ -81,7 +82,10 @@ def create_http_app(
     gate.bodies.make_room_for(max_input_size_bytes)
     kserve = create_kserve_router(server, max_input_size_bytes, gate, options, log, streams)
     app = _application((kserve, *routers), gate)
-    DocumentEndpoints(app.routes).add_to(app.router)
+    options = options or DEFAULT_OPTIONS
+    FirstLines(app.routes).add_to(app.router)
+    if options.documents_api:
+        DocumentEndpoints(app.routes, options.root_path).add_to(app.router)
     app.idempotent = idempotent
     return app
 
@@ -224,6 +228,25 @@ def create_inference_router(
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
     GenerateEndpoints(gate, max_input_size_bytes, streams).add_to(router)
     return router
+
+
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """`app`, whose responses have the header X-Request-Id: the client's, or a new one, as vLLM's."""
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await app(scope, receive, send)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        header = (b"x-request-id", given or uuid.uuid4().hex.encode())
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), header]
+            await send(message)
+
+        await app(scope, receive, send_with_id)
+
+    return served
 
 
 def with_cors(app: ASGIApp, options: CorsOptions) -> ASGIApp:

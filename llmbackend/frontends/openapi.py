@@ -46,12 +46,11 @@ _VARIABLE: Final = re.compile(r"\{\w+\}")
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
 
 
-class DocumentEndpoints(Endpoints):
-    """Of `routes`, to which these are added."""
+class FirstLines(Endpoints):
+    """What `routes` there are, for a person who has only the address."""
 
     def __init__(self, routes: list[BaseRoute]) -> None:
         self._routes = routes
-        self._made = b""
 
     @get("/", response_class=PlainTextResponse)
     async def first_lines(self, http: Request) -> Response:
@@ -61,23 +60,35 @@ class DocumentEndpoints(Endpoints):
         lines = (f"{method:4} {path:34} {text}" for method, path, text in rows)
         return plain("\n".join([f"llmbackend {__version__}", *lines, ""]).encode(), content_type=TEXT)
 
+
+class DocumentEndpoints(Endpoints):
+    """Of `routes`, to which these are added."""
+
+    def __init__(self, routes: list[BaseRoute], root_path: str = "") -> None:
+        """root_path: what a proxy puts before all paths."""
+        self._routes = routes
+        self._root_path = root_path
+        self._made = b""
+
     @get(PATH)
     async def document(self, http: Request) -> Response:
         """This document"""
         if not self._made:
-            self._made = orjson.dumps(await asyncio.to_thread(document, self._routes))
+            self._made = orjson.dumps(await asyncio.to_thread(document, self._routes, self._root_path))
         return plain(self._made, content_type=JSON)
 
     @get("/docs", response_class=HTMLResponse)
     async def page(self, http: Request) -> Response:
         """This document as a page, whose scripts the browser loads from jsdelivr.net"""
-        return get_swagger_ui_html(openapi_url=PATH, title="llmbackend")
+        return get_swagger_ui_html(openapi_url=f"{self._root_path}{PATH}", title="llmbackend")
 
 
-def document(routes: Iterable[BaseRoute]) -> Json:
+def document(routes: Iterable[BaseRoute], root_path: str = "") -> Json:
     """The document of all `routes` that are declared."""
     served = [route for route in routes if isinstance(route, ApiRoute)]
     made: Json = get_openapi(title="llmbackend", version=__version__, routes=served)
+    if root_path:
+        made["servers"] = [{"url": root_path}]
     for path, operations in made["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # FastAPI's own

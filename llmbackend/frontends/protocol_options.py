@@ -32,6 +32,21 @@ class CorsOptions:
 NO_ORIGINS: Final = CorsOptions()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestDefaults:
+    """What chat and completion requests of /v1 mean where they leave fields out; names are vLLM's."""
+
+    return_tokens_as_token_ids: bool = False
+    """Where log probabilities are asked for."""
+    force_include_usage: bool = False
+    """Whether every stream ends with its usage, asked for or not."""
+    stream_interval_tokens: int = 1
+    """Tokens of a choice that go out together in a stream."""
+
+
+NO_DEFAULTS: Final = RequestDefaults()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
     """All frontends of one server share one object."""
@@ -48,12 +63,21 @@ class ProtocolOptions:
     """Below it lie the LoRA adapters that operators may load at run time; "": they may load none."""
     openai_lora_separator: str = ""
     """Stands between the names of a model and its LoRA adapter in OpenAI requests; "": adapters have no such name."""
+    openai_fingerprint: str | None = None
+    """`system_fingerprint` of OpenAI's answers; None: made of the server's release and the model, "": null."""
+    request_defaults: RequestDefaults = NO_DEFAULTS
     reasoning_secret: bytes = field(default=b"", repr=False)
     """What reasoning is sealed with that clients send back; b"": with a key that everyone knows."""
     cors: CorsOptions = NO_ORIGINS
     allowed_hosts: frozenset[str] = frozenset()
     """In lower case: names of this server, besides IP addresses, localhost and the machine's name, by which pages are
     served, and requests to a loopback address without API keys."""
+    root_path: str = ""
+    """What a proxy puts before all paths."""
+    documents_api: bool = True
+    """Whether /openapi.json and /docs are served."""
+    answers_request_ids: bool = False
+    """Whether each HTTP response has the header X-Request-Id: the client's, or a new one."""
     http_metrics: bool = True
     """Whether the metrics page is served on the HTTP port, too."""
     allow_fault_injection: bool = False

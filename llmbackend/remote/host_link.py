@@ -22,7 +22,7 @@ from llmbackend.core.lifecycle.model_versions import ready_version
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelMetadata, ResponseCallback, Resume
 from llmbackend.core.models.served_config import Description
 from llmbackend.core.outputs import OutputLayout, Outputs, layout_of
-from llmbackend.core.repository.model_files import ModelNames
+from llmbackend.core.repository.model_files import ModelIdentifier, ModelNames
 from llmbackend.core.served_models import ModelRow, ModelTable
 from llmbackend.core.tensors import from_wire
 from llmbackend.links.secrets import ClusterSecrets
@@ -88,7 +88,7 @@ class _Models:
         self._rows: dict[str, ModelRow] = {row.key: row for row in table.rows}
         self._names = ModelNames(table.is_namespacing)
         for row in table.rows:
-            self._names.add(row.name, row.key)
+            self._names.add(row.name, ModelIdentifier(row.key), row.served_names)
 
     def find(self, name: str, version: int) -> tuple[ModelRow, int]:
         key = self._names.key(name)

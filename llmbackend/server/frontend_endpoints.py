@@ -78,7 +78,12 @@ class FrontendEndpoints:
                 max_input_size_bytes=settings.http_max_input_size_bytes,
                 routers=(
                     create_anthropic_router(*openai, sealing_key=key),
-                    create_openai_router(*openai, sealing_key=key),
+                    create_openai_router(
+                        *openai,
+                        sealing_key=key,
+                        fingerprint=protocols.openai_fingerprint,
+                        defaults=protocols.request_defaults,
+                    ),
                 ),
                 options=protocols,
             ),

@@ -28,9 +28,9 @@ from llmbackend.frontends.grpc import resumable
 from llmbackend.frontends.grpc.server import check_threads, create_grpc_server
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
-from llmbackend.frontends.http.routing import without_trailing_slash
+from llmbackend.frontends.http.routing import with_routed_paths
 from llmbackend.frontends.http.site_check import SiteCheck
-from llmbackend.frontends.http_app import create_http_app, with_cors
+from llmbackend.frontends.http_app import create_http_app, with_cors, with_request_ids
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.resumable_http import make_again
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
@@ -177,8 +177,10 @@ class FrontendServer:
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:
                 served, tunnels = self._edge.around(served), self._edge.tunnels(tunnels)
+            elif self._protocols.answers_request_ids:
+                served = with_request_ids(served)
             self._http = HttpEndpoint(
-                without_trailing_slash(served),
+                with_routed_paths(served, self._protocols.root_path),
                 claims.http,
                 self._access.http_tls_context,
                 tunnels,

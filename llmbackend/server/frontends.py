@@ -95,10 +95,18 @@ def _model_apis(
     """The APIs that others than Triton have made."""
     protocols = settings.protocols
     common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-    key, folder = sealing_key(protocols.reasoning_secret), protocols.openai_lora_folder
+    key = sealing_key(protocols.reasoning_secret)
     return (
         create_anthropic_router(*common, sealing_key=key),
-        create_openai_router(*common, streams, store=store, sealing_key=key, lora_folder=folder),
+        create_openai_router(
+            *common,
+            streams,
+            store=store,
+            sealing_key=key,
+            lora_folder=protocols.openai_lora_folder,
+            fingerprint=protocols.openai_fingerprint,
+            defaults=protocols.request_defaults,
+        ),
     )
 
 

@@ -16,6 +16,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Final
 
+UNIX: Final = "unix:"
+"""Begins an address that is the path of a Unix socket."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -31,6 +34,10 @@ class Endpoint:
     @property
     def port_or_none(self) -> int | None:
         return self.port if self.enabled else None
+
+    @property
+    def is_unix(self) -> bool:
+        return self.enabled and self.address.startswith(UNIX)
 
     @property
     def address_or_none(self) -> str | None:
@@ -147,6 +154,8 @@ def _claimed_as(wish: PortWish) -> socket.socket:
 
 
 def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
+    if host.startswith(UNIX):
+        return _claimed_path(Path(host.removeprefix(UNIX)))
     claim = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         claim.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -159,6 +168,24 @@ def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
         claim.close()
         raise OSError(error.errno, f"{error.strerror or error}: {host}:{port}") from None
     return claim
+
+
+def _claimed_path(path: Path) -> socket.socket:
+    """A socket file that no server listens on any more is replaced."""
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _is_listening(path):
+            path.unlink()
+        claim.bind(str(path))
+    except OSError as error:
+        claim.close()
+        raise OSError(error.errno, f"{error.strerror or error}: {path}") from None
+    return claim
+
+
+def _is_listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        return client.connect_ex(str(path)) == 0
 
 
 def _close(claims: Iterable[socket.socket | None]) -> None:

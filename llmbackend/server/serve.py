@@ -170,7 +170,7 @@ def _announce(
 
     log_endpoints(frontends, settings)
     urls = urls_of(frontends, settings)
-    announce(server, page_url(urls, settings) | urls, process_age_s())
+    announce(server, page_url(urls, settings) | urls, process_age_s(), settings.is_on_one_port)
     tell_ready(ready_descriptor, urls)
     with contextlib.suppress(RuntimeError):  # out of threads: the server works without it
         in_thread(give_back_freed)

@@ -8,7 +8,8 @@ person would have written, and lives as long as the process.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from llmbackend.adapter.engine_args import (
     read_given_arguments,
     read_own_parameters,
 )
+from llmbackend.core.config.model_config import SERVED_MODEL_NAME
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings
@@ -32,6 +34,8 @@ from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, Pag
 from ..core.server_log import LogSettings
 from .ports import Endpoint
 from .process import temporary_directory
+
+_NOT_IN_NAMES = re.compile(r"[^\w.+@=-]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,8 @@ class ServerSettings:
     flags: Mapping[str, str] = field(default_factory=dict)
     """The flags that were given, as operators may see them."""
     pages: PageSettings = NO_PAGES
+    is_on_one_port: bool = False
+    """Whether gRPC and a port of metrics alone are closed unless they were asked for."""
     flag_model: str = ""
     """The name of the model that flags describe (`--model`), "" for none."""
 
@@ -67,15 +73,16 @@ class SingleModel:
 
     model: str
     """A checkpoint's directory or a hub id."""
-    name: str = ""
-    """The name that it is served as; "": the last part of `model`."""
+    names: Sequence[str] = ()
+    """What clients call it, the canonical name first, with slashes and colons if need be; (): the last part of
+    `model`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """The engine's arguments, checked: JSON values by name."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Parameters of config.pbtxt."""
 
     @classmethod
-    def checked(cls, model: str, name: str, given: Mapping[str, Any]) -> SingleModel:
+    def checked(cls, model: str, names: Sequence[str], given: Mapping[str, Any]) -> SingleModel:
         """given: engine arguments and bounds on requests (OWN_PARAMETERS) by name. Raises TritonError or ValueError,
         naming the argument."""
         parameters = {key: str(value) for key, value in given.items() if key in OWN_PARAMETERS}
@@ -83,12 +90,19 @@ class SingleModel:
         arguments = read_given_arguments({"model": model, **others}, Path.cwd())
         read_own_parameters(parameters)
         check_checkpoint(EngineConfig(**arguments))
-        return cls(model=model, name=name, arguments=msgspec.to_builtins(arguments), parameters=parameters)
+        single = cls(model=model, names=names, arguments=msgspec.to_builtins(arguments), parameters=parameters)
+        if list(names) not in ([], [single.name]):
+            parameters[SERVED_MODEL_NAME] = ",".join(names)
+        return single
 
     @property
-    def served_name(self) -> str:
+    def name(self) -> str:
+        """In the repository, whose names are those of directories."""
         path = Path(self.model)
-        return self.name or (path.resolve().name if path.exists() else self.model.rsplit("/", 1)[-1])
+        if self.names or not path.exists():
+            last = (self.names[0] if self.names else self.model).rstrip("/").rsplit("/", 1)[-1]
+            return _NOT_IN_NAMES.sub("_", last).lstrip(".") or "model"
+        return path.resolve().name
 
     def make_repository(self) -> Path:
         """A temporary repository with this model."""
@@ -98,7 +112,7 @@ class SingleModel:
 
     def write_into(self, repository: Path) -> None:
         """Writes what a person would: config.pbtxt, and a model.json that points to the checkpoint."""
-        version = repository / self.served_name / "1"
+        version = repository / self.name / "1"
         version.mkdir(parents=True)
         arguments = dict(self.arguments)
         if arguments.get("enable_lora"):

@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llmbackend import __version__
+from llmbackend.core.config.model_config import SERVED_MODEL_NAME
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.start.load_progress import LoadProgress
 from llmbackend.engine.start.load_progress import logger as progress_log
 
+from .ports import UNIX
 from .process import in_thread
 from .settings import ServerSettings
 
@@ -106,12 +108,13 @@ def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
         "grpc": ("{}:{}", settings.grpc.address, listening.grpc_port),
         "metrics": ("http://{}:{}/metrics", settings.metrics.address, listening.metrics_port),
     }
-    return {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}
+    urls = {name: form.format(address, port) for name, (form, address, port) in found.items() if port is not None}
+    return {"http": settings.http.address} | urls if settings.http.is_unix else urls
 
 
 def page_url(urls: Mapping[str, str], settings: ServerSettings) -> dict[str, str]:
     """Where a browser on this machine finds the pages."""
-    if not settings.pages.enabled or "http" not in urls:
+    if not settings.pages.enabled or "http" not in urls or settings.http.is_unix:
         return {}
     return {"pages": f"{urls['http'].replace('0.0.0.0', 'localhost')}/"}
 
@@ -197,7 +200,7 @@ def load_bars(console: Console | None = None) -> Iterator[None]:
         yield
 
 
-def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) -> None:
+def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is_on_one_port: bool = False) -> None:
     """Says on standard output what is served and where, and how to try it."""
     from rich.console import Console
 
@@ -209,9 +212,13 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float) ->
         name, path = f"{row.name}{' version ' if row.version else ''}{row.version}", paths.get((row.name, row.version))
         console.print(f"model    {name}  {state}{f'  {path}' if path else ''}", markup=False)
     show_urls(urls)
+    if is_on_one_port:
+        closed = [f"--{name}-port" for name in ("grpc", "metrics") if name not in urls]
+        console.print(f"         everything is on this port; {' and '.join(closed)} open others" if closed else "")
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
-        console.print("\nTry:", _example(urls["http"], ready[0]), sep="\n", markup=False)
+        name = server.model_parameters(ready[0]).get(SERVED_MODEL_NAME, ready[0]).partition(",")[0]
+        console.print("\nTry:", _example(urls["http"], name), sep="\n", markup=False)
     sys.stdout.flush()
 
 
@@ -235,8 +242,12 @@ def show_urls(urls: Mapping[str, str]) -> None:
 
 
 def _example(http_url: str, model: str) -> str:
-    host = http_url.replace("0.0.0.0", "localhost")
+    is_unix = http_url.startswith(UNIX)
+    host = "http://localhost" if is_unix else http_url.replace("0.0.0.0", "localhost")
     url = f"{host}/v1/chat/completions"
     body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Who are you?"}], "stream": True})
-    curl = f"  curl -N {url} -H 'content-type: application/json' -d '{body}'"
+    socket = f" --unix-socket {shlex.quote(http_url.removeprefix(UNIX))}" if is_unix else ""
+    curl = f"  curl -N{socket} {url} -H 'content-type: application/json' -d '{body}'"
+    if is_unix:
+        return curl
     return f"  llmbackend chat --url {host} --model {shlex.quote(model)}\n{curl}"

@@ -162,7 +162,7 @@ def test_arguments_without_effect_are_accepted_with_one_warning(model: Path, cap
     with caplog.at_level(logging.WARNING):
         read(model)
     assert len(caplog.records) == 1
-    assert "ray_workers_use_nsight, swap_space" in caplog.text
+    assert "ray_workers_use_nsight (several machines" in caplog.text and "swap_space (each engine" in caplog.text
 
 
 def test_arguments_for_gpus_are_used_there_and_accepted_with_a_warning_elsewhere(

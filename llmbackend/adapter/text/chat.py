@@ -29,6 +29,8 @@ EFFORT_IS_HINT = "reasoning_effort_is_hint"
 """true: a template that can only answer in one way, without an effort or a switch, takes no notice of it."""
 SYSTEM_IS_ANYWHERE = "system_is_anywhere"
 """true: a system message behind the start that the template refuses or leaves out is said as the user's."""
+CONTENT_AS_PARTS = "content_as_parts"
+"""true: the template gets a message's content as a list of parts. Not a field of requests."""
 _FIELDS = (
     "messages",
     "tools",
@@ -209,22 +211,27 @@ def _check_kwargs(kwargs: dict[str, Any]) -> None:
 Message = dict[str, Any]
 
 
-def normalise_messages(messages: Sequence[Message]) -> list[Message]:
-    """Copies with text as one string and tool-call arguments as objects, as templates expect them.
+def normalise_messages(messages: Sequence[Message], as_parts: bool = False) -> list[Message]:
+    """Copies with text as one string, or as a list of parts, and tool-call arguments as objects, as templates expect
+    them.
 
     OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text. A model's text that is
     no JSON object comes back as it is: its conversation goes on.
 
     Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
     """
-    return [_normalise(index, message) for index, message in enumerate(messages)]
+    return [_normalise(index, message, as_parts) for index, message in enumerate(messages)]
 
 
-def _normalise(index: int, message: Message) -> Message:
+def _normalise(index: int, message: Message, as_parts: bool) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise invalid_argument(f"'messages[{index}]' must be an object with a string 'role', got {shown(message)}")
     result = dict(message)
-    result["content"] = _content_text(index, message.get("content"))
+    content = message.get("content")
+    result["content"] = _content_text(index, content)
+    if as_parts:
+        texts = [_part_text(index, part) for part in content] if isinstance(content, list) else [result["content"]]
+        result["content"] = [{"type": "text", "text": text} for text in texts]
     if message.get("tool_calls"):
         result["tool_calls"] = [_normalise_call(index, call) for call in message["tool_calls"]]
     return result

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llmbackend.core.backend_api import TritonError, invalid_argument
 
 from .called_arguments import UnreadableArguments
-from .chat import EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE, Message, normalise_messages
+from .chat import CONTENT_AS_PARTS, EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE, Message, normalise_messages
 from .system_messages import has_all, later_texts, said_as_user
 
 
@@ -76,10 +76,11 @@ class ChatTemplate:
             if value and name not in self._variables:
                 raise _not_read(f"'{name}' of input 'messages'", name)
         variables: dict[str, Any] = {**self.special_tokens, "add_generation_prompt": True, "tools": tools or None}
-        is_anywhere = options.get(SYSTEM_IS_ANYWHERE) is True
-        variables |= {name: value for name, value in options.items() if name != SYSTEM_IS_ANYWHERE}
-        conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages))]
-        later = later_texts(conversation) if is_anywhere else []
+        is_anywhere, as_parts = options.get(SYSTEM_IS_ANYWHERE) is True, options.get(CONTENT_AS_PARTS) is True
+        ours = (SYSTEM_IS_ANYWHERE, CONTENT_AS_PARTS)
+        variables |= {name: value for name, value in options.items() if name not in ours}
+        conversation = [self._as_read(index, one) for index, one in enumerate(normalise_messages(messages, as_parts))]
+        later = later_texts(conversation) if is_anywhere and not as_parts else []
         if later:
             with contextlib.suppress(TritonError):
                 prompt = self._rendered(conversation, variables)

@@ -57,12 +57,12 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     path = Path(target)
     if not path.is_dir() or (path / "config.json").is_file():
         try:
-            single = engine.model(target, "")
+            single = engine.model(target)
         except typer.BadParameter as error:
             raise _about_target(error) from None
         assert single is not None
-        return single.make_repository(), [single.served_name], single.served_name
-    engine.model("", "")  # refuses engine flags
+        return single.make_repository(), [single.name], single.name
+    engine.model("")  # refuses engine flags
     path = path.resolve()
     if _is_model(path):
         return path.parent, [path.name], ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -73,6 +74,10 @@ class AccessFlags:
     grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: what client certificates are checked against.")] = (
         None
     )
+    ssl_ciphers: Annotated[str, typer.Option(help="HTTP: ciphers of TLS 1.2 and below, in OpenSSL's form.")] = ""
+    enable_log_requests: Annotated[
+        bool, typer.Option("--enable-log-requests/--no-enable-log-requests", help="As --log-requests true.")
+    ] = False
     log_requests: Annotated[
         Any, switch("--log-requests", "Log method, path, status, key's name and time of each request.")
     ] = False
@@ -89,20 +94,22 @@ class AccessFlags:
                 grpc_restrictions=parse_restrictions(self.grpc_restricted_protocol or (), "protocol"),
                 http_tls=self._http_tls(),
                 grpc_tls=self._grpc_tls(),
-                log_requests=self.log_requests,
+                log_requests=self.log_requests or self.enable_log_requests,
             )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
 
     def _http_tls(self) -> TlsFiles | None:
         if self.ssl_certfile is None and self.ssl_keyfile is None:
-            if self.ssl_ca_certs is not None or self.ssl_cert_reqs:
-                raise ValueError("--ssl-ca-certs and --ssl-cert-reqs need --ssl-certfile and --ssl-keyfile")
+            if self.ssl_ca_certs is not None or self.ssl_cert_reqs or self.ssl_ciphers:
+                raise ValueError(
+                    "--ssl-ca-certs, --ssl-cert-reqs and --ssl-ciphers need --ssl-certfile and --ssl-keyfile"
+                )
             return None
         if self.ssl_certfile is None or self.ssl_keyfile is None:
             raise ValueError("--ssl-certfile and --ssl-keyfile go together")
         mode = ssl.VerifyMode(self.ssl_cert_reqs)
-        return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode)
+        return TlsFiles.checked(self.ssl_certfile, self.ssl_keyfile, self.ssl_ca_certs, mode, self.ssl_ciphers)
 
     def _grpc_tls(self) -> TlsFiles | None:
         """As in Triton, mutual TLS implies TLS, and the files of a server without either are not looked at."""
@@ -117,8 +124,8 @@ class AccessFlags:
 _INFERENCE, _HTTP, _GRPC = InferenceLimits(), HttpLimits(), GrpcLimits()
 
 
-def _count(help_text: str, least: int = 1) -> Any:
-    return typer.Option(min=least, help=help_text)
+def _count(help_text: str, least: int = 1, names: Sequence[str] = ()) -> Any:
+    return typer.Option(*names, min=least, help=help_text)
 
 
 def _seconds(help_text: str) -> Any:
@@ -131,9 +138,13 @@ class LimitFlags:
 
     PANEL: ClassVar = "Limits"
 
-    max_concurrent_requests: Annotated[int, _count("Inferences at once, over all protocols; more get 429.")] = (
-        _INFERENCE.max_concurrent_requests
-    )
+    max_concurrent_requests: Annotated[
+        int,
+        _count(
+            "Inferences at once, over all protocols; more get 429.",
+            names=("--max-concurrent-requests", "--max-num-queued-reqs"),
+        ),
+    ] = _INFERENCE.max_concurrent_requests
     max_stream_buffer_bytes: Annotated[int, _count("What may wait for one slow client; more cancels its request.")] = (
         _INFERENCE.max_stream_buffer_bytes
     )
@@ -151,8 +162,15 @@ class LimitFlags:
             help="Addresses and networks that --http-max-connections-per-peer does not hold for; repeatable.",
         ),
     ] = None
-    http_max_header_bytes: Annotated[int, _count("Longest header of a request.", 1024)] = _HTTP.max_header_bytes
-    http_max_headers: Annotated[int, _count("Most header fields of a request.")] = _HTTP.max_headers
+    http_max_header_bytes: Annotated[
+        int,
+        _count(
+            "Longest header of a request, bytes.", 1024, ("--http-max-header-bytes", "--h11-max-incomplete-event-size")
+        ),
+    ] = _HTTP.max_header_bytes
+    http_max_headers: Annotated[
+        int, _count("Most header fields of a request.", names=("--http-max-headers", "--h11-max-header-count"))
+    ] = _HTTP.max_headers
     http_max_url_bytes: Annotated[int, _count("Longest URL.", 256)] = _HTTP.max_url_bytes
     http_header_timeout: Annotated[float, _seconds("For a request's header to arrive")] = _HTTP.header_timeout_s
     http_body_timeout: Annotated[float, _seconds("Without a byte of a request's body")] = _HTTP.body_timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args, get_origin
 
@@ -21,14 +21,15 @@ from llmbackend.adapter.engine_args import (
     LORA_MODULES,
     OWN_PARAMETERS,
 )
-from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, SWITCHES
 from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 
 from ...server.settings import SingleModel
 from ...server.start_failure import advice, as_flags, flag_of
-from ..command_line import one_of
+from ..command_line import bad_option, one_of
+from ..vllm_notation import whole_number
 
 _MODEL: Final = "--model: weights and text"
 _MEMORY: Final = "--model: memory and batches"
@@ -44,6 +45,8 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "chat_template": (_MODEL, "File of a chat template (Jinja), or the template itself; default: the model's."),
     "tool_call_parser": (_MODEL, "How the model writes tool calls, by vLLM's names; default: found in the template."),
     "reasoning_parser": (_MODEL, "The same for its reasoning."),
+    "chat_template_content_format": (_MODEL, "A message's content for the template: openai = a list of parts."),
+    "default_chat_template_kwargs": (_MODEL, 'Variables of the template, as JSON: {"enable_thinking": false}.'),
     "trust_request_chat_template": (_MODEL, "Conversations may bring their own chat template (chat_template)."),
     "max_logprobs": (_MODEL, "Most likely tokens that a request may ask for at a position; -1 = all."),
     "generation_config": (_MODEL, "Sampling defaults: auto = the model's, vllm = none, or a folder with the file."),
@@ -103,14 +106,19 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
 """Argument → the group in which --help lists it, and what it says. An argument that is missing here is a flag
 nevertheless, without a word about it."""
 
-_GIVEN_ELSEWHERE = frozenset({"model", "served_model_name"})
-_INERT_SWITCHES = re.compile(
-    r"(disable|enable|use|engine_use|worker_use|ray_workers_use)_\w+|multi_step_stream_outputs|aggregate_engine_logging|"
-    r"calculate_kv_scales|kv_sharing_fast_prefill|fully_sharded_loras|skip_tokenizer_init"
-)
-"""Which of vLLM's arguments without effect here take no value on its command line."""
-_HUMAN_READABLE = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
-_HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])", re.IGNORECASE)
+GIVEN_ELSEWHERE = frozenset(
+    {
+        "model", "served_model_name", "download_dir", "enable_log_requests", "hf_token", "log_level",
+        "max_num_queued_reqs", "otlp_traces_endpoint", "revision", "shutdown_timeout", "stream_interval",
+        "tokenizer_revision",
+    }
+)  # fmt: skip
+"""Arguments that are flags of the server."""
+_OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"num_kv_blocks": ("--num-gpu-blocks-override",)}
+_WHOLE_NUMBERS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
+_SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
+"""vLLM's short flags for keys of --speculative-config."""
+_SPECULATION_HELP: Final = "A key of --speculative-config."
 
 
 class EngineFlags:
@@ -125,19 +133,35 @@ class EngineFlags:
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
         found |= {name: _former_flag(name) for name in FORMER}
+        found |= {name: _text_flag(name, _COMPUTE, "VALUE", _SPECULATION_HELP) for name in _SPECULATION}
         found |= {name: _inert_flag(name) for name in (*sorted(NO_EFFECT), *ONLY_VALUE)}
         return {
             name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
             for name, annotation in found.items()
-            if name not in _GIVEN_ELSEWHERE
+            if name not in GIVEN_ELSEWHERE
         }
+
+    @property
+    def tokenizer(self) -> str:
+        """ "": that of the model."""
+        return str(self._given.get("tokenizer", ""))
+
+    @property
+    def trusts_remote_code(self) -> bool:
+        return bool(self._given.get("trust_remote_code"))
+
+    def with_tokenizer(self, folder: str) -> EngineFlags:
+        return EngineFlags(**self._given | {"tokenizer": folder})
 
     def warnings(self) -> tuple[str, ...]:
         """One text for each flag that was given and has no effect here."""
-        return tuple(f"{flag_of(name)} has no effect here" for name in self._given if name in NO_EFFECT)
+        return tuple(
+            f"{flag_of(name)} has no effect here: {NO_EFFECT[name]}" for name in self._given if name in NO_EFFECT
+        )
 
-    def model(self, model: str, name: str) -> SingleModel | None:
-        """What `--model` and these flags ask for; None without `--model`. Raises BadParameter naming the flag."""
+    def model(self, model: str, names: Sequence[str] = ()) -> SingleModel | None:
+        """What a checkpoint and these flags ask for; None without `model`. names: that it is served as. Raises
+        BadParameter naming the flag."""
         if not model:
             if self._given:
                 message = "is an engine argument of --model; models of a repository have theirs in model.json"
@@ -147,12 +171,16 @@ class EngineFlags:
         given = {name: value for name, value in self._given.items() if name not in NO_EFFECT}
         if LORA_MODULES in given:
             given[LORA_MODULES] = _lora_modules(given[LORA_MODULES])
-        for readable in _HUMAN_READABLE:
-            if readable in given:
-                given[readable] = _number(given[readable])
+        for name in _WHOLE_NUMBERS:
+            if name in given:
+                given[name] = whole_number(given[name])
+        if short := {_SPECULATION[name]: given.pop(name) for name in _SPECULATION if name in given}:
+            if "speculative_config" in given:
+                raise bad_option("--speculative-config", "--speculative-config and --spec-… are given, expected one")
+            given["speculative_config"] = json.dumps(short)
         _check_parsers(given)
         try:
-            return SingleModel.checked(model, name, given)
+            return SingleModel.checked(model, names, given)
         except (TritonError, ValueError) as error:
             text = as_flags(str(error))
             flag = next(iter(re.findall(r"--[\w-]+", text)), "--model")
@@ -194,6 +222,7 @@ def _text_flag(name: str, panel: str, metavar: str, help_text: str, hidden: bool
     help_text = help_text or _HELP.get(name, ("", ""))[1]
     option = typer.Option(
         flag_of(name),
+        *_OTHER_NAMES.get(name, ()),
         metavar=metavar,
         help=help_text,
         rich_help_panel=panel,
@@ -212,10 +241,15 @@ def _former_flag(name: str) -> Any:
     return _text_flag(name, _COMPUTE, "NAME", text, hidden=True)
 
 
+def only_text(name: str) -> str:
+    """Of an argument of ONLY_VALUE."""
+    return f"Only {' or '.join(json.dumps(value) for value in ONLY_VALUE[name])}: {ONLY_VALUE_BECAUSE[name]}."
+
+
 def _inert_flag(name: str) -> Any:
     only = ONLY_VALUE.get(name)
-    text = "No effect." if only is None else f"Only {' or '.join(json.dumps(value) for value in only)}."
-    if _INERT_SWITCHES.fullmatch(name) or (only and any(isinstance(value, bool) for value in only)):
+    text = f"No effect: {NO_EFFECT[name]}." if only is None else only_text(name)
+    if name in SWITCHES:
         flags = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
         option = typer.Option(flags, help=text, rich_help_panel=_INERT, hidden=True)
         return Annotated[bool | None, option]
@@ -233,16 +267,6 @@ def _metavar(kinds: tuple[Any, ...]) -> str:
     if choices:
         return "|".join(choices)
     return {int: "INTEGER", float: "NUMBER", str: "TEXT"}.get(kinds[0], "JSON")
-
-
-def _number(text: str) -> str:
-    """vLLM's short forms: 32k is 32000, 32K is 32768; others as they are."""
-    found = _HUMAN.fullmatch(text)
-    if found is None:
-        return text
-    power = "kmgt".index(found[2].lower()) + 1
-    number = float(found[1]) * (1000**power if found[2].islower() else 1024**power)
-    return str(int(number)) if number.is_integer() else text
 
 
 def _lora_modules(items: list[str]) -> Mapping[str, str]:

@@ -1,24 +1,29 @@
-"""Triton's flags without effect here: accepted, so that a command line written for Triton starts this server, with one
-warning for each that was given.
+"""Flags of Triton and of vLLM's server that do nothing here, and those that are refused with the reason.
 
-For: the command line. Does not know: other flags. Invariant: a flag is here only if no client can see a difference, or
-if its warning says that what it would turn on is missing.
-Source: Triton's command_line_parser.cc.
+For: the command line. Does not know: other flags; vLLM's engine arguments are in `adapter/foreign_engine_args.py`.
+Invariants: a flag has no effect only if no client can see a difference, or if its warning says that what it would turn
+on is missing; one that would change answers is accepted only with the values that change nothing.
+Sources: Triton's command_line_parser.cc; vLLM's FrontendArgs 0.33.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+import inspect
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
 import typer
+
+from ..command_line import bad_option
 
 _MEMORY = "tensors are kept in ordinary memory, and each engine manages its GPU memory by itself"
 _GRPC = "gRPC runs on one event loop, which makes objects as it needs them"
 _FRONTEND = "this front end is not built; KServe v2, generate and OpenAI are served"
+_LOG = "requests are logged with --log-requests alone, and never their content"
+_SUPERVISOR = "several machines are one server with --cluster"
+_COHERE = "Cohere's API is not served"
 
-REASONS = {
+TRITON: Final[Mapping[str, str]] = {
     "enable_peer_access": "the host copies nothing between GPUs",
     "http_thread_count": "HTTP runs on one event loop",
     "grpc_infer_thread_count": _GRPC,
@@ -30,7 +35,7 @@ REASONS = {
     "cuda_virtual_address_size": _MEMORY,
     "model_load_gpu_limit": _MEMORY,
     "buffer_manager_thread_count": "tensors are not copied on the way to a backend",
-    "cache_directory": "the caches local and redis are built in, and Triton's libraries can not be loaded",
+    "cache_directory": "the caches local and redis are built in, and Triton's libraries cannot be loaded",
     "allow_sagemaker": _FRONTEND,
     "sagemaker_port": _FRONTEND,
     "sagemaker_safe_port_range": _FRONTEND,
@@ -40,40 +45,91 @@ REASONS = {
     "vertex_ai_thread_count": _FRONTEND,
     "vertex_ai_default_model": _FRONTEND,
 }
+VLLM_SWITCHES: Final[Mapping[str, str]] = {
+    "disable_uvicorn_access_log": _LOG,
+    "enable_flash_late_interaction": "only models that generate text are served",
+    "enable_log_deltas": _LOG,
+    "enable_offline_docs": "/docs loads its page from a public address",
+    "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
+    "enable_scale_out": "/v1/chat/completions/render and /v1/completions/render are always served",
+    "enable_ssl_refresh": "SIGHUP makes the server read its certificates again",
+    "enable_per_request_metrics": "answers have no times; traces and /metrics do",
+    "enable_server_load_tracking": "GET /load is not served; /metrics has the load",
+    "enable_tokenizer_info_endpoint": "GET /tokenizer_info is not served",
+    "exclude_tools_when_tool_choice_none": "with 'tool_choice': 'none' the prompt has no tools",
+    "log_error_stack": "an error of the server is logged with its stack",
+    "trust_request_mm_kwargs": "only text is served",
+    "cohere_is_reasoning_model": _COHERE,
+}
+VLLM_VALUES: Final[Mapping[str, str]] = {
+    "cohere_format": _COHERE,
+    "data_parallel_supervisor_port": _SUPERVISOR,
+    "disable_access_log_for_endpoints": _LOG,
+    "dp_supervisor_probe_failure_threshold": _SUPERVISOR,
+    "dp_supervisor_probe_interval_s": _SUPERVISOR,
+    "dp_supervisor_probe_timeout_s": _SUPERVISOR,
+    "max_log_len": _LOG,
+    "sse_keep_alive_interval": "a stream that is quiet for 15 s sends a comment",
+    "uvicorn_log_level": "HTTP writes to the server's log: see --log-level",
+}
+REASONS: Final[Mapping[str, str]] = {**TRITON, **VLLM_SWITCHES, **VLLM_VALUES}
+"""Flag without effect → why."""
+REFUSED_SWITCHES: Final[Mapping[str, str]] = {
+    "grpc": "vLLM's own gRPC service is not served; --grpc-port opens that of KServe v2",
+    "headless": "several machines are one server with --cluster",
+    "enable_log_outputs": "answers are never logged",
+    "tokens_only": "all APIs are served; --http-restricted-api restricts them",
+}
+REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "anthropic_disabled_thinking_effort": (("auto",), "the chat template decides"),
+    "middleware": ((), "events of streams are written to the connection directly; put a proxy before the server"),
+    "response_role": (("assistant",), "clients of the OpenAI API know no other role of an answer"),
+    "tool_parser_plugin": (("",), "code of others is not loaded; --tool-call-parser names the formats that are known"),
+    "tool_server": ((), "the server runs no tools; clients do"),
+    "tool_strict_level": (("auto",), "a request says by 'strict' and 'tool_choice' what is enforced"),
+}
+"""Flag → the values that change nothing, and why no other is accepted."""
 
 
-def _ignored(name: str) -> Any:
-    return typer.Option(help=f"No effect: {REASONS[name]}.", metavar="VALUE")
-
-
-@dataclass(frozen=True)
 class InertFlags:
-    """Any value is taken, and any number of times."""
+    """Those that were given; any value is taken where there is no effect."""
 
-    PANEL: ClassVar = "Flags of Triton without effect here"
+    def __init__(self, **flags: Any) -> None:
+        self._given = {name: value for name, value in flags.items() if value is not None}
 
-    enable_peer_access: Annotated[list[str] | None, _ignored("enable_peer_access")] = None
-    http_thread_count: Annotated[list[str] | None, _ignored("http_thread_count")] = None
-    grpc_infer_thread_count: Annotated[list[str] | None, _ignored("grpc_infer_thread_count")] = None
-    grpc_infer_allocation_pool_size: Annotated[list[str] | None, _ignored("grpc_infer_allocation_pool_size")] = None
-    grpc_max_response_pool_size: Annotated[list[str] | None, _ignored("grpc_max_response_pool_size")] = None
-    allow_gpu_metrics: Annotated[list[str] | None, _ignored("allow_gpu_metrics")] = None
-    pinned_memory_pool_byte_size: Annotated[list[str] | None, _ignored("pinned_memory_pool_byte_size")] = None
-    cuda_memory_pool_byte_size: Annotated[list[str] | None, _ignored("cuda_memory_pool_byte_size")] = None
-    cuda_virtual_address_size: Annotated[list[str] | None, _ignored("cuda_virtual_address_size")] = None
-    model_load_gpu_limit: Annotated[list[str] | None, _ignored("model_load_gpu_limit")] = None
-    buffer_manager_thread_count: Annotated[list[str] | None, _ignored("buffer_manager_thread_count")] = None
-    cache_directory: Annotated[list[str] | None, _ignored("cache_directory")] = None
-    allow_sagemaker: Annotated[list[str] | None, _ignored("allow_sagemaker")] = None
-    sagemaker_port: Annotated[list[str] | None, _ignored("sagemaker_port")] = None
-    sagemaker_safe_port_range: Annotated[list[str] | None, _ignored("sagemaker_safe_port_range")] = None
-    sagemaker_thread_count: Annotated[list[str] | None, _ignored("sagemaker_thread_count")] = None
-    allow_vertex_ai: Annotated[list[str] | None, _ignored("allow_vertex_ai")] = None
-    vertex_ai_port: Annotated[list[str] | None, _ignored("vertex_ai_port")] = None
-    vertex_ai_thread_count: Annotated[list[str] | None, _ignored("vertex_ai_thread_count")] = None
-    vertex_ai_default_model: Annotated[list[str] | None, _ignored("vertex_ai_default_model")] = None
+    @classmethod
+    def parameters(cls) -> dict[str, inspect.Parameter]:
+        panel = "Flags of Triton and vLLM without effect here"
+        found: dict[str, Any] = {}
+        for name in (*TRITON, *VLLM_VALUES):
+            option = typer.Option(help=f"No effect: {REASONS[name]}.", metavar="VALUE", rich_help_panel=panel)
+            found[name] = Annotated[list[str] | None, option]
+        for name in (*VLLM_SWITCHES, *REFUSED_SWITCHES):
+            flag = name.replace("_", "-")
+            option = typer.Option(f"--{flag}/--no-{flag}", help=_help(name), hidden=True)
+            found[name] = Annotated[bool | None, option]
+        for name in REFUSED_VALUES:
+            found[name] = Annotated[list[str] | None, typer.Option(help=_help(name), hidden=True)]
+        return {
+            name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+            for name, annotation in found.items()
+        }
 
     def warnings(self) -> tuple[str, ...]:
-        """One text for each flag that was given."""
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) is not None]
-        return tuple(f"--{name.replace('_', '-')} has no effect: {REASONS[name]}" for name in given)
+        """One text for each flag that was given. Raises BadParameter for one that is refused."""
+        for name, value in self._given.items():
+            allowed, reason = REFUSED_VALUES.get(name, ((), REFUSED_SWITCHES.get(name, "")))
+            if reason and value is not False and not set(value if isinstance(value, list) else ["on"]) <= set(allowed):
+                shown = f" is '{value[-1]}', which" if isinstance(value, list) else ""
+                raise bad_option(_flag(name), f"{_flag(name)}{shown} is not supported: {reason}")
+        return tuple(f"{_flag(name)} has no effect: {REASONS[name]}" for name in self._given if name in REASONS)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _help(name: str) -> str:
+    if name in REASONS:
+        return f"No effect: {REASONS[name]}."
+    return f"Not supported: {REFUSED_SWITCHES.get(name) or REFUSED_VALUES[name][1]}."

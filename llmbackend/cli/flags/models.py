@@ -41,15 +41,23 @@ class ModelFlags:
         list[Path] | None,
         typer.Option("--model-repository", "--model-store", help="Directory of models; repeatable."),
     ] = None
-    model: Annotated[
-        str, typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --model-name).")
-    ] = ""
-    model_name: Annotated[
+    model_tag: Annotated[
         str,
-        typer.Option(
-            "--model-name", "--served-model-name", help="The name that --model is served as; default: its last part."
-        ),
+        typer.Argument(metavar="MODEL", help="As --model, on one port, as vllm serve: see --port.", show_default=False),
     ] = ""
+    model: Annotated[
+        str,
+        typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --served-model-name)."),
+    ] = ""
+    served_model_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--served-model-name",
+            "--model-name",
+            help="The name that the model is served as; repeatable, the first is the canonical one. "
+            "Default: MODEL as given, or the last part of --model.",
+        ),
+    ] = None
     demo: Annotated[
         bool, typer.Option("--demo", help="Serve the bundled model demo; also without any model or repository.")
     ] = False
@@ -98,6 +106,26 @@ class ModelFlags:
             return ()
         return ("'--strict-model-config' has been deprecated! Please use '--disable-auto-complete-config' instead.",)
 
+    @property
+    def checkpoint(self) -> str:
+        """The one model that is served without a repository, "" for none. Raises BadParameter."""
+        if self.model_tag and self.model:
+            raise bad_option("--model", f"the model is given twice: '{self.model_tag}' and --model '{self.model}'")
+        found = self.model_tag or self.model
+        if self.served_model_name and not found:
+            raise bad_option("--served-model-name", "--served-model-name needs a model: MODEL or --model")
+        return found
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the model is served as. Raises BadParameter."""
+        names = tuple(dict.fromkeys(self.served_model_name or ()))
+        for name in names:
+            if not name.strip() or "," in name or not name.isprintable():
+                expected = "expected printable characters without commas"
+                raise bad_option("--served-model-name", f"--served-model-name is '{name}', {expected}")
+        return names or ((self.model_tag,) if self.model_tag else ())
+
     def repositories(self, single: SingleModel | None, may_lack: bool) -> list[Path]:
         """The repositories to serve: those that were named, the demo's, and one that is made for `--model`; where none
         was asked for, the demo's. may_lack: whether the server starts without those that are no directory."""
@@ -118,10 +146,21 @@ class ServerFlags:
     PANEL: ClassVar = "Server"
 
     server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"
-    exit_timeout_secs: Annotated[int, typer.Option(min=0, help="Seconds that running requests get at shutdown.")] = 30
+    exit_timeout_secs: Annotated[
+        int,
+        typer.Option(
+            "--exit-timeout-secs", "--shutdown-timeout", min=0, help="Seconds that running requests get at shutdown."
+        ),
+    ] = 30
     frontend_processes: Annotated[
         int,
-        typer.Option(min=1, max=MOST_FRONTENDS, help="Processes that hold clients' connections; 1: the server's own."),
+        typer.Option(
+            "--frontend-processes",
+            "--api-server-count",
+            min=1,
+            max=MOST_FRONTENDS,
+            help="Processes that hold clients' connections; 1: the server's own.",
+        ),
     ] = 1
     exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
     strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if every model is.")] = True

@@ -21,12 +21,21 @@ from llmbackend.core.tracing.trace import UNLIMITED_COUNT, OpenTelemetryOptions,
 from ...core.server_log import LOG_FORMATS, LogSettings
 from ..command_line import bad_option, one_of, switch, warn
 
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+
 
 @dataclass(frozen=True)
 class LogFlags:
     PANEL: ClassVar = "Log"
 
     log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0
+    log_level: Annotated[
+        str,
+        typer.Option(
+            help="debug, info, warning, error or critical: instead of the flags above and below.",
+            autocompletion=one_of(*_LOG_LEVELS),
+        ),
+    ] = ""
     log_info: Annotated[Any, switch("--log-info", "Log information.")] = True
     log_warning: Annotated[Any, switch("--log-warning", "Log warnings.")] = True
     log_error: Annotated[Any, switch("--log-error", "Log errors.")] = True
@@ -38,11 +47,15 @@ class LogFlags:
     def settings(self) -> LogSettings:
         if self.log_format not in LOG_FORMATS:
             raise bad_option("--log-format", "invalid argument for --log-format")
+        if self.log_level and self.log_level.lower() not in _LOG_LEVELS:
+            expected = f"expected one of {', '.join(_LOG_LEVELS)}"
+            raise bad_option("--log-level", f"--log-level is '{self.log_level}', {expected}")
+        silent = _LOG_LEVELS.index(self.log_level.lower()) if self.log_level else 0
         return LogSettings(
-            verbose=self.log_verbose,
-            info=self.log_info,
-            warning=self.log_warning,
-            error=self.log_error,
+            verbose=1 if self.log_level.lower() == "debug" else self.log_verbose,
+            info=self.log_info and silent < 2,
+            warning=self.log_warning and silent < 3,
+            error=self.log_error and silent < 4,
             format=self.log_format,
             file=self.log_file,
         )
@@ -108,9 +121,16 @@ class TraceFlags:
     trace_rate: Annotated[int | None, _deprecated("--trace-rate", "rate=")] = None
     trace_count: Annotated[int | None, _deprecated("--trace-count", "count=")] = None
     trace_log_frequency: Annotated[int | None, _deprecated("--trace-log-frequency", "triton,log-frequency=")] = None
+    otlp_traces_endpoint: Annotated[
+        str, typer.Option(help="URL to which each request's OpenTelemetry trace is sent; instead of --trace-config.")
+    ] = ""
 
     def settings(self) -> TraceSettings:
         """Raises BadParameter naming the setting that is wrong."""
+        if self.otlp_traces_endpoint:
+            if self.trace_config:
+                raise bad_option("--otlp-traces-endpoint", "--otlp-traces-endpoint and --trace-config: expected one")
+            return _every_request_to(self.otlp_traces_endpoint)
         self._warn_of_deprecated()
         given = _parsed(self.trace_config or ())
         mode = _mode(given[""].get("mode", ["triton"])[-1])
@@ -138,6 +158,12 @@ class TraceFlags:
                     f"'{flag}' has been deprecated and will be removed in future releases. "
                     f"Please use '--trace-config {instead}' instead."
                 )
+
+
+def _every_request_to(url: str) -> TraceSettings:
+    return TraceSettings(
+        level=TraceLevel.TIMESTAMPS, rate=1, mode="opentelemetry", open_telemetry=_open_telemetry({"url": [url]})
+    )
 
 
 Given = dict[str, list[str]]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from ..activity.hub import Source
 from ..activity.messages import ModelActivity
 from ..backend_manager import BackendManager
+from ..config.model_config import served_names
 from ..config.model_config_rules import composing_models
 from ..errors import ErrorCode, LoadError, TritonError, internal, invalid_argument
 from ..host_services import HostServices
@@ -200,7 +201,7 @@ class ModelLoader:
 
     def _load_spec(self, spec: ModelSpec) -> None:
         self.repository.ask_agents(spec)
-        self.names.add(spec.name, spec.key)
+        self.names.add(spec.name, spec.key, served_names(spec.config))
         try:
             self.lifecycle.load(spec)
         finally:

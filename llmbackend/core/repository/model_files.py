@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import NewType
@@ -17,6 +18,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ..config.model_config import CONFIG_FILE_NAME
 from ..errors import invalid_argument, not_found, shown_name
+
+log = logging.getLogger(__name__)
 
 SEPARATOR = "::"
 ModelIdentifier = NewType("ModelIdentifier", str)
@@ -33,6 +36,8 @@ class ModelNames:
     With namespacing a name stands for the models that were read from a repository and not unloaded since. Triton's
     protocols cannot name a namespace: a name that several models share can be listed, loaded and unloaded, but not used
     for inference. A key is accepted wherever a name is, which ensembles use.
+
+    A model may have further names (`served_names`), which inference accepts unless a model has them as its own.
     """
 
     def __init__(self, is_namespacing: bool) -> None:
@@ -40,22 +45,37 @@ class ModelNames:
         self._lock = threading.Lock()
         self._names: dict[str, str] = {}
         self._keys: dict[str, set[str]] = {}
+        self._served: dict[str, ModelIdentifier] = {}
 
-    def add(self, name: str, key: str) -> None:
+    def add(self, name: str, key: ModelIdentifier, served_names: Sequence[str] = ()) -> None:
+        """served_names: replace those of an earlier call for the model; of two models that claim one, the first has
+        it."""
         with self._lock:
             self._names[key] = name
             self._keys.setdefault(name, set()).add(key)
+            self._forget_served(key)
+            for served in served_names:
+                if self._served.setdefault(served, key) != key:
+                    log.warning("model '%s' is not served as '%s': '%s' is", name, served, self._served[served])
 
     def discard(self, key: str) -> None:
         with self._lock:
             name = self._names.pop(key, None)
             if name is not None:
                 self._keys[name].discard(key)  # an empty set stays: the name was known
+                self._forget_served(key)
+
+    def _forget_served(self, key: str) -> None:
+        self._served = {served: other for served, other in self._served.items() if other != key}
 
     def known(self) -> list[str]:
         """The keys of all models that were read and not unloaded."""
         with self._lock:
             return sorted(self._names)
+
+    def served_names(self, key: str) -> list[str]:
+        with self._lock:
+            return [served for served, other in self._served.items() if other == key]
 
     def plain(self, key: str) -> str:
         """The name in a key, known or not."""
@@ -67,16 +87,18 @@ class ModelNames:
 
     def keys(self, name: str) -> list[ModelIdentifier]:
         """The models that `name` (or a key) stands for."""
-        if not self.is_namespacing:
-            return [ModelIdentifier(name)]
         with self._lock:
+            if name in self._served and name not in self._names and not self._keys.get(name):
+                return [self._served[name]]
+            if not self.is_namespacing:
+                return [ModelIdentifier(name)]
             keys = {name} if name in self._names else self._keys.get(name, ())
             return [ModelIdentifier(key) for key in sorted(keys)]
 
     def key(self, name: str) -> ModelIdentifier:
         """The only model of that name. Raises TritonError with Triton's texts: INVALID_ARG for none or several,
         NOT_FOUND for one that was unloaded."""
-        if not self.is_namespacing:
+        if not self.is_namespacing and not self._served:
             return ModelIdentifier(name)
         keys = self.keys(name)
         if not keys and name in self._keys:
@@ -90,8 +112,6 @@ class ModelNames:
             )
         return keys[0]
 
-
-log = logging.getLogger(__name__)
 
 MAX_VERSION = 2**63 - 1
 CONFIG_DIRECTORY = "configs"

@@ -63,7 +63,9 @@ def exposure(settings: AccessSettings, *, http_address: str | None, grpc_address
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine can reach a server on `address`."""
+    """Whether only this machine can reach a server on `address`, an IP address, a name, or `unix:` with a path."""
+    if address.startswith("unix:"):
+        return True
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

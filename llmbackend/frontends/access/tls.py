@@ -26,11 +26,15 @@ class TlsFiles:
     """What client certificates are checked against."""
     client_certificates: ssl.VerifyMode = ssl.CERT_NONE
     """Whether a client must present one."""
+    ciphers: str = ""
+    """Of TLS 1.2 and below on HTTP, in OpenSSL's form; "": its defaults."""
 
     @classmethod
-    def checked(cls, certificate: Path, key: Path, ca: Path | None, client_certificates: ssl.VerifyMode) -> TlsFiles:
+    def checked(
+        cls, certificate: Path, key: Path, ca: Path | None, client_certificates: ssl.VerifyMode, ciphers: str = ""
+    ) -> TlsFiles:
         """Raises ValueError as `check`."""
-        files = cls(certificate=certificate, key=key, ca=ca, client_certificates=client_certificates)
+        files = cls(certificate=certificate, key=key, ca=ca, client_certificates=client_certificates, ciphers=ciphers)
         files.check()
         return files
 
@@ -52,6 +56,11 @@ class TlsFiles:
                 context.load_verify_locations(self.ca)
         except (ssl.SSLError, OSError) as error:
             raise ValueError(f"TLS: CA file '{self.ca}': {_reason(error)}") from None
+        try:
+            if self.ciphers:
+                context.set_ciphers(self.ciphers)
+        except ssl.SSLError as error:
+            raise ValueError(f"TLS: ciphers '{self.ciphers}': {_reason(error)}") from None
 
     def context(self) -> ssl.SSLContext:
         """For HTTP. Raises ValueError as `check`."""
@@ -61,6 +70,8 @@ class TlsFiles:
         if self.ca is not None:
             context.load_verify_locations(self.ca)
         context.verify_mode = self.client_certificates
+        if self.ciphers:
+            context.set_ciphers(self.ciphers)
         return context
 
     def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar, Final, TypeVar, get_args, get_origin
+from urllib.parse import unquote
 
 from fastapi import APIRouter
 from fastapi.dependencies.utils import get_typed_return_annotation
@@ -266,13 +267,24 @@ class ApiRoute(APIRoute):
         return {} if argument is None else {field.name: argument}
 
 
-def without_trailing_slash(app: ASGIApp) -> ASGIApp:
-    """`app`, for which a path under /v1 has no trailing slash, which some clients send."""
+ENCODED_SLASH: Final = "%2F"
+
+
+def with_routed_paths(app: ASGIApp, root_path: str = "") -> ASGIApp:
+    """`app`, for which a path under /v1 has no trailing slash, which some clients send, and a name in a path under /v2
+    keeps its encoded slashes, so that it is one part of the path. root_path: left out at a path's begin, where a proxy
+    has not removed it."""
 
     def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path: str = scope.get("path", "")
+        if root_path and path.startswith(f"{root_path}/"):
+            path = scope["path"] = path.removeprefix(root_path)
+            scope["raw_path"] = scope["raw_path"].removeprefix(root_path.encode())
         if path.startswith("/v1/") and path.endswith("/"):
             scope["path"] = path.rstrip("/")
+        elif path.startswith("/v2/") and b"%2F" in (raw := scope.get("raw_path") or b"").upper():
+            parts = raw.decode("latin-1").partition("?")[0].split("/")
+            scope["path"] = "/".join(unquote(part).replace("/", ENCODED_SLASH) for part in parts)
         return app(scope, receive, send)
 
     return served

@@ -34,7 +34,7 @@ from ..journals.resumable_http import begin_recording, come_back, is_resumable, 
 from ..journals.resumable_streams import ResumableStreams
 from ..operations.probes import load_headers
 from .generate_codec import decode_request, encode_response, fields_of_response
-from .http_types import GenerateRequest, GenerateResponse, model_of, model_paths
+from .http_types import GenerateRequest, GenerateResponse, model_name_of, model_of, model_paths
 
 
 class TextEvents:
@@ -226,7 +226,7 @@ class GenerateEndpoints(Endpoints):
         return await come_back(self._streams, request)
 
     def _headers(self, request: Request, content_type: str) -> dict[str, str]:
-        load = load_headers(self._gate.server, request, request.path_params["name"])
+        load = load_headers(self._gate.server, request, model_name_of(request))
         return {"content-type": content_type} | load
 
     def _model(self, request: Request) -> ModelMetadata:

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 
 from llmbackend.core.messages import TensorMetadata
 
-from ..http.routing import Count
+from ..http.routing import ENCODED_SLASH, Count
 
 MODEL_PATHS: Final = ("/v2/models/{name}", "/v2/models/{name}/versions/{version}")
 _MAX_VERSION_DIGITS: Final = 18
@@ -33,15 +33,21 @@ def model_paths(action: str = "") -> tuple[str, ...]:
     return tuple(path + action for path in MODEL_PATHS)
 
 
+def model_name_of(request: Request) -> str:
+    """The name in the request's path, which may hold slashes."""
+    name: str = request.path_params["name"]
+    return name.replace(ENCODED_SLASH, "/")
+
+
 def model_of(request: Request) -> tuple[str, int]:
     """(name, version) in the request's path; version -1 when the path has none. Raises HTTPException 404 for a version
     that is no number."""
-    version = request.path_params.get("version")
+    name, version = model_name_of(request), request.path_params.get("version")
     if version is None:
-        return request.path_params["name"], -1
+        return name, -1
     if not (version.isascii() and version.isdecimal() and len(version) <= _MAX_VERSION_DIGITS):
         raise HTTPException(404)
-    return request.path_params["name"], int(version)
+    return name, int(version)
 
 
 Datatype = Literal[

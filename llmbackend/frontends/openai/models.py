@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
+from llmbackend.core.config.model_config import SERVED_MODEL_NAME
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelMetadata, TensorMetadata
@@ -21,6 +22,7 @@ from llmbackend.core.tensors import Tensor
 
 from .errors import JsonObject, OpenAIError, model_not_found
 from .output_formats import NO_FORMATS, OutputFormats
+from .requests import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
 
 _ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
@@ -33,6 +35,8 @@ LORA_NAMES = "lora_names"
 """The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
 LORA_MODELS = "lora_models"
 """The parameter that lists those of them that are models by their own names, with any separator."""
+_MAX_NAMED = 20
+"""Models that an error lists."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 """The metric in which a model reports the adapters that were loaded at run time, by the label `lora_name`."""
 
@@ -41,6 +45,10 @@ ADAPTERS_FAMILY = "llmbackend:lora_adapters"
 class LanguageModel:
     """What a model that speaks the LLM tensor interface declares."""
 
+    name: str
+    """Of the host's model."""
+    served_names: Sequence[str]
+    """What clients call it, the canonical name first."""
     ranks: Mapping[str, int]
     """Number of dimensions of each input that the model takes and this frontend can send."""
     fingerprint: str
@@ -65,7 +73,8 @@ class LanguageModel:
         usable = {name: len(tensor.shape) for name, tensor in known.items() if name in OPTION_INPUTS or name in prompts}
         fingerprint = f"fp_{metadata.fingerprint}" if metadata.fingerprint else ""
         defaults = orjson.loads(parameters.get(_SAMPLING_DEFAULTS, "{}"))
-        return cls(usable, fingerprint, OutputFormats.of(parameters), defaults)
+        served_names = parameters.get(SERVED_MODEL_NAME, metadata.name).split(",")
+        return cls(metadata.name, served_names, usable, fingerprint, OutputFormats.of(parameters), defaults)
 
     def takes(self, name: str) -> bool:
         return name in self.ranks
@@ -99,10 +108,11 @@ class Target:
 class ModelCatalog:
     """The models that clients may name."""
 
-    def __init__(self, server: Host, lora_separator: str = "") -> None:
+    def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
         """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": adapters have no such
-        name."""
+        name. fingerprint: of all models, instead of their own."""
         self._server = server
+        self._fingerprint = fingerprint
         self._separator = lora_separator
         self._created_s = int(time.time())
         self._known: dict[str, tuple[object, LanguageModel | None]] = {}
@@ -110,14 +120,16 @@ class ModelCatalog:
 
     def names(self) -> list[str]:
         ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
-        served = [name for name in ready if self._language_model(name) is not None]
+        models = [found for name in ready if (found := self._language_model(name)) is not None]
+        served = [served for model in models for served in model.served_names]
         separated = (
-            f"{name}{self._separator}{lora}"
-            for name in served
-            for lora in self._loras(name)
-            if lora not in self._listed(name, LORA_MODELS)
+            f"{model.served_names[0]}{self._separator}{lora}"
+            for model in models
+            for lora in self._loras(model.name)
+            if lora not in self._listed(model.name, LORA_MODELS)
         )
-        return [*served, *separated, *(lora for lora, name in self._adapters().items() if name in served)]
+        known = {model.name for model in models}
+        return [*served, *separated, *(lora for lora, name in self._adapters().items() if name in known)]
 
     def list(self) -> JsonObject:
         lengths = self._context_lengths()
@@ -139,30 +151,36 @@ class ModelCatalog:
             raise self._absent(name)
         if not found.takes(prompt_input):
             raise _lacks(name, prompt_input)
-        return Target(name, lora_name, found)
+        return Target(found.name, lora_name, found)
+
+    def with_model(self, request: GenerationRequest) -> GenerationRequest:
+        """`request`, which may name no model, with the one that it means. Raises OpenAIError as `named`."""
+        return request if request.model else dataclasses.replace(request, model=self.named(None))
 
     def named(self, model: str | None) -> str:
         """The model that a request means: without a name, the only one that is served. Raises OpenAIError."""
         if model is not None:
             return model
-        served = [name for name in self.names() if not self._split(name)[1]]
+        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
+        served = [found.served_names[0] for name in ready if (found := self._language_model(name)) is not None]
         if len(served) == 1:
             return served[0]
-        known = f"this server has {len(served)} models"
+        known = f"this server has {len(served)} models{': ' if served else ''}{', '.join(served[:_MAX_NAMED])}"
         raise OpenAIError(f"missing required field 'model': {known}", param="model", code="missing_required_parameter")
 
     def _split(self, model: str) -> tuple[str, str]:
         """Model and adapter. A model whose own name holds the separator is itself."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
-        if self._language_model(model) is not None:
-            return model, ""
+        if (found := self._language_model(model)) is not None:
+            return found.name, ""
         if (base := self._adapters().get(model)) is not None:
             return base, model
         if not separator:
             return model, ""
         if lora_name not in self._loras(name):
             raise OpenAIError(f"Unknown LoRA: {lora_name}; for model: {name}", param="model")
-        return name, lora_name
+        found = self._language_model(name)
+        return name if found is None else found.name, lora_name
 
     def model_of_adapter(self, lora_name: str) -> str:
         """The model that has an adapter that was loaded at run time. Raises OpenAIError 404."""
@@ -222,6 +240,8 @@ class ModelCatalog:
         read_from, found = self._known.get(name, (None, None))
         if read_from is not metadata.inputs:  # made once per load
             found = LanguageModel.of(metadata, self._server.model_parameters(name))
+            if found is not None and self._fingerprint is not None:
+                found = dataclasses.replace(found, fingerprint=self._fingerprint)
             self._known[name] = metadata.inputs, found
         return found
 
@@ -243,13 +263,15 @@ class ModelCatalog:
     def _describe(self, model: str, context_lengths: Mapping[str, int]) -> JsonObject:
         """`root` is the model that computes: an adapter's is its parent."""
         name, lora_name = self._split(model)
+        found = self._language_model(name)
+        canonical = name if found is None else found.served_names[0]
         return {
             "id": model,
             "object": "model",
             "created": self._created_s,
             "owned_by": self._owner,
-            "root": name,
-            "parent": name if lora_name else None,
+            "root": canonical,
+            "parent": canonical if lora_name else None,
             "max_model_len": context_lengths.get(name),
         }
 

@@ -53,7 +53,7 @@ class RenderEndpoints(OpenAIEndpoints):
 
     async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
         self._gate.check_room()
-        request = await self.parsed(http, parse)
+        request = self._catalog.with_model(await self.parsed(http, parse))
         target = self._catalog.require(request.model, request.prompts[0].name)
         check_fields_taken(request, target)
         plan = plan_answer(request, target)

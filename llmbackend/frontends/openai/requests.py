@@ -21,6 +21,7 @@ from llmbackend.frontends.errors import BodyTooLargeError
 from llmbackend.frontends.http.json_reader import check_depth, check_objects
 from llmbackend.frontends.http.request_body import ENCODINGS, IDENTITY, content_encoding
 from llmbackend.frontends.inference_gate import InferenceGate
+from llmbackend.frontends.protocol_options import RequestDefaults
 
 from ..conversation.tools import ToolUse
 from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
@@ -62,6 +63,7 @@ class GenerationRequest:
     """What a client asked for."""
 
     model: str
+    """ "": the server's only one."""
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
     id_prefix: str
@@ -194,6 +196,20 @@ def _too_large(max_bytes: int) -> OpenAIError:
     )
 
 
+def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
+    """`body` with the operator's values of fields that it leaves out."""
+    added: JsonObject = {}
+    if defaults.return_tokens_as_token_ids and body.get("logprobs") not in (None, False):
+        added["return_tokens_as_token_ids"] = True
+    if body.get("stream") is True:
+        if defaults.stream_interval_tokens > 1:
+            added["stream_interval"] = defaults.stream_interval_tokens
+        options = body.get("stream_options") or {}
+        if defaults.force_include_usage and isinstance(options, dict):
+            body = body | {"stream_options": options | {"include_usage": True}}
+    return {**added, **body}
+
+
 def parse_chat(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
     fields = read(ChatCompletionRequest, body)
@@ -273,7 +289,7 @@ def _request(
     if best_of > 1:
         sampling |= {"n": n, "best_of": best_of}
     return GenerationRequest(
-        model=fields.model,
+        model=fields.model or "",
         prompts=prompts,
         id_prefix="chatcmpl-" if is_chat else "cmpl-",
         prompt_field="messages" if is_chat else "prompt",

@@ -37,6 +37,7 @@ from llmbackend.frontends.journals.resumable_http import (
 )
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.operations.probes import load_headers
+from llmbackend.frontends.protocol_options import NO_DEFAULTS, RequestDefaults
 
 from .answer_plan import AnswerPlan, plan_answer
 from .answer_streams import chunk_writer
@@ -49,7 +50,7 @@ from .lora_endpoints import LoraEndpoints
 from .models import ModelCatalog, Target
 from .prompt_details import PromptFirst, Writer
 from .render_endpoints import RenderEndpoints
-from .requests import GenerationRequest, parse_chat, parse_completion, read_body
+from .requests import GenerationRequest, parse_chat, parse_completion, read_body, with_defaults
 from .responses import Identity, whole_response
 from .responses_api.background import BackgroundResponses
 from .responses_api.conversation_endpoints import ConversationEndpoints
@@ -76,18 +77,20 @@ def create_openai_router(
     store: ResponseStore | None = None,
     sealing_key: SealingKey = FIXED_KEY,
     lora_folder: str = "",
+    fingerprint: str | None = None,
+    defaults: RequestDefaults = NO_DEFAULTS,
 ) -> APIRouter:
     """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
     itself. `gate` and `streams` are those that other frontends of `server` use. store: keeps responses; sealing_key:
     see sealed_reasoning.py."""
     gate = gate or InferenceGate(server)
-    catalog, size = ModelCatalog(server, lora_separator), max_body_bytes
+    catalog, size = ModelCatalog(server, lora_separator, fingerprint), max_body_bytes
     conversations = Conversations(store, gate, size) if store is not None else None
     background = BackgroundResponses(gate, catalog, store, conversations, sealing_key) if store is not None else None
     responses = ResponseCreation(gate, catalog, size, store, conversations, sealing_key, background)
     router = APIRouter()
     for api in (
-        ModelEndpoints(gate, catalog, size, streams or ResumableStreams()),
+        ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults),
         ConversationEndpoints(gate, conversations, size),
         TokenizationEndpoints(gate, catalog, size),
         RenderEndpoints(gate, catalog, size),
@@ -109,9 +112,15 @@ class ModelEndpoints(OpenAIEndpoints):
     """The models, and what each of them answers."""
 
     def __init__(
-        self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int, streams: ResumableStreams
+        self,
+        gate: InferenceGate,
+        catalog: ModelCatalog,
+        max_body_bytes: int,
+        streams: ResumableStreams,
+        defaults: RequestDefaults,
     ) -> None:
         super().__init__(gate, max_body_bytes)
+        self._defaults = defaults
         self._streams = streams
         self._catalog = catalog
 
@@ -141,7 +150,8 @@ class ModelEndpoints(OpenAIEndpoints):
             return await self._come_back(http)
         self._gate.check_room()
         body = await self.body_of(http)
-        request = await self.parsed_body(body, parse)
+        request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
+        request = self._catalog.with_model(request)
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' is 'true', expected only with 'stream': true")
         answer = partial(self._answer, http, request, begin_recording(self._streams, http, body))

@@ -131,7 +131,7 @@ class Sampling(ClosedObject):
 class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     """The fields that the two endpoints share."""
 
-    model: str
+    model: str | None = Field(None, description="Default: the server's only model.")
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Range(0)] | None = Field(

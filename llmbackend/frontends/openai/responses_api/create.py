@@ -7,6 +7,7 @@ client has its end.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -143,7 +144,12 @@ class ResponseCreation(OpenAIEndpoints):
         fields = await self.parsed_body(body, read)
         history = await fetch_history(self._store, self._conversations, fields.wanted, self._gate, _MAX_HISTORY_BYTES)
         cost += history.size_bytes + _HISTORY_ITEM_COST * len(history.items)
-        return await self._gate.decode_in_thread(cost, partial(prepare, fields, history, self._key))
+        prepared = await self._gate.decode_in_thread(cost, partial(prepare, fields, history, self._key))
+        asked = prepared.request.generation
+        if asked.model:
+            return prepared
+        request = dataclasses.replace(prepared.request, generation=self._catalog.with_model(asked))
+        return dataclasses.replace(prepared, request=request)
 
     async def _answer(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None

@@ -178,7 +178,7 @@ def _generation(
     if logprobs is not None:
         sampling["logprobs"] = logprobs.top
     return GenerationRequest(
-        model=fields.model,
+        model=fields.model or "",
         prompts=(messages_tensor(conversation.messages(), options),),
         id_prefix=ID_PREFIX,
         prompt_field="input",

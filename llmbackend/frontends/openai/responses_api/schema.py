@@ -156,7 +156,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
             | {"top_logprobs": _NEEDS_LOGPROBS},
         },
     )
-    model: str
+    model: str | None = Field(None, description="Default: the server's only model.")
     input: Input | None = Field(None, description="May be left out behind a stored response or conversation.")
     instructions: str | None = Field(None, description="The first system message; not stored for later responses.")
     previous_response_id: NonEmpty | None = None

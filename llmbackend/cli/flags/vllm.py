@@ -1,0 +1,156 @@
+"""The flags of `vllm serve` for the server, under vLLM's names and with its meanings.
+
+For: the command line. Does not know: what is done with them. Invariant: each has an effect; those that have none are in
+`inert.py`, those of the engine in `engine.py`. Where Triton has a flag of the same name, Triton's meaning holds
+(--grpc-port).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, ClassVar
+
+import typer
+
+from llmbackend.frontends.protocol_options import ProtocolOptions, RequestDefaults
+from llmbackend.server.hub import CHECKPOINT, CODE, TOKENIZER, HubError, fetch, is_hub_id
+from llmbackend.server.ports import UNIX, Endpoint
+
+from ..command_line import bad_option
+from .endpoints import GrpcFlags, HttpFlags, MetricsFlags
+from .engine import EngineFlags
+
+
+@dataclass(frozen=True)
+class VllmServerFlags:
+    PANEL: ClassVar = "Flags of vllm serve for the server"
+
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with flags by name; those of the command line win over it.")
+    ] = None
+    host: Annotated[str, typer.Option(help="Address of HTTP, gRPC and metrics, where their own flags name none.")] = ""
+    port: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=65535,
+            help="Port of HTTP, for all APIs and /metrics. With it, or with MODEL, gRPC and a port of metrics alone "
+            "are opened only if --grpc-port or --metrics-port is given.",
+        ),
+    ] = None
+    uds: Annotated[Path | None, typer.Option(help="Path of a Unix socket, on which HTTP is served instead.")] = None
+    root_path: Annotated[
+        str, typer.Option(help="Path before all others, where a proxy serves this server under it; for /docs.")
+    ] = ""
+    disable_fastapi_docs: Annotated[
+        bool, typer.Option("--disable-fastapi-docs", help="Serve neither /openapi.json nor /docs.")
+    ] = False
+    enable_request_id_headers: Annotated[
+        bool,
+        typer.Option("--enable-request-id-headers", help="Responses have X-Request-Id: the client's, or a new one."),
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool, typer.Option("--return-tokens-as-token-ids", help="Log probabilities name tokens as token_id:7.")
+    ] = False
+    enable_force_include_usage: Annotated[
+        bool, typer.Option("--enable-force-include-usage", help="Every stream of /v1 ends with its usage.")
+    ] = False
+    stream_interval: Annotated[
+        int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")
+    ] = 1
+    fingerprint_mode: Annotated[
+        str, typer.Option(help="Of system_fingerprint: full or hash (of release and model), custom, or none.")
+    ] = "full"
+    fingerprint_value: Annotated[str, typer.Option(help="With --fingerprint-mode custom.")] = ""
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of a hub id.")] = ""
+    tokenizer_revision: Annotated[str, typer.Option(help="The same of the hub id of --tokenizer.")] = ""
+    download_dir: Annotated[
+        Path | None, typer.Option(help="Folder for files of the hub; default: HF_HUB_CACHE, or HF_HOME/hub.")
+    ] = None
+    hf_token: Annotated[str, typer.Option(help="Token for the hub; default: HF_TOKEN.")] = ""
+
+    def endpoints(
+        self, http: HttpFlags, grpc: GrpcFlags, metrics: MetricsFlags, has_model: bool, is_given: Callable[[str], bool]
+    ) -> dict[str, Endpoint]:
+        """By protocol. has_model: whether the command line has MODEL. is_given: whether it has a flag, by the name of
+        its field. Raises BadParameter."""
+        found = {"HTTP": http.endpoint(), "GRPC": grpc.endpoint(), "metrics": metrics.endpoint(http.http_address)}
+        if self.host:
+            for name, field in (("HTTP", "http_address"), ("GRPC", "grpc_address"), ("metrics", "metrics_address")):
+                if not is_given(field):
+                    found[name] = replace(found[name], address=self.host)
+        if self.port is not None:
+            if is_given("http_port") and http.http_port != self.port:
+                raise bad_option("--port", f"--port is {self.port} and --http-port {http.http_port}: they are one port")
+            found["HTTP"] = replace(found["HTTP"], port=self.port)
+        if self.uds is not None:
+            found["HTTP"] = replace(found["HTTP"], address=f"{UNIX}{self.uds.expanduser().resolve()}", port=0)
+        if self.is_on_one_port(has_model):
+            for name, fields in (("GRPC", ("grpc_port", "allow_grpc")), ("metrics", ("metrics_port", "allow_metrics"))):
+                if not any(is_given(field) for field in fields):
+                    found[name] = replace(found[name], enabled=False)
+        return found
+
+    def applied_to(self, options: ProtocolOptions) -> ProtocolOptions:
+        return replace(
+            options,
+            root_path=self._checked_root_path(),
+            documents_api=not self.disable_fastapi_docs,
+            answers_request_ids=self.enable_request_id_headers,
+            openai_fingerprint=self._fingerprint(),
+            request_defaults=RequestDefaults(
+                return_tokens_as_token_ids=self.return_tokens_as_token_ids,
+                force_include_usage=self.enable_force_include_usage,
+                stream_interval_tokens=self.stream_interval,
+            ),
+        )
+
+    def _fingerprint(self) -> str | None:
+        """None: that of each model."""
+        if self.fingerprint_mode not in ("full", "hash", "custom", "none"):
+            expected = "expected full, hash, custom or none"
+            raise bad_option("--fingerprint-mode", f"--fingerprint-mode is '{self.fingerprint_mode}', {expected}")
+        if (self.fingerprint_mode == "custom") != bool(self.fingerprint_value):
+            message = "--fingerprint-mode custom and --fingerprint-value are expected together"
+            raise bad_option("--fingerprint-value", message)
+        return {"custom": self.fingerprint_value, "none": ""}.get(self.fingerprint_mode)
+
+    def _checked_root_path(self) -> str:
+        path = self.root_path.rstrip("/")
+        if path and not path.startswith("/"):
+            raise bad_option("--root-path", f"--root-path is '{self.root_path}', expected a path that begins with /")
+        return path
+
+    def is_on_one_port(self, has_model: bool) -> bool:
+        """Whether gRPC and a port of metrics alone are opened only if they are asked for."""
+        return has_model or self.port is not None or self.uds is not None
+
+    def fetched(self, model: str, engine: EngineFlags) -> tuple[str, EngineFlags]:
+        """The folder of `model`, fetched from the hub where it is an id, and the flags with that of the tokenizer where
+        its revision is given. Raises BadParameter saying what is missing."""
+        if self.hf_token:
+            os.environ["HF_TOKEN"] = self.hf_token
+        if self.download_dir is not None:
+            os.environ["HF_HUB_CACHE"] = str(self.download_dir.expanduser().resolve())
+        if self.tokenizer_revision:
+            tokenizer = engine.tokenizer or model
+            engine = engine.with_tokenizer(
+                _fetched(tokenizer, "tokenizer-revision", self.tokenizer_revision, TOKENIZER)
+            )
+        code = (CODE,) if engine.trusts_remote_code else ()
+        return _fetched(model, "revision", self.revision, (*CHECKPOINT, *code)), engine
+
+
+def _fetched(source: str, flag: str, revision: str, patterns: Sequence[str]) -> str:
+    if not is_hub_id(source):
+        if revision:
+            flag = f"--{flag}"
+            raise bad_option(flag, f"{flag} is '{revision}', expected only for the id of a hub, not for '{source}'")
+        return source
+    try:
+        return str(fetch(source, revision, patterns))
+    except HubError as error:
+        raise bad_option("MODEL", str(error)) from None

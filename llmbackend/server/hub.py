@@ -1,0 +1,62 @@
+"""Checkpoints of the Hugging Face hub: the files that a server reads of one, downloaded or from the cache.
+
+For: `llmbackend serve ORG/NAME`. Does not know: flags, what is in the files. Invariants: what was downloaded before is
+not downloaded again, and an interrupted download is continued; an error says in one sentence what is missing.
+huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE; it is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+CHECKPOINT: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+TOKENIZER: Final = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Patterns of the files that are read. Code is only read with --trust-remote-code: `*.py`."""
+CODE: Final = "*.py"
+_LEFT_OUT: Final = ("*/*", "consolidated*")
+"""Other forms of the same weights, and files of other programs."""
+_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
+_NOT_IDS: Final = frozenset({"mock"})
+
+
+class HubError(Exception):
+    """The text is for the user."""
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether `model` can only be the id of a hub: it is no path that exists, and has the form of an id."""
+    return model not in _NOT_IDS and _ID.fullmatch(model) is not None and not Path(model).exists()
+
+
+def fetch(model: str, revision: str = "", patterns: Sequence[str] = CHECKPOINT) -> Path:
+    """The folder with the files of a revision ("" = main) that match `patterns`. Raises HubError."""
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"the hub ({constants.ENDPOINT})"
+    try:
+        path = snapshot_download(
+            model, revision=revision or None, allow_patterns=list(patterns), ignore_patterns=list(_LEFT_OUT)
+        )
+    except errors.GatedRepoError:
+        raise HubError(
+            f"'{model}' is gated: accept its terms on {where}, then give a token that may read it "
+            "(HF_TOKEN, --hf-token)"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise HubError(f"'{model}' has no revision '{revision}' on {where}") from None
+    except errors.RepositoryNotFoundError:
+        raise HubError(
+            f"'{model}' is neither a directory here nor a model of {where}, or it is private: check the name, "
+            "or give a token that may read it (HF_TOKEN, --hf-token)"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else f"{where} cannot be reached"
+        raise HubError(
+            f"'{model}' is not a directory here, and not in the cache '{constants.HF_HUB_CACHE}', and {why}"
+        ) from None
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
+        raise HubError(f"'{model}' cannot be fetched from {where}: {str(error).splitlines()[0]}") from None
+    return Path(path)
