@@ -2,7 +2,8 @@
 
 For: `llmbackend serve ORG/NAME`. Does not know: flags, what is in the files. Invariants: a file that was downloaded
 before is not downloaded again, a connection that breaks is taken up where it broke, and an error says in one sentence
-what is missing. huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE; it is imported when it is needed.
+what is missing. huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE; it is imported
+when it is needed.
 """
 
 from __future__ import annotations
