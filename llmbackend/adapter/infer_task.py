@@ -96,6 +96,11 @@ class InferTask:
         return self.infer_request.request_id
 
     @property
+    def lora_name(self) -> str:
+        """As clients know the adapter; "" = none."""
+        return self._adapter.name
+
+    @property
     def client_id(self) -> str:
         """The id that the client gave its request, which need not be unique; "" when it gave none."""
         return self._sender.client_id

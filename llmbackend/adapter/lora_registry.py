@@ -39,11 +39,13 @@ _MAX_READS: Final = 8
 class AdapterHandle:
     """An adapter in use: as long as someone holds it, engines keep the adapter."""
 
-    __slots__ = ("__weakref__", "key")
+    __slots__ = ("__weakref__", "key", "name")
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, name: str = "") -> None:
+        """name: as clients know it; "": the key."""
         self.key = key
         """Its name in engines and in the prefix cache: another one each time that a name is loaded."""
+        self.name = name or key
 
 
 NO_ADAPTER = AdapterHandle("")
@@ -164,7 +166,7 @@ class LoraRegistry:
             if loading is None or not engines:
                 self._copies.remove(copy)
             else:
-                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key), engines
+                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key, loading.name), engines
                 weakref.finalize(loading.handle, self._retire, key, copy).atexit = False
                 self._wanted = {**self._wanted, key: copy}
         if not engines:

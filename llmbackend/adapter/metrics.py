@@ -7,18 +7,23 @@ Invariants: counters of an engine that was restarted go on from where they were;
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, get_args
+from typing import get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
+from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.messages import EngineStats, ModelInfo
 
 from .infer_task import InferTask
 
 _LABELS = ("model", "version")
+_VLLM_LABELS = (*_LABELS, "model_name", "engine")
+"""Of metrics with vLLM's names: vllm_backend's labels, and those of vLLM's own server, which gateways and dashboards
+read: the name that clients use, and the engine's index, here always 0, since the series are of all engines together."""
 _SECONDS_SHORT = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -91,6 +96,10 @@ _HISTOGRAMS = {
     _CHOICES_ASKED: ("Choices asked for of a prompt: the parameter n.", _CHOICES),
 }
 _SUCCESS = "vllm:request_success_total"
+_CACHE_CONFIG = "vllm:cache_config_info"
+_CACHE_LABELS = ("block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "gpu_memory_utilization")
+_LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
+_LORA_REQUESTS = "vllm:lora_requests_info"
 _DEATHS = get_args(DeathKind)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
@@ -137,31 +146,43 @@ class _Unreported:
 class LlmMetrics:
     """The metrics of one model version. `_lock` owns the engines' last snapshots.
 
-    Labels are `model` and `version`, as vllm_backend's. All that tokens change is written once per step.
+    All that tokens change is written once per step.
     """
 
-    def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool = True) -> None:
-        """reports_vllm: whether metrics with vLLM's names are written."""
+    def __init__(
+        self, backend: Backend, model: str, version: int, reports_vllm: bool = True, served_name: str = ""
+    ) -> None:
+        """reports_vllm: whether metrics with vLLM's names are written. served_name: what clients call the model; "":
+        its own name."""
 
-        def family(kind: MetricKind, name: str, *arguments: Any) -> MetricFamily:
-            if not reports_vllm and name.startswith("vllm:"):
+        def family(
+            kind: MetricKind, name: str, description: str, more: Sequence[str] = (), *buckets: Sequence[float]
+        ) -> MetricFamily:
+            if not name.startswith("vllm:"):
+                return backend.metric_family(kind, name, description, (*_LABELS, *more), *buckets)
+            if not reports_vllm:
                 return _Unreported()
-            return backend.metric_family(kind, name, *arguments)
+            return backend.metric_family(kind, name, description, (*_VLLM_LABELS, *more), *buckets)
 
         self._labels = {"model": model, "version": str(version)}
+        self._vllm_labels = {**self._labels, "model_name": served_name or model, "engine": "0"}
+        self._cache_labels: dict[int, dict[str, str]] = {}
+        self._lora_labels: dict[str, str] = {}
         self._users: SeriesUsers = backend.state
         self._users.enter(tuple(self._labels.values()))
         self._lock = threading.Lock()
         self._engines: dict[int, EngineStats] = {}
         self._families: dict[str, MetricFamily] = {}
         for name, description in _GAUGES.items():
-            self._families[name] = family(MetricKind.GAUGE, name, description, _LABELS)
+            self._families[name] = family(MetricKind.GAUGE, name, description)
         for name, description in _COUNTERS.items():
-            self._families[name] = family(MetricKind.COUNTER, name, description, _LABELS)
+            self._families[name] = family(MetricKind.COUNTER, name, description)
         for name, (description, buckets) in _HISTOGRAMS.items():
-            self._families[name] = family(MetricKind.HISTOGRAM, name, description, _LABELS, buckets)
-        self._success = family(
-            MetricKind.COUNTER, _SUCCESS, "Requests that ended, by reason.", (*_LABELS, "finished_reason")
+            self._families[name] = family(MetricKind.HISTOGRAM, name, description, (), buckets)
+        self._success = family(MetricKind.COUNTER, _SUCCESS, "Requests that ended, by reason.", ("finished_reason",))
+        self._cache_config = family(MetricKind.GAUGE, _CACHE_CONFIG, "1: an engine's KV cache.", _CACHE_LABELS)
+        self._lora_requests = family(
+            MetricKind.GAUGE, _LORA_REQUESTS, "Unix time of the last change: adapters with requests.", _LORA_LABELS
         )
         self._restarts = backend.metric_family(
             MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", (*_LABELS, "cause")
@@ -185,9 +206,33 @@ class LlmMetrics:
         else:
             self._adapters.remove(lora_name=name, **self._labels)
 
-    def engine_started(self, engine: int, info: ModelInfo) -> None:
+    def engine_started(self, engine: int, info: ModelInfo, config: EngineConfig) -> None:
         self._set(_LOAD, info.load_s)
+        labels = {**self._vllm_labels, "engine": str(engine), "block_size": str(info.block_size)}
+        labels |= {"num_gpu_blocks": str(info.num_blocks), "cache_dtype": config.kv_cache_dtype}
+        labels |= {name: str(getattr(config, name)) for name in ("enable_prefix_caching", "gpu_memory_utilization")}
+        self._remove_cache_config(engine)
+        self._cache_labels[engine] = labels
+        self._cache_config.set(1, **labels)
         self._kv_blocks.engine_started(engine, info.num_blocks, info.block_size)
+
+    def _remove_cache_config(self, engine: int) -> None:
+        if (labels := self._cache_labels.pop(engine, None)) is not None:
+            self._cache_config.remove(**labels)
+
+    def set_lora_requests(self, running: Collection[str], waiting: Collection[str], max_loras: int) -> None:
+        """The adapters of requests in engines, and of requests that wait for one."""
+        labels = {**self._vllm_labels, "max_lora": str(max_loras)}
+        labels |= {"running_lora_adapters": ",".join(sorted(running))}
+        labels |= {"waiting_lora_adapters": ",".join(sorted(waiting))}
+        if labels != self._lora_labels:
+            self._remove_lora_requests()
+            self._lora_labels = labels
+            self._lora_requests.set(time.time(), **labels)
+
+    def _remove_lora_requests(self) -> None:
+        if self._lora_labels:
+            self._lora_requests.remove(**self._lora_labels)
 
     def engine_stats(self, engine: int, stats: EngineStats, num_queued: int) -> None:
         """One engine's snapshot after a step. num_queued: requests in the model's queue."""
@@ -199,7 +244,8 @@ class LlmMetrics:
         self._update_gauges(engines, num_queued)
         for name, counted in _COUNTED_BY_ENGINES.items():
             if (after := counted(stats)) != (earlier := counted(before)):
-                self._families[name].increment(after - earlier if after > earlier else after, **self._labels)
+                grown = after - earlier if after > earlier else after
+                self._families[name].increment(grown, **self._labels_of(name))
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
         """The engine was stopped and others go on: its requests and blocks are no longer counted."""
@@ -207,6 +253,7 @@ class LlmMetrics:
             self._engines.pop(engine, None)
             engines = list(self._engines.values())
         self._kv_blocks.engine_removed(engine)
+        self._remove_cache_config(engine)
         self._update_gauges(engines, num_queued)
 
     def engine_lost(self, engine: int, cause: DeathKind, num_queued: int) -> None:
@@ -237,17 +284,17 @@ class LlmMetrics:
         """The outputs of a step that have tokens. first_s: arrival to the first token, of those that got it; next_s:
         since the last one, of the others."""
         if first_s:
-            self._first_token.observe_all(first_s, **self._labels)
+            self._first_token.observe_all(first_s, **self._vllm_labels)
         if next_s:
             for family in self._next_token:
-                family.observe_all(next_s, **self._labels)
+                family.observe_all(next_s, **self._vllm_labels)
 
     def finished(self, task: InferTask, reason: str, now_ns: int) -> None:
-        self._success.increment(1, finished_reason=reason, **self._labels)
-        self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._labels)
-        self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._labels)
+        self._success.increment(1, finished_reason=reason, **self._vllm_labels)
+        self._families["vllm:request_prompt_tokens"].observe(task.num_prompt_tokens, **self._vllm_labels)
+        self._families["vllm:request_generation_tokens"].observe(task.num_new_tokens, **self._vllm_labels)
         if task.num_own_choices:
-            self._families[_CHOICES_ASKED].observe(task.num_own_choices, **self._labels)
+            self._families[_CHOICES_ASKED].observe(task.num_own_choices, **self._vllm_labels)
         times = task.times
         self._observe_seconds("vllm:e2e_request_latency_seconds", now_ns - times.exec_start_ns)
         if times.first_token_ns:
@@ -259,10 +306,13 @@ class LlmMetrics:
         if not self._users.leave(tuple(self._labels.values())):
             return
         self._kv_blocks.close()
-        for family in self._families.values():
-            family.remove(**self._labels)
+        self._remove_lora_requests()
+        for engine in list(self._cache_labels):
+            self._remove_cache_config(engine)
+        for name, family in self._families.items():
+            family.remove(**self._labels_of(name))
         for reason in _FINISH_REASONS:
-            self._success.remove(finished_reason=reason, **self._labels)
+            self._success.remove(finished_reason=reason, **self._vllm_labels)
         for cause in _DEATHS:
             self._restarts.remove(cause=cause, **self._labels)
 
@@ -271,11 +321,11 @@ class LlmMetrics:
         for name in _GAUGES:
             self._set(name, 0)
         for name in _COUNTERS:
-            self._families[name].increment(0, **self._labels)
+            self._families[name].increment(0, **self._labels_of(name))
         for name in _HISTOGRAMS:
-            self._families[name].declare(**self._labels)
+            self._families[name].declare(**self._labels_of(name))
         for reason in _FINISH_REASONS:
-            self._success.increment(0, finished_reason=reason, **self._labels)
+            self._success.increment(0, finished_reason=reason, **self._vllm_labels)
         for cause in _DEATHS:
             self._restarts.increment(0, cause=cause, **self._labels)
 
@@ -291,10 +341,13 @@ class LlmMetrics:
         self._set("vllm:kv_cache_usage_perc", usage / max(len(engines), 1))
 
     def _set(self, name: str, value: float) -> None:
-        self._families[name].set(value, **self._labels)
+        self._families[name].set(value, **self._labels_of(name))
 
     def _observe_seconds(self, name: str, duration_ns: int) -> None:
-        self._families[name].observe(duration_ns * 1e-9, **self._labels)
+        self._families[name].observe(duration_ns * 1e-9, **self._labels_of(name))
+
+    def _labels_of(self, name: str) -> dict[str, str]:
+        return self._vllm_labels if name.startswith("vllm:") else self._labels
 
 
 class KvBlockMetrics:

@@ -292,6 +292,7 @@ class ModelInstanceState:
 
     def _on_stats(self, stats: EngineStats) -> None:
         self._metrics.engine_stats(self._engine.index, stats, self._tasks.num_waiting)
+        self._model.report_lora_requests()
         if stats.num_requests_running or stats.num_requests_waiting:
             return
         if leaked := self._tasks.leaked_resources(self._model.assignments()):

@@ -83,7 +83,10 @@ class ModelState:
         check_checkpoint(self.arguments.engine)
         self._sampling_defaults = _sampling_defaults(model.name, schema, self.arguments.engine)
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
-        self.metrics = LlmMetrics(model.backend, model.name, model.version, self.arguments.reports_metrics)
+        names = {key: value.string_value for key, value in model.config.parameters.items()}.get("served_model_name", "")
+        self.metrics = LlmMetrics(
+            model.backend, model.name, model.version, self.arguments.reports_metrics, names.partition(",")[0]
+        )
         self.prefixes = PrefixRouting(self.arguments.engine.enable_prefix_caching)
         self.tasks = TaskMap(self._policies, self.arguments.max_queue_size, self.prefixes.placement)
         self._timer = Timer()
@@ -148,7 +151,7 @@ class ModelState:
         except RuntimeError as error:
             self._placement.leave(engine.config)
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
-        self.metrics.engine_started(engine.index, engine.info)
+        self.metrics.engine_started(engine.index, engine.info, engine.config)
         tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
         from .request_conversion import RequestConverter
 
@@ -275,6 +278,11 @@ class ModelState:
             template_options=_template_options(self.arguments.engine),
             max_logprobs=self._max_logprobs(min(info.vocab_size for info in infos)),
         )
+
+    def report_lora_requests(self) -> None:
+        """On the engine's loop, after a step."""
+        if self.arguments.engine.enable_lora:
+            self.metrics.set_lora_requests(*self.tasks.lora_names(), self.arguments.engine.max_loras)
 
     def _max_logprobs(self, vocab_size: int) -> int:
         most = self.arguments.engine.max_logprobs

@@ -118,6 +118,16 @@ class TaskMap:
         with self._lock:
             return [(task, request_id in self._engine_of) for request_id, task in self._tasks.items()]
 
+    def lora_names(self) -> tuple[set[str], set[str]]:
+        """The adapters of requests in engines, and of requests that wait for one."""
+        running: set[str] = set()
+        waiting: set[str] = set()
+        with self._lock:
+            for request_id, task in self._tasks.items():
+                if name := task.lora_name:
+                    (running if request_id in self._engine_of else waiting).add(name)
+        return running, waiting
+
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:
         """The requests to which their client gave this id, and which `by` may end."""
         with self._lock:

@@ -95,8 +95,8 @@ def test_a_repository_says_whether_vllms_metrics_are_reported(
     try:
         assert LlmHost(server).infer(text_input="hi ").text
         text = generate_latest(server.metrics_registry).decode()
-        assert ('vllm:prompt_tokens_total{model="mock_llm"' in text) == is_reported
-        assert ('vllm:time_to_first_token_seconds_count{model="mock_llm"' in text) == is_reported
+        assert ('vllm:prompt_tokens_total{engine="0",model="mock_llm"' in text) == is_reported
+        assert ('vllm:time_to_first_token_seconds_count{engine="0",model="mock_llm"' in text) == is_reported
         assert 'nv_inference_request_success{model="mock_llm"' in text
     finally:
         assert server.stop(20)
@@ -117,7 +117,7 @@ def test_vllms_sample_model_is_understood(tmp_path: Path, caplog: pytest.LogCapt
             hf_overrides={},
         ).engine
     assert engine.enforce_eager
-    assert "no effect here: disable_log_requests, num_scheduler_steps" in caplog.text
+    assert "disable_log_requests (the log" in caplog.text and "num_scheduler_steps (steps are planned" in caplog.text
     assert "no effect on a CPU: gpu_memory_utilization, max_loras" in caplog.text
 
 

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -274,7 +275,9 @@ def test_a_server_by_the_names_that_clients_have() -> None:
             assert ask(connection, "GET", f"/v2/models/{path}/ready")[0] == 200
         assert ask(connection, "POST", "/v2/models/org%2Fother/generate", {"text_input": "a"})[0] == 404
         assert ask(connection, "GET", "/openapi.json")[0] == 404
-        assert b"vllm:" in ask(connection, "GET", "/metrics")[1]
+        metrics = ask(connection, "GET", "/metrics")[1].decode()
+        assert 'vllm:num_requests_waiting{engine="0",model="m_v1",model_name="org/m:v1",version="1"} 0' in metrics
+        assert re.search(r'^vllm:cache_config_info{block_size="32",.*num_gpu_blocks="\d+"', metrics, re.MULTILINE)
         connection.request("GET", "/v1/models", headers={"X-Request-Id": "mine"})
         assert connection.getresponse().headers["x-request-id"] == "mine"
     finally:

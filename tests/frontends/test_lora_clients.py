@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ import httpx
 import openai
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import save_file
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from tests.helpers.kserve_runner import Running
+from tests.helpers.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +84,26 @@ def test_adapters_by_name_over_tensors_and_as_openai_models(running: Running, cl
         assert (whole.model, whole.choices[0].text) == (model, text)
         chunks = client.completions.create(model=model, prompt=PROMPT, temperature=0, max_tokens=12, stream=True)
         assert "".join(chunk.choices[0].text for chunk in chunks) == text
+
+
+def test_routers_see_which_adapters_have_requests(running: Running) -> None:
+    """As the endpoint picker of the Gateway API inference extension reads it, while streams begin and end."""
+    seen: set[tuple[str, str]] = set()
+
+    def adapters() -> tuple[str, str]:
+        page = httpx.get(f"http://{running.http}/metrics").text
+        [family] = [one for one in text_string_to_metric_families(page) if one.name == "vllm:lora_requests_info"]
+        [sample] = family.samples
+        seen.add((sample.labels["running_lora_adapters"], sample.labels["waiting_lora_adapters"]))
+        return sample.labels["running_lora_adapters"], sample.labels["max_lora"]
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(generate, running, lora_name="doll", max_tokens=60, ignore_eos=True) for _ in range(64)]
+        while not all(answer.done() for answer in answers):
+            adapters()
+    assert all(answer.result().status_code == 200 for answer in answers)
+    assert {running for running, _ in seen} == {"", "doll"}
+    eventually(lambda: adapters() == ("", "8"), 10)
 
 
 def start_with_named_adapters(root: Path, **options: Any) -> InferenceServer:

@@ -131,6 +131,8 @@ class LlmHost:
 
     def metric(self, name: str, **labels: str) -> float | None:
         labels = {"model": MODEL, "version": "1", **labels}
+        if name.startswith("vllm:"):
+            labels = {"model_name": MODEL, "engine": "0", **labels}
         return self.server.metrics_registry.get_sample_value(name, labels)
 
 

@@ -174,7 +174,7 @@ class _Reader(Turns):
 
     def _check_fields(self, block: JsonObject, kind: str, param: str) -> None:
         check_cache_control(block.get("cache_control"), f"{param}.cache_control", self._beta)
-        if kind == "text" and block.get("citations"):
+        if kind == "text" and block.get("citations") not in (None, []):
             self._beta.unserved(f"{param}.citations", "citations name documents, and this server reads none")
         if kind == "tool_use" and (block.get("caller") or {"type": "direct"}) != {"type": "direct"}:
             self._beta.unserved(f"{param}.caller", _NO_SERVER_TOOLS)

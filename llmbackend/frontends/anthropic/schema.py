@@ -10,6 +10,7 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Final,
     Literal,
     NotRequired,  # pydantic takes typing's TypedDict only from Python 3.12 on
 )
@@ -132,7 +133,17 @@ class Metadata(ClosedObject):
     user_id: str | None = Field(None, description="A label, for the access log.")
 
 
+_BUDGET: Final[dict[str, Any]] = {
+    "properties": {"type": {"const": "enabled"}, "budget_tokens": {"type": "integer"}},
+    "required": ["budget_tokens"],
+}
+_NO_BUDGET: Final[dict[str, Any]] = {
+    "properties": {"type": {"enum": ["adaptive", "disabled"]}, "budget_tokens": {"type": "null"}},
+}
+
+
 class Thinking(ClosedObject):
+    model_config = ConfigDict(json_schema_extra={"anyOf": [_BUDGET, _NO_BUDGET]})
     type: Annotated[Literal["enabled", "adaptive", "disabled"], Expected('one of "enabled", "adaptive", "disabled"')]
     budget_tokens: Annotated[int, Range(1)] | None = Field(None, description="With enabled: the most tokens of it.")
     display: Annotated[Literal["summarized", "omitted"], Expected('"summarized" or "omitted"')] | None = Field(

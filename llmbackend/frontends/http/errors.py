@@ -12,7 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
-from typing import Final, Literal
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NotRequired,  # pydantic takes typing's only from Python 3.12 on
+)
 
 import orjson
 from pydantic import with_config
@@ -21,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
-from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
+from typing_extensions import TypedDict
 
 from llmbackend.core.errors import ErrorCode, TritonError
 
@@ -75,6 +80,7 @@ class OpenAIErrorBody(TypedDict):
 class _AnthropicDetails(TypedDict):
     type: str
     message: str
+    details: NotRequired[dict[str, Any]]
 
 
 class AnthropicErrorBody(TypedDict):

@@ -151,15 +151,13 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         defer_build=False,
         json_schema_extra={
             "anyOf": [_HAS_INPUT, *_HAS_HISTORY],
-            "dependentSchemas": needs("stream_options", is_true("stream"))
-            | needs("previous_response_id", {"properties": {"conversation": {"type": "null"}}})
-            | {"top_logprobs": _NEEDS_LOGPROBS},
+            "dependentSchemas": needs("stream_options", is_true("stream")) | {"top_logprobs": _NEEDS_LOGPROBS},
         },
     )
     model: str | None = Field(None, description="Default: the server's only model.")
     input: Input | None = Field(None, description="May be left out behind a stored response or conversation.")
     instructions: str | None = Field(None, description="The first system message; not stored for later responses.")
-    previous_response_id: NonEmpty | None = None
+    previous_response_id: NonEmpty | None = Field(None, description="Not beside conversation.")
     conversation: (
         Annotated[ConversationReference, BeforeValidator(_conversation), WithJsonSchema(_CONVERSATION_SCHEMA)] | None
     ) = None
