@@ -214,14 +214,15 @@ class ArrayInstance(ABC):
     def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int | None) -> None:
         model = self._instance.model.name
         if name not in outputs:
-            raise internal(f"model '{model}' did not give its output '{name}'")
+            raise internal(f"model '{model}' did not return output '{name}'")
         array = outputs[name]
         if array.dtype != self._outputs[name]:
             raise internal(
-                f"model '{model}' gave output '{name}' as {array.dtype}, its configuration says {self._outputs[name]}"
+                f"model '{model}' returned output '{name}' as {array.dtype}, its configuration says "
+                f"{self._outputs[name]}"
             )
         if num_rows is not None and (array.ndim == 0 or len(array) != num_rows):
-            raise internal(f"model '{model}' gave output '{name}' in shape {array.shape}, expected {num_rows} rows")
+            raise internal(f"model '{model}' returned output '{name}' in shape {array.shape}, expected {num_rows} rows")
 
     def _num_rows(self, request: Request) -> int:
         """The batch dimension of the request; 1 for a model that does not batch."""

@@ -141,7 +141,7 @@ class LoadedBackend:
         try:
             self.functions.call("GetBackendAttribute", self, attributes)
         except TritonError as error:
-            log.warning("backend '%s': attributes are ignored: %s", self.name, error.status)
+            log.warning("backend '%s': ignored attributes: %s", self.name, error.status)
             return BackendAttributes()
         return attributes
 
@@ -332,4 +332,4 @@ def _why_not_served(backend: str) -> str:
     if backend not in NOT_SERVED:
         return ""
     installed = ", ".join(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
-    return f" This server does not run {NOT_SERVED[backend]}, its backends are {installed}."
+    return f" This server does not run {NOT_SERVED[backend]}; its backends are {installed}."

@@ -208,7 +208,7 @@ class RedisCache:
 
     def run_insert(self, task: Callable[[], None]) -> None:
         if not self._insert_room.acquire(blocking=False):
-            log.warning("RedisCache: %d insertions wait, one more is dropped", MAX_WAITING_INSERTS)
+            log.warning("RedisCache: %d insertions are waiting; dropping one more", MAX_WAITING_INSERTS)
             return
         future = self._threads.submit(task)
         future.add_done_callback(lambda _: self._insert_room.release())

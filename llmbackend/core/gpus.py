@@ -54,7 +54,7 @@ class HostGpus:
         try:
             return cls(supported_gpus(float(minimum)), float(minimum))
         except ValueError as error:
-            raise invalid_argument(f"the GPUs of this host cannot be told: {error}") from None
+            raise invalid_argument(f"the GPUs of this host cannot be listed: {error}") from None
 
 
 def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tuple[int, ...]:
@@ -97,14 +97,14 @@ def _warn_of_names(wanted: str, order: str, is_one_shown: bool) -> None:
     if wanted and wanted != "-1" and _devices() and not is_one_shown:
         log.warning("%s is '%s', which names none of this host's %d GPUs", VISIBLE_DEVICES, wanted, len(_devices()))
     if order == "FASTEST_FIRST" and len({gpu.compute_capability for gpu in _devices()}) > 1:
-        log.warning("%s is '%s': ids count this host's GPUs in the order of their bus", DEVICE_ORDER, order)
+        log.warning("%s is '%s', but ids follow the order of the GPUs on the bus", DEVICE_ORDER, order)
 
 
 def _parse(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
-        raise ValueError(f"environment variable {STAND_IN} is '{text}', expected GPU ids with commas") from None
+        raise ValueError(f"environment variable {STAND_IN} is '{text}', expected comma-separated GPU ids") from None
 
 
 @cache
@@ -115,7 +115,7 @@ def _devices() -> tuple[DriverGpu, ...]:
     except OSError:
         return ()
     if nvml.nvmlInit_v2():
-        log.warning("the NVIDIA driver does not answer: this host is taken to have no GPU")
+        log.warning("the NVIDIA driver does not answer: assuming that this host has no GPU")
         return ()
     try:
         return driver_gpus(nvml)

@@ -31,7 +31,7 @@ from .server_options import ServerOptions
 log = logging.getLogger(__name__)
 
 LEAKS_METRIC = "llmbackend:core_invariant_breaches_total"
-LEAKS_DESCRIPTION = "Number of times the host found something left behind by requests that are over"
+LEAKS_DESCRIPTION = "Number of times the host found something left behind by finished requests"
 
 
 class LeakLog:
@@ -52,7 +52,7 @@ class LeakLog:
                 self._seen.add((model, version, what))
             if is_new:
                 log.error(
-                    "invariant breached: model '%s' version %d is idle, but has %d %s", model, version, count, what
+                    "invariant violated: model '%s' version %d is idle, but has %d %s", model, version, count, what
                 )
                 self._metric().increment(model=model, version=str(version))
 

@@ -173,7 +173,7 @@ class InferenceServer:
         self.tracing.close()
         if not is_unloaded:
             left = {what: count for what, count in self._versions.leaked_resources().items() if count}
-            log.error("Unloading did not end: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
+            log.error("Models could not be unloaded: %s", ", ".join(f"{count} {what}" for what, count in left.items()))
             return False
         self._poller.join()
         self._backends.close()

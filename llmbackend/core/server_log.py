@@ -189,9 +189,9 @@ class _BoundedHandler(logging.Handler):
         error = sys.exc_info()[1]
         if error is None or (left_out := self._failures.take(cause_of(error))) is None:
             return
-        since = f" ({left_out} more lines since this was last said)" if left_out else ""
+        since = f" ({left_out} more lines since the last report)" if left_out else ""
         with contextlib.suppress(OSError, ValueError):
-            print(f"a line of the log can not be written: {error}{since}", file=sys.stderr, flush=True)
+            print(f"a log line cannot be written: {error}{since}", file=sys.stderr, flush=True)
 
 
 class _FileHandler(_BoundedHandler, logging.FileHandler):

@@ -102,7 +102,7 @@ class SystemMemory:
             try:
                 written = os.pwrite(self._descriptor, data[:MAX_TRANSFER_BYTES], position)
             except OSError as error:  # a sparse file, and no memory left for its holes
-                raise internal(f"can not write to shared memory region '{self._key}': {error.strerror}") from None
+                raise internal(f"cannot write to shared memory region '{self._key}': {error.strerror}") from None
             position += written
             data = data[written:]
 
@@ -114,7 +114,7 @@ class SystemMemory:
         return os.fstat(self._descriptor).st_size >= self._end
 
     def _shrunk(self) -> TritonError:
-        return invalid_argument(f"shared memory region '{self._key}' became smaller since it was registered")
+        return invalid_argument(f"shared memory region '{self._key}' has shrunk since it was registered")
 
 
 def invalid_args(name: str) -> TritonError:

@@ -355,7 +355,7 @@ if pid == 0:
 os.waitpid(pid, 0)
 sender.send(response(answers.get()))
 """
-    assert run(host, execute) == "a response is sent by the model instance's process, not by one that it forked"
+    assert run(host, execute) == "a response must be sent by the model instance's process, not by its child"
 
 
 def test_cancelled_await_cancels_the_inference(host: Host, told: Path) -> None:

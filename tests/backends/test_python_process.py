@@ -357,7 +357,7 @@ def test_execution_env_path_names_an_archive_that_models_share(host: Host, envir
     [
         ("/nowhere/env.tar.gz", "EXECUTION_ENV_PATH '/nowhere/env.tar.gz' does not exist"),
         ("$$TRITON_MODEL_DIRECTORY/1", "has no executable bin/python or bin/python3"),
-        ("$$TRITON_MODEL_DIRECTORY/config.pbtxt", "can not be unpacked"),
+        ("$$TRITON_MODEL_DIRECTORY/config.pbtxt", "cannot be unpacked"),
         ("$$TRITON_MODEL_DIRECTORY/../other", "must not escape from the model directory"),
     ],
 )
@@ -389,7 +389,7 @@ def test_environment_whose_program_does_not_speak_fails_the_load(tmp_path: Path)
 
 
 def test_more_processes_than_the_machine_can_bear_are_refused(host: Host) -> None:
-    with pytest.raises(TritonError, match="asks for 1000 instances, each of which is a process, expected at most"):
+    with pytest.raises(TritonError, match="asks for 1000 instances, each in its own process, expected at most"):
         host.load("m", config(count=1000), answering("1"))
 
 

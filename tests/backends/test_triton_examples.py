@@ -177,7 +177,7 @@ def test_a_configuration_may_leave_out_the_backend_of_a_torchscript_file(tmp_pat
     [
         ("model.graphdef", 'platform: "tensorflow_graphdef"', "'tensorflow'.*does not run TensorFlow graphs"),
         ("model.savedmodel/saved_model.pb", "", "'tensorflow'.*does not run TensorFlow graphs and saved models"),
-        ("model.plan", "", "'tensorrt'.*does not run TensorRT plans, its backends are .*onnxruntime"),
+        ("model.plan", "", "'tensorrt'.*does not run TensorRT plans; its backends are .*onnxruntime"),
         ("model.xml", "", "'openvino'.*does not run OpenVINO models"),
         ("model.bin", 'name: "inception.nosuch"', "unable to find backend library for backend 'nosuch'"),
     ],

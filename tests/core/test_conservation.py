@@ -35,7 +35,7 @@ def test_a_breach_is_logged_and_counted_once(repository: Repository, caplog: pyt
             send(server, "m").responses()
         text = "model 'm' version 1 is idle, but has 2 requests pending in its statistics"
         eventually(lambda: server.check() == [text])
-        assert caplog.text.count(f"invariant breached: {text}") == 1
+        assert caplog.text.count(f"invariant violated: {text}") == 1
         assert f"{METRIC} 1" in render(server.metrics_registry).decode()
         model.statistics.add_pending(-2)
 

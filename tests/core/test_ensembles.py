@@ -642,7 +642,7 @@ def test_a_stream_too_far_ahead_of_its_ensemble_ends_alone_after_what_was_kept(
         assert [values(response) for response in kept] == [[value + 1] for value in range(len(kept))]
         assert 90 < len(kept) <= 102
         assert last.error is not None and last.error.code is ErrorCode.UNAVAILABLE
-        assert "model 'repeat' answers faster than model 'gate' takes it" in last.error.message
+        assert "model 'repeat' responds faster than model 'gate' reads" in last.error.message
         assert one(other) == [8]
 
 

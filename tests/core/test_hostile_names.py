@@ -98,7 +98,7 @@ def test_bad_paths_are_refused_for_what_they_are(echo: Repository) -> None:
             assert len(error.message) < 300
         error = refused(server, "up", {"config": CONFIG, "file:1/a": b"x", "file:1/a/b": b"x"})
         assert error.code is ErrorCode.INTERNAL
-        assert ": file override path '1/a/b' can not be written: " in error.message
+        assert ": file override path '1/a/b' cannot be written: " in error.message
         error = refused(server, "up", {"config": CONFIG, "file:1": b"x"})  # a file where the version should be
         assert error.code is ErrorCode.INVALID_ARG and "at least one version" in error.message
         assert tree(echo.models.parent) == before

@@ -309,7 +309,7 @@ def test_shared_memory_is_for_clients_of_this_machine_unless_the_flag_says_more(
 def test_a_tag_that_would_spoil_the_text_is_refused_at_load(repository: Repository, tag: str) -> None:
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo", f'metric_tags {{ key: "{tag}" value: "x" }}')
-    with serving(repository) as server, pytest.raises(TritonError, match="is no name of a label"):
+    with serving(repository) as server, pytest.raises(TritonError, match="is not a valid label name"):
         server.load_model("m")
 
 

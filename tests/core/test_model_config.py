@@ -118,7 +118,7 @@ def test_old_platform_names_fill_the_backend() -> None:
         (
             'backend: "b" input { name: "X" data_type: TYPE_FP32 dims: 1 } input { name: "X" data_type: TYPE_FP32 '
             "dims: 2 }",
-            "model input 'X' is given twice, and differently",
+            "model input 'X' is given twice with different values",
         ),
         (
             'backend: "b" max_batch_size: 2 dynamic_batching { preferred_batch_size: 4 }',

@@ -97,6 +97,6 @@ def test_a_backend_without_processes_says_so(repository: Repository) -> None:
     repository.backend("echo", ECHO_BACKEND)
     repository.model("m", "echo")
     with serving(repository, "m") as server:
-        with pytest.raises(TritonError, match="backend 'echo' has no process of an instance") as caught:
+        with pytest.raises(TritonError, match="backend 'echo' runs no instance process") as caught:
             server.kill_instance("m", 1, "m_0")
         assert caught.value.code is ErrorCode.UNSUPPORTED

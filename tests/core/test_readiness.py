@@ -76,7 +76,7 @@ def test_a_backend_that_hangs_is_not_ready_and_delays_no_other(
             answers = [pool.submit(server.model_is_ready, "m") for _ in range(8)]
             assert not any(answer.result(timeout=20) for answer in answers)
         assert not server.is_ready()
-        assert server.repository_index()[0].reason == "its backend has not said within 0.1 s whether it is ready"
+        assert server.repository_index()[0].reason == "its backend did not report within 0.1 s whether it is ready"
         assert STAGE.events == ["asked"]  # one thread waits, for any number of askers
         STAGE.kept.clear()
         STAGE.open("answer")

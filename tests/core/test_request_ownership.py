@@ -252,7 +252,7 @@ def test_a_backend_that_can_not_resume_is_not_asked_to(keeping: InferenceServer)
     request.new_response().send(ResponseFlag.FINAL)
     request.release()
     assert [response.delta for response in client.responses()] == [b""]
-    with pytest.raises(TritonError, match="model 'm' can not resume requests") as caught:
+    with pytest.raises(TritonError, match="model 'm' cannot resume requests") as caught:
         send(keeping, "m", id="r", resume=Resume((b"delta",)))
     assert caught.value.code is ErrorCode.UNSUPPORTED
 

@@ -62,7 +62,7 @@ def test_an_output_of_another_shape_than_configured_is_an_error(repository: Repo
     repository.model("m", "shapes", io=io("4", "2, 2"))
     with serving(repository, "m") as server:
         error = send(server, "m", Tensor.of("X", np.zeros(4, np.float32)), parameters={"flat": True}).error()
-        assert error.message == "an output of model 'm' can not be reshaped: expected 2 dimensions, got 1"
+        assert error.message == "an output of model 'm' cannot be reshaped: expected 2 dimensions, got 1"
         assert send(server, "m", Tensor.of("X", np.zeros(4, np.float32))).responses()[0].error is None
 
 

@@ -314,10 +314,8 @@ def test_memory_that_its_client_truncates_costs_that_clients_requests_and_not_th
     for file in (source, target):
         os.truncate(file, 4)
     code, text = refusal(infer, echo, SharedRange("in", 0, 16))
-    assert code is ErrorCode.INVALID_ARG and text.endswith("became smaller since it was registered")
-    assert (
-        infer(echo, None, SharedRange("out", 0, 16)).error().message.endswith("became smaller since it was registered")
-    )
+    assert code is ErrorCode.INVALID_ARG and text.endswith("has shrunk since it was registered")
+    assert infer(echo, None, SharedRange("out", 0, 16)).error().message.endswith("has shrunk since it was registered")
     assert target.stat().st_size == 4  # not made larger by writing
     assert send(echo, "m").responses()[0].error is None
 

@@ -53,4 +53,4 @@ def test_a_log_on_a_full_disk_says_so_once(capsys: pytest.CaptureFixture[str]) -
     for number in range(50):
         log.warning("line %d", number)
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["a line of the log can not be written: [Errno 28] No space left on device"]
+    assert lines == ["a log line cannot be written: [Errno 28] No space left on device"]

@@ -63,7 +63,7 @@ class ModelMetrics:
         elif action == "observe":
             family.observe(value, **labels)
         else:
-            raise invalid_argument(f"a metric can not be told to {action!r}")
+            raise invalid_argument(f"a metric has no action {action!r}")
 
     def value(self, number: int) -> float:
         family, labels = self._metrics[number]

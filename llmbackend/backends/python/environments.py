@@ -91,7 +91,7 @@ class Environments:
                         opened.extractall(folder.path, filter="tar")
                 except (tarfile.TarError, OSError, EOFError) as error:
                     folder.remove()
-                    raise internal(f"{PARAMETER} '{archive}' can not be unpacked: {error}") from None
+                    raise internal(f"{PARAMETER} '{archive}' cannot be unpacked: {error}") from None
                 self._unpacked[key] = folder
             return self._unpacked[key].path
 

@@ -119,7 +119,7 @@ def _check_process_count(model: Model) -> None:
     count = sum(group.count * max(len(group.gpus), 1) for group in groups if not group.passive)
     if count > MAX_PROCESSES:
         raise invalid_argument(
-            f"model '{model.name}' asks for {count} instances, each of which is a process, expected at most "
+            f"model '{model.name}' asks for {count} instances, each in its own process, expected at most "
             f"{MAX_PROCESSES}"
         )
 

@@ -52,7 +52,7 @@ class Outbox:
         try:
             packet = encode(message, parts)
         except OSError:
-            log.exception("a message to a stub process could not be made")
+            log.exception("a message to a stub process could not be encoded")
             return
         with self._lock:
             if not self._is_closed and (self._waiting or not self._send_now(packet)):
@@ -141,7 +141,7 @@ class StubProcess:
             os.close(output_fd)
             self._close_sockets()
             if isinstance(error, OSError | ValueError):
-                raise internal(f"Stub processes can not be started by {fork_server.interpreter}: {error}") from None
+                raise internal(f"Stub processes cannot be started by {fork_server.interpreter}: {error}") from None
             raise
         finally:
             stub_calls.close()
@@ -235,7 +235,7 @@ class StubProcess:
                     with self._progress:
                         self._progress.notify_all()
         except Exception:
-            log.exception("stub process '%s' sent a message that can not be handled; it is killed", self.name)
+            log.exception("stub process '%s' sent a message that cannot be handled; killing it", self.name)
             self.kill()
 
     def _finish(self) -> None:

@@ -190,7 +190,7 @@ class StubServices:
         try:
             self._metrics.change(number, action, value)
         except TritonError as error:  # where possible, the stub has refused it before
-            log.error("a metric of model '%s' can not be changed: %s", self._model.name, error)
+            log.error("a metric of model '%s' cannot be changed: %s", self._model.name, error)
 
     def _on_metric_family(self, question: int, *arguments: Any) -> None:
         self._reply(question, self._metrics.open_family, *arguments)
@@ -216,7 +216,7 @@ class StubServices:
         except TritonError as error:
             answer = (False, error.message)
         except Exception as error:  # a bug; the model must not wait for ever
-            log.exception("a question of model '%s' could not be answered", self._model.name)
+            log.exception("a call of model '%s' to the host failed", self._model.name)
             answer = (False, f"{type(error).__name__}: {error}")
         self._outbox.post(("answer", question, answer, True))
 

@@ -112,7 +112,7 @@ class StubSupervisor:
         except StubRaisedError as error:
             log.error("finalize of instance '%s' failed: %s", self._name, error)
         except TimeoutError:
-            log.error("finalize of instance '%s' took longer than %g s; its process is killed", self._name, timeout_s)
+            log.error("finalize of instance '%s' took longer than %g s; killing its process", self._name, timeout_s)
             stub.process.kill()
         except StubDeadError as error:
             log.error("the process of instance '%s' ended before it was finalized. %s", self._name, error)
@@ -147,8 +147,8 @@ class StubSupervisor:
             self._is_ready = False
             self._down_since_s = time.monotonic()
             self._num_failures = 0 if self._has_served else self._num_failures + 1
-            output = f" The end of its output:\n{stub.process.last_lines}" if stub.process.last_lines else ""
-            log.error("stub process '%s' is not healthy and is started again. %s%s", self._name, cause, output)
+            output = f" Its last output:\n{stub.process.last_lines}" if stub.process.last_lines else ""
+            log.error("stub process '%s' is not healthy; restarting it. %s%s", self._name, cause, output)
             self._start_restarter()
 
     def _start_restarter(self) -> None:
@@ -170,13 +170,13 @@ class StubSupervisor:
             try:
                 self._begin(None)
             except Exception as error:
-                log.error("stub process '%s' could not be started again: %s", self._name, error)
+                log.error("stub process '%s' could not be restarted: %s", self._name, error)
                 with self._changed:
                     self._failure = str(error)
                     self._num_failures += 1
                     self._changed.notify_all()
             else:
-                log.info("stub process '%s' serves again", self._name)
+                log.info("stub process '%s' is serving again", self._name)
                 return
 
     def _not_available(self) -> TritonError:

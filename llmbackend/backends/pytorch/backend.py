@@ -195,7 +195,7 @@ class ModelInstanceState(ArrayInstance):
             tensors = [to_torch(inputs[name], self._device) for name in self._inputs]
             outputs = self._program.run(tensors)
             if len(outputs) < len(self._output_names):
-                raise internal(f"the program gave {len(outputs)} outputs, expected {len(self._output_names)}")
+                raise internal(f"the program returned {len(outputs)} outputs, expected {len(self._output_names)}")
             return {name: to_numpy(output) for name, output in zip(self._output_names, outputs, strict=False)}
 
 

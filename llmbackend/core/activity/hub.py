@@ -157,7 +157,7 @@ class ActivityHub:
                 ("server", len(self._viewers), MAX_VIEWERS),
             ):
                 if count >= most:
-                    raise unavailable(f"the events of this {whose} have {count} viewers, expected at most {most}")
+                    raise unavailable(f"this {whose} has {count} viewers of its events, expected at most {most}")
             if key_name is not None:
                 kinds |= {"requests"}  # they say whose the others' events are
             viewer = Viewer(self, kinds, key_name, wake)

@@ -404,7 +404,7 @@ def _tensor_faults(what: str, tensors: Sequence[ModelInput | ModelOutput], max_b
         if isinstance(tensor, ModelInput) and tensor.format != ModelInput.FORMAT_NONE and len(tensor.dims) != 3:
             yield f"{what} NHWC/NCHW require 3 dims"
         if seen.setdefault(tensor.name, tensor) != tensor:
-            yield f"{what} '{tensor.name}' is given twice, and differently"
+            yield f"{what} '{tensor.name}' is given twice with different values"
         if fault := _tensor_fault(tensor, max_batch_size):
             yield f"{what} '{tensor.name}' {fault}"
 

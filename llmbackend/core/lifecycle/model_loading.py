@@ -336,7 +336,7 @@ def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[st
             if not loader.is_current(source):
                 names[source.name] = None
         except TritonError:
-            log.debug("model '%s' cannot be read; it is read again at the next poll", source.key)
+            log.debug("model '%s' cannot be read; trying again at the next poll", source.key)
     return list(names)
 
 

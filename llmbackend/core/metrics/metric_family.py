@@ -143,7 +143,7 @@ class Family:
 
     def _check_kind(self, action: str, *kinds: MetricKind) -> None:
         if self.kind not in kinds:
-            raise invalid_argument(f"metric '{self.name}' is a {self.kind.value}: can not {action} it")
+            raise invalid_argument(f"metric '{self.name}' is a {self.kind.value}: cannot {action} it")
 
 
 def _checked_bounds(buckets: Sequence[float]) -> tuple[float, ...]:

@@ -180,6 +180,6 @@ def metric_tags(config: ModelConfig) -> Mapping[str, str]:
     for tag in config.metric_tags:
         if not _TAG.fullmatch(tag):
             raise invalid_argument(
-                f"metric tag {tag!a} of model '{config.name}' is no name of a label, expected letters, digits and _"
+                f"metric tag {tag!a} of model '{config.name}' is not a valid label name, expected letters, digits and _"
             )
     return {f"_{tag}": value for tag, value in config.metric_tags.items()}

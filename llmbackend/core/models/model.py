@@ -77,7 +77,7 @@ class _Question:
         """The backend's reason, "" = ready."""
         if self._answered.wait(max(min(self._deadline_s - time.monotonic(), timeout_s), 0.0)):
             return self._reason
-        return f"its backend has not said within {timeout_s:g} s whether it is ready"
+        return f"its backend did not report within {timeout_s:g} s whether it is ready"
 
 
 class Readiness:
@@ -353,7 +353,7 @@ class LoadedModel:
     def _check_resumes(self, request: InferenceRequest) -> None:
         if request.resume is not None and request.resume.deltas and not self.backend.resumes:
             raise unsupported(
-                f"the request can not go on behind its responses so far: model '{self.name}' can not resume requests"
+                f"the request cannot continue after the responses already sent: model '{self.name}' cannot resume requests"
             )
 
     @property

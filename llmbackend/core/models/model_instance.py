@@ -203,7 +203,7 @@ class LoadedInstance:
             try:
                 self._functions.call(WATCH, self, kinds)
             except TritonError as error:
-                log.error("instance '%s' can not be watched: %s", self.name, error.status)
+                log.error("instance '%s' cannot be watched: %s", self.name, error.status)
 
     def describe(self) -> InstanceDescription:
         if not self._is_initialized:
@@ -213,7 +213,7 @@ class LoadedInstance:
                 description: InstanceDescription = self._functions.call(DESCRIBE, self)
                 return description
             except TritonError as error:
-                log.error("instance '%s' can not be described: %s", self.name, error.status)
+                log.error("instance '%s' cannot be described: %s", self.name, error.status)
         channels = () if self._reports else self.model.live_requests.with_instance(self)
         return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
 
@@ -242,7 +242,7 @@ class LoadedInstance:
     def kill(self) -> int:
         """Kills the process that the instance runs in, and returns its id. Raises the backend's TritonError."""
         if not self._functions.has("LLMBACKEND_ModelInstanceKill"):
-            raise unsupported(f"backend '{self._functions.backend}' has no process of an instance that could be killed")
+            raise unsupported(f"backend '{self._functions.backend}' runs no instance process that could be killed")
         pid: int = self._functions.call("LLMBACKEND_ModelInstanceKill", self)
         log.warning("killed process %d of instance '%s' of model '%s'", pid, self.name, self.model.name)
         return pid

@@ -40,9 +40,9 @@ IGNORED_FIELDS: Final[Mapping[str, str]] = {
     "optimization.eager_batching": "a batch grows until an instance is free",
     "optimization.execution_accelerators": "backends run a model with their own framework only",
     "optimization.gather_kernel_buffer_threshold": "inputs are not gathered by a kernel",
-    "optimization.graph": "how far a graph is optimized is a parameter of the backend",
+    "optimization.graph": "the level of graph optimization is a parameter of the backend",
     "optimization.priority": "instances have no priority on their device",
-    "sequence_batching.state.use_growable_memory": "states are kept in ordinary memory",
+    "sequence_batching.state.use_growable_memory": "states are kept in host memory",
     "sequence_batching.state.use_same_buffer_for_input_output": "each state has one buffer, which is replaced",
 }
 """Path of the field → what happens instead. `input_pinned_memory` and `output_pinned_memory` are not among them: Triton

@@ -154,7 +154,7 @@ def _run(instance: LoadedInstance, sample: WarmupSample) -> list[str]:
     deadline_s = time.monotonic() + HANDLES_GRACE_S
     if not all(each.released.wait(max(deadline_s - time.monotonic(), 0)) for each in pending):
         model = instance.model.name
-        log.warning("model '%s' keeps handles of warmup sample '%s' after its response", model, sample.name)
+        log.warning("model '%s' still holds handles of warmup sample '%s' after its response", model, sample.name)
     return [error for each in pending for error in each.errors]
 
 

@@ -343,7 +343,7 @@ def write_files(directory: Path, parameters: LoadParameters) -> None:
             target.write_bytes(content.encode() if isinstance(content, str) else content)
         except (OSError, ValueError) as error:
             cause = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else type(error).__name__
-            raise _bad_file(directory.name, f"'{_shown(relative)}' can not be written: {cause}") from None
+            raise _bad_file(directory.name, f"'{_shown(relative)}' cannot be written: {cause}") from None
 
 
 def _relative(key: str) -> str:

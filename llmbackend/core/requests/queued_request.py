@@ -169,7 +169,7 @@ class QueuedRequest:
 
     def _check_owned(self, action: str) -> None:
         if self._inputs is None:
-            raise invalid_argument(f"{request_tag(self.id)}the request was released, can not {action}")
+            raise invalid_argument(f"{request_tag(self.id)}the request was released, cannot {action}")
 
     def __del__(self) -> None:
         if getattr(self, "_inputs", None) is not None:
@@ -275,7 +275,7 @@ class BackendResponseFactory:
 def _complete_lost(channel: ResponseChannel, what: str, duty: str, turn: SequenceTurn | None = None) -> None:
     """Does for an object that a backend lost what the backend should have done."""
     log.error(
-        "%sthe backend of model '%s' lost its %s without %s it",
+        "%sthe backend of model '%s' dropped its %s without %s it",
         request_tag(channel.request_id),
         channel.owner.name,
         what,

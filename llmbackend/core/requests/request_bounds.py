@@ -117,7 +117,7 @@ def reshaped_inputs(reshapes: Mapping[str, Reshape], inputs: Mapping[str, Tensor
 
 
 def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> str:
-    """Why `dims` can not be seen as `shape`; "" = they can."""
+    """Why `dims` cannot be seen as `shape`; "" = they can."""
     if not shape and not batches:
         return "cannot have empty reshape for non-batching model as scalar tensors are not supported"
     counts = list(shape).count(VARIABLE), list(dims).count(VARIABLE)

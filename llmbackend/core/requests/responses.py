@@ -39,7 +39,7 @@ class ResponseTransforms:
     """What one model version does to its responses: reshape, classification, the time to the first one."""
 
     def __init__(self, config: ModelConfig, directory: Path, first_response: Histogram | None) -> None:
-        """Raises TritonError for a label file that can not be read."""
+        """Raises TritonError for a label file that cannot be read."""
         self._labels = read_labels(config, directory)
         self._reshapes = output_reshapes(config)
         self._batches = config.max_batch_size > 0
@@ -94,7 +94,7 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
             reshapes[tensor.name].apply(tensor) if tensor.name in reshapes else tensor for tensor in response.outputs
         )
     except ValueError as error:
-        raise internal(f"an output of model '{response.model_name}' can not be reshaped: {error}") from None
+        raise internal(f"an output of model '{response.model_name}' cannot be reshaped: {error}") from None
     return msgspec.structs.replace(response, outputs=outputs)
 
 
@@ -103,7 +103,7 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
 
 def read_labels(config: ModelConfig, directory: Path) -> Labels:
     """The label files that the outputs name. Raises TritonError: UNSUPPORTED for one outside of the model's directory,
-    INTERNAL for one that can not be read."""
+    INTERNAL for one that cannot be read."""
     return {
         output.name: _read(config.name, output.name, directory, output.label_filename)
         for output in config.output
@@ -144,7 +144,7 @@ def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Te
     rows = tensor.data.reshape(*(batch or (1,)), -1) if tensor.data.size else np.empty((*(batch or (1,)), 0))
     if (wanted := len(rows) * min(count, rows.shape[-1])) > MAX_CLASSES:
         raise invalid_argument(
-            f"output '{tensor.name}' has {wanted} classes for this request, at most {MAX_CLASSES} are accepted"
+            f"output '{tensor.name}' has {wanted} classes in this request, at most {MAX_CLASSES} are accepted"
         )
     texts = [text for row in rows for text in _classes(row, count, labels)]
     data = np.empty(len(texts), dtype=np.object_)

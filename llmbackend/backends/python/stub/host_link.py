@@ -87,7 +87,7 @@ class HostLink:
         """Blocks while the socket is full. Raises OSError when the host has ended, or when the link belongs to another
         process."""
         if self._is_foreign:
-            raise ForkedProcessError("a response is sent by the model instance's process, not by one that it forked")
+            raise ForkedProcessError("a response must be sent by the model instance's process, not by its child")
         packet = encode(message, parts)
         try:
             with self._sending:

@@ -122,7 +122,7 @@ class PacketReader:
 
 class _PlainValues(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"a message may not hold a {module}.{name}")
+        raise ValueError(f"a message must not contain a {module}.{name}")
 
 
 def _load_plain(pickled: memoryview) -> Any:
@@ -135,7 +135,7 @@ def _load_plain(pickled: memoryview) -> Any:
 def _split(data: memoryview, count: int, skipped: int) -> list[memoryview]:
     """The pickled value and the parts. `skipped`: how many bytes before `data` count for the alignment."""
     if not count or len(data) < count * _SIZE.size:
-        raise ValueError("not a message: it is shorter than it says")
+        raise ValueError("not a message: it is shorter than its header says")
     sizes = [size for (size,) in _SIZE.iter_unpack(data[: count * _SIZE.size])]
     parts, offset = [], _aligned(count * _SIZE.size + skipped) - skipped
     for size in sizes:
@@ -175,6 +175,6 @@ def _contents_of(fd: int) -> memoryview:
     while offset < len(data):
         count = os.preadv(fd, [data[offset:]], offset)
         if not count:
-            raise ValueError("not a message: its memory is shorter than it was")
+            raise ValueError("not a message: its shared memory has shrunk")
         offset += count
     return data

@@ -214,7 +214,7 @@ class InferenceRequest:
 
     def _own_exchange(self, asked_for: str) -> Exchange:
         if self._exchange is None:
-            raise TritonModelException(f"{asked_for} is for a request that this model received, not for one it made")
+            raise TritonModelException(f"{asked_for} applies to requests that this model received, not that it made")
         return self._exchange
 
 

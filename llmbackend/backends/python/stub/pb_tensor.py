@@ -125,7 +125,7 @@ class Tensor:
         """
         if self._datatype == "BF16":
             raise TritonModelException(
-                f"tensor '{self._name}' has type BF16, which numpy has no type for; use to_dlpack()"
+                f"tensor '{self._name}' has type BF16, which numpy does not have; use to_dlpack()"
             )
         if not self._data.flags.writeable:
             self._data = self._data.copy()

@@ -153,12 +153,12 @@ class EnsembleRun:
             outer.make_room()
 
     def _overflow(self, step_request: StepRequest) -> TritonError | None:
-        """The error for a response of that step that can not be kept; None when it can."""
+        """The error for a response of that step that cannot be kept; None when it can."""
         for reader in self._flow.readers_of(step_request.step):
             if self._waiting_bytes[reader.index] >= MAX_WAITING_BYTES:
                 return unavailable(
-                    f"the request was cancelled: model '{step_request.step.model[0]}' answers faster than model "
-                    f"'{reader.model[0]}' takes it, more than {MAX_WAITING_BYTES} bytes were waiting"
+                    f"the request was cancelled: model '{step_request.step.model[0]}' responds faster than model "
+                    f"'{reader.model[0]}' reads, more than {MAX_WAITING_BYTES} bytes were waiting"
                 )
         return None
 
