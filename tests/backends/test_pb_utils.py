@@ -101,7 +101,7 @@ def test_inference_request_has_tritons_arguments_and_refusals() -> None:
     assert (request.model_name(), request.model_version(), request.flags(), request.timeout()) == ("m", 2, 3, 5)
     assert json.loads(request.parameters()) == {"a": 1, "b": True, "c": "x"}
     assert not request.is_cancelled() and request.trace().get_context() is None
-    with pytest.raises(pb_utils.TritonModelException, match="get_response_sender is for a request that this model"):
+    with pytest.raises(pb_utils.TritonModelException, match="get_response_sender applies to requests that this model"):
         request.get_response_sender()
     with pytest.raises(TypeError, match="needs inputs, requested_output_names and model_name"):
         pb_utils.InferenceRequest(model_name="m")
@@ -226,7 +226,7 @@ def test_bfloat16_goes_through_numpy_and_dlpack() -> None:
     back = pb_utils.Tensor.from_dlpack("b", torch.tensor([0.5], dtype=torch.bfloat16))
     assert back.triton_dtype() == 14 and torch.utils.dlpack.from_dlpack(back.to_dlpack()).tolist() == [0.5]
     for tensor_of_either in (tensor, back):
-        with pytest.raises(pb_utils.TritonModelException, match="'b' has type BF16, which numpy has no type for"):
+        with pytest.raises(pb_utils.TritonModelException, match="'b' has type BF16, which numpy does not have"):
             tensor_of_either.as_numpy()
 
 

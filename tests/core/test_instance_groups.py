@@ -160,7 +160,7 @@ def test_a_stand_in_for_the_hosts_gpus_is_read_or_refused(monkeypatch: pytest.Mo
     monkeypatch.setenv("LLMBACKEND_GPUS", "3, 1")
     assert supported_gpus() == (1, 3)
     monkeypatch.setenv("LLMBACKEND_GPUS", "all")
-    with pytest.raises(ValueError, match="LLMBACKEND_GPUS is 'all', expected GPU ids"):
+    with pytest.raises(ValueError, match="LLMBACKEND_GPUS is 'all', expected comma-separated GPU ids"):
         supported_gpus()
     monkeypatch.delenv("LLMBACKEND_GPUS")
     assert set(supported_gpus(99.0)) == set()

@@ -396,7 +396,7 @@ def test_clients_that_register_use_truncate_and_unregister_at_once_leave_nothing
     echo: InferenceServer, new_file: NewFile
 ) -> None:
     files = [new_file(bytes(64)) for _ in range(4)]
-    expected = ("already in manager", "Unable to find", "became smaller", "invalid args")
+    expected = ("already in manager", "Unable to find", "has shrunk", "invalid args")
 
     def client(seed: int) -> list[str]:
         choose, errors = random.Random(seed), []
