@@ -217,10 +217,7 @@ class ArrayInstance(ABC):
             raise internal(f"model '{model}' did not return output '{name}'")
         array = outputs[name]
         if array.dtype != self._outputs[name]:
-            raise internal(
-                f"model '{model}' returned output '{name}' as {array.dtype}, its configuration says "
-                f"{self._outputs[name]}"
-            )
+            raise internal(f"model '{model}' returned output '{name}' as {array.dtype}, expected {self._outputs[name]}")
         if num_rows is not None and (array.ndim == 0 or len(array) != num_rows):
             raise internal(f"model '{model}' returned output '{name}' in shape {array.shape}, expected {num_rows} rows")
 

@@ -186,7 +186,7 @@ def test_an_output_of_another_type_is_an_error_that_says_so(tmp_path: Path) -> N
     save_script(SumAndDifference(), version_directory(tmp_path, "script", config))
     with serving(tmp_path) as server:
         server.load_model("script")
-        with pytest.raises(TritonError, match="returned output 'sum' as float32, its configuration says int32"):
+        with pytest.raises(TritonError, match="returned output 'sum' as float32, expected int32"):
             infer(server, "script", left=row(1), right=row(2))
 
 

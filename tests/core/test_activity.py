@@ -156,7 +156,7 @@ def test_there_are_so_many_viewers_and_no_more() -> None:
     assert refused.value.code is ErrorCode.UNAVAILABLE
     while len(hub._viewers) < hub_module.MAX_VIEWERS:
         opened(hub)
-    with pytest.raises(TritonError, match="of this server have 32 viewers"):
+    with pytest.raises(TritonError, match="this server has 32 viewers"):
         opened(hub)
 
 

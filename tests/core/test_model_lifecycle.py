@@ -321,7 +321,7 @@ def test_a_model_that_does_not_drain_is_named_in_the_log(
         send(server, "m", id="r")
         STAGE.wait("executed r")
         server.unload_model("m")
-        eventually(lambda: "Model 'm' (version 1) is still draining: 1 in-flight inferences" in caplog.text)
+        eventually(lambda: "Model 'm' (version 1) is draining: 1 in-flight inferences" in caplog.text)
         _, request = STAGE.kept.pop()
         request.release()
         eventually(lambda: states(server) == [("1", "UNAVAILABLE", "unloaded")])

@@ -83,9 +83,7 @@ def wait_for_last_request(model: LoadedModel) -> None:
     wait_s = FIRST_DRAIN_LOG_S
     while not model.in_flight.wait_for_zero(wait_s):
         count = model.in_flight.count
-        log.warning(
-            "Model '%s' (version %d) is still draining: %d in-flight inferences", model.name, model.version, count
-        )
+        log.warning("Model '%s' (version %d) is draining: %d in-flight inferences", model.name, model.version, count)
         wait_s = min(2 * wait_s, MAX_DRAIN_LOG_S)
 
 

@@ -353,8 +353,7 @@ class LoadedModel:
     def _check_resumes(self, request: InferenceRequest) -> None:
         if request.resume is not None and request.resume.deltas and not self.backend.resumes:
             raise unsupported(
-                f"the request cannot continue after the responses already sent: model '{self.name}' cannot "
-                "resume requests"
+                f"the request cannot continue after its responses so far: model '{self.name}' cannot resume requests"
             )
 
     @property
