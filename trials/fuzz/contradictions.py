@@ -21,21 +21,30 @@ _LANGUAGES = (
 )
 """Fields that hold the answer to a grammar or a schema."""
 _ABOUT_OTHER_FIELDS = (
+    "allowed_token_ids",
     "background",
     "chat_template",
     "continue_final_message",
+    "documents",
     "function_call",
     "functions",
     "previous_response_id",
     "priority",
+    "reasoning_effort",
+    "suffix",
     "thinking_token_budget",
     "tool_choice",
     "tools",
     "truncate_prompt_tokens",
 )
 """Fields whose value has to fit to others, to the server's flags, to its models or to what it has stored."""
-_FROM_ELSEWHERE = ("redacted_thinking", "tool_result")
+_FROM_ELSEWHERE = ("redacted_thinking", "thinking", "tool_result", "tool_use")
 """Parts of a message's content that have to fit to a former answer."""
+
+_FIELDS_OF_MESSAGES = frozenset(
+    {"role", "content", "name", "tool_calls", "tool_call_id", "function_call", "refusal", "audio", "reasoning_content"}
+)
+"""Others are variables of the chat template, which has to read them."""
 
 
 def take_out(body: dict[str, Any]) -> None:
@@ -49,9 +58,17 @@ def take_out(body: dict[str, Any]) -> None:
     for config in ("text", "output_config"):
         if isinstance(body.get(config), dict):
             body[config].pop("format", None)
+    for item in body.get("input") if isinstance(body.get("input"), list) else []:
+        if isinstance(item, dict):
+            item.pop("encrypted_content", None)
+            item.pop("tools", None)
     for message in body.get("messages") or []:
         if isinstance(message.get("content"), list):
             message["content"] = [part for part in message["content"] if part["type"] not in _FROM_ELSEWHERE] or "x"
+        for name in message.keys() - _FIELDS_OF_MESSAGES:
+            del message[name]
+    if body.get("messages") and body["messages"][-1].get("role") == "assistant":
+        body["messages"].append({"role": "user", "content": "x"})
 
 
 def _plain_format(format: dict[str, Any]) -> dict[str, Any]:
