@@ -46,7 +46,7 @@ class ServerEvent:
         try:
             return json.loads(self.data)
         except (ValueError, RecursionError):
-            raise ApiError(f"the server sent an event that is no JSON: {self.data[:_MAX_SHOWN_CHARACTERS]}") from None
+            raise ApiError(f"the server sent an event that is not JSON: {self.data[:_MAX_SHOWN_CHARACTERS]}") from None
 
 
 class ApiClient:
@@ -60,7 +60,7 @@ class ApiClient:
         self._headers = {"accept": "application/json, text/event-stream"}
         if api_key:
             if not api_key.isascii() or not api_key.isprintable():
-                raise ValueError("the API key holds characters that are not allowed in a header")
+                raise ValueError("the API key contains characters that are not allowed in a header")
             self._headers["authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> Any:

@@ -58,7 +58,7 @@ class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if bool(self.prompt_token_ids) == bool(self.prompt_tokens):
-            raise ValueError("a workload item needs either 'prompt_token_ids' or 'prompt_tokens', and not both")
+            raise ValueError("a workload item needs either 'prompt_token_ids' or 'prompt_tokens', not both")
         if self.prompt_tokens < 0 or self.output_tokens < 1:
             raise ValueError(
                 f"a workload item has prompt_tokens {self.prompt_tokens} and output_tokens {self.output_tokens}, "

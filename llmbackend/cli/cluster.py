@@ -22,25 +22,25 @@ class ClusterFlags:
 
     cluster: Annotated[
         str | None,
-        typer.Option(help="'auto': the first machine of a cluster, or the Ray node that is here; HOST:PORT: join it."),
+        typer.Option(help="'auto': start a cluster, or use this machine's Ray node; HOST:PORT: join a cluster."),
     ] = None
     cluster_bind: Annotated[
-        str, typer.Option(help="This machine's address for the others. The default is for a cluster of one machine.")
+        str, typer.Option(help="This machine's address for the others. The default is a cluster of one machine.")
     ] = LOOPBACK
-    cluster_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of the first machine's Ray, which others join; 0: any.")
-    ] = DEFAULT_PORT
+    cluster_port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the first machine's Ray; 0: any.")] = (
+        DEFAULT_PORT
+    )
     cluster_secrets: Annotated[
-        Path, typer.Option(help="The folder with the cluster's secrets, the same on all machines.")
+        Path, typer.Option(help="Folder of the cluster's secrets, the same on all machines.")
     ] = DEFAULT_SECRETS
-    cluster_cpus: Annotated[
-        int | None, typer.Option(min=0, help="CPUs of this machine for engines. Default: all that it has.")
-    ] = None
-    cluster_gpus: Annotated[
-        int | None, typer.Option(min=0, help="GPUs of this machine for engines. Default: all that it has.")
-    ] = None
+    cluster_cpus: Annotated[int | None, typer.Option(min=0, help="CPUs of this machine for engines. Default: all.")] = (
+        None
+    )
+    cluster_gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of this machine for engines. Default: all.")] = (
+        None
+    )
     cluster_run_folder: Annotated[
-        Path | None, typer.Option(help="Ray's files of this machine; a short path. Default: a folder of this user.")
+        Path | None, typer.Option(help="Folder of Ray's files; a short path. Default: a folder of this user.")
     ] = None
 
     def settings(self) -> ClusterSettings | None:
@@ -72,7 +72,7 @@ def cluster() -> None:
 @app.command(cls=PlainHelpCommand)
 def init(
     folder: Annotated[
-        Path | None, typer.Argument(help="Default: the one of --cluster-secrets.", show_default=False)
+        Path | None, typer.Argument(help="Default: the default of --cluster-secrets.", show_default=False)
     ] = None,
 ) -> None:
     """Make the secrets of a new cluster."""
@@ -88,4 +88,4 @@ def init(
     except ClusterError as error:
         typer.echo(f"cluster init: {error}", err=True)
         raise typer.Exit(1) from error
-    typer.echo(f"made in {made.path}: copy this folder to each machine of the cluster, over a channel you trust")
+    typer.echo(f"created {made.path}: copy this folder to each machine of the cluster over a channel you trust")

@@ -67,7 +67,7 @@ def cluster() -> None:
 
 @app.command(cls=lazy_command(".check.command"))
 def check() -> None:
-    """Would a model load, how would it be computed, and what memory would it take?"""
+    """Check whether a model loads, how it is computed, and how much memory it takes."""
 
 
 @app.command(cls=PlainHelpCommand)
@@ -77,17 +77,17 @@ def bench(
         Path,
         typer.Option(help='JSON list of {"prompt_token_ids": [...] or "prompt_tokens": n, "output_tokens": n}.'),
     ],
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write the plots here, as SVG.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Write plots to this file, as SVG.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests in one step.")] = 64,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest number of requests in a step.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
-    quantization: Annotated[str | None, typer.Option(help="int8 or fp8; by default none.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8 or fp8; default: none.")] = None,
     engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Run again with each optimisation turned off in turn.")
+        bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")
     ] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
@@ -122,10 +122,10 @@ def install_triton_backend(
     directory: Annotated[Path, typer.Argument(help="Triton's --backend-directory.", show_default=False)],
     name: Annotated[str, typer.Option(help='The backend\'s name there; vllm serves backend: "vllm".')] = "llm",
     engine_python: Annotated[
-        str, typer.Option(help="The Python that runs engines (torch, transformers); by default this one.")
+        str, typer.Option(help="The Python that runs engines (torch, transformers); default: this one.")
     ] = "",
 ) -> None:
-    """Put the `llm` backend into NVIDIA's own server, as a python-based backend (docs/inside_triton.md)."""
+    """Install the `llm` backend into NVIDIA's Triton, as a python-based backend (docs/inside_triton.md)."""
     from ..adapter.inside_triton.install import install
 
     try:

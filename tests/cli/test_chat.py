@@ -111,7 +111,7 @@ def test_a_conversation_on_a_terminal(openai_url: str, tmp_path: Path) -> None:
         terminal.wait_for(">>> ")
         terminal.send(CTRL_D)
         assert terminal.end() == 0
-        assert "There is no command /nope" in terminal.shown
+        assert "Unknown command /nope" in terminal.shown
         assert "4 answers, " in terminal.shown
     saved = json.loads((tmp_path / "talk.json").read_text())
     assert saved["system"] == "Be brief."

@@ -132,7 +132,7 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
         (["--tokenizer", "/no/such"], "--tokenizer is '/no/such', which does not exist"),
         (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected a file that exists, or a Jinja"),
         (["--lora-modules", "x"], "--lora-modules is 'x', expected NAME=PATH"),
-        (["--lora-folder", "/nowhere"], "--lora-folder is '/nowhere', expected a folder that exists"),
+        (["--lora-folder", "/nowhere"], "--lora-folder is '/nowhere', expected an existing folder"),
         (["--lora-modules", "a=b"], "--lora-modules is set, expected --enable-lora with it"),
         (["--enable-l"], "--enable-l is ambiguous, expected one of --enable-log-requests, --enable-lora"),
         (["--request-timeout-s", "-1"], "--request-timeout-s is '-1', expected a number of seconds above 0"),

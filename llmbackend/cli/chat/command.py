@@ -33,17 +33,17 @@ _EXIT_INTERRUPTED = 130
 def chat(
     question: Annotated[
         list[str] | None,
-        typer.Argument(help="Asked once, for a plain answer; - stands for standard input.", show_default=False),
+        typer.Argument(help="Ask once and print the plain answer; - reads standard input.", show_default=False),
     ] = None,
     url: Annotated[
         str, typer.Option(envvar="OPENAI_BASE_URL", help="OpenAI-compatible server.")
     ] = "http://127.0.0.1:8000/v1",
-    model: Annotated[str, typer.Option(help="Default: the only one of the server, else you are asked.")] = "",
+    model: Annotated[str, typer.Option(help="Default: the server's only model, or asked for.")] = "",
     api_key: Annotated[
-        str, typer.Option(envvar="OPENAI_API_KEY", help="The variable hides it from other users.", show_default=False)
+        str, typer.Option(envvar="OPENAI_API_KEY", help="The variable is hidden from other users.", show_default=False)
     ] = "",
     system: Annotated[str, typer.Option(help="System message.")] = "",
-    timeout_s: Annotated[float, typer.Option(min=1, help="How long the server may send nothing, seconds.")] = 600.0,
+    timeout_s: Annotated[float, typer.Option(min=1, help="Longest silence of the server, seconds.")] = 600.0,
     temperature: Annotated[float | None, typer.Option(min=0, rich_help_panel=_SAMPLING)] = None,
     top_p: Annotated[float | None, typer.Option(min=0, max=1, rich_help_panel=_SAMPLING)] = None,
     top_k: Annotated[
@@ -93,7 +93,7 @@ def _question(words: list[str]) -> str:
     parts = [_standard_input() if word == "-" else word for word in words]
     text = "\n\n".join(parts) if "-" in words else " ".join(parts)
     if not text.strip():
-        raise ValueError("the question is empty: give it as an argument, or on standard input")
+        raise ValueError("the question is empty: give it as an argument or on standard input")
     return text
 
 
@@ -104,13 +104,13 @@ def _standard_input() -> str:
     try:
         return data.decode().strip()
     except UnicodeDecodeError as error:
-        raise ValueError(f"standard input is no UTF-8 text: {error}") from None
+        raise ValueError(f"standard input is not UTF-8: {error}") from None
 
 
 def _choose_model(client: ApiClient, may_ask: bool) -> str:
     names = model_names(client)
     if not names:
-        raise ApiError(f"{client.url} serves no model that can chat")
+        raise ApiError(f"{client.url} serves no chat model")
     if len(names) == 1:
         return names[0]
     if not may_ask:
@@ -123,9 +123,9 @@ def _choose_model(client: ApiClient, may_ask: bool) -> str:
 def _advised(error: Exception) -> str:
     text = str(error)
     if text.startswith("no server at"):
-        return f"{text}.\nStart one with `llmbackend serve --model DIRECTORY`, or name another one with --url."
+        return f"{text}.\nStart one with `llmbackend serve --model DIRECTORY`, or give another server's --url."
     if isinstance(error, ApiError) and error.status in (401, 403):
-        return f"{text}\nGive a key in the variable OPENAI_API_KEY, or with --api-key."
+        return f"{text}\nSet the variable OPENAI_API_KEY, or give --api-key."
     if isinstance(error, ApiError) and error.status == 404 and "/models:" in text:
         return f"{text}\nIs the path of --url right? OpenAI-compatible servers have it at /v1."
     return text
@@ -145,7 +145,7 @@ def _answer_once(conversation: Conversation, question: str) -> None:
     screen.end_of_line() if is_terminal else print(flush=True)
     answer = conversation.answers[-1] if conversation.answers else None
     if answer is not None and answer.finish_reason == "length":
-        typer.echo("chat: the answer was cut: no more tokens were allowed", err=True)
+        typer.echo("chat: the answer was cut off at the token limit", err=True)
 
 
 def _talk(conversation: Conversation) -> None:

@@ -44,7 +44,7 @@ class Commands:
         name, _, argument = line.partition(" ")
         command = COMMANDS.get(name)
         if command is None:
-            self._screen.error(f"There is no command {name}: /help lists them. A question may begin with //.")
+            self._screen.error(f"Unknown command {name}: see /help. Type // to begin a question with /.")
             return None
         try:
             return command.run(self, argument.strip())
@@ -73,7 +73,7 @@ class Commands:
     def model(self, name: str) -> None:
         names = model_names(self._conversation.client)
         if name and name not in names:
-            raise CommandError(f"There is no model '{name}' here, but {', '.join(names)}.")
+            raise CommandError(f"There is no model '{name}'; the server has {', '.join(names)}.")
         self._conversation.model = name or self._conversation.model
         for each in [name] if name else names:
             self._screen.note(f"{'*' if each == self._conversation.model else ' '} {each}")
@@ -81,7 +81,7 @@ class Commands:
     def retry(self, _argument: str) -> str:
         question = self._conversation.take_back()
         if not question:
-            raise CommandError("There is no question to ask again.")
+            raise CommandError("There is no question to repeat.")
         return question
 
     def stats(self, _argument: str) -> None:
@@ -110,9 +110,9 @@ class Commands:
             with path.open("w" if path in self._own_files else "x", encoding="utf-8") as file:
                 file.write(text)
         except FileExistsError:
-            raise CommandError(f"{path} exists, and was not written by this chat: choose another name.") from None
+            raise CommandError(f"{path} exists and was not written by this chat: choose another name.") from None
         except (OSError, UnicodeError) as error:
-            raise CommandError(f"{path} can not be written: {error}") from None
+            raise CommandError(f"{path} cannot be written: {error}") from None
         self._own_files.add(path)
         self._screen.note(f"{len(self._conversation.messages)} messages are in {path}.")
 
@@ -145,13 +145,13 @@ def _read(path: Path) -> tuple[str, list[Message]]:
             raise CommandError(f"{path} has more than {_MAX_FILE_BYTES} bytes.")
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandError(f"{path} can not be read: {error.strerror}.") from None
+        raise CommandError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError) as error:
-        raise CommandError(f"{path} is no conversation: {error}") from None
+        raise CommandError(f"{path} is not a conversation: {error}") from None
     system = document.get("system", "") if isinstance(document, dict) else None
     messages = document.get("messages") if isinstance(document, dict) else None
     if not isinstance(system, str) or not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise CommandError(f'{path} is no conversation: expected {{"system", "messages": [{{"role", "content"}}]}}')
+        raise CommandError(f'{path} is not a conversation: expected {{"system", "messages": [{{"role", "content"}}]}}')
     return system, messages
 
 
@@ -166,12 +166,12 @@ def _is_message(value: object) -> bool:
 
 COMMANDS: Final[Mapping[str, _Command]] = {
     "/help": _Command(Commands.help, "", "this list"),
-    "/clear": _Command(Commands.clear, "", "forget what was said"),
+    "/clear": _Command(Commands.clear, "", "clear the conversation"),
     "/system": _Command(Commands.system, "[TEXT]", 'show or set the system message; "" removes it'),
-    "/model": _Command(Commands.model, "[NAME]", "list the server's models, or go on with another one"),
+    "/model": _Command(Commands.model, "[NAME]", "list the server's models, or switch to another one"),
     "/retry": _Command(Commands.retry, "", "ask the last question again"),
     "/save": _Command(Commands.save, "FILE", "write the conversation, as JSON"),
-    "/load": _Command(Commands.load, "FILE", "go on from a conversation that was saved"),
+    "/load": _Command(Commands.load, "FILE", "continue a saved conversation"),
     "/stats": _Command(Commands.stats, "", "tokens and speed of this session"),
     "/quit": _Command(Commands.quit, "", "end the chat, as Ctrl+D does"),
 }

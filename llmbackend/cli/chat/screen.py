@@ -115,7 +115,7 @@ def summary(answer: Answer) -> str:
         parts.append(f"{answer.tokens_per_s:.1f} tokens/s")
     parts.append(f"first token after {answer.ttft_s * 1e3:.0f} ms")
     if answer.finish_reason == "length":
-        parts.append("cut: no more tokens were allowed")
+        parts.append("cut off at the token limit")
     elif answer.finish_reason not in ("stop", ""):
         parts.append(f"ended by {answer.finish_reason}")
     elif not answer.finish_reason:

@@ -40,7 +40,7 @@ class CheckFlags:
 @app.command(cls=PlainHelpCommand)
 @takes_flag_groups
 def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> None:
-    """Would a model load, how would it be computed, and what memory would it take? Reads no weights."""
+    """Check whether a model loads, how it is computed, and how much memory it takes. Reads no weights."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     repository, names, flag_model = _models(flags.target, engine)
     options = ServerOptions(

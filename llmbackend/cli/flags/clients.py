@@ -33,20 +33,20 @@ class AccessFlags:
 
     PANEL: ClassVar = "Keys, TLS, restrictions"
 
-    api_key: Annotated[list[str] | None, typer.Option("--api-key", help="A key that opens the server; repeatable.")] = (
-        None
-    )
+    api_key: Annotated[
+        list[str] | None, typer.Option("--api-key", help="API key that clients may use; repeatable.")
+    ] = None
     api_key_file: Annotated[
         Path | None,
-        typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; read again."),
+        typer.Option(help="File of name:key [role=operator] [rpm=N] [tpm=N] [concurrency=N] lines; reread on changes."),
     ] = None
-    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute of a key; 0 = no limit.")] = 0
-    api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute of a key; 0 = no limit.")] = 0
+    api_key_rpm: Annotated[int, typer.Option(min=0, help="Prompts per minute and key; 0 = no limit.")] = 0
+    api_key_tpm: Annotated[int, typer.Option(min=0, help="Tokens per minute and key; 0 = no limit.")] = 0
     api_key_max_concurrent_requests: Annotated[
-        int, typer.Option(min=0, help="Inferences of a key at once; 0 = its share, so that no key takes all.")
+        int, typer.Option(min=0, help="Concurrent inferences per key; 0 = a fair share.")
     ] = 0
     share_caches_between_api_keys: Annotated[
-        Any, switch("--share-caches-between-api-keys", "A key finds prefixes and responses computed for others.")
+        Any, switch("--share-caches-between-api-keys", "Share cached prefixes and responses between keys.")
     ] = False
     http_restricted_api: Annotated[
         list[str] | None,
@@ -58,20 +58,16 @@ class AccessFlags:
     ] = None
     ssl_certfile: Annotated[Path | None, typer.Option(help="HTTP: certificate (PEM); turns TLS on.")] = None
     ssl_keyfile: Annotated[Path | None, typer.Option(help="HTTP: the certificate's key (PEM).")] = None
-    ssl_ca_certs: Annotated[Path | None, typer.Option(help="HTTP: what client certificates are checked against.")] = (
-        None
-    )
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="HTTP: CA that client certificates must come from.")] = None
     ssl_cert_reqs: Annotated[
         int,
-        typer.Option(min=0, max=2, help="HTTP: client certificates: 0 = not asked for, 1 = optional, 2 = required."),
+        typer.Option(min=0, max=2, help="HTTP: client certificates: 0 = not requested, 1 = optional, 2 = required."),
     ] = 0
     grpc_use_ssl: Annotated[Any, switch("--grpc-use-ssl", "gRPC: TLS.")] = False
-    grpc_use_ssl_mutual: Annotated[Any, switch("--grpc-use-ssl-mutual", "gRPC: TLS, clients need a certificate.")] = (
-        False
-    )
+    grpc_use_ssl_mutual: Annotated[Any, switch("--grpc-use-ssl-mutual", "gRPC: TLS with client certificates.")] = False
     grpc_server_cert: Annotated[Path | None, typer.Option(help="gRPC: certificate (PEM).")] = None
     grpc_server_key: Annotated[Path | None, typer.Option(help="gRPC: the certificate's key (PEM).")] = None
-    grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: what client certificates are checked against.")] = (
+    grpc_root_cert: Annotated[Path | None, typer.Option(help="gRPC: CA that client certificates must come from.")] = (
         None
     )
     ssl_ciphers: Annotated[str, typer.Option(help="HTTP: ciphers of TLS 1.2 and below, in OpenSSL's form.")] = ""
@@ -141,17 +137,17 @@ class LimitFlags:
     max_concurrent_requests: Annotated[
         int,
         _count(
-            "Inferences at once, over all protocols; more get 429.",
+            "Concurrent inferences over all protocols; more get 429.",
             names=("--max-concurrent-requests", "--max-num-queued-reqs"),
         ),
     ] = _INFERENCE.max_concurrent_requests
-    max_stream_buffer_bytes: Annotated[int, _count("What may wait for one slow client; more cancels its request.")] = (
-        _INFERENCE.max_stream_buffer_bytes
-    )
-    max_body_memory_bytes: Annotated[int, _count("HTTP bodies that arrive at once, all together; more get 503.")] = (
+    max_stream_buffer_bytes: Annotated[
+        int, _count("Bytes that may wait for a slow client; more cancels its request.")
+    ] = _INFERENCE.max_stream_buffer_bytes
+    max_body_memory_bytes: Annotated[int, _count("Bytes of all HTTP bodies being received; more get 503.")] = (
         _INFERENCE.max_body_memory_bytes
     )
-    http_max_connections: Annotated[int, _count("HTTP connections at once; more get 429.")] = _HTTP.max_connections
+    http_max_connections: Annotated[int, _count("Concurrent HTTP connections; more get 429.")] = _HTTP.max_connections
     http_max_connections_per_peer: Annotated[
         int, _count("HTTP connections from one address; more get 429; 0 = any.", 0)
     ] = _HTTP.max_connections_per_peer
@@ -159,53 +155,53 @@ class LimitFlags:
         list[str] | None,
         typer.Option(
             "--trusted-proxies",
-            help="Addresses and networks that --http-max-connections-per-peer does not hold for; repeatable.",
+            help="Addresses and networks that --http-max-connections-per-peer does not limit; repeatable.",
         ),
     ] = None
     http_max_header_bytes: Annotated[
         int,
         _count(
-            "Longest header of a request, bytes.", 1024, ("--http-max-header-bytes", "--h11-max-incomplete-event-size")
+            "Largest header of a request, bytes.", 1024, ("--http-max-header-bytes", "--h11-max-incomplete-event-size")
         ),
     ] = _HTTP.max_header_bytes
     http_max_headers: Annotated[
         int, _count("Most header fields of a request.", names=("--http-max-headers", "--h11-max-header-count"))
     ] = _HTTP.max_headers
-    http_max_url_bytes: Annotated[int, _count("Longest URL.", 256)] = _HTTP.max_url_bytes
-    http_header_timeout: Annotated[float, _seconds("For a request's header to arrive")] = _HTTP.header_timeout_s
-    http_body_timeout: Annotated[float, _seconds("Without a byte of a request's body")] = _HTTP.body_timeout_s
+    http_max_url_bytes: Annotated[int, _count("Longest URL, bytes.", 256)] = _HTTP.max_url_bytes
+    http_header_timeout: Annotated[float, _seconds("Time to receive a request's header")] = _HTTP.header_timeout_s
+    http_body_timeout: Annotated[float, _seconds("Time without a byte of a request's body")] = _HTTP.body_timeout_s
     http_min_body_bytes_per_s: Annotated[
-        int, _count("Average rate at which a body must arrive, bytes per second; 0 = any.", 0)
+        int, _count("Slowest average rate of a body, bytes per second; 0 = any.", 0)
     ] = _HTTP.min_body_bytes_per_s
-    http_keep_alive_timeout: Annotated[float, _seconds("Without a request")] = _HTTP.keep_alive_s
-    write_timeout: Annotated[float, _seconds("Without a byte taken by a client that has some to take")] = (
+    http_keep_alive_timeout: Annotated[float, _seconds("Time without a request")] = _HTTP.keep_alive_s
+    write_timeout: Annotated[float, _seconds("Time in which a client reads nothing of what is waiting")] = (
         _HTTP.write_timeout_s
     )
     grpc_max_input_size: Annotated[int, _count("Largest gRPC message of a client, bytes.")] = _GRPC.max_input_size_bytes
-    grpc_max_connections: Annotated[int, _count("gRPC connections at once.")] = _GRPC.max_connections
-    grpc_max_concurrent_streams: Annotated[int, _count("RPCs at once on one connection.")] = (
+    grpc_max_connections: Annotated[int, _count("Concurrent gRPC connections.")] = _GRPC.max_connections
+    grpc_max_concurrent_streams: Annotated[int, _count("Concurrent RPCs per connection.")] = (
         _GRPC.max_streams_per_connection
     )
-    grpc_keepalive_time: Annotated[int, _count("Silence before the server pings a client, ms.")] = (
-        _GRPC.keepalive_time_ms
+    grpc_keepalive_time: Annotated[int, _count("Interval of the server's pings, ms.")] = _GRPC.keepalive_time_ms
+    grpc_keepalive_timeout: Annotated[int, _count("Longest wait for the answer to a ping, ms.")] = (
+        _GRPC.keepalive_timeout_ms
     )
-    grpc_keepalive_timeout: Annotated[int, _count("Wait for the answer to a ping, ms.")] = _GRPC.keepalive_timeout_ms
     grpc_keepalive_permit_without_calls: Annotated[int, typer.Option(min=0, max=1, help="1: ping idle clients.")] = int(
         _GRPC.keepalive_permit_without_calls
     )
-    grpc_http2_max_pings_without_data: Annotated[int, _count("Server's pings without data between them.", 0)] = (
+    grpc_http2_max_pings_without_data: Annotated[int, _count("Pings of the server without data in between.", 0)] = (
         _GRPC.http2_max_pings_without_data
     )
     grpc_http2_min_recv_ping_interval_without_data: Annotated[
-        int, _count("Client's pings more often are bad, ms.", 0)
+        int, _count("Shortest interval of a client's pings, ms.", 0)
     ] = _GRPC.http2_min_recv_ping_interval_without_data_ms
-    grpc_http2_max_ping_strikes: Annotated[int, _count("Bad pings before the connection is closed; 0 = any.", 0)] = (
-        _GRPC.http2_max_ping_strikes
-    )
-    grpc_max_connection_age: Annotated[int, _count("Longest life of a connection, ms; 0 = for ever.", 0)] = (
+    grpc_http2_max_ping_strikes: Annotated[
+        int, _count("Too frequent pings until the connection is closed; 0 = any.", 0)
+    ] = _GRPC.http2_max_ping_strikes
+    grpc_max_connection_age: Annotated[int, _count("Longest life of a connection, ms; 0 = no limit.", 0)] = (
         _GRPC.max_connection_age_ms
     )
-    grpc_max_connection_age_grace: Annotated[int, _count("What its RPCs get after that, ms; 0 = for ever.", 0)] = (
+    grpc_max_connection_age_grace: Annotated[int, _count("Time to finish RPCs after that, ms; 0 = no limit.", 0)] = (
         _GRPC.max_connection_age_grace_ms
     )
 
@@ -262,17 +258,17 @@ class StoreFlags:
         typer.Option(min=1, help="Seconds that a response is kept. Default: an hour in memory, 30 days elsewhere."),
     ] = None
     response_store_max_bytes: Annotated[
-        int, typer.Option(min=1 << 20, help="What all responses may hold; beyond it the oldest go.")
+        int, typer.Option(min=1 << 20, help="Bytes of all responses; the oldest are deleted.")
     ] = IN_MEMORY.max_bytes
     response_store_max_per_key: Annotated[
-        int, typer.Option(min=1, help="Responses of one API key, or of all clients without keys; the oldest go.")
+        int, typer.Option(min=1, help="Responses per API key, or of all clients without keys; the oldest are deleted.")
     ] = IN_MEMORY.max_responses_per_key
     resume_grace: Annotated[
-        float, typer.Option(min=0, help="Seconds that a resumable stream goes on without a client.")
+        float, typer.Option(min=0, help="Seconds that a resumable stream continues without a client.")
     ] = IN_MEMORY.resume_grace_s
     idempotency_ttl: Annotated[
         float,
-        typer.Option(min=0, help="Seconds that the answer to a request with an Idempotency-Key is kept; 0 = never."),
+        typer.Option(min=0, help="Seconds that the answer to an Idempotency-Key is kept; 0 = not at all."),
     ] = IN_MEMORY.idempotency.ttl_s
 
     def settings(self) -> StoreSettings:

@@ -28,7 +28,7 @@ from llmbackend.server.ports import Endpoint
 
 from ..command_line import bad_option, switch
 
-_REUSE = "Several servers may listen on the port, if each has this flag."
+_REUSE = "Let several servers listen on the port; each needs this flag."
 
 
 def _port(help_text: str) -> Any:
@@ -44,7 +44,7 @@ class HttpFlags:
     http_port: Annotated[int, _port("Port of HTTP")] = 8000
     reuse_http_port: Annotated[Any, switch("--reuse-http-port", _REUSE)] = False
     http_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body, bytes.")] = 64 << 20
-    openai_max_input_size: Annotated[int, typer.Option(min=1, help="The same for /v1 alone, bytes.")] = 4 << 20
+    openai_max_input_size: Annotated[int, typer.Option(min=1, help="Largest request body of /v1, bytes.")] = 4 << 20
 
     def endpoint(self) -> Endpoint:
         return Endpoint(self.http_address, self.http_port, self.allow_http, self.reuse_http_port)
@@ -82,7 +82,7 @@ class SharedMemoryFlags:
     PANEL: ClassVar = "Shared memory"
 
     allow_client_shm: Annotated[
-        Any, switch("--allow-client-shm", "Clients may register shared memory; default: if only loopback is served.")
+        Any, switch("--allow-client-shm", "Let clients register shared memory; default: if only loopback is served.")
     ] = None
 
     def allowed(self, *endpoints: Endpoint) -> bool:
@@ -97,28 +97,28 @@ class ProtocolFlags:
     PANEL: ClassVar = "Protocols"
 
     http_header_forward_pattern: Annotated[
-        str, typer.Option(help="RE2 pattern, any case: HTTP headers that /infer hands to the model.")
+        str, typer.Option(help="RE2 pattern (any case) of HTTP headers that /infer passes to the model.")
     ] = ""
     grpc_header_forward_pattern: Annotated[
-        str, typer.Option(help="RE2 pattern, any case: gRPC metadata that inference hands to the model.")
+        str, typer.Option(help="RE2 pattern (any case) of gRPC metadata that inference passes to the model.")
     ] = ""
     grpc_infer_response_compression_level: Annotated[
         str, typer.Option(help="Compression of inference responses: none, low, medium or high.")
     ] = "none"
     allow_fault_injection: Annotated[
-        Any, switch("--allow-fault-injection", "Operators may kill engines over HTTP (docs/operations.md).")
+        Any, switch("--allow-fault-injection", "Let operators kill engines over HTTP (docs/operations.md).")
     ] = False
     reuse_grpc_port: Annotated[Any, switch("--reuse-grpc-port", "Let several servers listen on one gRPC port.")] = False
     lora_separator: Annotated[
-        str, typer.Option(help="What stands between a model and its LoRA adapter in OpenAI requests, such as _lora_.")
+        str, typer.Option(help="Separator of model and LoRA adapter in OpenAI requests, such as _lora_.")
     ] = ""
 
     lora_folder: Annotated[
-        str, typer.Option(help="Below it lie LoRA adapters that /v1/load_lora_adapter may load; without it, none may.")
+        str, typer.Option(help="Folder whose LoRA adapters /v1/load_lora_adapter may load; default: none.")
     ] = ""
     reasoning_key_file: Annotated[
         Path | None,
-        typer.Option(help="Seals reasoning that clients send back; 16 bytes or more, the same on all servers."),
+        typer.Option(help="Key that seals reasoning for clients; 16 bytes or more, the same on all servers."),
     ] = None
 
     def options(self) -> ProtocolOptions:
@@ -143,7 +143,7 @@ class ProtocolFlags:
 def _folder(flag: str, path: str) -> str:
     """`path`, absolute."""
     if path and not Path(path).is_dir():
-        raise typer.BadParameter(f"{flag} is '{path}', expected a folder that exists")
+        raise typer.BadParameter(f"{flag} is '{path}', expected an existing folder")
     return str(Path(path).resolve()) if path else ""
 
 
@@ -181,11 +181,11 @@ class CorsFlags:
     ] = "[]"
     allowed_hosts: Annotated[
         str,
-        _list("allowed-hosts", """Names that browsers may call this server by: '["a.example"]' (docs/security.md)."""),
+        _list("allowed-hosts", """Host names of this server for browsers: '["a.example"]' (docs/security.md)."""),
     ] = "[]"
     allow_credentials: Annotated[
         bool,
-        typer.Option("--allow-credentials", help="Browsers may send credentials along."),
+        typer.Option("--allow-credentials", help="Let browsers send credentials."),
     ] = False
     allowed_methods: Annotated[str, _list("allowed-methods", "HTTP methods that pages may use.")] = '["*"]'
     allowed_headers: Annotated[str, _list("allowed-headers", "Request headers that pages may send.")] = '["*"]'
@@ -220,11 +220,11 @@ class PageFlags:
     PANEL: ClassVar = "Web pages"
 
     allow_pages: Annotated[
-        Any, switch("--allow-pages", "Serve the web pages (chat, engine, operations); default: if they are installed.")
+        Any, switch("--allow-pages", "Serve the web pages (chat, engine, operations); default: if installed.")
     ] = None
     pages_host: Annotated[
         list[str] | None,
-        typer.Option("--pages-host", help="As --allowed-hosts, for one name; repeatable."),
+        typer.Option("--pages-host", help="Like --allowed-hosts, for one name; repeatable."),
     ] = None
 
     def settings(self) -> PageSettings:

@@ -16,9 +16,9 @@ import typer
 
 from ..command_line import bad_option
 
-_MEMORY = "tensors are kept in ordinary memory, and each engine manages its GPU memory by itself"
-_GRPC = "gRPC runs on one event loop, which makes objects as it needs them"
-_FRONTEND = "this front end is not built; KServe v2, generate and OpenAI are served"
+_MEMORY = "tensors are in host memory, and each engine manages its own GPU memory"
+_GRPC = "gRPC runs on one event loop, which creates objects as needed"
+_FRONTEND = "this frontend does not exist; KServe v2, generate and OpenAI are served"
 _LOG = "requests are logged with --log-requests alone, and never their content"
 _SUPERVISOR = "several machines are one server with --cluster"
 _COHERE = "Cohere's API is not served"
@@ -29,7 +29,7 @@ TRITON: Final[Mapping[str, str]] = {
     "grpc_infer_thread_count": _GRPC,
     "grpc_infer_allocation_pool_size": _GRPC,
     "grpc_max_response_pool_size": _GRPC,
-    "allow_gpu_metrics": "metrics of GPUs are not collected",
+    "allow_gpu_metrics": "GPU metrics are not collected",
     "pinned_memory_pool_byte_size": _MEMORY,
     "cuda_memory_pool_byte_size": _MEMORY,
     "cuda_virtual_address_size": _MEMORY,

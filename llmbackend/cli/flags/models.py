@@ -59,41 +59,41 @@ class ModelFlags:
         ),
     ] = None
     demo: Annotated[
-        bool, typer.Option("--demo", help="Serve the bundled model demo; also without any model or repository.")
+        bool, typer.Option("--demo", help="Serve the bundled model demo; the default without a model and repository.")
     ] = False
     model_control_mode: Annotated[
         str, typer.Option(help="none, poll or explicit.", autocompletion=one_of("none", "poll", "explicit"))
     ] = "none"
-    repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between looks; 0 = none.")] = (
+    repository_poll_secs: Annotated[float, typer.Option(min=0, help="Mode poll: seconds between polls; 0 = none.")] = (
         15.0
     )
     load_model: Annotated[
         list[str] | None,
-        typer.Option("--load-model", help="Model to load at start in explicit mode; repeatable, or *."),
+        typer.Option("--load-model", help="Model to load at start in explicit mode, or *; repeatable."),
     ] = None
-    model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded at once.")] = 4
+    model_load_thread_count: Annotated[int, typer.Option(min=1, help="Models loaded concurrently.")] = 4
     model_load_retry_count: Annotated[int, typer.Option(min=0, help="Retries of a failed load.")] = 0
     model_namespacing: Annotated[
-        Any, switch("--model-namespacing", "The same name may be in several repositories.")
+        Any, switch("--model-namespacing", "Allow the same model name in several repositories.")
     ] = False
     model_config_name: Annotated[
-        str | None, typer.Option(help="Use configs/<name>.pbtxt of a model that has it, instead of config.pbtxt.")
+        str | None, typer.Option(help="Use configs/<name>.pbtxt instead of config.pbtxt where a model has it.")
     ] = None
     disable_auto_complete_config: Annotated[
-        bool, typer.Option("--disable-auto-complete-config", help="Backends may not complete config.pbtxt.")
+        bool, typer.Option("--disable-auto-complete-config", help="Do not let backends complete config.pbtxt.")
     ] = False
     strict_model_config: Annotated[
         Any, typer.Option("--strict-model-config", parser=boolean, metavar="BOOL", help="Deprecated.", hidden=True)
     ] = None
-    backend_directory: Annotated[Path | None, typer.Option(help="Where <name>/ directories of backends are.")] = None
+    backend_directory: Annotated[Path | None, typer.Option(help="Directory with a directory for each backend.")] = None
     backend_config: Annotated[
         list[str] | None, typer.Option("--backend-config", help="<backend>,<key>=<value> or <key>=<value>; repeatable.")
     ] = None
     min_supported_compute_capability: Annotated[
-        float, typer.Option(help="Given to backends, as their setting min-compute-capability.")
+        float, typer.Option(help="Passed to backends as min-compute-capability.")
     ] = 6.0
     repoagent_directory: Annotated[
-        Path | None, typer.Option(help="Where <name>/ directories of repository agents are; bundled ones come after.")
+        Path | None, typer.Option(help="Directory with a directory for each repository agent, beside bundled ones.")
     ] = None
 
     @property
@@ -149,7 +149,7 @@ class ServerFlags:
     exit_timeout_secs: Annotated[
         int,
         typer.Option(
-            "--exit-timeout-secs", "--shutdown-timeout", min=0, help="Seconds that running requests get at shutdown."
+            "--exit-timeout-secs", "--shutdown-timeout", min=0, help="Seconds to finish running requests at shutdown."
         ),
     ] = 30
     frontend_processes: Annotated[
@@ -163,7 +163,7 @@ class ServerFlags:
         ),
     ] = 1
     exit_on_error: Annotated[Any, switch("--exit-on-error", "Exit when a startup model fails.")] = True
-    strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if every model is.")] = True
+    strict_readiness: Annotated[Any, switch("--strict-readiness", "Ready only if all models are.")] = True
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class SchedulingFlags:
         int, typer.Option(min=0, help="Deprecated: --cache-config local,size=BYTES.")
     ] = 0
     rate_limit: Annotated[
-        str, typer.Option(help="off, or execution_count: instances wait for their resources, in order of priority.")
+        str, typer.Option(help="off, or execution_count: instances wait for resources by priority.")
     ] = "off"
     rate_limit_resource: Annotated[
         list[str] | None,
@@ -191,7 +191,7 @@ class SchedulingFlags:
         list[str] | None,
         typer.Option(
             "--host-policy",
-            help="<policy>,numa-node=<node> or <policy>,cpu-cores=<lower>-<upper>: of instances; repeatable.",
+            help="<policy>,numa-node=<node> or <policy>,cpu-cores=<lower>-<upper>, for instances; repeatable.",
         ),
     ] = None
 
@@ -302,7 +302,7 @@ def _check_repository(directory: Path) -> None:
             return
         what = "is no directory" if directory.exists() else "does not exist"
     except OSError as error:
-        what = f"can not be read: {error.strerror}"
+        what = f"cannot be read: {error.strerror}"
     expected = "give the directory that holds a directory for each model, or --model for one checkpoint"
     raise bad_option("--model-repository", f"'{directory}' {what}: {expected}")
 

@@ -28,7 +28,7 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 class LogFlags:
     PANEL: ClassVar = "Log"
 
-    log_verbose: Annotated[int, typer.Option(min=0, help="Debug lines from 1 on.")] = 0
+    log_verbose: Annotated[int, typer.Option(min=0, help="1 and above: debug lines.")] = 0
     log_level: Annotated[
         str,
         typer.Option(
@@ -75,7 +75,7 @@ class MetricsConfigFlags:
             "summary_quantiles=Q:ERROR,Q:ERROR; repeatable.",
         ),
     ] = None
-    metrics_interval_ms: Annotated[int, typer.Option(min=1, help="How old the metrics of the machine may be.")] = 2000
+    metrics_interval_ms: Annotated[int, typer.Option(min=1, help="Interval of machine metrics, ms.")] = 2000
     allow_cpu_metrics: Annotated[Any, switch("--allow-cpu-metrics", "Metrics of the machine's CPU and memory.")] = True
 
     def options(self) -> MetricsOptions:
@@ -188,7 +188,7 @@ def _parsed(items: Sequence[str]) -> dict[str, Given]:
         mode = _mode(mode) if mode else ""
         if name not in _SETTINGS[mode]:
             known = ", ".join(_SETTINGS[mode])
-            raise typer.BadParameter(f"--trace-config {item}: no setting is called '{name}' there, expected {known}")
+            raise typer.BadParameter(f"--trace-config {item}: unknown setting '{name}', expected {known}")
         given[mode].setdefault(name, []).append(value)
     return given
 
@@ -231,7 +231,7 @@ def _number(what: str, text: str) -> int:
 def _open_telemetry(given: Given) -> OpenTelemetryOptions:
     batching = {name: _batching(given, name) for name in _BATCHING}
     if batching["bsp_max_export_batch_size"] > batching["bsp_max_queue_size"]:
-        raise typer.BadParameter("--trace-config opentelemetry: bsp_max_export_batch_size is beyond bsp_max_queue_size")
+        raise typer.BadParameter("--trace-config opentelemetry: bsp_max_export_batch_size exceeds bsp_max_queue_size")
     return OpenTelemetryOptions(
         url=given.get("url", [""])[-1],
         resource=dict(_pair(text) for text in given.get("resource", ())),

@@ -41,17 +41,17 @@ def top(
         ),
     ] = "",
     interval_s: Annotated[
-        float, typer.Option(min=0.1, max=60, help="Between two screens; with --once, of rates.")
+        float, typer.Option(min=0.1, max=60, help="Seconds between updates; with --once, of rates.")
     ] = 0.5,
-    once: Annotated[bool, typer.Option("--once", help="Show one look, and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --once: one JSON object.")] = False,
 ) -> None:
     """Watch what a running server computes: engines, requests, tokens per second, KV memory."""
     if as_json and not once:
-        raise typer.BadParameter("--json is given without --once", param_hint="--json")
+        raise typer.BadParameter("--json requires --once", param_hint="--json")
     console = Console(highlight=False)
     if not once and not console.is_terminal:
-        raise typer.BadParameter("standard output is no terminal, expected --once", param_hint="--once")
+        raise typer.BadParameter("standard output is not a terminal, expected --once", param_hint="--once")
     try:
         reader = FeedReader(ApiClient(url, api_key, _SILENCE_S), model or (), _feed_interval_ms(interval_s))
         reader.start()
@@ -73,7 +73,7 @@ def _feed_interval_ms(interval_s: float) -> int:
 
 def _advised(error: Exception) -> str:
     if isinstance(error, ApiError) and error.status in (401, 403):
-        return f"{error}\nGive a key in the variable LLMBACKEND_API_KEY."
+        return f"{error}\nSet the variable LLMBACKEND_API_KEY."
     if isinstance(error, ApiError) and error.status == 404:
         return f"{error}\nIs this a server of llmbackend? --url is its HTTP port, without a path."
     return str(error)
