@@ -82,7 +82,7 @@ def test_deprecated_flags_still_mean_what_they_did_and_say_what_replaced_them(
         ("rate=x", 'Bad option: "--trace-config rate"'),
         ("rate=-1", "trace setting 'rate' is -1, expected at least 0"),
         ("count=-2", "expected at least -1"),
-        ("triton,path=x", "no setting is called 'path' there, expected file, log-frequency"),
+        ("triton,path=x", "unknown setting 'path', expected file, log-frequency"),
     ],
 )
 def test_wrong_trace_settings_are_refused_by_name(item: str, text: str) -> None:
