@@ -45,10 +45,10 @@ class HostRegistry:
         own = msgspec.msgpack.decode(versions, type=Versions)
         if self._hosts.keys() - {peer.id}:
             if own != self._versions:
-                return f"this machine has {own}, and the cluster {self._versions}: expected the same on all machines"
+                return f"this machine has {own}, the cluster has {self._versions}: expected the same on all machines"
             if key_name != self._key_name:
                 return (
-                    f"this machine's curve.key is the key {key_name}, and the cluster's is {self._key_name}: copy the "
+                    f"this machine's curve.key is the key {key_name}, but the cluster's is {self._key_name}: copy the "
                     "whole secrets folder of its first machine"
                 )
         self._versions, self._key_name = own, key_name

@@ -196,7 +196,7 @@ def _meet_others(locator: AgentLocator, endpoints: Sequence[HostEndpoint]) -> No
 
 def _end_with_input() -> None:
     os.read(sys.stdin.fileno(), 1)
-    log.error("the launcher has ended: this host ends, too")
+    log.error("the launcher has exited: stopping this host")
     os.kill(os.getpid(), signal.SIGTERM)
 
 

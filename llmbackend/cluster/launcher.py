@@ -135,7 +135,7 @@ class _Launcher:
         try:
             self._frontends = MachineFrontends(self._settings, self._folder, self._secrets.curve_keys)
         except (OSError, ValueError) as error:
-            print_error(f"cannot listen: {error}. Stop what has the port, or choose another one.")
+            print_error(f"cannot listen: {error}. Stop the process that uses the port, or choose another port.")
             return 1
         reload_on_hangup(stop, self._reload)
         stopped = asyncio.create_task(stop.wait())
@@ -161,10 +161,10 @@ class _Launcher:
             await in_thread(self._node.ensure)
         except ClusterError as error:
             return str(error)
-        log.info("Ray's node runs; the cluster's head is %s%s", self._node.address, self._how_to_join())
+        log.info("Ray's node is running; the cluster's head is %s%s", self._node.address, self._how_to_join())
         said = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
         if not said:
-            return "the agent of this machine ended before it had joined"
+            return "the agent of this machine exited before it had joined"
         if refusal := msgspec.json.decode(said, type=AgentNews).error:
             return refusal
         self._frontends.processes.start()
@@ -219,7 +219,7 @@ class _Launcher:
             await asyncio.sleep(NODE_CHECK_S)
             if self._node.is_running():
                 continue
-            log.error("Ray's node of this machine has ended; it is started again. Engines and streams go on")
+            log.error("Ray's node of this machine has exited; restarting it. Engines and streams continue")
             try:
                 await in_thread(self._node.ensure)
             except ClusterError as error:
@@ -239,4 +239,4 @@ class _Launcher:
         return code
 
 
-_HOST_FAILED: Final = "the host has said why"
+_HOST_FAILED: Final = "see the host's log"

@@ -101,7 +101,7 @@ class ModelCache:
         except (OSError, msgspec.DecodeError) as error:
             damaged = [str(error)]
         if damaged:
-            log.warning("the copy '%s' of a model is damaged, and is received again: %s", copy, damaged[0])
+            log.warning("the copy '%s' of a model is damaged; receiving it again: %s", copy, damaged[0])
             shutil.rmtree(copy)
         return not damaged
 
@@ -113,7 +113,7 @@ class ModelCache:
             with connect(manifest) as fetch:
                 checksums = {file.name: _write(unfinished / file.name, file, fetch(file)) for file in manifest.files}
             if difference := manifest.difference(unfinished):
-                raise OSError(errno.EIO, f"what was received is not the model: {difference}")
+                raise OSError(errno.EIO, f"the received files are not those of the model: {difference}")
             _write_whole(unfinished / _CHECKSUMS, msgspec.json.encode(checksums))
             _sync(unfinished)
             unfinished.rename(self._folder / name)
@@ -143,7 +143,7 @@ class ModelCache:
                 del sizes[copy]
         if sum(sizes.values()) + size_bytes > self._limit_bytes:
             limit, used = f"{SIZE} allows {self._limit_bytes} bytes", sum(sizes.values())
-            raise OSError(errno.EDQUOT, f"a model of {size_bytes} bytes has no room: {limit}, and {used} are in use")
+            raise OSError(errno.EDQUOT, f"a model of {size_bytes} bytes does not fit: {limit}, and {used} are in use")
 
     def _remove_unused(self, copy: Path) -> bool:
         with self._try_lock(copy.with_suffix(_USED)) as is_unused:
@@ -300,17 +300,17 @@ def _problem(model: ModelManifest) -> str:
 
 def _copy(model: ModelManifest, problem: str, connect: Connect) -> HeldModel:
     """Raises ModelFilesError."""
-    what = f"'{model.path}' cannot be used where this machine has it ({problem})"
+    what = f"'{model.path}' cannot be used on this machine ({problem})"
     try:
         cache = machine_cache()
         if cache is None:
             raise ModelFilesError(
                 f"{what}. Expected the same files at the same path on each machine of the cluster, or {SIZE} above 0, "
-                "so that they are sent"
+                "to have them sent"
             )
         held = cache.hold(model, connect)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ModelFilesError(f"{what}, and a copy cannot be kept: {reason}") from None
-    log.info("%s: its copy '%s' is used", what, held.folder)
+    log.info("%s: using its copy '%s'", what, held.folder)
     return held

@@ -39,7 +39,7 @@ class ManifestFile(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         path = PurePosixPath(self.name)
         if path.is_absolute() or ".." in path.parts or not path.parts:
-            raise ValueError(f"'name' is '{self.name}', expected a path inside of the model's folder")
+            raise ValueError(f"'name' is '{self.name}', expected a path inside the model's folder")
 
 
 class ModelManifest(msgspec.Struct, frozen=True):

@@ -84,7 +84,7 @@ class RemoteModel:
     def _part(self, file: ManifestFile, answer: Any) -> bytes:
         part, checksum = self._ask(answer)
         if hashlib.sha256(part).digest() != checksum:
-            raise OSError(errno.EIO, f"a part of {file.name} was damaged on its way")
+            raise OSError(errno.EIO, f"a part of {file.name} was damaged in transit")
         return bytes(part)
 
     def _ask(self, answer: Any) -> Any:
@@ -111,7 +111,7 @@ def _first_that_has_it(nodes: Iterable[str], manifest: ModelManifest, connected:
             return model
         except OSError as error:
             problems.append(str(error.strerror))
-    raise OSError(errno.ENOENT, "; ".join(problems) or "no machine is known that has it")
+    raise OSError(errno.ENOENT, "; ".join(problems) or "no machine is known to have it")
 
 
 def _start(manifest: ModelManifest, node: str) -> Any:

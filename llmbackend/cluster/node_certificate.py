@@ -47,7 +47,7 @@ def issue(authority: Path, authority_key: Path, address: str, certificate: Path,
     issuer = x509.load_pem_x509_certificate(authority.read_bytes())
     issuer_key = serialization.load_pem_private_key(authority_key.read_bytes(), password=None)
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):
-        raise ValueError(f"'{authority_key}' is no key of an elliptic curve, expected the one that was made with it")
+        raise ValueError(f"'{authority_key}' is not an elliptic curve key, expected the one created with it")
     secret = ec.generate_private_key(ec.SECP256R1())
     names = {"localhost": None, "127.0.0.1": None, address: None, socket.gethostname(): None}
     builder = (

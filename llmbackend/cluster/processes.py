@@ -71,7 +71,7 @@ class Child:
         self.signal(signal.SIGTERM)
         if self._keeping is not None:
             if not (await asyncio.wait((self._keeping,), timeout=timeout_s))[0]:
-                log.warning("%s did not end in time and is killed", self.name)
+                log.warning("%s did not exit in time; killing it", self.name)
                 self.signal(signal.SIGKILL)
             await self._keeping
         return self.exit_code
@@ -86,7 +86,7 @@ class Child:
             num_failures = 0 if loop.time() - began_s >= LASTED_S else num_failures + 1
             pause_s = restart_pause_s(num_failures - 1)
             log.error(
-                "%s (process %d) ended with exit code %d; it is started again in %.1f s",
+                "%s (process %d) exited with code %d; restarting it in %.1f s",
                 *(self.name, self.pid, self.exit_code, pause_s),
             )
             await asyncio.sleep(pause_s)
@@ -215,7 +215,7 @@ class EngineKeeper:
             os.close(descriptor)
         self._record_file.unlink(missing_ok=True)
         self._pid = 0
-        self._heard(ServedEngineNews(error=error or "the engine's process has ended"))
+        self._heard(ServedEngineNews(error=error or "the engine's process has exited"))
 
     def _hear_until_end(self, descriptor: int, news: int | None) -> str:
         """Why it says that it ends, "" for nothing."""

@@ -95,8 +95,7 @@ def no_room(
     )
     needed = _amounts([name for name in names if wanted.get(name)], wanted)
     return (
-        f"no node of the cluster has room for an engine, which needs {needed}{unknown}; the nodes have: "
-        f"{have or 'there is none'}"
+        f"no node of the cluster can hold an engine, which needs {needed}{unknown}; the nodes have: {have or 'no node'}"
     )
 
 

@@ -73,7 +73,7 @@ def check_head(address: str, environment: Mapping[str, str]) -> None:
     except OSError as error:
         raise ClusterError(
             f"no Ray at {address}: {error.strerror or error}. Expected the address that the cluster's first machine "
-            "shows (`llmbackend serve --cluster auto --cluster-bind ADDRESS`), and a port that is open between them"
+            "shows (`llmbackend serve --cluster auto --cluster-bind ADDRESS`), and an open port between them"
         ) from error
     context = ssl.create_default_context(cafile=environment["RAY_TLS_CA_CERT"])
     context.load_cert_chain(environment["RAY_TLS_SERVER_CERT"], environment["RAY_TLS_SERVER_KEY"])
@@ -84,11 +84,11 @@ def check_head(address: str, environment: Mapping[str, str]) -> None:
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
             f"the Ray at {address} has a certificate of another cluster ({error.verify_message}): copy the secrets "
-            f"folder of its first machine, here it is '{environment['LLMBACKEND_CLUSTER_SECRETS']}'"
+            f"folder of its first machine to '{environment['LLMBACKEND_CLUSTER_SECRETS']}'"
         ) from error
     except OSError as error:
         raise ClusterError(
-            f"what listens at {address} is no Ray with TLS: {error}. A cluster's nodes are started by "
+            f"the server at {address} is not a Ray with TLS: {error}. A cluster's nodes are started by "
             "`llmbackend serve --cluster`, or with the same RAY_TLS_… variables"
         ) from error
 
@@ -132,10 +132,10 @@ class RayNode:
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.stat().st_uid != os.getuid():
-                raise ClusterError(f"'{self._folder}' belongs to another user: name another --cluster-run-folder")
+                raise ClusterError(f"'{self._folder}' belongs to another user: choose another --cluster-run-folder")
             self.environment = self._environment(secrets)
         except (OSError, ValueError) as error:
-            raise ClusterError(f"this machine's certificate cannot be made: {error}") from error
+            raise ClusterError(f"this machine's certificate cannot be created: {error}") from error
 
     def ensure(self) -> None:
         """Finds the node, or starts it. Blocks until it runs. Raises ClusterError."""
@@ -147,7 +147,7 @@ class RayNode:
             if self._settings.address != AUTO and self._head != found.address:
                 raise ClusterError(
                     f"this machine has a Ray node of the cluster at {found.address}, expected none or one of "
-                    f"{self._settings.address}: stop the server that started it, or name another --cluster-run-folder"
+                    f"{self._settings.address}: stop the server that started it, or choose another --cluster-run-folder"
                 )
             self.pid, self.address = found.pid, found.address
             return
@@ -253,7 +253,7 @@ class RayNode:
             if "InvalidAuthToken" in said:
                 raise ClusterError(
                     f"the Ray at {self._settings.address} has another token: copy the secrets folder of its first "
-                    f"machine, here it is '{self.environment[SECRETS_VARIABLE]}'"
+                    f"machine to '{self.environment[SECRETS_VARIABLE]}'"
                 )
             if self._child.poll() is not None:
                 raise ClusterError(f"Ray's node did not start (exit code {self._child.returncode}):\n{said.strip()}")

@@ -62,7 +62,7 @@ class SecretsFolder:
             folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if present := [file.name for file in folder._files if file.exists()]:
                 raise ClusterError(
-                    f"'{folder.path}' has {', '.join(present)} already: an existing cluster's secrets are not replaced"
+                    f"'{folder.path}' has {', '.join(present)} already: existing secrets are not replaced"
                 )
             folder.path.chmod(0o700)
             write_private(folder.token, secrets.token_hex(_TOKEN_BYTES).encode())
@@ -109,6 +109,5 @@ def _check(file: Path) -> None:
     if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         wanted = "700" if stat.S_ISDIR(status.st_mode) else "600"
         raise ClusterError(
-            f"others may use '{file}' (mode {stat.S_IMODE(status.st_mode):o}), which is a secret: "
-            f"chmod {wanted} '{file}'"
+            f"other users can read the secret '{file}' (mode {stat.S_IMODE(status.st_mode):o}): chmod {wanted} '{file}'"
         )

@@ -175,4 +175,4 @@ class _AsyncCall:
 
 def _check_prompts(prompts: object) -> None:
     if isinstance(prompts, str):
-        raise TypeError("prompts is one text, expected a list of prompts")
+        raise TypeError("'prompts' is a single text, expected a list of prompts")

@@ -108,7 +108,7 @@ class ForkServer:
                 return
             process = self._server.process
             logger.warning(
-                "the process that %s are forked from (process id %d) ended with %d: another one is started",
+                "the process that %s are forked from (process id %d) exited with %d: starting another one",
                 self._program.children,
                 process.pid,
                 process.returncode,
@@ -118,7 +118,7 @@ class ForkServer:
                 self._server = _Server(self._program, self._write)
             except (OSError, RuntimeError) as error:
                 logger.warning(
-                    "the process that %s are forked from can not be started yet: %s", self._program.children, error
+                    "the process that %s are forked from cannot be started yet: %s", self._program.children, error
                 )
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class _Server:
     def fork(self, order: str, policy: HostPolicy, *descriptors: int) -> ForkedProcess:
         message = bytes([len(descriptors) + 1]) + f"{policy.encode()}\0{order}".encode()
         if len(message) > MAX_ORDER_BYTES:
-            raise ValueError(f"the order of a process has {len(message)} bytes, expected at most {MAX_ORDER_BYTES}")
+            raise ValueError(f"the order for a process has {len(message)} bytes, expected at most {MAX_ORDER_BYTES}")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, contextlib.suppress(OSError):  # it has ended: the status socket shows it
             socket.send_fds(self._control, [message], [theirs.fileno(), *descriptors])

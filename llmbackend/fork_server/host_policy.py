@@ -45,7 +45,7 @@ class HostPolicy(NamedTuple):
         """
         for name in settings:
             if name not in (NUMA_NODE, CPU_CORES):
-                raise ValueError(f"setting '{name}' is not known, expected {NUMA_NODE} or {CPU_CORES}")
+                raise ValueError(f"setting '{name}' is unknown, expected {NUMA_NODE} or {CPU_CORES}")
         cores = _cores(settings[CPU_CORES]) if CPU_CORES in settings else _host_cores()
         return cls(tuple(sorted(cores)), _node(settings[NUMA_NODE]) if NUMA_NODE in settings else _ANY_NODE)
 

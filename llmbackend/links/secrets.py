@@ -42,7 +42,7 @@ class ClusterSecrets:
             return cls(zmq.curve_public(secret), secret)
         except (ValueError, zmq.ZMQError):
             raise ValueError(
-                f"'{path}' has {len(secret)} bytes that are no CURVE key, expected {_KEY_CHARACTERS} characters of z85"
+                f"'{path}' is not a CURVE key ({len(secret)} bytes), expected {_KEY_CHARACTERS} characters of z85"
             ) from None
 
     @classmethod

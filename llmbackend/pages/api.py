@@ -145,4 +145,4 @@ def _error(status: int, body: bytes) -> ApiError:
 
 
 def _unreachable(error: httpx.HTTPError) -> ApiError:
-    return ApiError(0, f"the server can not be reached: {error or type(error).__name__}")
+    return ApiError(0, f"the server cannot be reached: {error or type(error).__name__}")

@@ -50,5 +50,5 @@ def _add(page: Page, path: str) -> None:
 
 def _show_failure(error: Exception) -> None:
     """The log has the details; NiceGUI's own page would show them to every viewer."""
-    log.error("a page can not be shown", exc_info=error)
-    ui.label("This page can not be shown. The server's log says why.").classes("page")
+    log.error("a page cannot be shown", exc_info=error)
+    ui.label("This page cannot be shown. See the server's log.").classes("page")

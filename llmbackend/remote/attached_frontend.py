@@ -279,7 +279,7 @@ class AttachedFrontend:
     def _look_behind(self) -> None:
         is_behind = self._unread_bytes > self.max_unread_bytes
         if is_behind and not self.is_behind:
-            text = "frontend '%s' is behind: more than %d bytes wait for it; requests that have more for it end"
+            text = "frontend '%s' is behind: more than %d bytes wait for it; requests with more responses are cancelled"
             log.warning(text, self.name, self.max_unread_bytes)
         self.is_behind = is_behind
 
@@ -317,7 +317,7 @@ def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Fr
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:
     error: TritonError = cancelled(
-        f"the request was cancelled: its frontend reads too slowly, more than {limit_bytes} bytes were waiting for it"
+        f"the request was cancelled: its frontend reads too slowly: more than {limit_bytes} bytes were waiting for it"
     )
     return InferenceResponse(response.model_name, response.model_version, response.request_id, error=error)
 
@@ -398,7 +398,7 @@ class HostStates:
             try:
                 self._tell(number)
             except Exception:
-                log.exception("the state of the host cannot be told")
+                log.exception("the state of the host is unknown")
             with self._changed:
                 self._number = number
                 self._changed.notify_all()

@@ -29,8 +29,8 @@ FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
 _MESSAGES_AT_ONCE: Final = 64
 _EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {
-    HandshakeFailure.REFUSED_KEY: "the host does not take this frontend's key",
-    HandshakeFailure.PROTOCOL: "the host does not speak the links' encryption, or has another key",
+    HandshakeFailure.REFUSED_KEY: "the host does not accept this frontend's key",
+    HandshakeFailure.PROTOCOL: "the host does not use the encryption of links, or has another key",
     HandshakeFailure.ENDED: "the connection ended before it was encrypted: another key, or none",
     HandshakeFailure.SILENCE: "the connection ended before it was encrypted: another key, or none",
 }
@@ -175,9 +175,7 @@ def check_endpoint(endpoint: str, keys: ClusterSecrets | None) -> None:
         if keys is None:
             raise ValueError(f"endpoint '{endpoint}' needs the cluster's key: a network link is never in plain text")
     elif not endpoint.startswith(_IPC):
-        raise ValueError(
-            f"endpoint '{endpoint}' is of no kind that a link can use, expected ipc://PATH or tcp://HOST:PORT"
-        )
+        raise ValueError(f"endpoint '{endpoint}' is not supported, expected ipc://PATH or tcp://HOST:PORT")
 
 
 def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None) -> HostSocket:

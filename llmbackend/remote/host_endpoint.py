@@ -215,7 +215,7 @@ class HostEndpoint:
             self._refuse(
                 sender,
                 f"frontend '{hello.name}' has release {hello.release} (protocol {hello.protocol}), this host has "
-                f"release {self._release} (protocol {PROTOCOL}): both must be equal",
+                f"release {self._release} (protocol {PROTOCOL}): they must be equal",
             )
             return
         send = partial(self._socket.send, sender)
@@ -224,7 +224,7 @@ class HostEndpoint:
 
     def _called(self, sender: Sender, call: Call) -> None:
         if self._on_call is None or call.release != self._release:
-            why = f"this host has release {self._release}" if self._on_call is not None else "it takes no calls"
+            why = f"this host has release {self._release}" if self._on_call is not None else "it accepts no calls"
             refusal = unavailable(f"host '{call.host_id}' with release {call.release} is refused: {why}")
             self._socket.send(sender, [encode(CallResult(call.number, error=WireError.of(refusal)))])
             return

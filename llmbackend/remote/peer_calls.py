@@ -125,7 +125,7 @@ class PeerCalls:
         try:
             handler = self._handlers.get(call.topic)
             if handler is None:
-                raise unavailable(f"nothing here answers calls about '{call.topic}'")
+                raise unavailable(f"this host has no handler for calls about '{call.topic}'")
             return CallResult(call.number, await handler(call.host_id, call.payload))
         except TritonError as error:
             return CallResult(call.number, error=WireError.of(error))

@@ -54,7 +54,7 @@ def packed_request(
             )
         )
     except (OverflowError, UnicodeEncodeError) as error:
-        raise invalid_argument(f"the request has a number beyond 64 bits or text that is no UTF-8: {error}") from None
+        raise invalid_argument(f"the request has a number beyond 64 bits or text that is not UTF-8: {error}") from None
     return [header, *frames]
 
 

@@ -331,7 +331,7 @@ class UnixHostSocket:
                 connection.flush()
         except _ENDS as error:
             if isinstance(error, ValueError):
-                log.error("a connection ends that speaks something else: %s", error)
+                log.error("closing a connection with another protocol: %s", error)
             self._lose(sender)
             return received
         self._poll.modify(connection, select.POLLIN | (select.POLLOUT if connection.is_waiting else 0))
@@ -342,7 +342,7 @@ class UnixHostSocket:
         self._poll.register(self._listener, select.POLLIN)
         for sender, connection in list(self._connections.items()):
             if not connection.look():
-                log.warning("a frontend is silent, and counts as gone")
+                log.warning("a frontend is silent and counts as lost")
                 self._lose(sender)
 
     def _lose(self, sender: Sender) -> None:

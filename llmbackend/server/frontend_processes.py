@@ -136,7 +136,7 @@ class _Keeper:
             self._keeping.cancel()
         await asyncio.wait((self._keeping,), timeout=grace_s + _END_TIMEOUT_S)
         if self.process is not None:
-            log.warning("%s did not end in time and is killed", self._settings.name)
+            log.warning("%s did not exit in time; killing it", self._settings.name)
             self.process.kill()
             await self._keeping
 
@@ -150,14 +150,14 @@ class _Keeper:
                 return
             if not self._first.done():
                 self._first.set_exception(
-                    FrontendsFailedError(f"{self._settings.name} ended with exit code {code} before it served")
+                    FrontendsFailedError(f"{self._settings.name} exited with code {code} before it served")
                 )
                 return
             if loop.time() - began_s >= _LASTED_S:
                 pause_s = _FIRST_PAUSE_S
             log.log(
                 logging.ERROR if code else logging.INFO,
-                "%s (process %s) ended with exit code %s, and its connections with it; it is started again",
+                "%s (process %s) exited with code %s, its connections are closed; restarting it",
                 *(self._settings.name, self._pid, code),
             )
             await asyncio.sleep(pause_s)
@@ -206,7 +206,7 @@ class _Keeper:
                 async with asyncio.timeout(self._silence_s):
                     message = await control.receive()
             except TimeoutError:
-                log.error("%s (process %d) hangs and is killed", self._settings.name, process.pid)
+                log.error("%s (process %d) hangs; killing it", self._settings.name, process.pid)
                 process.kill()
                 return
 

@@ -310,4 +310,4 @@ def tell_ready(descriptor: int | None, urls: Mapping[str, str]) -> None:
         with open(descriptor, "w") as pipe:
             pipe.write(json.dumps(dict(urls)) + "\n")
     except OSError as error:
-        log.warning("the program that started this server was not told that it is ready: %s", error)
+        log.warning("the program that started this server could not be told that it is ready: %s", error)

@@ -73,7 +73,7 @@ def run_server(settings: ServerSettings, member: ClusterMember | None = None) ->
         server_log.install()
     except OSError as error:
         print_error(
-            f"--log-file '{settings.log.file}' can not be written: {error.strerror}. Name another file, or none."
+            f"--log-file '{settings.log.file}' cannot be written: {error.strerror}. Give another file, or none."
         )
         return 1
     remove_abandoned()
@@ -178,7 +178,7 @@ def _announce(
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
         log.warning("%s", warning)
     if settings.protocols.allow_fault_injection:
-        log.warning("--allow-fault-injection: operators may kill engines; never set it where others depend on them")
+        log.warning("--allow-fault-injection: operators may kill engines; never set it on a shared server")
 
 
 def _open_storage(settings: ServerSettings) -> Storage:
@@ -206,7 +206,7 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
         if isinstance(error, PortTakenError):  # also in Triton's words
             text = "failed to start %s service: Unavailable - Socket '%s' already in use"
             log.error(text, error.service, error.socket)
-        text = f"cannot listen: {error}. Stop what has the port, or choose another one."
+        text = f"cannot listen: {error}. Stop the process that uses the port, or choose another port."
         raise _StartRefusedError(text) from error
 
 
@@ -278,7 +278,7 @@ async def _drain(server: InferenceServer, frontends: Frontends, store: ResponseS
     await frontends.stop(grace_s=CLOSE_GRACE_S)
     await store.close()
     if not is_clean:
-        log.error("server stopped before all of its work was done")
+        log.error("server stopped before all of its work was finished")
         exit_now(1)
     log.info("server stopped")
     return 0

@@ -14,7 +14,7 @@ import typer
 from llmbackend.core.backend_manager import installed_backends
 
 MAX_MODELS_SHOWN = 5
-_SEE_LOG = "The log above says more."
+_SEE_LOG = "See the log above."
 _MAX_REASON_CHARACTERS = 600
 _ENGINE_ARGUMENT = re.compile(r"(?:arguments: )?(?:engine argument|parameter) '(\w+)'")
 _NEEDED_ARGUMENT = re.compile(r"expected '(\w+)' to be true with it")
@@ -24,7 +24,7 @@ def failure_summary(reasons: Mapping[str, str], otherwise: str = _SEE_LOG) -> st
     """reasons: why each model was not loaded, by its name; not empty. otherwise: said where no advice is known."""
     lines = [_line(name, reason, otherwise) for name, reason in list(reasons.items())[:MAX_MODELS_SHOWN]]
     if (left := len(reasons) - len(lines)) > 0:
-        lines.append(f"and {left} more models; the log above names them.")
+        lines.append(f"and {left} more models; see the log above.")
     return "\n".join(lines)
 
 
@@ -71,12 +71,11 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
         ),
         (
             r"not enough memory|out of memory|can(no|')t allocate|cannot allocate|MemoryError|by signal SIGKILL",
-            "There may be too little memory: ask for less (kv_cache_memory_bytes, max_num_seqs, quantization), "
-            "or free some.",
+            "Memory may be too small: use less (kv_cache_memory_bytes, max_num_seqs, quantization), or free some.",
         ),
         (
             r"architecture '.*' is not supported",
-            "Serve another checkpoint: docs/llm_backend.md says which architectures work and why others do not.",
+            "Serve another checkpoint: docs/llm_backend.md lists the supported architectures.",
         ),
         (
             r"the hub did not give its files|"

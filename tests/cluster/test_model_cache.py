@@ -179,7 +179,7 @@ def test_the_least_recently_used_goes_and_one_in_use_stays(cache: ModelCache, tm
     second.close()
     third = cache.hold(manifest(models[2]), Sender(models[2]).connect)
     assert sorted(folders(tmp_path)) == sorted([first.folder, third.folder]), "the first is in use"
-    with pytest.raises(OSError, match=f"has no room: {SIZE} allows {LIMIT_BYTES} bytes"):
+    with pytest.raises(OSError, match=f"does not fit: {SIZE} allows {LIMIT_BYTES} bytes"):
         cache.hold(manifest(models[3]), Sender(models[3]).connect)
     third.close()
     cache.hold(manifest(models[3]), Sender(models[3]).connect).close()
@@ -206,7 +206,7 @@ def test_a_folder_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../other", ""])
 def test_a_name_outside_of_the_folder_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="expected a path inside of the model's folder"):
+    with pytest.raises(ValueError, match="expected a path inside the model's folder"):
         ManifestFile(name, 1, 1, "")
 
 

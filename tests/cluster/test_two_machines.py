@@ -223,14 +223,14 @@ class TestRefused:
         (other / "curve.key").unlink()
         ClusterSecrets.create(other)
         said = refused(folder, other, head_of(head_folder))
-        assert f"this machine's curve.key is the key {SecretsFolder.open(other).key_name}, and the cluster's is" in said
+        assert f"this machine's curve.key is the key {SecretsFolder.open(other).key_name}, but the cluster's is" in said
 
     def test_versions_that_differ(self, folder: Path, secrets: Path, head: ServerProcess, head_folder: Path) -> None:
         """Only the release can differ here: Ray itself compares its own version and Python's."""
         old = Versions(llmbackend="0.0.9", python="3.11.1", ray="2.52.0")
         with agent(folder, secrets, head_of(head_folder), old) as news:
             assert (
-                "this machine has llmbackend 0.0.9, Python 3.11.1, Ray 2.52.0, and the cluster llmbackend" in news.error
+                "this machine has llmbackend 0.0.9, Python 3.11.1, Ray 2.52.0, the cluster has llmbackend" in news.error
             )
 
     def test_a_path_that_a_node_cannot_read(

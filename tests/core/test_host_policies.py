@@ -161,7 +161,7 @@ class TritonPythonModel:
     ("text", "message"),
     [
         ("p1", "option format is '<policy_name>,<setting>=<value>'. Got p1"),
-        ("p1,cores=0-1", "setting 'cores' is not known, expected numa-node or cpu-cores"),
+        ("p1,cores=0-1", "setting 'cores' is unknown, expected numa-node or cpu-cores"),
         ("p1,cpu-cores=3", "format is '<lower_cpu_core_id>-<upper_cpu_core_id>'. Got '3'"),
         ("p1,cpu-cores=0-900", "expected cores that this process may use: "),
         ("p1,cpu-cores=2-1", "Got '2-1'"),

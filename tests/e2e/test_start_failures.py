@@ -111,7 +111,7 @@ def test_a_refused_architecture_is_named_at_the_end(tmp_path: Path) -> None:
     line = last_line("--model-repository", str(tmp_path))
     assert line.startswith("Model 'bloom' was not loaded: ")
     assert "'BloomForCausalLM' is not supported" in line
-    assert line.endswith("docs/llm_backend.md says which architectures work and why others do not.")
+    assert line.endswith("docs/llm_backend.md lists the supported architectures.")
 
 
 def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monke
             "or give the path of a local checkpoint",
         ),
         ("the tokenizer of 'a/b' cannot be loaded: Got: ConnectError: … on the Hub", "Check the name and the network"),
-        ("KeyError: 'x'", "The log above says more."),
+        ("KeyError: 'x'", "See the log above."),
     ],
 )
 def test_advice_follows_the_reason(reason: str, remedy: str) -> None:
@@ -144,7 +144,7 @@ def test_advice_follows_the_reason(reason: str, remedy: str) -> None:
 
 def test_many_failures_are_cut() -> None:
     lines = failure_summary({f"m{index}": "x " * 5000 for index in range(MAX_MODELS_SHOWN + 3)}).splitlines()
-    assert lines[-1] == "and 3 more models; the log above names them."
+    assert lines[-1] == "and 3 more models; see the log above."
     assert max(map(len, lines)) < 800
 
 

@@ -98,7 +98,10 @@ def test_calls_and_their_ends(hosts: list[PeerHost]) -> None:
         return await asyncio.gather(*(c.calls.call("b", "t", b"%d." % number) for number in range(20)))
 
     assert c.on_loop(several) == [b"c" + (b"%d." % number)[::-1] for number in range(20)]
-    for payload, topic, text in ((b"wrong", "t", "it is wrong"), (b"", "u", "nothing here answers calls about 'u'")):
+    for payload, topic, text in (
+        (b"wrong", "t", "it is wrong"),
+        (b"", "u", "this host has no handler for calls about 'u'"),
+    ):
         with pytest.raises(TritonError, match=text):
             a.on_loop(partial(a.calls.call, "b", topic, payload))
 

@@ -38,7 +38,7 @@ class ChatList:
             self._list = ui.element("nav").classes("chats__list").props('aria-label="Chats"')
             ui.space()
             import_button = ui.button("Import", icon="upload_file", color=None).props("flat no-caps align=left")
-            import_button.classes("full-width").tooltip("A chat that was exported as JSON")
+            import_button.classes("full-width").tooltip("A chat exported as JSON")
             import_button.on("click", self._import, js_handler="() => llmbackendChat.pickFile(emit)")
 
     @property
@@ -52,7 +52,7 @@ class ChatList:
         self._list.clear()
         with self._list:
             if not entries and self.searched:
-                ui.label("No chat has this text.").classes("muted")
+                ui.label("No chat contains this text.").classes("muted")
             for entry in entries:
                 self._show(entry, is_current=entry.id == current_id)
 

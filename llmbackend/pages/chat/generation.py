@@ -217,11 +217,11 @@ class Generation:
 
     def _waits_for(self, silence_s: float) -> str:
         if self._engine_state in ("recovering", "starting"):
-            return f"The engine is {self._engine_state}; the answer goes on as soon as it is back."
+            return f"The engine is {self._engine_state}; the answer continues as soon as it is back."
         if self._engine_state in ("failed", "stopped"):
             return f"The engine has {self._engine_state}."
         if self._is_away:
-            return "The connection to the server is lost. Trying again."
+            return "Lost the connection to the server. Trying again."
         if silence_s > _SILENCE_S:
             return f"No token for {silence_s:.0f} s; still connected."
         return "" if self._answer.has_begun else "…"

@@ -32,7 +32,7 @@ _EXAMPLES: Final = (
     "Make a JSON object with name Ada and age 36",
     "Name three fruits",
 )
-_NO_ROOM: Final = "The browser's storage is full: this chat is not kept. Delete older ones."
+_NO_ROOM: Final = "The browser's storage is full: this chat is not saved. Delete older ones."
 
 
 def build(viewer: Viewer) -> None:
@@ -133,7 +133,7 @@ class ChatPage:
         self._stop()
         chat = await self._store.load(chat_id)
         if chat is None:
-            ui.notify("This chat can not be read", type="negative")
+            ui.notify("This chat cannot be read", type="negative")
             return
         self._chat = chat
         self._show_chat()

@@ -27,7 +27,7 @@ class _Number:
 
 
 _NUMBERS: Final = (
-    _Number("temperature", "Temperature", 0, 2, 0.1, "0: always the likeliest token"),
+    _Number("temperature", "Temperature", 0, 2, 0.1, "0: always the most likely token"),
     _Number("top_p", "Top p", 0, 1, 0.05),
     _Number("top_k", "Top k", 0, None, 1),
     _Number("min_p", "Min p", 0, 1, 0.05),
@@ -72,7 +72,7 @@ class SettingsPanel:
             ui.label("Answers match this schema.").classes("muted")
             ui.label("Token probabilities").classes("settings__section")
             self._fields["with_probabilities"] = ui.switch(
-                "Ask for token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
+                "Request token probabilities", on_change=lambda event: self._changed("with_probabilities", event.value)
             )
             ui.label("Shown below each answer, on its tokens.").classes("muted")
 

@@ -203,9 +203,9 @@ class AnswerView:
 def _facts(turn: Turn) -> list[str]:
     facts = _timing(turn.timing) if turn.timing is not None else []
     if turn.recovery_ms is not None:
-        facts.append(f"went on after its engine died, {turn.recovery_ms:.0f} ms later")
+        facts.append(f"continued {turn.recovery_ms:.0f} ms after its engine died")
     if turn.finish_reason and turn.finish_reason not in ("stop", "tool_calls"):
-        facts.append({"length": "ended at max tokens"}.get(turn.finish_reason, turn.finish_reason))
+        facts.append({"length": "stopped at max tokens"}.get(turn.finish_reason, turn.finish_reason))
     return facts
 
 

@@ -147,7 +147,7 @@ class _OperationsPage:
     def _show(self) -> None:
         why_not = self._refusal
         if not why_not and self._settings and not self._settings["allows_load"]:
-            why_not = "Models are not loaded or unloaded by request: that needs --model-control-mode=explicit."
+            why_not = "Loading and unloading models requires --model-control-mode=explicit."
         self._models.show(self._server, may_load=bool(self._settings) and not why_not, why_not=why_not)
         self._requests.show(self._server)
         self._log.show()
@@ -168,7 +168,7 @@ class _OperationsPage:
 
     async def _change_model(self, row_id: str, verb: str) -> None:
         name = row_id.rpartition("/")[0]
-        if verb == "unload" and not await _is_sure(f"Unload model '{name}'?", "Requests in flight run to their end."):
+        if verb == "unload" and not await _is_sure(f"Unload model '{name}'?", "Requests in flight are finished first."):
             return
         path = f"/v2/repository/models/{quote(name, safe='')}/{verb}"
         try:

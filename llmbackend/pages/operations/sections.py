@@ -128,7 +128,7 @@ class RequestsSection:
 
 
 def _requests_note(count: int, scope: str) -> str:
-    beyond = f"{count} requests, the first {MAX_REQUESTS_SHOWN} are shown." if count > MAX_REQUESTS_SHOWN else ""
+    beyond = f"{count} requests; showing the first {MAX_REQUESTS_SHOWN}." if count > MAX_REQUESTS_SHOWN else ""
     own = "Only requests of your key are shown." if scope == "own" else ""
     return f"{beyond} {own}".strip()
 
@@ -171,11 +171,11 @@ class KeysSection:
 
     def show(self, report: Mapping[str, Any]) -> None:
         if not report["needs_key"]:
-            self.refuse("This server asks for no API keys: whoever reaches it may use it.")
+            self.refuse("This server requires no API keys: anyone who can reach it may use it.")
             return
         keys = report["keys"][:MAX_KEYS_SHOWN]
         beyond = report["num_keys"] > len(keys)
-        self._note.text = f"{report['num_keys']} keys, the first {len(keys)} are shown." if beyond else ""
+        self._note.text = f"{report['num_keys']} keys; showing the first {len(keys)}." if beyond else ""
         self._table.set_visibility(True)
         self._table.show([_key_row(row) for row in keys])
 
