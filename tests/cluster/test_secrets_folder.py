@@ -40,7 +40,9 @@ def test_two_clusters_share_nothing(folder: SecretsFolder, tmp_path: Path) -> No
 def test_others_must_not_read_it(folder: SecretsFolder, name: str) -> None:
     file = folder.path / name
     file.chmod(0o750)
-    with pytest.raises(ClusterError, match=rf"others may use '{file}' \(mode 750\).*chmod {'600' if name else '700'}"):
+    with pytest.raises(
+        ClusterError, match=rf"other users can read the secret '{file}' \(mode 750\).*chmod {'600' if name else '700'}"
+    ):
         SecretsFolder.open(folder.path)
 
 

@@ -254,4 +254,4 @@ class TestRefused:
             folder, secrets, head_of(head_folder), "--model-repository", str(tmp_path), "--cluster-cpus", "1"
         )
         needed = "which needs 64 CPU and 1 tape drive (no node has any tape drive); the nodes have:"
-        assert f"no node of the cluster has room for an engine, {needed}" in said
+        assert f"no node of the cluster can hold an engine, {needed}" in said

@@ -127,9 +127,9 @@ def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monke
     ("reason", "remedy"),
     [
         ("engine argument 'model' is '/x', which cannot be read: Permission denied", "Let the user that runs"),
-        ("the engine of 'm_0' did not start: the engine process ended by signal SIGKILL", "too little memory"),
-        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes", "too little memory"),
-        ("CUDA out of memory. Tried to allocate 2 GiB", "too little memory"),
+        ("the engine of 'm_0' did not start: the engine process ended by signal SIGKILL", "too small"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes", "too small"),
+        ("CUDA out of memory. Tried to allocate 2 GiB", "too small"),
         (
             "engine argument 'model' is 'a/b', which is no directory here, and the hub did not give its files: x",
             "or give the path of a local checkpoint",
