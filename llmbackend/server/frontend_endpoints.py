@@ -16,11 +16,11 @@ from llmbackend.core.messages import InferenceHandle, InferenceRequest, Response
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.generation.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
+from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.openai.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
 from llmbackend.frontends.openai.router import create_openai_router
-from llmbackend.frontends.openai.sealed_reasoning import sealing_key
 from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
 from llmbackend.frontends.passing_on.edge import FrontendEdge

@@ -14,13 +14,13 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai.router import create_openai_router
-from llmbackend.frontends.openai.sealed_reasoning import sealing_key
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 
 from .frontend_server import FrontendServer

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.openai.sealed_reasoning import seal
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
@@ -118,7 +118,7 @@ def test_text(client: anthropic.Anthropic) -> None:
 def test_thinking_and_calls(client: anthropic.Anthropic) -> None:
     message = ask(client, THINKS, tools=[WEATHER])
     thinking, first, second = blocks(message)
-    assert thinking == {"type": "thinking", "thinking": "Paris first.", "signature": seal("Paris first.")}
+    assert thinking == {"type": "thinking", "thinking": "Paris first.", "signature": FIXED_KEY.seal("Paris first.")}
     assert [first["input"], second["input"]] == [{"city": "Paris é"}, {"city": "Rome"}]
     assert first["id"].startswith("toolu_") and first["id"] != second["id"]
     assert message.stop_reason == "tool_use"
@@ -133,7 +133,10 @@ def test_thinking_is_not_shown_where_it_was_not_wanted(client: anthropic.Anthrop
     thinking, text = blocks(
         ask(client, "<think>Well.</think>Yes.", thinking={"type": "adaptive", "display": "omitted"})
     )
-    assert thinking == {"type": "thinking", "thinking": "", "signature": seal("Well.")} and text["text"] == "Yes."
+    assert (
+        thinking == {"type": "thinking", "thinking": "", "signature": FIXED_KEY.seal("Well.")}
+        and text["text"] == "Yes."
+    )
 
 
 def test_stop_reasons(client: anthropic.Anthropic) -> None:

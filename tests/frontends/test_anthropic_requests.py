@@ -7,17 +7,18 @@ from typing import Any
 import orjson
 import pytest
 
-from llmbackend.frontends.anthropic.beta import BetaFields
+from llmbackend.frontends.anthropic.content import BetaFields
 from llmbackend.frontends.anthropic.requests import MessageRequest, parse_message, parse_prompt
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.requests import GenerationRequest, parse_chat
-from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY, SealingKey, seal
+from llmbackend.frontends.generation.request import GenerationRequest
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY, SealingKey
+from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.openai.requests import parse_chat
 
 USER = {"role": "user", "content": "x"}
 TOOL: dict[str, Any] = {"name": "f", "input_schema": {"type": "object"}}
 CALL = {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"city": "Zürich", "n": [1, 2.5]}}
 RESULT: dict[str, Any] = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "sunny"}
-THINKING = {"type": "thinking", "thinking": "Well.", "signature": seal("Well.")}
+THINKING = {"type": "thinking", "thinking": "Well.", "signature": FIXED_KEY.seal("Well.")}
 
 
 def parsed(betas: str = "", **fields: Any) -> MessageRequest:
@@ -113,7 +114,7 @@ def test_thinking_comes_back() -> None:
     for block in (
         THINKING,
         {**THINKING, "thinking": ""},
-        {"type": "redacted_thinking", "data": seal("Well.")},
+        {"type": "redacted_thinking", "data": FIXED_KEY.seal("Well.")},
     ):
         found = messages(USER, {"role": "assistant", "content": [block, {"type": "text", "text": "a"}]}, USER)
         assert found[1] == {"role": "assistant", "reasoning_content": "Well.", "content": "a"}

@@ -15,14 +15,14 @@ from anthropic.types import RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from llmbackend.frontends.anthropic.answers import MessageWriter, WholeMessage
-from llmbackend.frontends.anthropic.beta import BetaFields
+from llmbackend.frontends.anthropic.content import BetaFields
 from llmbackend.frontends.anthropic.requests import MessageRequest, parse_message
-from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
-from llmbackend.frontends.openai.responses import Identity
-from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY
-from llmbackend.frontends.openai.tensors import Delta
+from llmbackend.frontends.generation.answer import Identity
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
+from llmbackend.frontends.generation.tensors import Delta
+from llmbackend.frontends.http.openai_errors import OpenAIError
 from tests.frontends.parsers.laws import changed
 from tests.frontends.parsers.sample import Sample, Token, cut, tokens
 from tests.frontends.parsers.samples import SAMPLES

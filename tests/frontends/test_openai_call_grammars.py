@@ -12,10 +12,15 @@ import pytest
 
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.conversation.tools import INPUT, Function, InputGrammar, ToolUse
-from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.call_grammars import places_not_enforced, required_calls, value_end, voluntary_calls
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
+from llmbackend.frontends.generation.call_grammars import (
+    places_not_enforced,
+    required_calls,
+    value_end,
+    voluntary_calls,
+)
+from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS, CallGrammar
+from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.http.openai_errors import OpenAIError
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.helpers import byte_grammars

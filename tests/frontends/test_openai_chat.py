@@ -11,7 +11,7 @@ import openai
 import orjson
 import pytest
 
-from llmbackend.frontends.openai import answer_events
+from llmbackend.frontends.generation import http_answers
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
 
@@ -208,7 +208,7 @@ def test_disconnect_before_the_first_token_cancels(url: str, server: FakeLlmServ
 
 
 def test_a_silent_stream_pings(url: str, server: FakeLlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_events, "QUIET_S", 0.01)
+    monkeypatch.setattr(http_answers, "QUIET_S", 0.01)
     body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
     with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
         lines = response.iter_lines()

@@ -13,8 +13,8 @@ import pytest
 
 from llmbackend.cli.flags.endpoints import HttpFlags
 from llmbackend.core.errors import TritonError
-from llmbackend.frontends.openai.generation import Generation
-from llmbackend.frontends.openai.requests import MAX_OBJECTS, json_object
+from llmbackend.frontends.generation.inferences import Generation
+from llmbackend.frontends.openai.endpoints import MAX_OBJECTS, json_object
 from llmbackend.frontends.openai.router import DEFAULT_MAX_BODY_BYTES
 from tests.helpers.fake_llm_server import FAILED, MODEL, REASON, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai

@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmbackend.frontends.generation.request import GenerationRequest
+from llmbackend.frontends.http.openai_errors import OpenAIError
 from llmbackend.frontends.inference_gate import LARGE_BODY_BYTES
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.requests import GenerationRequest, decode_cost, parse_chat, parse_completion
+from llmbackend.frontends.openai.endpoints import decode_cost
+from llmbackend.frontends.openai.requests import parse_chat, parse_completion
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
 
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | st.text(max_size=5)

@@ -12,7 +12,7 @@ import pytest
 
 from llmbackend.adapter import generation_bounds
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.openai import grammar_size
+from llmbackend.frontends.generation import plan
 from tests.helpers.openai_live_server import serve_openai
 from tests.helpers.scripted_text import MODEL, SAY, host_of_scripts
 
@@ -173,7 +173,7 @@ LARGE = {"type": "object", "properties": {"a": {"enum": [f"{n:063}" for n in ran
 
 def test_a_schema_that_is_too_large_is_named(client: openai.OpenAI) -> None:
     """Not the input of the model that it comes into, whether a tool or the answer has it."""
-    assert grammar_size.MAX_SAMPLING_JSON_BYTES == generation_bounds.MAX_SAMPLING_JSON_BYTES
+    assert plan.MAX_SAMPLING_JSON_BYTES == generation_bounds.MAX_SAMPLING_JSON_BYTES
     large = {"type": "function", "function": {"name": "large", "parameters": LARGE, "strict": True}}
     answer_form = {"type": "json_schema", "json_schema": {"name": "large", "schema": LARGE}}
     requests: list[tuple[str, dict[str, Any]]] = [

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.frontends.openai.schema_report import VALID, SchemaReport
-from llmbackend.frontends.openai.schema_validation import NotJudgedError, violation
-from llmbackend.frontends.openai.tensors import Delta
+from llmbackend.frontends.generation.schema_report import VALID, NotJudgedError, SchemaReport, violation
+from llmbackend.frontends.generation.tensors import Delta
 
 DRAFT_4 = "http://json-schema.org/draft-04/schema#"
 SATISFIED: list[tuple[Any, str]] = [

@@ -10,7 +10,7 @@ import pytest
 import typer
 
 from llmbackend.cli.flags.endpoints import ProtocolFlags
-from llmbackend.frontends.openai.sealed_reasoning import FIXED_KEY, SealingKey, seal, sealing_key, unseal
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY, SealingKey, sealing_key
 
 OWN = SealingKey(b"another key of sixteen bytes or more")
 
@@ -18,39 +18,39 @@ OWN = SealingKey(b"another key of sixteen bytes or more")
 @pytest.mark.parametrize("key", [FIXED_KEY, OWN], ids=["fixed", "own"])
 @pytest.mark.parametrize("text", ["", "a", "Zürich 🙂\n", "x" * 100_000, "\x00\x00leading zeros"])
 def test_a_sealed_text_comes_back(key: SealingKey, text: str) -> None:
-    sealed = seal(text, key)
-    assert unseal(sealed, key) == text
-    assert seal(text, key) == sealed
+    sealed = key.seal(text)
+    assert key.unseal(sealed) == text
+    assert key.seal(text) == sealed
     assert len(text) < 5 or text not in sealed
 
 
 def test_equal_lengths_do_not_share_a_mask() -> None:
-    first, second = (urlsafe_b64decode(seal(text))[33:] for text in ("aaaaaaaa", "bbbbbbbb"))
+    first, second = (urlsafe_b64decode(FIXED_KEY.seal(text))[33:] for text in ("aaaaaaaa", "bbbbbbbb"))
     assert bytes(a ^ b for a, b in zip(first, second, strict=True)) != b"\x03" * 8
 
 
 def test_another_key_does_not_open_it() -> None:
     with pytest.raises(ValueError, match="another key, or altered"):
-        unseal(seal("secret"), OWN)
+        OWN.unseal(FIXED_KEY.seal("secret"))
 
 
 def test_every_altered_byte_is_noticed() -> None:
-    data = urlsafe_b64decode(seal("I think that 2 + 2 is 4.", OWN))
+    data = urlsafe_b64decode(OWN.seal("I think that 2 + 2 is 4."))
     random = Random(1)
     for index in range(len(data)):
         altered = bytearray(data)
         altered[index] ^= random.randint(1, 255)
         with pytest.raises(ValueError):
-            unseal(urlsafe_b64encode(bytes(altered)).decode(), OWN)
+            OWN.unseal(urlsafe_b64encode(bytes(altered)).decode())
     for size in range(len(data)):
         with pytest.raises(ValueError):
-            unseal(urlsafe_b64encode(data[:size]).decode(), OWN)
+            OWN.unseal(urlsafe_b64encode(data[:size]).decode())
 
 
 @pytest.mark.parametrize("sealed", ["", "sealed", "%%%", "ü" * 80, "A" * 3, "A" * 200])
 def test_other_texts_are_refused(sealed: str) -> None:
     with pytest.raises(ValueError):
-        unseal(sealed)
+        FIXED_KEY.unseal(sealed)
 
 
 def test_a_key_is_not_shown() -> None:

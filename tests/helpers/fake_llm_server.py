@@ -29,7 +29,7 @@ from llmbackend.core.messages import (
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.manager import TraceManager
 from llmbackend.core.tracing.trace import TraceSettings
-from llmbackend.frontends.openai.models import MAX_MODEL_LEN_FAMILY
+from llmbackend.frontends.generation.models import MAX_MODEL_LEN_FAMILY
 
 MODEL = "fake"
 _OPTIONS = (

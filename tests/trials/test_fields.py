@@ -8,9 +8,9 @@ import pytest
 from pydantic import BaseModel
 
 from llmbackend.frontends.anthropic.schema import CountTokensRequest, MessagesRequest
+from llmbackend.frontends.openai.prompt_endpoints import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from llmbackend.frontends.openai.responses_api.schema import ResponsesBody
 from llmbackend.frontends.openai.schema import ChatCompletionRequest, CompletionRequest
-from llmbackend.frontends.openai.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
 from trials.fields.api import Api
 from trials.fields.asking import CHAT, COMPLETIONS, Endpoint
 from trials.fields.fields import APIS

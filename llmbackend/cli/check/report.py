@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from llmbackend.frontends.openai.parsers import detect
+from llmbackend.frontends.generation.parsers import detect
 
 from ...server.start_failure import failure_summary
 from ..terminal_text import harmless, harmless_line

@@ -15,8 +15,8 @@ from typing import Annotated, Any, ClassVar, get_args
 import typer
 
 from llmbackend.frontends.access.settings import is_loopback
+from llmbackend.frontends.generation.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.kserve.request_parameters import HeaderForward
-from llmbackend.frontends.openai.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.protocol_options import (
     CompressionLevel,
     CorsOptions,

@@ -191,7 +191,7 @@ def _check_parsers(given: Mapping[str, Any]) -> None:
     """Raises BadParameter for the name of a parser that does not exist."""
     if not given.keys() & {"tool_call_parser", "reasoning_parser"}:
         return  # importing the frontend takes half a second
-    from ...frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+    from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
 
     for parser, formats in (("tool_call_parser", TOOL_CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)):
         name, flag = given.get(parser, ""), flag_of(parser)

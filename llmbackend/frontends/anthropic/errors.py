@@ -13,8 +13,8 @@ from typing import Final
 from starlette.responses import Response
 
 from ..http.errors import anthropic_error_body
+from ..http.openai_errors import OpenAIError
 from ..http.responses import JSON
-from ..openai.errors import OpenAIError
 
 REQUEST_ID: Final = "request-id"
 """The header by which an operator finds a request again."""

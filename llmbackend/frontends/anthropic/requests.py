@@ -11,16 +11,13 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from ..conversation.tools import ToolUse
-from ..openai.errors import JsonObject, OpenAIError, missing, refuse
-from ..openai.reasoning import ReasoningUse
-from ..openai.requests import GenerationRequest
-from ..openai.response_format import STRUCTURED_OUTPUTS
-from ..openai.schema import TEMPLATE_NAMES, StreamOptions
-from ..openai.sealed_reasoning import SealingKey
-from ..openai.tensors import messages_tensor
-from ..openai.validation import ClosedObject, read
-from .beta import BetaFields, check_cache_control
-from .content import read_conversation, read_tools
+from ..generation.request import STRUCTURED_OUTPUTS, WITH_USAGE, GenerationRequest, ReasoningUse
+from ..generation.sealed_reasoning import SealingKey
+from ..generation.tensors import messages_tensor
+from ..generation.validation import ClosedObject, read
+from ..http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ..openai.schema import check_template_variables
+from .content import BetaFields, check_cache_control, read_conversation, read_tools
 from .errors import UnsupportedThreadError
 from .schema import NESTED, CountTokensRequest, JsonFormat, MessagesRequest, PromptFields, Thinking, UnservedFields
 
@@ -31,7 +28,6 @@ _FIELD_NAMES: Final = {
     "reasoning_effort": "output_config.effort",
 }
 """Chat's names and those of sampling parameters → Anthropic's."""
-_WITH_USAGE: Final = StreamOptions.model_construct(include_usage=True)
 Body = TypeVar("Body", bound=PromptFields)
 
 
@@ -61,7 +57,7 @@ def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> Messag
         id_prefix="msg_",
         prompt_field="messages",
         sampling=sampling | structure,
-        stream=_WITH_USAGE if fields.stream else None,
+        stream=WITH_USAGE if fields.stream else None,
         labels={} if fields.metadata is None or not fields.metadata.user_id else {"user_id": fields.metadata.user_id},
         sent_fields=tuple(sampling),
         structure_field=schema_field.removesuffix(".schema"),
@@ -91,8 +87,7 @@ def _read(model: type[Body], body: JsonObject, beta: BetaFields) -> Body:
     if fields.messages is None:
         raise missing("messages")
     check_cache_control(fields.cache_control, "cache_control", beta)
-    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
-        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
+    check_template_variables(fields.chat_template_kwargs)
     _check_thinking(fields.thinking)
     return fields
 

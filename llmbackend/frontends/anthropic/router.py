@@ -1,9 +1,10 @@
 """The endpoints of Anthropic's API: messages, the count of their tokens, models.
 
 For: the HTTP application, before the OpenAI router, which answers every other path under /v1. Does not know: any
-backend. Invariant: every path under /v1/messages answers in Anthropic's shapes, errors included, each with a
-`request-id`, and no request outlives its client. A request takes the OpenAI frontend's path: GenerationRequest, answer
-plan, Generation, AnswerReader.
+backend. Invariants: every path under /v1/messages answers in Anthropic's shapes, errors included, each with a
+`request-id`, and no request outlives its client; models are the same under the same names as in the OpenAI API. A
+request takes the path of all APIs of text: GenerationRequest, AnswerPlan, Generation, AnswerReader.
+Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 import uuid
+from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
@@ -25,31 +27,81 @@ from starlette.types import Scope
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..generation.answer import Identity
+from ..generation.http_answers import logged, streamed_answer, traced_answer, whole_answer
+from ..generation.inferences import Generation, describe_prompt
+from ..generation.models import ModelCatalog, Target
+from ..generation.plan import plan_answer
+from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
+from ..generation.tensors import RETURN_NUM_INPUT_TOKENS
 from ..http.errors import AnthropicErrorBody
+from ..http.openai_errors import JsonObject, OpenAIError, as_json, refuse
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, post
 from ..inference_gate import InferenceGate
 from ..journals.resumable_http import refuse_resuming
-from ..openai.answer_plan import plan_answer
-from ..openai.answering import streamed_answer, traced_answer, whole_answer
 from ..openai.endpoints import OpenAIEndpoints
-from ..openai.errors import JsonObject, OpenAIError, as_json
-from ..openai.generation import Generation
-from ..openai.labels import logged
-from ..openai.models import ModelCatalog, Target
-from ..openai.prompt_description import describe_prompt
-from ..openai.responses import Identity
 from ..openai.router import DEFAULT_MAX_BODY_BYTES
-from ..openai.sealed_reasoning import FIXED_KEY, SealingKey
-from ..openai.tensors import RETURN_NUM_INPUT_TOKENS
 from ..operations.probes import load_headers
 from .answers import AnthropicMessage, MessageWriter, TokenCount, whole_message
-from .beta import BetaFields
+from .content import BetaFields
 from .errors import REQUEST_ID, error_response
-from .models import model_info, model_page
 from .requests import MessageRequest, parse_message, parse_prompt
 from .schema import CountTokensRequest, MessagesRequest
+
+_DEFAULT_LIMIT: Final = 20
+_MOST: Final = 1000
+
+
+def model_info(model: JsonObject) -> JsonObject:
+    """model: in OpenAI's shape"""
+    length = model["max_model_len"]
+    return {
+        "type": "model",
+        "id": model["id"],
+        "display_name": model["id"],
+        "created_at": datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active",
+        "max_input_tokens": length,
+        "max_tokens": length,
+    }
+
+
+def model_page(request: Request, models: list[JsonObject]) -> JsonObject:
+    """The page of `models` that the query asks for. Raises OpenAIError."""
+    infos = [model_info(model) for model in models]
+    ids = [info["id"] for info in infos]
+    limit = _limit(request.query_params.get("limit"))
+    first, end = 0, len(infos)
+    if (after := request.query_params.get("after_id")) is not None:
+        first = _position(ids, after, "after_id") + 1
+    if (before := request.query_params.get("before_id")) is not None:
+        end = _position(ids, before, "before_id")
+        first = max(first, end - limit)
+    page = infos[first:end][:limit]
+    is_more = first > 0 if before is not None else first + len(page) < end
+    return {
+        "data": page,
+        "has_more": is_more,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+    }
+
+
+def _limit(text: str | None) -> int:
+    if text is None:
+        return _DEFAULT_LIMIT
+    if not (text.isascii() and text.isdigit() and len(text) <= 4 and 1 <= int(text) <= _MOST):
+        raise refuse("limit", f"an integer from 1 to {_MOST}", text)
+    return int(text)
+
+
+def _position(ids: list[str], id: str, param: str) -> int:
+    if id not in ids:
+        raise refuse(param, "the id of a model", id)
+    return ids.index(id)
+
 
 VERSION: Final = "anthropic-version"
 _VERSIONS: Final = ("2023-06-01", "2026-10-21")

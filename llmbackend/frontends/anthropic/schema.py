@@ -19,8 +19,8 @@ from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
 from ..conversation.tools import NAME_PATTERN
+from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ..http.routing import DescribedBy
-from ..openai.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 
 _NO_SERVER_TOOLS = "this server runs no tools of its own"
 _ONE_SPEED = "every request is served as fast as the server can"

@@ -9,14 +9,84 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar, Final, TypeVar
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from llmbackend.core.errors import TritonError, shown
+
+from ..errors import BodyTooLargeError
 from ..http.errors import OpenAIErrorBody
+from ..http.json_reader import check_depth, check_objects
+from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
-from .errors import JsonObject, OpenAIError
-from .requests import check_content_type, decode_cost, json_object, read_body
+
+_OBJECT_BYTES = 128
+"""Reading an object, such as a short message, takes about 8 µs: 2,048 of them are read on the event loop at most."""
+MAX_OBJECTS = 1 << 16
+"""JSON objects and lists in a body, at most."""
+
+
+def check_content_type(request: Request) -> None:
+    """Raises OpenAIError 415 for another Content-Type than JSON: a browser sends such a body to another site without
+    asking that site first (CORS). vLLM's rule and text."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise OpenAIError(
+            "Unsupported Media Type: Only 'application/json' is allowed", status=415, code="unsupported_media_type"
+        )
+
+
+async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
+    """The request's body, unpacked.
+
+    Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown encoding; TritonError
+    as `request_body.read_content`.
+    """
+    if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
+        raise OpenAIError(
+            f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
+            status=415,
+            code="unsupported_content_encoding",
+        )
+    try:
+        return await gate.read_content(request, max_bytes)
+    except BodyTooLargeError:
+        raise _too_large(max_bytes) from None
+
+
+def decode_cost(body: bytes) -> int:
+    """As how many bytes a body counts for `decode_in_thread`: many small objects take longer than one long text."""
+    return max(len(body), _OBJECT_BYTES * body.count(b"{"))
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """`body` parsed.
+
+    Raises OpenAIError 400 for anything but a JSON object, and for nesting beyond MAX_DEPTH of `json_reader`;
+    TritonError INVALID_ARG for more than MAX_OBJECTS objects and lists, which a parser would need too long for.
+    """
+    check_objects(body, MAX_OBJECTS)
+    try:
+        check_depth(body)
+        value = orjson.loads(body)
+    except (orjson.JSONDecodeError, TritonError) as error:
+        raise OpenAIError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise OpenAIError("the request body is not a JSON object", code="invalid_json")
+    return value
+
+
+def _too_large(max_bytes: int) -> OpenAIError:
+    return OpenAIError(
+        f"the request body is larger than the {max_bytes} bytes this server accepts; "
+        "use --openai-max-input-size to increase the limit",
+        status=413,
+        code="content_too_large",
+    )
+
 
 T = TypeVar("T")
 _CLIENT_CLOSED_REQUEST: Final = 499

@@ -18,16 +18,15 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from llmbackend.core.messages import InferenceRequest
-from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.routing import post
-from llmbackend.frontends.inference_gate import InferenceGate
 
-from .endpoints import OpenAIEndpoints
-from .errors import JsonObject, OpenAIError
-from .models import ModelCatalog
-from .requests import json_object
-from .tensors import LORA_CHANGE
-from .validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
+from ..generation.models import ModelCatalog
+from ..generation.tensors import LORA_CHANGE
+from ..generation.validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
+from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.request_body import release_body
+from ..http.routing import post
+from ..inference_gate import InferenceGate
+from .endpoints import OpenAIEndpoints, json_object
 
 LORA_NAME: Final = "^[!-+\\--~]{1,128}$"
 """Visible ASCII but a comma, which separates names in a model's configuration."""

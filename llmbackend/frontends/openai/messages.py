@@ -14,8 +14,8 @@ from pydantic import ConfigDict, Discriminator, Field, Tag
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ..conversation.turns import Turn, called
-from .errors import JsonObject, missing
-from .validation import Items, NonEmpty, Only, refuse_unknown
+from ..generation.validation import Items, NonEmpty, Only, refuse_unknown
+from ..http.openai_errors import JsonObject, missing
 
 _NULLS: JsonObject = {"additionalProperties": {"type": "null"}}
 """Clients dump whole objects of types of their own: unknown fields are accepted if they are null."""

@@ -1,45 +1,33 @@
-"""From the body of an HTTP request to one frozen message: read, parsed as JSON, validated, put into tensors.
+"""From the JSON of a chat or a completion to one frozen message: validated, put into tensors.
 
-For: the router. Does not know: the host, how responses are written. Invariant: a request that exists is valid as far
-as it can be judged without the model, and holds everything that its body asked for. The parser of a further endpoint
-makes the same GenerationRequest.
+For: the endpoints. Does not know: HTTP, the host, how responses are written. Invariant: as of every GenerationRequest.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
-import orjson
-from starlette.requests import Request
-
-from llmbackend.core.errors import TritonError, shown
 from llmbackend.core.tensors import Tensor
-from llmbackend.frontends.errors import BodyTooLargeError
-from llmbackend.frontends.http.json_reader import check_depth, check_objects
-from llmbackend.frontends.http.request_body import ENCODINGS, IDENTITY, content_encoding
-from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.protocol_options import RequestDefaults
 
 from ..conversation.tools import ToolUse
-from .errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError, refuse
-from .logprobs import LogprobForm
+from ..generation.request import (
+    GenerationRequest,
+    LogprobForm,
+    PromptForm,
+    StreamForm,
+)
+from ..generation.tensors import input_ids_tensor, messages_tensor, text_tensor
+from ..generation.validation import read
+from ..http.openai_errors import JsonObject, OpenAIError, refuse
+from ..protocol_options import RequestDefaults
 from .messages import for_template
-from .prompt_details import NO_PROMPT_FORM, PromptForm
-from .reasoning import NO_REASONING_USE, ReasoningUse
-from .response_format import STRUCTURED_OUTPUTS, in_structure_field
 from .schema import (
     MAX_CHOICES,
-    TEMPLATE_NAMES,
     ChatCompletionRequest,
     ChatPromptFields,
     CompletionRequest,
-    StreamOptions,
+    check_template_variables,
 )
-from .tensors import INPUT_IDS, MESSAGES, input_ids_tensor, messages_tensor, text_tensor
-from .validation import read
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first of them that a request has is its limit."""
@@ -51,149 +39,6 @@ _TEMPLATE_OPTIONS = (
     "documents",
     "reasoning_effort",
 )
-_NO_OPTIONS = StreamOptions.model_construct()
-_OBJECT_BYTES = 128
-"""Reading an object, such as a short message, takes about 8 µs: 2,048 of them are read on the event loop at most."""
-MAX_OBJECTS = 1 << 16
-"""JSON objects and lists in a body, at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationRequest:
-    """What a client asked for."""
-
-    model: str
-    """ "": the server's only one."""
-    prompts: tuple[Tensor, ...]
-    """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
-    id_prefix: str
-    """What the ids of its responses begin with."""
-    prompt_field: str
-    """The client's field that the prompts come from."""
-    sampling: dict[str, Any]
-    """Sampling parameters under vLLM's names."""
-    n: int = 1
-    """Choices of each prompt. Those of the first one come first."""
-    num_generations: int = 1
-    """Of all prompts: as many as choices, or more of which the best are chosen."""
-    stream: StreamOptions | None = None
-    """None: one whole response."""
-    logprobs: LogprobForm | None = None
-    """None: no logprobs."""
-    return_token_ids: bool = False
-    """Whether the answer's token ids come along."""
-    stream_interval_tokens: int = 1
-    """How many tokens of a choice go out together."""
-    prompt_form: PromptForm = NO_PROMPT_FORM
-    """What the answer says of the prompts."""
-    labels: dict[str, Any] = field(default_factory=dict)
-    """What the client calls the request."""
-    echo: tuple[str, ...] = ("",)
-    """The text before each choice's own, by prompt; "" where none was asked for, or the model must tell it."""
-    sent_fields: tuple[str, ...] = ()
-    """The sampling fields that the client sent."""
-    max_tokens_field: str = ""
-    """The field in which it limited the answer, "" when it did not."""
-    structure_field: str = STRUCTURED_OUTPUTS
-    """The field that the sampling parameter `structured_outputs` comes from."""
-    schema_field: str = ""
-    """Where in it a JSON schema stands."""
-    field_names: Mapping[str, str] = field(default_factory=dict)
-    """Further names of chat's fields and of sampling parameters → the client's own."""
-    request_id: str = ""
-    """The client's own, "" when it named none."""
-    tool_use: ToolUse | None = None
-    """None: no tool may be called."""
-    reasoning: ReasoningUse = NO_REASONING_USE
-    prior_output_ids: tuple[int, ...] = ()
-    """Tokens that an interrupted generation of the same request has sent: it goes on behind them. Such a request has
-    one choice, and a seed unless its temperature is 0."""
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
-
-    @property
-    def is_chat(self) -> bool:
-        return self.prompts[0].name == MESSAGES
-
-    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model with the request's names of fields."""
-        if error.param == "max_tokens" and self.max_tokens_field:
-            error.param = self.max_tokens_field
-            error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
-        elif error.param == STRUCTURED_OUTPUTS and self.structure_field != STRUCTURED_OUTPUTS:
-            return in_structure_field(error, self.structure_field, self.schema_field)
-        elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
-            error.param = self.prompt_field
-            if self.prompt_field != MESSAGES:
-                error.message = error.message.replace(f"input '{MESSAGES}'", f"'{self.prompt_field}'")
-        elif error.param is None and error.status == 400 and f"input '{INPUT_IDS}'" in error.message:
-            error.param = self.prompt_field
-            error.message = error.message.replace(f"input '{INPUT_IDS}'", f"'{self.prompt_field}'")
-        elif error.param is not None and (own := self.field_names.get(error.param)) is not None:
-            error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
-            error.param = own
-        return error
-
-
-def check_content_type(request: Request) -> None:
-    """Raises OpenAIError 415 for another Content-Type than JSON: a browser sends such a body to another site without
-    asking that site first (CORS). vLLM's rule and text."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise OpenAIError(
-            "Unsupported Media Type: Only 'application/json' is allowed", status=415, code="unsupported_media_type"
-        )
-
-
-async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
-    """The request's body, unpacked.
-
-    Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown encoding; TritonError
-    as `request_body.read_content`.
-    """
-    if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
-        raise OpenAIError(
-            f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
-            status=415,
-            code="unsupported_content_encoding",
-        )
-    try:
-        return await gate.read_content(request, max_bytes)
-    except BodyTooLargeError:
-        raise _too_large(max_bytes) from None
-
-
-def decode_cost(body: bytes) -> int:
-    """As how many bytes a body counts for `decode_in_thread`: many small objects take longer than one long text."""
-    return max(len(body), _OBJECT_BYTES * body.count(b"{"))
-
-
-def json_object(body: bytes) -> dict[str, Any]:
-    """`body` parsed.
-
-    Raises OpenAIError 400 for anything but a JSON object, and for nesting beyond MAX_DEPTH of `json_reader`;
-    TritonError INVALID_ARG for more than MAX_OBJECTS objects and lists, which a parser would need too long for.
-    """
-    check_objects(body, MAX_OBJECTS)
-    try:
-        check_depth(body)
-        value = orjson.loads(body)
-    except (orjson.JSONDecodeError, TritonError) as error:
-        raise OpenAIError(f"the request body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise OpenAIError("the request body is not a JSON object", code="invalid_json")
-    return value
-
-
-def _too_large(max_bytes: int) -> OpenAIError:
-    return OpenAIError(
-        f"the request body is larger than the {max_bytes} bytes this server accepts; "
-        "use --openai-max-input-size to increase the limit",
-        status=413,
-        code="content_too_large",
-    )
 
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
@@ -234,8 +79,7 @@ def chat_prompt(
     """The prompt of a chat, and its messages as the template reads them. `body`: what `fields` were read from."""
     messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
-    if taken := TEMPLATE_NAMES & (fields.chat_template_kwargs or {}).keys():
-        raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
+    check_template_variables(fields.chat_template_kwargs)
     if tool_use is not None:
         options["tools"] = tool_use.tools
     return messages_tensor(messages, options), messages
@@ -296,10 +140,9 @@ def _request(
         n=n,
         num_generations=best_of * len(prompts),
         sampling=sampling,
-        stream=_stream_options(fields, body),
+        stream=_stream_form(fields, body),
         logprobs=_logprob_form(fields, top_logprobs),
         return_token_ids=bool(fields.return_token_ids),
-        stream_interval_tokens=_stream_interval_tokens(fields),
         prompt_form=prompt_form,
         labels=fields.sent_labels(),
         echo=echo,
@@ -309,12 +152,6 @@ def _request(
         schema_field=fields.schema_field,
         request_id=fields.request_id or "",
     )
-
-
-def _stream_interval_tokens(fields: ChatCompletionRequest | CompletionRequest) -> int:
-    if fields.stream_interval is not None and not fields.stream:
-        raise refuse("stream_interval", "to be sent only with 'stream': true", fields.stream_interval)
-    return fields.stream_interval or 1
 
 
 def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int) -> tuple[int, int]:
@@ -342,10 +179,12 @@ def _logprob_form(fields: ChatCompletionRequest | CompletionRequest, top_logprob
     return None
 
 
-def _stream_options(fields: ChatCompletionRequest | CompletionRequest, body: JsonObject) -> StreamOptions | None:
-    options = fields.stream_options
-    if not fields.stream:
-        if options is not None:
-            raise refuse("stream_options", "to be sent only with 'stream': true", body["stream_options"])
-        return None
-    return options or _NO_OPTIONS
+def _stream_form(fields: ChatCompletionRequest | CompletionRequest, body: JsonObject) -> StreamForm | None:
+    options, interval_tokens = fields.stream_options, fields.stream_interval
+    if fields.stream:
+        usage = (None, None) if options is None else (options.include_usage, options.continuous_usage_stats)
+        return StreamForm(*usage, interval_tokens or 1)
+    for name in ("stream_interval", "stream_options"):
+        if body.get(name) is not None:
+            raise refuse(name, "to be sent only with 'stream': true", body[name])
+    return None

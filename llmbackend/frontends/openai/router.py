@@ -22,46 +22,43 @@ from starlette.types import Scope
 
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.event_stream import EventSource, pieces_of
-from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.routing import CatchAll, get, post
-from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.journal import Recording
-from llmbackend.frontends.journals.response_store import ResponseStore
-from llmbackend.frontends.journals.resumable_http import (
+
+from ..generation.answer import Identity
+from ..generation.http_answers import Writer, streamed_answer, traced_answer, whole_answer
+from ..generation.inferences import Generation
+from ..generation.models import ModelCatalog, Target
+from ..generation.plan import AnswerPlan, plan_answer
+from ..generation.request import GenerationRequest, StreamForm
+from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
+from ..http.event_stream import EventSource, pieces_of
+from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.request_body import release_body
+from ..http.routing import CatchAll, get, post
+from ..inference_gate import InferenceGate
+from ..journals.journal import Recording
+from ..journals.response_store import ResponseStore
+from ..journals.resumable_http import (
     begin_recording,
     come_back,
     is_resumable,
     last_event_id,
     open_stream,
 )
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams
-from llmbackend.frontends.operations.probes import load_headers
-from llmbackend.frontends.protocol_options import NO_DEFAULTS, RequestDefaults
-
-from .answer_plan import AnswerPlan, plan_answer
-from .answer_streams import chunk_writer
-from .answering import streamed_answer, traced_answer, whole_answer
-from .endpoints import OpenAIEndpoints, json_answer
-from .errors import JsonObject, OpenAIError
-from .generation import Generation
+from ..journals.resumable_streams import ResumableStreams
+from ..operations.probes import load_headers
+from ..protocol_options import NO_DEFAULTS, RequestDefaults
+from .bodies import whole_response
+from .chunks import IntervalWriter, PromptFirst, chunk_writer
+from .endpoints import OpenAIEndpoints, json_answer, read_body
 from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
-from .models import ModelCatalog, Target
-from .prompt_details import PromptFirst, Writer
-from .render_endpoints import RenderEndpoints
-from .requests import GenerationRequest, parse_chat, parse_completion, read_body, with_defaults
-from .responses import Identity, whole_response
+from .prompt_endpoints import RenderEndpoints, TokenizationEndpoints
+from .requests import parse_chat, parse_completion, with_defaults
 from .responses_api.background import BackgroundResponses
-from .responses_api.conversation_endpoints import ConversationEndpoints
-from .responses_api.conversations import Conversations
-from .responses_api.create import ResponseCreation
-from .responses_api.input_tokens import InputTokenEndpoints
+from .responses_api.conversations import ConversationEndpoints, Conversations
+from .responses_api.create import InputTokenEndpoints, ResponseCreation
 from .responses_api.stored_endpoints import StoredResponseEndpoints
-from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest, StreamOptions
-from .sealed_reasoning import FIXED_KEY, SealingKey
-from .stream_interval import IntervalWriter
-from .tokenization_endpoints import TokenizationEndpoints
+from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
@@ -210,10 +207,10 @@ def _methods(known: Sequence[BaseRoute], scope: Scope) -> list[str]:
     return sorted({method for route in routes for method in route.methods or ()} - {"HEAD"})
 
 
-def _writer(request: GenerationRequest, identity: Identity, options: StreamOptions, plan: AnswerPlan | None) -> Writer:
-    writer: Writer = chunk_writer(request, identity, options, plan)
-    if request.stream_interval_tokens > 1:
-        writer = IntervalWriter(writer, request.stream_interval_tokens)
+def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, plan: AnswerPlan | None) -> Writer:
+    writer: Writer = chunk_writer(request, identity, form, plan)
+    if form.interval_tokens > 1:
+        writer = IntervalWriter(writer, form.interval_tokens)
     return PromptFirst(writer, request.n) if request.prompt_form.is_asked else writer
 
 

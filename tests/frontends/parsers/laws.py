@@ -10,8 +10,14 @@ import json
 from dataclasses import replace
 from random import Random
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ToolCallEnd, ToolCallStart
-from llmbackend.frontends.openai.parsers.tables import LiteralCall, MarkedCalls, NestedCall, TaggedCall, ToolCallFormat
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ToolCallEnd, ToolCallStart
+from llmbackend.frontends.generation.parsers.tables import (
+    LiteralCall,
+    MarkedCalls,
+    NestedCall,
+    TaggedCall,
+    ToolCallFormat,
+)
 
 from .sample import Sample, Seen, Token, cut, parse, seen, tokens
 from .samples import SAMPLES

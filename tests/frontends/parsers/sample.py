@@ -9,7 +9,7 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from llmbackend.frontends.openai.parsers import (
+from llmbackend.frontends.generation.parsers import (
     REASONING_FORMATS,
     TOOL_CALL_FORMATS,
     ContentDelta,
@@ -20,7 +20,7 @@ from llmbackend.frontends.openai.parsers import (
     ToolCallEnd,
     ToolCallStart,
 )
-from llmbackend.frontends.openai.parsers.events import merged
+from llmbackend.frontends.generation.parsers.events import merged
 
 Token = tuple[str, bool]
 """(text, is_special)"""

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from llmbackend.frontends.conversation.tools import Function, ToolUse
-from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.answers import Answer
-from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS
-from llmbackend.frontends.openai.tensors import Delta
+from llmbackend.frontends.generation.answer import Answer
+from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS
+from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.generation.tensors import Delta
 
 from . import laws
 from .sample import Sample, Seen, cut, parse, seen, tokens

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from llmbackend.frontends.conversation.tools import Function, ToolUse
-from llmbackend.frontends.openai.call_grammars import required_calls, value_end
-from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, CallGrammar
+from llmbackend.frontends.generation.call_grammars import required_calls, value_end
+from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS, CallGrammar
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, random_calls

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, detect
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, detect
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template
 
 NONE = ("", "")

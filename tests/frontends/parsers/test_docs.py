@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
 
 PAGE = Path("docs/tool_calling.md").read_text()
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.text.chat_template import ChatTemplate
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, detect
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, detect
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.frontends.parsers.turns import SCHEMAS, TYPES, random_calls
 from tests.helpers.chat_templates import AXOLOTL, LLAMA_CPP, TRL, chat_template

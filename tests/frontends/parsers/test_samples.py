@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, OutputParser
 from tests.frontends.parsers.laws import Cuts, distinct_formats
 from tests.frontends.parsers.sample import Sample, Seen, parse, seen, tokens
 from tests.frontends.parsers.samples import SAMPLES

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.frontends.openai.parsers import TOOL_CALL_FORMATS, OutputParser, ToolCallArguments, is_plain_text
-from llmbackend.frontends.openai.parsers.schema_types import allowed_types, json_of
+from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS, OutputParser, ToolCallArguments, is_plain_text
+from llmbackend.frontends.generation.parsers.schema_types import allowed_types, json_of
 
 
 def parameters(description: Any, **definitions: Any) -> dict[str, Any]:

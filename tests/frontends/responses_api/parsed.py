@@ -6,8 +6,13 @@ from typing import Any
 
 import orjson
 
-from llmbackend.frontends.openai.responses_api.parsing import parse_responses, read_responses
-from llmbackend.frontends.openai.responses_api.request import NO_HISTORY, History, ResponsesRequest
+from llmbackend.frontends.openai.responses_api.parsing import (
+    NO_HISTORY,
+    History,
+    ResponsesRequest,
+    parse_responses,
+    read_responses,
+)
 
 
 def parsed(history: History = NO_HISTORY, **body: Any) -> ResponsesRequest:

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from llmbackend.frontends.openai.responses_api.output_builder import CustomInput
+from llmbackend.frontends.openai.responses_api.output_items import CustomInput
 
 TEXTS = (
     "",

@@ -11,16 +11,15 @@ import orjson
 import pytest
 
 from llmbackend.frontends.conversation.tools import Function, NamedTool, ToolKind, ToolUse
-from llmbackend.frontends.openai.answer_plan import AnswerPlan
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.logprobs import LogprobForm
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
-from llmbackend.frontends.openai.response_format import STRUCTURED_OUTPUTS
-from llmbackend.frontends.openai.responses import Identity
-from llmbackend.frontends.openai.responses_api.event_writer import ResponseWriter
+from llmbackend.frontends.generation.answer import Identity
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
+from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.generation.request import STRUCTURED_OUTPUTS, LogprobForm
+from llmbackend.frontends.generation.sealed_reasoning import SealingKey
+from llmbackend.frontends.generation.tensors import PROMPT_IN_REASONING, Delta, TextToken
+from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.openai.responses_api.events import ResponseWriter
 from llmbackend.frontends.openai.responses_api.response_state import ResponseState
-from llmbackend.frontends.openai.sealed_reasoning import SealingKey
-from llmbackend.frontends.openai.tensors import PROMPT_IN_REASONING, Delta, TextToken
 from tests.frontends.parsers.laws import LENGTHS, changed
 from tests.frontends.parsers.sample import Sample, Token, cut, tokens
 from tests.frontends.parsers.samples import SAMPLES

@@ -9,14 +9,12 @@ import pytest
 from openai.types.responses import response_create_params, response_includable, response_input_item_param, tool_param
 
 from llmbackend.core.errors import invalid_argument
-from llmbackend.frontends.openai.errors import OpenAIError
-from llmbackend.frontends.openai.requests import GenerationRequest
-from llmbackend.frontends.openai.response_format import STRUCTURED_OUTPUTS
+from llmbackend.frontends.generation.request import STRUCTURED_OUTPUTS, GenerationRequest
+from llmbackend.frontends.http.openai_errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS, REFUSED_ITEMS
-from llmbackend.frontends.openai.responses_api.parsing import effective_sampling
-from llmbackend.frontends.openai.responses_api.request import History
+from llmbackend.frontends.openai.responses_api.parsing import History, effective_sampling
 from llmbackend.frontends.openai.responses_api.schema import INCLUDABLE, ResponsesBody
-from llmbackend.frontends.openai.responses_api.tool_fields import REFUSED_TOOLS, WEB_SEARCHES
+from llmbackend.frontends.openai.responses_api.tools import REFUSED_TOOLS, WEB_SEARCHES
 
 from .parsed import chat, parsed
 

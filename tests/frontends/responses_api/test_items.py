@@ -8,9 +8,9 @@ from typing import Any
 import orjson
 import pytest
 
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
 from llmbackend.frontends.openai.messages import for_template
-from llmbackend.frontends.openai.responses_api.request import History
-from llmbackend.frontends.openai.sealed_reasoning import seal
+from llmbackend.frontends.openai.responses_api.parsing import History
 
 from .parsed import chat, messages, parsed
 
@@ -91,7 +91,7 @@ def test_answers(items: list[Item], expected: list[Item]) -> None:
          {"role": "tool", "tool_call_id": "c", "content": "x"}),
         ({"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}]},
          {"role": "assistant", "content": "", "reasoning_content": "s"}),
-        ({"type": "reasoning", "summary": [], "encrypted_content": seal("sealed thoughts")},
+        ({"type": "reasoning", "summary": [], "encrypted_content": FIXED_KEY.seal("sealed thoughts")},
          {"role": "assistant", "content": "", "reasoning_content": "sealed thoughts"}),
         ({"type": "reasoning", "summary": [], "encrypted_content": "another server's",
           "content": [{"type": "reasoning_text", "text": "open"}]},

@@ -8,11 +8,11 @@ from typing import Any
 import orjson
 import pytest
 
-from llmbackend.frontends.openai.answers import Answer
+from llmbackend.frontends.generation.answer import Answer
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
+from llmbackend.frontends.generation.tensors import Delta
 from llmbackend.frontends.openai.messages import for_template
 from llmbackend.frontends.openai.responses_api.response_state import ResponseState
-from llmbackend.frontends.openai.sealed_reasoning import seal
-from llmbackend.frontends.openai.tensors import Delta
 from tests.frontends.parsers.laws import LENGTHS, changed
 from tests.frontends.parsers.sample import cut, tokens
 from tests.frontends.parsers.samples import SAMPLES
@@ -35,7 +35,7 @@ def answered(name: str, random: Random, number: int) -> tuple[list[Item], Item]:
     plan = plan_of(sample)
     parts = list(cut(tokens(sample, text), random, random.choice(LENGTHS)))
     deltas: list[Delta] = deltas_of(text_tokens(sample, parts), "stop", random)
-    state, answer = ResponseState(IDENTITY, plan, seal=seal), Answer(plan, IDENTITY.id, 0)
+    state, answer = ResponseState(IDENTITY, plan, seal=FIXED_KEY.seal), Answer(plan, IDENTITY.id, 0)
     for delta in deltas:
         state.add(delta)
         answer.add(delta)

@@ -10,15 +10,15 @@ import orjson
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.frontends.http.openai_errors import OpenAIError
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.store_settings import IN_MEMORY
-from llmbackend.frontends.openai.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.conversations import Conversations
+from llmbackend.frontends.openai.responses_api.history import fetch_history
 from llmbackend.frontends.openai.responses_api.output_items import item_id, response_of
-from llmbackend.frontends.openai.responses_api.request import History, WantedHistory
-from llmbackend.frontends.openai.responses_api.stored_history import fetch_history
+from llmbackend.frontends.openai.responses_api.parsing import History, WantedHistory
 from tests.helpers.fake_llm_server import FakeLlmServer
 
 MANY_BYTES = 1 << 20

@@ -1,26 +1,100 @@
-"""Conversations: stored lists of items that responses go on behind, and that clients change.
+"""Conversations: stored lists of items that responses continue from, and that clients change by /v1/conversations.
 
-For: the endpoints of conversations, and the one that creates responses. Does not know: HTTP, how items become a prompt.
-Invariants: a client gets at its own conversations only; changes of one conversation by this server come one after the
-other, so that none is lost; JSON in proportion to a conversation is read and written off the event loop.
+For: the OpenAI router, and the endpoint that creates responses. Does not know: how items become a prompt. Invariants: a
+client gets at its own conversations only; changes of one conversation by this server come one after the other, so that
+none is lost; items are checked as those of a response's input; pages that follow one another by `after` have every item
+once, as long as none is added or removed; JSON in proportion to a conversation is read and written off the event loop.
+Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
 from weakref import WeakValueDictionary
 
 import orjson
+from pydantic import ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
 
-from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document
-from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, current_owner
-
-from ..errors import JsonObject, OpenAIError
+from ...generation.validation import ClosedObject, read
+from ...generation.validation import Items as ItemCount
+from ...http.openai_errors import JsonObject, OpenAIError, refuse
+from ...http.routing import delete, get, post
+from ...inference_gate import InferenceGate
+from ...journals.documents import Document
+from ...journals.response_store import NotStoredError, ResponseStore, current_owner
+from ..endpoints import OpenAIEndpoints, json_answer
+from ..fields import Metadata
+from .http_types import ConversationDeleted, ConversationObject, ItemList, StoredItem
+from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
+from .schema import INCLUDABLE
+
+_MAX_ITEMS = 100
+PAGE_PARAMETERS: tuple[JsonObject, ...] = (
+    {
+        "name": "after",
+        "in": "query",
+        "schema": {"type": "string"},
+        "description": "The item that the page begins behind.",
+    },
+    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
+    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
+)
+_FIELDS = ("after", "limit", "order", "include", "include[]")
+
+
+@dataclass(frozen=True, slots=True)
+class PageQuery:
+    after: str | None = None
+    """The id of the item that the page begins behind."""
+    limit: int = 20
+    is_descending: bool = True
+    """The latest first."""
+
+
+def read_page_query(parameters: Mapping[str, str]) -> PageQuery:
+    """The query of a URL. `include` asks for nothing that an item has not anyway. Raises OpenAIError."""
+    for name in parameters:
+        if name not in _FIELDS:
+            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    for name in ("include", "include[]"):
+        for value in parameters.get(name, "").split(","):
+            if value and value not in INCLUDABLE:
+                raise refuse("include", f"one of {', '.join(INCLUDABLE)}", value)
+    limit, order = parameters.get("limit", "20"), parameters.get("order", "desc")
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
+        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
+    if order not in ("asc", "desc"):
+        raise refuse("order", '"asc" or "desc"', order)
+    return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
+
+
+def page(items: Sequence[JsonObject], query: PageQuery = PageQuery()) -> JsonObject:
+    """items: all of them, the oldest first. Raises OpenAIError where `after` is none of them."""
+    ordered = items[::-1] if query.is_descending else items
+    begin = 0
+    if query.after is not None:
+        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == query.after), 0)
+        if not begin:
+            raise refuse("after", "the id of an item of the list", query.after)
+    return item_list(ordered[begin : begin + query.limit], has_more=begin + query.limit < len(ordered))
+
+
+def item_list(items: Sequence[JsonObject], *, has_more: bool = False) -> JsonObject:
+    return {
+        "object": "list",
+        "data": items,
+        "first_id": items[0].get("id") if items else None,
+        "last_id": items[-1].get("id") if items else None,
+        "has_more": has_more,
+    }
+
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
@@ -165,3 +239,132 @@ def _not_found(id: str) -> OpenAIError:
 def item_not_found(id: str, item_id: str) -> OpenAIError:
     message = f"Item with id '{item_id[:80]}' not found in conversation with id '{id[:80]}'."
     return OpenAIError(message, status=404, code="not_found")
+
+
+_Items = Annotated[list[Item], ItemCount(0, MAX_ITEMS_AT_ONCE)]
+
+
+class ConversationBody(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    items: _Items | None = None
+    metadata: Metadata = None
+
+
+class ConversationUpdateBody(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    metadata: Metadata
+
+
+class ConversationItemsBody(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    items: _Items
+
+
+_ONE = "/v1/conversations/{conversation_id}"
+_ITEMS = f"{_ONE}/items"
+_ITEM = _ITEMS + "/{item_id}"
+
+
+class ConversationEndpoints(OpenAIEndpoints):
+    def __init__(self, gate: InferenceGate, conversations: Conversations | None, max_body_bytes: int) -> None:
+        """conversations: None: the server keeps none"""
+        super().__init__(gate, max_body_bytes)
+        self._kept = conversations
+
+    @post("/v1/conversations", body=ConversationBody, answer=ConversationObject)
+    async def create(self, http: Request) -> Response:
+        """Create a conversation"""
+
+        def parse(body: JsonObject) -> tuple[list[JsonObject], JsonObject]:
+            fields = read(ConversationBody, body)
+            return _checked(body.get("items") or []), fields.metadata or {}
+
+        items, metadata = await self.parsed(http, parse)
+        return json_answer((await self._conversations.create(items, metadata)).body)
+
+    @get(_ONE, answer=ConversationObject)
+    async def retrieve(self, http: Request) -> Response:
+        """One conversation"""
+        return json_answer((await self._conversations.get(_id(http))).body)
+
+    @post(_ONE, body=ConversationUpdateBody, answer=ConversationObject)
+    async def update(self, http: Request) -> Response:
+        """Change its metadata"""
+
+        def parse(body: JsonObject) -> JsonObject:
+            return read(ConversationUpdateBody, body).metadata or {}
+
+        metadata = await self.parsed(http, parse)
+        return json_answer((await self._conversations.update(_id(http), metadata)).body)
+
+    @delete(_ONE, answer=ConversationDeleted)
+    async def delete_conversation(self, http: Request) -> Response:
+        """Delete a conversation and its items"""
+        await self._conversations.delete(_id(http))
+        return json_answer(orjson.dumps({"id": _id(http), "object": "conversation.deleted", "deleted": True}))
+
+    @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
+    async def add_items(self, http: Request) -> Response:
+        """Add items"""
+        read_page_query({name: value for name, value in http.query_params.items() if name.startswith("include")})
+
+        def parse(body: JsonObject) -> list[JsonObject]:
+            read(ConversationItemsBody, body)
+            return _checked(body["items"])
+
+        items = await self.parsed(http, parse)
+        added = await self._conversations.add(_id(http), items)
+        return await self._json(lambda: item_list(added))
+
+    @get(_ITEMS, answer=ItemList, parameters=PAGE_PARAMETERS)
+    async def list_items(self, http: Request) -> Response:
+        """Its items"""
+        query = read_page_query(http.query_params)
+        items = await self._conversations.items(_id(http))
+        return await self._json(lambda: page(items, query))
+
+    @get(_ITEM, answer=StoredItem)
+    async def retrieve_item(self, http: Request) -> Response:
+        """One item"""
+        id, item_id = _id(http), http.path_params["item_id"]
+        items = await self._conversations.items(id)
+
+        def found() -> JsonObject:
+            item = next((item for item in items if item["id"] == item_id), None)
+            if item is None:
+                raise item_not_found(id, item_id)
+            return item
+
+        return await self._json(found)
+
+    @delete(_ITEM, answer=ConversationObject)
+    async def delete_item(self, http: Request) -> Response:
+        """Remove an item"""
+        document = await self._conversations.remove(_id(http), http.path_params["item_id"])
+        return json_answer(document.body)
+
+    @property
+    def _conversations(self) -> Conversations:
+        if self._kept is None:
+            message = "this server keeps no conversations"
+            raise OpenAIError(message, status=404, code="unsupported")
+        return self._kept
+
+    async def _json(self, make: Callable[[], JsonObject]) -> Response:
+        """JSON of a part of a conversation, which is looked for where nobody waits."""
+        return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
+
+
+def _checked(items: list[JsonObject]) -> list[JsonObject]:
+    check_fields(items, "items")
+    for index, item in enumerate(items):
+        if item_type(item) == "item_reference":
+            param = f"items[{index}].type"
+            message = f"'{param}' is \"item_reference\", which is not supported: a conversation has its items itself"
+            raise OpenAIError(message, param=param, code="unsupported_parameter")
+    return [full_item(item) for item in items]
+
+
+def _id(http: Request) -> str:
+    id: str = http.path_params["conversation_id"]
+    return id

@@ -1,8 +1,10 @@
-"""POST /v1/responses: a response, whole or streamed, which is stored where the request asks for it.
+"""POST /v1/responses: a response, whole or streamed, stored where the request asks for it; and the count of its tokens.
 
-For: the OpenAI router. Does not know: any backend, how a store keeps what it gets. Invariant: one request path: a
-response is read from the same generation and answer plan as a chat. A stored response can be retrieved as soon as its
-client has its end.
+For: the OpenAI router. Does not know: any backend, tokenizers, how a store keeps what it gets. Invariants: one request
+path: a response is read from the same generation and answer plan as a chat; a stored response can be retrieved as soon
+as its client has its end; the number of tokens that /v1/responses/input_tokens tells is the `usage.input_tokens` of the
+response to the same body.
+Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -13,39 +15,40 @@ import uuid
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import orjson
+from pydantic import ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.frontends.http.request_body import release_body
-from llmbackend.frontends.http.routing import post
-from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document
-from llmbackend.frontends.journals.response_store import ResponseStore, current_owner
-from llmbackend.frontends.journals.resumable_http import refuse_resuming
-from llmbackend.frontends.operations.probes import load_headers
 
-from ..answer_plan import AnswerPlan, plan_answer
-from ..answering import streamed_answer, traced_answer, whole_answer
-from ..endpoints import OpenAIEndpoints
-from ..errors import JsonObject, OpenAIError
-from ..generation import Generation
-from ..models import ModelCatalog, Target
-from ..requests import decode_cost
-from ..responses import Identity
-from ..sealed_reasoning import FIXED_KEY, SealingKey
+from ...generation.answer import Identity
+from ...generation.http_answers import streamed_answer, traced_answer, whole_answer
+from ...generation.inferences import Generation, check_fields_taken, describe_prompt
+from ...generation.models import ModelCatalog, Target
+from ...generation.plan import AnswerPlan, plan_answer
+from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
+from ...generation.tensors import RETURN_NUM_INPUT_TOKENS
+from ...http.openai_errors import JsonObject, OpenAIError, missing
+from ...http.request_body import release_body
+from ...http.request_scope import unless_disconnected
+from ...http.routing import post
+from ...inference_gate import InferenceGate
+from ...journals.documents import Document
+from ...journals.response_store import ResponseStore, current_owner
+from ...journals.resumable_http import refuse_resuming
+from ...operations.probes import load_headers
+from ..endpoints import OpenAIEndpoints, decode_cost, json_answer, read_body
 from .conversations import Conversations
-from .event_writer import ResponseWriter
-from .http_types import ResponseObject
+from .events import ResponseWriter
+from .history import fetch_history, with_ids
+from .http_types import CompactBody, InputTokens, ResponseObject
 from .output_items import ID_PREFIX
-from .parsing import ReadBody, effective_sampling, parse_responses, read_responses
-from .request import History, ResponsesRequest
+from .parsing import History, ReadBody, ResponsesRequest, effective_sampling, parse_responses, read_responses
 from .response_state import ResponseState
 from .schema import ResponsesBody
-from .stored_history import fetch_history, with_ids
 
 _MAX_HISTORY_BYTES = 8 << 20
 """Of the stored responses that a request goes on behind: twice the largest body by default."""
@@ -221,3 +224,78 @@ async def _whole(generation: Generation, state: ResponseState, keep: Keep | None
     if keep is not None:
         await keep()
     return state.json()
+
+
+FIELDS = frozenset(
+    (
+        "conversation",
+        "input",
+        "instructions",
+        "model",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "reasoning",
+        "text",
+        "tool_choice",
+        "tools",
+        "truncation",
+        "chat_template_kwargs",
+    )
+)
+"""Of a create-response request: those that the prompt depends on, and those that OpenAI's clients may send here."""
+_PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
+
+
+class InputTokensBody(ResponsesBody):
+    model_config = ConfigDict(
+        defer_build=True,
+        json_schema_extra=cast(JsonObject, ResponsesBody.model_config["json_schema_extra"])
+        | {"propertyNames": {"enum": sorted(FIELDS)}},
+    )
+
+
+class InputTokenEndpoints(OpenAIEndpoints):
+    def __init__(
+        self, gate: InferenceGate, catalog: ModelCatalog, creation: ResponseCreation, max_body_bytes: int
+    ) -> None:
+        super().__init__(gate, max_body_bytes)
+        self._catalog = catalog
+        self._creation = creation
+
+    @post("/v1/responses/input_tokens", body=InputTokensBody, answer=InputTokens)
+    async def count(self, http: Request) -> Response:
+        """The number of tokens of a prompt"""
+        self._gate.check_room()
+        body = await self.body_of(http)
+        request = (await self._creation.prepared(body, _read)).request.generation
+        target = self._catalog.require(request.model, request.prompts[0].name)
+        check_fields_taken(request, target)
+        release_body(http)
+        sampling = {name: value for name, value in request.sampling.items() if name in _PROMPT_SAMPLING}
+        (prompt,) = request.prompts
+        work = describe_prompt(self._gate, target, prompt, (RETURN_NUM_INPUT_TOKENS,), sampling=sampling)
+        try:
+            found = await unless_disconnected(http, work)
+        except OpenAIError as error:
+            raise request.in_own_fields(error) from None
+        counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
+        return json_answer(orjson.dumps(counted))
+
+    @post("/v1/responses/compact", body=CompactBody, response_class=Response, status_code=404)
+    async def compact(self, http: Request) -> Response:
+        """Not supported"""
+        body = await read_body(self._gate, http, self._max_body_bytes)
+        fields = await self.parsed_body(body, lambda fields: fields)
+        if fields.get("model") is None:
+            raise missing("model")
+        raise OpenAIError("this server compacts no conversations", status=404, code="unsupported")
+
+
+def _read(body: JsonObject) -> ReadBody:
+    if body.get("personality") is not None:
+        message = "'personality' is not supported: the instructions say how the model speaks"
+        raise OpenAIError(message, param="personality", code="unsupported_parameter")
+    for name in body:
+        if name not in FIELDS and name != "personality":
+            raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    return read_responses(body)

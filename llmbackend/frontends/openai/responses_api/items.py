@@ -16,9 +16,9 @@ from pydantic import BeforeValidator, ConfigDict, Discriminator, Tag
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
-from ..errors import JsonObject
-from ..validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
-from .tool_fields import Tools
+from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
+from ...http.openai_errors import JsonObject
+from .tools import Tools
 
 _TEXT_ONLY = "the models here read and write text only"
 _HOSTED = "this server runs no tools itself"

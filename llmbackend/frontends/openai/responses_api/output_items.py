@@ -1,8 +1,8 @@
-"""The items of a response's output: what each kind of them is called, and how it stands in JSON.
+"""The items of a response's output: how each kind is called, how it stands in JSON, and the input of custom tools.
 
-For: output_builder.py, which makes them, and event_writer.py, which tells of them. Does not know: tokens, events'
-bytes. Invariant: an item is the same object in the events of a stream and in the whole response; its id is a function
-of the response's id and its place, so that the response of an item is found by the item's id alone.
+For: response_state.py, which makes them, and events.py, which tells of them. Does not know: tokens, events' bytes.
+Invariant: an item is the same object in the events of a stream and in the whole response; its id is a function of the
+response's id and its place, so that the response of an item is found by the item's id alone.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import orjson
 
-from ...conversation.tools import NamedTool, ToolKind
-from ..errors import JsonObject
+from ...conversation.tools import INPUT, NamedTool, ToolKind
+from ...http.openai_errors import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ID_PREFIX = "resp_"
@@ -173,3 +173,110 @@ def response_of(id: str) -> str | None:
     """The id of the response that the item is of; None for an id that was not made here."""
     found = _ID.fullmatch(id)
     return None if found is None else ID_PREFIX + found[1]
+
+
+_OPENING = ("{", f'"{INPUT}"', ":", '"')
+"""What stands before the string's characters; between these may be white space."""
+_SPACE = " \t\r\n"
+_PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_UNIT = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\[^u]|"', re.DOTALL)
+_MAY_GO_ON = re.compile(
+    r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD][c-fC-F]?[0-9a-fA-F]?)?)?)?)?"
+)
+"""An escape that is cut off, and the first half of a pair."""
+_ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
+
+
+class CustomInput:
+    """The input of one call of a custom tool, read from the JSON text of its arguments as it comes: models write such a
+    call as the call of a function with one string parameter, and a client gets that string. The pieces put together do
+    not depend on how the text was cut, and hold no half character. Arguments of another form, which a model may write
+    that is not held to a grammar, are the input as they stand. Owner: the builder of its output."""
+
+    def __init__(self) -> None:
+        self._arguments: list[str] = []
+        """As long as they may have another form."""
+        self._token, self._matched_chars = 0, 0
+        self._is_other_form = False
+        self._held = ""
+        self._is_closed = False
+
+    def push(self, text: str) -> str:
+        """The new characters of the input that the next piece of the arguments tells."""
+        if self._token < len(_OPENING):
+            self._arguments.append(text)
+            text = self._open(text)
+        return self._decoded(text) if text else ""
+
+    def finish(self) -> str:
+        """The rest, when the arguments have ended."""
+        if self._token == len(_OPENING):
+            return ""  # what is held back is half an escape
+        return _of_other_form("".join(self._arguments))
+
+    def _open(self, text: str) -> str:
+        """Reads the opening; returns what stands behind it."""
+        for index, char in enumerate(text):
+            if self._is_other_form:
+                return ""
+            expected = _OPENING[self._token]
+            if self._matched_chars == 0 and char in _SPACE:
+                continue
+            if char != expected[self._matched_chars]:
+                self._is_other_form = True
+                return ""
+            self._matched_chars += 1
+            if self._matched_chars == len(expected):
+                self._token, self._matched_chars = self._token + 1, 0
+            if self._token == len(_OPENING):
+                self._arguments.clear()
+                return text[index + 1 :]
+        return ""
+
+    def _decoded(self, text: str) -> str:
+        if self._is_closed:
+            return ""
+        text, at, pieces = self._held + text, 0, []
+        while at < len(text):
+            if _MAY_GO_ON.fullmatch(text, at):
+                break
+            unit = _UNIT.match(text, at)
+            if unit is None:  # \u without four digits: no JSON, shown as it stands
+                pieces.append(text[at])
+                at += 1
+                continue
+            at = unit.end()
+            if unit[0] == '"':
+                self._is_closed = True
+                at = len(text)
+            else:
+                pieces.append(_unescaped(unit[0]))
+        self._held = text[at:]
+        return "".join(pieces)
+
+
+def _unescaped(unit: str) -> str:
+    if unit[0] != "\\":
+        return unit
+    if unit[1] != "u":
+        return _ESCAPES.get(unit[1], unit[1])
+    if len(unit) > 6:
+        return chr(0x10000 + ((int(unit[2:6], 16) - 0xD800) << 10) + int(unit[8:], 16) - 0xDC00)
+    char = chr(int(unit[2:], 16))
+    return "\ufffd" if "\ud800" <= char <= "\udfff" else char
+
+
+def _of_other_form(arguments: str) -> str:
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return "" if _is_begun(arguments) else arguments
+    if value == {}:
+        return ""
+    found = value.get(INPUT) if isinstance(value, dict) else None
+    return found if isinstance(found, str) else arguments
+
+
+def _is_begun(arguments: str) -> bool:
+    """Whether they were cut off before the first character of the input."""
+    return "".join(_OPENING).startswith("".join(arguments.split()))

@@ -1,35 +1,92 @@
 """From the body of a create-response request, and what it refers to, to one frozen message.
 
-For: the router. Does not know: the host, how the store keeps items, how responses are written. Invariant: as of
-requests.py: the request holds everything that the body asked for. It is read in two steps, since the history must be
-fetched in between; both are in proportion to the body, so the router takes large ones off the event loop.
+For: the endpoints. Does not know: the host, how the store keeps items, how responses are written. Invariant: as of
+every GenerationRequest; all that an answer says of its request is decided here. A body is read in two steps, since the
+history must be fetched in between; both are in proportion to the body, so the endpoints take large ones off the event
+loop.
+Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
 from pydantic import TypeAdapter
 
-from ...conversation.tools import INPUT
+from ...conversation.tools import INPUT, NamedTool
 from ...conversation.turns import Turn, Turns, called
-from ..errors import JsonObject, OpenAIError, missing, refuse
-from ..logprobs import LogprobForm
-from ..reasoning import ReasoningUse
-from ..requests import GenerationRequest
-from ..schema import StreamOptions
-from ..sealed_reasoning import FIXED_KEY, SealingKey
-from ..tensors import messages_tensor
-from ..validation import read
+from ...generation.request import WITH_USAGE, GenerationRequest, LogprobForm, ReasoningUse
+from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
+from ...generation.tensors import messages_tensor
+from ...generation.validation import read
+from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse
 from .items import check_fields, full_item, item_type
 from .output_items import ID_PREFIX
-from .request import NO_HISTORY, OUTPUT_LOGPROBS, History, ResponsesRequest, WantedHistory
-from .schema import TEXT_FORMAT, ResponsesBody
-from .tool_fields import Tools
-from .tools import TOOL_SEARCH, OfferedTools, called_name, shown_tools
+from .schema import ENCRYPTED_REASONING, OUTPUT_LOGPROBS, TEXT_FORMAT, ResponsesBody
+from .tools import TOOL_SEARCH, OfferedTools, Tools, called_name, shown_tools
+
+
+@dataclass(frozen=True, slots=True)
+class WantedHistory:
+    """What a body refers to, to be fetched from the store."""
+
+    previous_response_id: str | None = None
+    conversation: str | None = None
+    """Its id."""
+    item_ids: tuple[str, ...] = ()
+    """Of `item_reference` items."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.previous_response_id or self.conversation or self.item_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What the store has of it."""
+
+    items: tuple[JsonObject, ...] = ()
+    """Of the previous responses or the conversation, oldest first: inputs and outputs."""
+    by_id: Mapping[str, JsonObject] = field(default_factory=dict)
+    """The items that the body refers to."""
+    size_bytes: int = 0
+    """Of the JSON that all of it was read from."""
+
+
+NO_HISTORY = History()
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """What a client asked for."""
+
+    generation: GenerationRequest
+    echo: JsonObject
+    """The fields of the response object that the request decides: all of them."""
+    input_items: tuple[JsonObject, ...]
+    """What the body itself brought, in the form in which it is stored and listed, without ids where it has none."""
+    tools: Mapping[str, NamedTool]
+    """By the name that the model calls."""
+    store: bool
+    background: bool
+    include: frozenset[str]
+    previous_response_id: str | None
+    conversation: str | None
+    """Its id."""
+    max_tool_calls: int | None
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names by which the model calls custom tools."""
+        return frozenset(name for name, tool in self.tools.items() if tool.kind == "custom")
+
+    @property
+    def includes_encrypted_reasoning(self) -> bool:
+        return ENCRYPTED_REASONING in self.include
+
 
 _FIELD_NAMES = {
     "logprobs": "include",
@@ -38,7 +95,6 @@ _FIELD_NAMES = {
 }
 """What the model and the rest of this frontend call what has another name here."""
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
-_WITH_USAGE = StreamOptions.model_construct(include_usage=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
 _SYSTEM_JOINT = "\n\n"
 
@@ -183,7 +239,7 @@ def _generation(
         id_prefix=ID_PREFIX,
         prompt_field="input",
         sampling=sampling,
-        stream=_WITH_USAGE if fields.stream else None,
+        stream=WITH_USAGE if fields.stream else None,
         logprobs=logprobs,
         labels=_labels(fields),
         sent_fields=sent,

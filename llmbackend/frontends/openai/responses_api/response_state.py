@@ -1,25 +1,209 @@
-"""One response while it comes about: its output, its usage, and the response object at any time.
+"""One response while it comes about: the items of its output, its usage, and the response object at any time.
 
-For: event_writer.py, whole responses, and the store of responses. Does not know: HTTP, events' bytes. Invariant: a
-function of the request, the identity and the deltas, but for the time of completion, which comes from a clock; the
-object of a stream's last event is the whole response.
+For: events.py, whole responses, and the store of responses. Does not know: HTTP, events' bytes. Invariants: one item is
+open at a time; the response is a function of the request, the identity and the deltas, but for the time of completion,
+which comes from a clock; the object of a stream's last event is the whole response.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import orjson
 
 from ...conversation.tools import NamedTool
-from ..answer_plan import AnswerPlan
-from ..errors import JsonObject, OpenAIError
-from ..logprobs import LogprobForm
-from ..responses import Identity, Usage
-from ..tensors import Delta
-from .output_builder import LENGTH, Happening, OutputBuilder
+from ...generation.answer import DEFAULT_FINISH_REASON, AnswerReader, Identity, Usage
+from ...generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from ...generation.plan import AnswerPlan
+from ...generation.request import LogprobForm
+from ...generation.tensors import Delta, TokenEntries
+from ...http.openai_errors import JsonObject, OpenAIError
+from ..bodies import ChatLogprobs
+from .output_items import CALLS, MESSAGE, REASONING, CustomInput, ItemKind, OutputItem, item_id
+
+
+@dataclass(frozen=True, slots=True)
+class ItemAdded:
+    item: OutputItem
+
+
+class TextAdded(msgspec.Struct, frozen=True):
+    item: OutputItem
+    text: str
+    logprobs: bytes
+    """JSON: a list's items, b"" for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ItemDone:
+    item: OutputItem
+
+
+Happening = ItemAdded | TextAdded | ItemDone
+LENGTH = "length"
+
+
+class OutputBuilder:
+    """The output of one response. Owner: its ResponseState."""
+
+    def __init__(
+        self,
+        plan: AnswerPlan | None,
+        response_id: str,
+        *,
+        tools: Mapping[str, NamedTool] | None = None,
+        logprobs: LogprobForm | None = None,
+        seal: Callable[[str], str] | None = None,
+    ) -> None:
+        """plan: how the answer is read; None: as text
+        tools: those of the request, by the name that the model calls
+        seal: makes the sealed form of reasoning; None: it is not asked for
+        """
+        self.items: list[OutputItem] = []
+        self.finish_reason: str | None = None
+        """Once the answer has ended."""
+        self._response_id = response_id
+        self._tools = tools or {}
+        self._seal = seal
+        self._reader = None if plan is None else AnswerReader(plan, response_id, 0)
+        self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
+        self._pending: list[TokenEntries] = []
+        """Of tokens whose text has not been shown yet."""
+        self._open: OutputItem | None = None
+        self._input: CustomInput | None = None
+        """Of the custom tool's call that is open."""
+        self._happenings: list[Happening] = []
+
+    @property
+    def num_reasoning_tokens(self) -> int | None:
+        """None: what is reasoning is not known."""
+        return None if self._reader is None else self._reader.num_reasoning_tokens
+
+    def add(self, delta: Delta) -> list[Happening]:
+        """What the next tokens do to the output."""
+        if self._reader is None:
+            if delta.text or delta.logprobs:
+                self._add_text(MESSAGE, delta.text, delta.logprobs)
+        elif self._logprobs is None:
+            for event in self._reader.read(delta):
+                self._add_event(event, [])
+        else:
+            for token in by_token(delta):
+                self._add_token(self._reader, token)
+        if (delta.finish_reason or delta.is_final) and self.finish_reason is None:
+            self._finish(delta.finish_reason or DEFAULT_FINISH_REASON)
+        happenings, self._happenings = self._happenings, []
+        return happenings
+
+    def stop(self) -> None:
+        """The output ends where it is: the request failed or was cancelled."""
+        if self._open is not None:
+            self._open.status = "incomplete"
+            self._open = None
+
+    def _add_token(self, reader: AnswerReader, token: Delta) -> None:
+        """A token whose text is content gives its log probabilities to that, with those of the tokens before it whose
+        text was held back until now. Tokens of reasoning, of calls and of markers give theirs to nothing."""
+        before = reader.num_reasoning_tokens
+        self._pending += token.logprobs
+        events = reader.read(token)
+        for event in events:
+            is_content = isinstance(event, ContentDelta)
+            self._add_event(event, self._pending if is_content else [])
+            self._pending = []
+        is_marker = any(is_special for _, _, is_special in token.text_tokens)
+        if reader.num_reasoning_tokens > before or (is_marker and token.finish_reason is None):
+            self._pending = []
+
+    def _add_event(self, event: Event, positions: list[TokenEntries]) -> None:
+        match event:
+            case ContentDelta(text):
+                self._add_text(MESSAGE, text, positions)
+            case ReasoningDelta(text):
+                self._add_text(REASONING, text, [])
+            case ToolCallStart(_, name, id):
+                tool = self._tools.get(name) or NamedTool("function", name)
+                self._begin(CALLS[tool.kind], tool, id or "")
+                self._input = CustomInput() if tool.kind == "custom" else None
+            case ToolCallArguments(_, text):
+                self._add_piece(text if self._input is None else self._input.push(text))
+            case ToolCallEnd():
+                self._end(is_complete=True)
+
+    def _add_text(self, kind: ItemKind, text: str, positions: list[TokenEntries]) -> None:
+        if self._open is None or self._open.kind is not kind:
+            self._begin(kind)
+        render = self._logprobs
+        if render is None or not positions:
+            self._add_piece(text)
+        else:
+            self._add_piece(text, orjson.dumps(render.render(positions)["content"])[1:-1])
+
+    def _begin(self, kind: ItemKind, tool: NamedTool | None = None, call_id: str = "") -> None:
+        self._end()
+        index = len(self.items)
+        item = OutputItem(kind, item_id(kind.type, self._response_id, "o", index), index, tool, call_id, self._seal)
+        self._open = item
+        self.items.append(item)
+        self._happenings.append(ItemAdded(item))
+
+    def _add_piece(self, text: str, logprobs: bytes = b"") -> None:
+        item = self._open
+        if item is not None and (text or logprobs):
+            item.pieces.append(text)
+            if logprobs:
+                item.logprobs.append(logprobs)
+            self._happenings.append(TextAdded(item, text, logprobs))
+
+    def _end(self, *, is_complete: bool | None = None) -> None:
+        """Ends the item that is open. is_complete: None: unless it is a call, which is complete where its end was
+        seen."""
+        if self._open is None:
+            return
+        if self._input is not None:
+            self._add_piece(self._input.finish())
+            self._input = None
+        is_text = self._open.tool is None
+        self._open.status = "completed" if (is_text if is_complete is None else is_complete) else "incomplete"
+        self._happenings.append(ItemDone(self._open))
+        self._open = None
+
+    def _finish(self, reason: str) -> None:
+        self.finish_reason = reason
+        if self._pending and self._open is not None and self._open.kind is MESSAGE:
+            self._add_text(MESSAGE, "", self._pending)
+        if not self.items:
+            self._begin(MESSAGE)
+        self._end(is_complete=False if reason == LENGTH else None)
+
+
+def by_token(delta: Delta) -> Iterator[Delta]:
+    """`delta`, which has text tokens, as one delta for each of them; the last one has what is said of all together."""
+    last = len(delta.text_tokens) - 1
+    if last < 1:
+        yield delta
+        return
+    positions = iter(delta.logprobs)
+    ids = iter(delta.token_ids)
+    for index, token in enumerate(delta.text_tokens):
+        is_token = token[0] >= 0
+        own_positions = [entry for entry in [next(positions, None)] if entry is not None] if is_token else []
+        own_ids = [one for one in [next(ids, None)] if one is not None] if is_token else []
+        if index < last:
+            yield Delta(token[1], None, own_positions, 0, 0, False, None, (token,), token_ids=own_ids)
+        else:
+            yield msgspec.structs.replace(
+                delta,
+                text=token[1],
+                logprobs=[*own_positions, *positions],
+                text_tokens=(token,),
+                token_ids=[*own_ids, *ids],
+            )
+
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}

@@ -11,19 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
-from ..errors import JsonObject, OpenAIError, missing, refuse
-from ..labels import Labels
-from ..response_format import STRUCTURED_OUTPUTS, constraint_of
-from ..schema import TEMPLATE_NAMES, Sampling, is_true, needs
-from ..validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
+from ...generation.request import STRUCTURED_OUTPUTS
+from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
+from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ..fields import Labels, constraint_of
+from ..schema import TEMPLATE_NAMES, Sampling, check_template_variables, is_true, needs
 from .items import Input
-from .request import ENCRYPTED_REASONING, OUTPUT_LOGPROBS
-from .tool_fields import ToolChoiceField, Tools
+from .tools import ToolChoiceField, Tools
 
 _TEXT_ONLY = "the models here read and write text only"
 _ONE_ENGINE = "the KV memory of a request stays in one engine"
 _NO_SUMMARIES = "no model here sums up reasoning, which comes whole; only 'auto' leaves that to the server"
 _NO_PLACE = "a response has no place for it; chat completions have"
+ENCRYPTED_REASONING = "reasoning.encrypted_content"
+OUTPUT_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
     ENCRYPTED_REASONING,
     OUTPUT_LOGPROBS,
@@ -204,9 +205,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
             raise _excluded("conversation", "previous_response_id")
         if self.truncation == "auto" and self.truncate_prompt_tokens is not None:
             raise _excluded("truncate_prompt_tokens", "truncation")
-        if taken := TEMPLATE_NAMES & (self.chat_template_kwargs or {}).keys():
-            names = " and ".join(sorted(TEMPLATE_NAMES))
-            raise refuse("chat_template_kwargs", f"variables other than {names}", min(taken))
+        check_template_variables(self.chat_template_kwargs)
 
     def chosen_structure(self) -> tuple[JsonObject, str]:
         """Sampling parameters for the form of the answer's text, and the field that they come from."""

@@ -13,20 +13,18 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
-from llmbackend.frontends.http.routing import delete, get, post
-from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.documents import Document
-from llmbackend.frontends.journals.response_store import NotStoredError, ResponseStore, current_owner
-
+from ...generation.sealed_reasoning import SealingKey
+from ...http.openai_errors import JsonObject, OpenAIError, refuse
+from ...http.routing import delete, get, post
+from ...inference_gate import InferenceGate
+from ...journals.documents import Document
+from ...journals.response_store import NotStoredError, ResponseStore, current_owner
 from ..endpoints import OpenAIEndpoints, json_answer
-from ..errors import JsonObject, OpenAIError, refuse
-from ..sealed_reasoning import SealingKey
 from .background import BackgroundResponses
+from .conversations import PAGE_PARAMETERS, page, read_page_query
+from .events import journal_stream
 from .http_types import ItemList, ResponseDeleted, ResponseObject
-from .item_pages import PAGE_PARAMETERS, page, read_page_query
-from .journal_stream import journal_stream
-from .request import ENCRYPTED_REASONING
-from .schema import INCLUDABLE
+from .schema import ENCRYPTED_REASONING, INCLUDABLE
 
 _PARAMETERS = ("include", "include[]", "include_obfuscation", "starting_after", "stream")
 _MAX_DIGITS = 9

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmbackend.frontends.openai.parsers import REASONING_FORMATS
+from llmbackend.frontends.generation.parsers import REASONING_FORMATS
 
 from ..sample import Sample
 

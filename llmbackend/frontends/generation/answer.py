@@ -1,0 +1,259 @@
+"""What the answers of all APIs have in common: identity, usage, and the pieces that a client gets of the tokens.
+
+For: the writers of whole answers and of streams. Does not know: bodies, chunks. Invariant: all of it is a function of
+the request, the answer's id and the tokens; nothing else is drawn. So a stream and a whole answer, and an answer before
+and after an engine's death, are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ..http.openai_errors import JsonObject
+from ..journals.journal import Recording
+from .parsers import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
+from .plan import AnswerPlan
+from .request import GenerationRequest
+from .tensors import PROMPT_IN_REASONING, Delta, TextToken
+
+DEFAULT_FINISH_REASON = "stop"
+"""For a model that ends without a reason (its tensor interface makes `finish_reason` optional)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a response and all chunks of a stream have in common."""
+
+    id: str
+    created_s: int
+    """Unix time."""
+    model: str
+    fingerprint: str
+    """Changes with the server's release and the model's configuration; "" when the host has none."""
+
+    @classmethod
+    def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
+        """Drawn here, once, and the same from then on, whatever happens to engines. request_id: the client's own."""
+        id = request.id_prefix + (request_id or uuid.uuid4().hex)
+        return cls(id, int(time.time()), request.model, fingerprint)
+
+    def recorded(self, recording: Recording) -> Identity:
+        """The one that a stream which is made again had; else itself, put on record."""
+        if recording.identity:
+            return msgspec.msgpack.decode(recording.identity, type=Identity)
+        recording.identity = msgspec.msgpack.encode(self)
+        return self
+
+    def fields(self, kind: str) -> JsonObject:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint or None,
+        }
+
+
+class Usage:
+    """The running counts of one response: tokens of each prompt once, and of each choice."""
+
+    def __init__(self, n: int) -> None:
+        """n: choices of each prompt"""
+        self._n = n
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached_tokens: dict[int, int] = {}
+        self._reasoning_tokens: dict[int, int] = {}
+        self._completion_tokens = 0
+        self._told_tokens: dict[int, int] = {}
+        """Of the choices whose counts are told from time to time: those of the last time."""
+
+    def add(self, index: int, delta: Delta) -> None:
+        if delta.usage is not None:
+            self._prompt_tokens[index // self._n], num_output_tokens, num_cached_tokens = delta.usage
+            self._completion_tokens += num_output_tokens - self._told_tokens.get(index, 0)
+            self._told_tokens[index] = num_output_tokens
+            if not index % self._n:
+                self._cached_tokens[index // self._n] = num_cached_tokens
+            return
+        if delta.num_input_tokens:
+            self._prompt_tokens[index // self._n] = delta.num_input_tokens
+        if delta.num_cached_tokens is not None and not index % self._n:
+            self._cached_tokens[index // self._n] = delta.num_cached_tokens
+        self._completion_tokens += delta.num_output_tokens
+
+    def set_reasoning(self, index: int, num_tokens: int) -> None:
+        """How many tokens of a choice are reasoning so far."""
+        self._reasoning_tokens[index] = num_tokens
+
+    def total(self) -> JsonObject | None:
+        """Of a response that is complete; None when the model has reported nothing."""
+        return self.as_json() if self._prompt_tokens or self._completion_tokens else None
+
+    def as_json(self) -> JsonObject:
+        prompt = sum(self._prompt_tokens.values())
+        usage: JsonObject = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt + self._completion_tokens,
+        }
+        if self._cached_tokens:
+            usage["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
+        if self._reasoning_tokens:
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning_tokens.values())}
+        return usage
+
+
+_SHORT_IDS = frozenset({"mistral"})
+"""Formats whose chat templates take only ids of nine letters or digits."""
+
+
+def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
+    """Of a call to which the model itself gave none."""
+    digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
+    return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
+
+
+class AnswerReader:
+    """Reads one choice. Owner: the writer of its response."""
+
+    def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
+        self._plan = plan
+        self._response_id = response_id
+        self._choice = choice
+        self._parser: OutputParser | None = None
+        self._has_ended = False
+        self.has_call = False
+        """Whether a call has begun. One that the model broke off is one, too: its client has had a part of it."""
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return 0 if self._parser is None else self._parser.num_reasoning_tokens
+
+    def read(self, delta: Delta) -> list[Event]:
+        """What the client gets of the next tokens."""
+        tokens = delta.text_tokens or ([(-1, delta.text, False)] if delta.text else [])
+        parser = self._parser
+        if parser is None:
+            parser = self._parser = self._started(tokens)
+        events = [event for token in tokens if token[0] != PROMPT_IN_REASONING for event in parser.push(*token)]
+        if (delta.finish_reason or delta.is_final) and not self._has_ended:
+            self._has_ended = True
+            events += self._last(parser.finish(delta.finish_reason or "stop"))
+        return self._shown(events)
+
+    def finish_reason(self, reason: str) -> str:
+        """As the client gets it: a call that was cut off is no reason of its own."""
+        if reason != "stop" or not self.has_call:
+            return reason
+        return "function_call" if self._is_legacy else "tool_calls"
+
+    def as_delta(self, event: Event) -> JsonObject | None:
+        """The event as a stream's `delta`; None for one that says nothing there."""
+        match event:
+            case ContentDelta(text):
+                return {"content": text}
+            case ReasoningDelta(text):
+                return {"reasoning": text, "reasoning_content": text}
+            case ToolCallStart(index, name, id):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": id, "type": "function", "function": function}
+                return {"function_call": function} if self._is_legacy else {"tool_calls": [call]}
+            case ToolCallArguments(index, text):
+                call = {"index": index, "function": {"arguments": text}}
+                return {"function_call": {"arguments": text}} if self._is_legacy else {"tool_calls": [call]}
+            case ToolCallEnd():
+                return None
+
+    @property
+    def _is_legacy(self) -> bool:
+        return self._plan.tool_use is not None and self._plan.tool_use.is_legacy
+
+    def _started(self, tokens: Sequence[TextToken]) -> OutputParser:
+        return OutputParser(
+            self._plan.tool_format,
+            self._plan.reasoning_format,
+            schemas=self._plan.schemas,
+            reasoning_is_open=bool(tokens) and tokens[0][0] == PROMPT_IN_REASONING,
+            shows_special_tokens=self._plan.shows_special_tokens,
+            strings_are_text=not self._plan.has_grammar,
+        )
+
+    def _last(self, events: list[Event]) -> list[Event]:
+        """Without what was held back of a call that had to be made: its beginning is no text for anybody."""
+        use = self._plan.tool_use
+        if use is None or not use.is_required:
+            return events
+        return [event for event in events if not isinstance(event, ContentDelta)]
+
+    def _shown(self, events: Iterable[Event]) -> list[Event]:
+        shown: list[Event] = []
+        max_calls = self._plan.tool_use.max_calls if self._plan.tool_use is not None else None
+        for event in events:
+            if isinstance(event, ReasoningDelta):
+                if self._plan.includes_reasoning:
+                    shown.append(event)
+            elif isinstance(event, ContentDelta) or max_calls is None or event.index < max_calls:
+                self.has_call = self.has_call or isinstance(event, ToolCallStart)
+                shown.append(self._with_id(event) if isinstance(event, ToolCallStart) else event)
+        return shown
+
+    def _with_id(self, start: ToolCallStart) -> ToolCallStart:
+        if start.id is not None:
+            return start
+        name = self._plan.tool_format.name if self._plan.tool_format is not None else ""
+        return dataclasses.replace(start, id=call_id(self._response_id, self._choice, start.index, name))
+
+
+class Answer:
+    """One choice's whole answer."""
+
+    def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
+        self.reader = AnswerReader(plan, response_id, choice)
+        self._plan = plan
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[tuple[ToolCallStart, list[str]]] = []
+
+    def add(self, delta: Delta) -> None:
+        for event in self.reader.read(delta):
+            match event:
+                case ContentDelta(text):
+                    self._content.append(text)
+                case ReasoningDelta(text):
+                    self._reasoning.append(text)
+                case ToolCallStart():
+                    self._calls.append((event, []))
+                case ToolCallArguments(_, text):
+                    self._calls[-1][1].append(text)
+                case ToolCallEnd():
+                    pass
+
+    @property
+    def reports_reasoning(self) -> bool:
+        return self._plan.reasoning_format is not None
+
+    def message(self) -> JsonObject:
+        content, reasoning = "".join(self._content), "".join(self._reasoning) or None
+        message: JsonObject = {
+            "role": "assistant",
+            "content": content or ("" if reasoning is None and not self._calls else None),
+            "refusal": None,
+        }
+        if self._plan.reasoning_format is not None and self._plan.includes_reasoning:
+            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+        functions = [{"name": start.name, "arguments": "".join(parts)} for start, parts in self._calls]
+        if functions and self._plan.tool_use is not None and self._plan.tool_use.is_legacy:
+            message["function_call"] = functions[0]
+        elif functions:
+            message["tool_calls"] = [
+                {"id": start.id, "type": "function", "function": function}
+                for (start, _), function in zip(self._calls, functions, strict=True)
+            ]
+        return message

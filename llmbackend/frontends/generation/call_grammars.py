@@ -1,0 +1,263 @@
+"""Grammars of tool calls, as structural tags: calls that must be made, and calls that are right if they are made.
+
+For: answer plans. Does not know: which model, how a tag becomes a mask. Invariants: whatever a grammar lets through,
+the parser of the same format reads as calls of the request's functions with arguments that their schemas allow; what
+tagged parameters cannot enforce is known by its place in the schema. The work is bounded, since plans are made on the
+event loop: the model would refuse a grammar of more parameters than MAX_TAGGED_PARAMETERS.
+Source: XGrammar's documentation of structural tags for the forms of `format`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Final
+
+from llmbackend.core.errors import shown
+
+from ..conversation.tools import INPUT, Function, InputGrammar, ToolUse
+from ..http.openai_errors import JsonObject, OpenAIError
+from .parsers import CallGrammar, is_plain_text
+
+_ANY_OBJECT: JsonObject = {"type": "object"}
+MAX_TAGGED_PARAMETERS: Final = 512
+"""Of all functions of a request together: as many parts as the model's grammar may have."""
+_MAX_PLACES: Final = 64
+"""Places in the schema of one function that are reported as not enforced."""
+_ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
+_SAYS_NOTHING = frozenset(
+    ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
+)
+_KNOWN = _ENFORCED | _SAYS_NOTHING
+_NOT_NAMES = "'required' must be a list of names of 'properties'"
+_NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
+"""Of a parameter that can be read back."""
+
+
+def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
+    """Nothing but calls, at least one, with arguments by the functions' schemas. Raises OpenAIError."""
+    _check_count(use, grammar)
+    tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
+    return _section(_calls(tags, use, grammar), grammar)
+
+
+def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
+    """Free text, in which a call that begins follows the schema of a strict function, or is any object of another.
+    Raises OpenAIError."""
+    _check_count(use, grammar)
+    tags = [
+        _call(function, grammar, _arguments(function) if function.is_strict else _ANY_OBJECT)
+        for function in use.functions
+    ]
+    if grammar.begin:
+        content = _calls(tags, use, grammar)
+        tags = [{"type": "tag", "begin": grammar.begin, "content": content, "end": grammar.end}]
+    return {
+        "type": "triggered_tags",
+        "triggers": [trigger],
+        "tags": tags,
+        "at_least_one": False,
+        "stop_after_first": use.max_calls == 1,
+    }
+
+
+def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
+    """Where the schemas of functions have keywords that the format of calls cannot enforce. A strict function has none
+    for which there is a grammar."""
+    if grammar.key_end:
+        for function in use.functions:
+            if function.input_grammar is None and not function.is_strict:
+                places = islice(_not_tagged(function.parameters), _MAX_PLACES)
+                yield from (f"{function.param}#{path}" for path, _ in places)
+
+
+def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
+    """Raises OpenAIError for the first function with which the parameters are too many."""
+    counts = {"properties": 0, "required": 0}
+    for function in use.functions if grammar.key_end else ():
+        schema = _resolved(function.parameters)
+        for keyword in counts:
+            value = schema.get(keyword)
+            counts[keyword] += len(value) if isinstance(value, Mapping | list) else 0
+        if max(counts.values()) > MAX_TAGGED_PARAMETERS:
+            message = f"'{function.param}': its parameters and those of the functions before it are more than "
+            message += f"{MAX_TAGGED_PARAMETERS}, which this model's format of calls cannot enforce"
+            raise OpenAIError(message, param=function.param, code="invalid_value")
+
+
+def _calls(tags: list[JsonObject], use: ToolUse, grammar: CallGrammar) -> JsonObject:
+    return {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": grammar.separator,
+        "at_least_one": True,
+        "stop_after_first": use.max_calls == 1,
+    }
+
+
+def _section(calls: JsonObject, grammar: CallGrammar) -> JsonObject:
+    if not grammar.begin and not grammar.end:
+        return calls
+    around = [_text(grammar.begin), calls, _text(grammar.end)]
+    return {"type": "sequence", "elements": [part for part in around if part.get("value") != ""]}
+
+
+def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -> JsonObject:
+    begin = f"{grammar.call_begin}{function.name}{grammar.name_end}"
+    content: JsonObject
+    if function.input_grammar is not None:
+        content = _input(function.input_grammar, grammar)
+    elif grammar.key_end:
+        content = _tagged(function, grammar)
+    else:
+        content = {"type": "json_schema", "json_schema": schema, "strict": function.is_strict}
+    return {"type": "tag", "begin": begin, "content": content, "end": grammar.call_end}
+
+
+def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
+    """The arguments of a custom tool: its one string, by its own grammar, spelled as the format has strings."""
+    form: JsonObject = {"type": "grammar", "syntax": "lark", "grammar": wanted.definition}
+    if wanted.syntax == "regex":
+        form = {"type": "regex", "pattern": wanted.definition}
+    if not grammar.key_end:
+        return _sequence(_text(f'{{"{INPUT}": "'), form | {"style": "json_string"}, _text('"}'))
+    begin, end = f"{grammar.key_begin}{INPUT}{grammar.key_end}", value_end(INPUT, grammar)
+    if grammar.text_quote is None:
+        return _sequence(_text(f'{begin}"'), form | {"style": "json_string"}, _text(f'"{end}'))
+    content = form | {"style": "text", "excludes": list(grammar.text_excludes)}
+    quote = grammar.text_quote
+    return {"type": "tag", "begin": begin + quote, "content": content, "end": quote + end}
+
+
+def _sequence(*elements: JsonObject) -> JsonObject:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _arguments(function: Function) -> JsonObject:
+    """The schema of a function's arguments, which are an object whatever the schema says, and have no members that the
+    function does not know, which a small model would go on inventing."""
+    schema = function.parameters
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\", as the arguments of a call are"
+        raise OpenAIError(message, param=function.param)
+    closed = {"additionalProperties": False} if "properties" in schema else {}
+    return {**closed, **schema, "type": "object"}
+
+
+def _tagged(function: Function, grammar: CallGrammar) -> JsonObject:
+    try:
+        if function.is_strict and (found := next(_not_tagged(function.parameters), None)) is not None:
+            raise _NotTaggedError(found[1])
+        return _parameters(function.parameters, grammar, is_strict=function.is_strict)
+    except _NotTaggedError as error:
+        message = f"'{function.param}': {error}"
+        raise OpenAIError(message, param=function.param, code="unsupported_parameter") from None
+
+
+def _text(value: str) -> JsonObject:
+    return {"type": "const_string", "value": value}
+
+
+# --- tagged parameters ------------------------------------------------------------------------------------------------
+
+
+class _NotTaggedError(ValueError):
+    """A schema that tagged parameters cannot be held to."""
+
+
+def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
+    """The parameters of the schema, in its order; those that are not required are optional. is_strict: whether every
+    keyword in them must be enforced. Raises _NotTaggedError for what is no schema of parameters."""
+    root, required = _checked(schema)
+    root = _with_definitions(root, schema)
+    elements: list[JsonObject] = []
+    for name in written_properties(schema):
+        tag = _parameter(name, root, grammar, is_strict=is_strict)
+        elements.append(tag if name in required else {"type": "optional", "content": tag})
+    return {"type": "sequence", "elements": elements}
+
+
+def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Those whose names can be written, in the order of their tags."""
+    properties = _resolved(schema).get("properties", {})
+    return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
+
+
+def property_path(name: str) -> str:
+    """The JSON pointer to a property's schema."""
+    return f"/properties/{name.replace('~', '~0').replace('/', '~1')}"
+
+
+def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """What tagged parameters cannot enforce: (path in the schema, reason). Raises _NotTaggedError for what is no schema
+    of parameters."""
+    root, required = _checked(schema)
+    for key in root:
+        if key not in _KNOWN:
+            yield f"/{key}", f"'{key}' at its root is not enforced in this model's format of calls"
+    properties = root.get("properties", {})
+    if any(name not in properties for name in required):
+        yield "/required", _NOT_NAMES
+    for name in properties:
+        if not _NAME.fullmatch(name):
+            yield (
+                property_path(name),
+                f"the name of the property '{name}' cannot be written in this model's format of calls",
+            )
+
+
+def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
+    """The root and its required names. Raises _NotTaggedError."""
+    root = _resolved(schema)
+    if root.get("type", "object") != "object":
+        raise _NotTaggedError("'type' must be \"object\"")
+    if not isinstance(root.get("properties", {}), Mapping):
+        raise _NotTaggedError("'properties' must be an object")
+    required = root.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
+        raise _NotTaggedError(_NOT_NAMES)
+    return root, required
+
+
+def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The definition that the root refers to, if the root is only a reference to one of its own; else the root."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or any(
+        key not in _SAYS_NOTHING and key not in ("$ref", "type") for key in schema
+    ):
+        return schema
+    for kind in ("$defs", "definitions"):
+        definitions = schema.get(kind)
+        target = definitions.get(reference.removeprefix(f"#/{kind}/")) if isinstance(definitions, Mapping) else None
+        if isinstance(target, Mapping) and "$ref" not in target:
+            return target
+    return schema
+
+
+def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
+    begin, end = grammar.key_begin + name, value_end(name, grammar)
+    content: JsonObject
+    if grammar.text_quote is not None and is_plain_text(schema, name):
+        content = {"type": "any_text", "excludes": list(grammar.text_excludes)}
+        begin, end = begin + grammar.key_end + grammar.text_quote, grammar.text_quote + end
+    else:
+        content = {
+            "type": "json_schema",
+            "json_schema": _with_definitions(schema["properties"][name], schema),
+            "strict": is_strict,
+        }
+        begin += grammar.json_key_end or grammar.key_end
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
+def value_end(name: str, grammar: CallGrammar) -> str:
+    """What stands behind a parameter's value."""
+    return f"{grammar.value_end}{name}{grammar.name_closes}" if grammar.name_closes else grammar.value_end
+
+
+def _with_definitions(description: Any, schema: Mapping[str, Any]) -> Any:
+    """What the description may refer to, beside it."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    return {**shared, **description} if isinstance(description, Mapping) else description

@@ -1,0 +1,228 @@
+"""The way of a request from its model to the HTTP response: a whole body, or a stream of events.
+
+For: the routers of the APIs. Does not know: their forms (Writer). Invariants: the generation is closed however the
+request ends, so that no request outlives its client; all deltas that are ready become one piece; an error is a stream's
+last event. Work in proportion to a prompt is done in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.core.tracing.trace import RequestTrace
+
+from ..http.direct_body import DirectBody
+from ..http.event_stream import EventSource, EventStream, pieces_of
+from ..http.openai_errors import OpenAIError
+from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
+from ..inference_gate import InferenceGate
+from .inferences import Arrival, Generation, check_fields_taken
+from .models import ModelCatalog, Target
+from .request import GenerationRequest
+from .tensors import (
+    Delta,
+    PromptDetails,
+)
+
+
+class Writer(Protocol):
+    """Makes the chunks of a stream."""
+
+    def begin(self) -> bytes: ...
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes: ...
+    def delta(self, index: int, delta: Delta) -> bytes: ...
+    def end(self) -> bytes: ...
+
+    def ping(self) -> bytes:
+        """Says that the stream goes on, while nothing happens."""
+        ...
+
+    def fail(self, error: OpenAIError) -> bytes:
+        """The stream's end where the answer failed."""
+        ...
+
+
+QUIET_S: Final = 15.0
+"""Seconds without an event after which a stream sends a ping, so that proxies keep the connection; also how long the
+status line waits for the first response, which may be an error."""
+_HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
+_CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
+
+
+def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
+    return {**_HEADERS, **more, **_CONTENT_TYPE}
+
+
+async def first_arrival(http: Request, generation: Generation) -> Arrival | None:
+    """The first response of a stream, None after QUIET_S without one. Awaited before the status line is sent, since it
+    may be an error, which is raised. Raises ClientDisconnect when the client goes away."""
+    await unless_disconnected(http, generation.wait(QUIET_S))
+    return generation.pop()
+
+
+class AnswerEvents:
+    """An EventSource: what `writer` makes of the generation's deltas."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        first: Arrival | None,
+        writer: Writer,
+        before_end: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """first: what was popped already. before_end: awaited when the last events are made, before they are sent; its
+        failure is the answer's."""
+        self.quiet_s: float | None = QUIET_S
+        self.is_over = False
+        self.needs_task = True
+        self._generation = generation
+        self._writer = writer
+        self._before_end = before_end
+        self._has_begun = False
+        self._held = first
+        """Popped, and not written yet."""
+        self._error: Exception | None = None
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        self._generation.listen(listener)
+
+    def ready(self) -> bytes:
+        if self.needs_task or self.is_over:
+            return b""
+        generation = self._generation
+        parts: list[bytes] = []
+        try:
+            while (arrival := generation.pop()) is not None:
+                if arrival[1].prompt is not None:
+                    self._held, self.needs_task = arrival, True
+                    return b"".join(parts)
+                parts.append(self._writer.delta(*arrival))
+            self.needs_task = generation.is_over
+        except Exception as error:
+            self._error, self.needs_task = error, True
+        return b"".join(parts)
+
+    async def awaited(self) -> bytes:
+        self.needs_task = False
+        held, self._held = self._held, None
+        piece = b""
+        try:
+            piece = self._begin()
+            if held is not None:
+                piece += await self._written(held)
+        except Exception as error:
+            self._error = error
+        if self._error is None and not self._generation.is_over:
+            return piece
+        return piece + await self._end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def _begin(self) -> bytes:
+        if self._has_begun:
+            return b""
+        self._has_begun = True
+        return self._writer.begin()
+
+    async def _written(self, arrival: Arrival) -> bytes:
+        if arrival[1].prompt is None:
+            return self._writer.delta(*arrival)
+        return await self._generation.in_thread(partial(self._writer.delta, *arrival))
+
+    async def _end(self) -> bytes:
+        self.is_over = True
+        try:
+            if self._error is not None:
+                raise self._error
+            await self._generation.checked()
+            end = self._writer.end()
+        except Exception as error:
+            end = self._failed(error)
+        if self._before_end is not None:
+            try:
+                await self._before_end()
+            except Exception as error:
+                end = self._failed(error)
+        return end
+
+    def _failed(self, error: Exception) -> bytes:
+        return self._writer.fail(OpenAIError.of(error))
+
+
+_LOGGED_CHARS = 64
+"""Of each label, after escaping."""
+
+
+def logged(labels: dict[str, Any]) -> str:
+    """` name="value"` for each label: one line of ASCII, whatever the client sent."""
+    return "".join(f" {name}={_quoted(value)}" for name, value in labels.items())
+
+
+def _quoted(value: Any) -> str:
+    text = json.dumps(value[:_LOGGED_CHARS] if isinstance(value, str) else value)
+    return text if len(text) <= _LOGGED_CHARS else f"{text[:_LOGGED_CHARS]}..."
+
+
+MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Awaitable[Response]]
+"""(events, what is called when they are over, headers) → the HTTP response that sends them."""
+
+
+async def traced_answer(
+    gate: InferenceGate,
+    catalog: ModelCatalog,
+    http: Request,
+    start_ns: int,
+    request: GenerationRequest,
+    answer: Callable[[Target, RequestTrace | None], Coroutine[Any, Any, Response]],
+) -> Response:
+    """What `answer` makes of a request whose model is there and takes all its fields; logged and traced. start_ns: when
+    the request came. Raises OpenAIError."""
+    target = catalog.require(request.model, request.prompts[0].name)
+    check_fields_taken(request, target)
+    if request.labels:
+        http.scope[LABELS] = logged(request.labels)
+    trace = sampled(gate.server, target.name, http, start_ns)
+    received(trace)
+    return await traced(trace, answer(target, trace))
+
+
+async def whole_answer(
+    http: Request, generation: Generation, work: Coroutine[Any, Any, bytes], headers: Callable[[], Mapping[str, str]]
+) -> Response:
+    """The answer that `work` makes of the generation. headers: asked for at the end. Raises ClientDisconnect when the
+    client goes away, and what `work` raises."""
+    try:
+        body = await unless_disconnected(http, work)
+        of_schemas = await generation.checked()
+    finally:
+        generation.close()
+    return Response(body, headers={**headers(), **of_schemas}, media_type="application/json")
+
+
+async def streamed_answer(
+    http: Request,
+    generation: Generation,
+    writer: Writer,
+    headers: Callable[[], Mapping[str, str]],
+    before_end: Callable[[], Awaitable[None]] | None = None,
+    make: MakeStream | None = None,
+) -> Response:
+    """The stream that `writer` makes of the generation, once its first response is here, which may be an error: that
+    one is raised. before_end: awaited before the last events are sent. make: None: an EventStream."""
+    try:
+        first = await first_arrival(http, generation)
+        events = AnswerEvents(generation, first, writer, before_end)
+        sent = stream_headers({**headers(), **generation.headers()})
+        if make is None:
+            return EventStream(pieces_of(events, DirectBody.of(http.scope)), sent, on_close=generation.close)
+        return await make(events, generation.close, sent)
+    except BaseException:
+        generation.close()
+        raise

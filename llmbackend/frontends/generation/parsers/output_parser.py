@@ -1,0 +1,393 @@
+"""OutputParser: reads one choice's tokens, and tells what is content, what is reasoning, what a tool call.
+
+For: AnswerReader, for choices whose request has tools or whose model reasons; others need none. Does not know:
+requests, JSON of responses, how single calls are written. Invariants: events are a function of the tokens alone, and
+pieces put together do not depend on how the text was cut into tokens; special tokens never come out as text unless they
+are shown; the work is linear in the output, and what is held back is bounded; what looked like a section and is none is
+content, from its marker on, and only layout next to calls is left out; reasoning that is not closed extends to the end
+of the output; text without a header, in an output of messages, is content.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from .events import Event, Sink
+from .json_calls import MAX_HEADER_CHARS, JsonCallReader, read_headed_call
+from .literal_calls import LiteralCallReader
+from .reader import NotACall, Reader, Reading, markers
+from .schema_types import Schemas
+from .tables import (
+    CallSyntax,
+    HeadedCall,
+    JsonCall,
+    MarkedCalls,
+    Messages,
+    NestedCall,
+    ReasoningFormat,
+    TaggedCall,
+    ToolCallFormat,
+)
+from .tagged_calls import NestedCallReader, TaggedCallReader
+
+_OF_JSON = frozenset('[]{},:;" \n')
+
+
+class MarkedCallsReader:
+    """Owner: its OutputParser."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        sink: Sink,
+        table: MarkedCalls,
+        reasoning: ReasoningFormat | None,
+        schemas: Schemas,
+        strings_are_text: bool,
+    ) -> None:
+        self._reader = reader
+        self._sink = sink
+        self._table = table
+        self._reasoning = reasoning
+        self._schemas = schemas
+        self._strings_are_text = strings_are_text
+        self._content_begin = reasoning.content_begin if reasoning else ()
+        self._content_end = reasoning.content_end if reasoning else ()
+        self._begins = (*table.begin, *self._content_begin, *self._content_end)
+        """What may stand where content may begin."""
+        self._markers = markers(frozenset((*table.begin, *self._content_end)))
+        self._calls = {call.begin: call for call in table.calls}
+        lists = (table.list_begin,) if table.list_begin else ()
+        self._first = (*self._calls, *lists)
+        """What may stand behind a section's begin."""
+        again = (begin for begin in self._calls if begin or not table.list_begin)
+        self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
+        """What may stand behind a call."""
+        reader.boundaries = frozenset(_texts(table))
+        reader.value_ends = markers(frozenset(_value_ends(table)))
+
+    def read(self) -> Reading[None]:
+        """All of the output."""
+        marker = yield from self._read_beginning()
+        while not self._reader.is_at_end or marker is not None:
+            if marker is None:
+                marker = yield from self._reader.until(self._markers, self._sink.content)
+                if not marker:
+                    return
+            if marker in self._content_begin:
+                self._reader.drop()
+                marker = None
+            elif marker in self._content_end or (yield from self._read_section(marker)):
+                marker = yield from self._read_layout(self._begins, keeps_space=False)
+            else:
+                self._sink.content(self._reader.release())
+                marker = None
+
+    def _read_beginning(self) -> Reading[str | None]:
+        """The reasoning, if there is any, and the marker behind it, if one is."""
+        options = (*self._begins, *self._table.bare_begin)
+        reasoning = self._reasoning
+        if reasoning is None:
+            return (yield from self._read_layout(options))
+        if not self._sink.is_reasoning:
+            marker = yield from self._read_layout((reasoning.start, *options))
+            if marker != reasoning.start:
+                return marker
+            self._reader.drop()
+        marker = yield from read_reasoning(self._reader, self._sink, reasoning)
+        if marker != reasoning.end:
+            return marker
+        return (yield from self._read_layout(options))
+
+    def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
+        """White space before a marker, and that marker, which is held; what is no layout becomes content.
+
+        keeps_space: whether white space at the output's end is content
+        """
+        reader = self._reader
+        reader.hold()
+        try:
+            yield from reader.skip_space()
+            marker = yield from reader.one_of(options)
+        except NotACall:
+            marker = None
+        if marker is None:
+            text = reader.release()
+            self._sink.content(text if keeps_space or not reader.is_at_end else text.lstrip())
+        return marker
+
+    def _read_section(self, marker: str) -> Reading[bool]:
+        """Behind its marker, which is held. False where content goes on with what is held."""
+        reader, table = self._reader, self._table
+        option: str | None = marker
+        options: tuple[str, ...] = self._first
+        list_end: tuple[str, ...] = ()
+        num_calls = self._sink.num_calls
+        try:
+            while option is not None:
+                if option in self._calls:
+                    following = yield from self._read_call(self._calls[option])
+                    options = (*self._next, *list_end)
+                    if following is not None:
+                        option = following
+                        continue
+                elif option == table.list_begin:
+                    options, list_end = tuple(self._calls), (table.list_end,)
+                elif option in list_end:
+                    options, list_end = (*table.call_end, *table.end, *table.begin), ()
+                    reader.hold()
+                elif option in table.call_end:
+                    reader.hold()
+                elif option in table.separators:
+                    options = tuple(self._calls)
+                elif option in table.end:
+                    reader.drop()
+                    return True
+                else:
+                    options, list_end = self._first, ()
+                yield from reader.skip_space()
+                option = yield from reader.one_of(options)
+        except NotACall:
+            return False
+        return self._sink.num_calls > num_calls and options != self._first and reader.is_at_end
+
+    def _read_call(self, call: CallSyntax) -> Reading[str | None]:
+        """Reads a call. Returns the option behind it if that had to be read with it."""
+        reader, sink = self._reader, self._sink
+        if isinstance(call, JsonCall):
+            yield from JsonCallReader(reader, sink, call, self._schemas.keys()).read()
+        elif isinstance(call, HeadedCall):
+            yield from read_headed_call(reader, sink, call)
+        elif isinstance(call, TaggedCall):
+            ends = (*self._table.end, *self._table.begin)
+            tagged = TaggedCallReader(reader, sink, call, self._schemas, ends, strings_are_text=self._strings_are_text)
+            return (yield from tagged.read())
+        elif isinstance(call, NestedCall):
+            nested = NestedCallReader(reader, sink, call, self._schemas, strings_are_text=self._strings_are_text)
+            yield from nested.read()
+        else:
+            yield from LiteralCallReader(reader, sink, call, self._schemas.keys()).read()
+        return None
+
+
+def _texts(table: MarkedCalls) -> Iterator[str]:
+    """What ends a value when it comes as a special token."""
+    yield from (*table.begin, *table.end, *table.call_end, *(call.begin for call in table.calls))
+
+
+def _value_ends(table: MarkedCalls) -> Iterator[str]:
+    """The ends of calls that are not JSON, with the line end before them."""
+    for end in (*table.end, *table.call_end):
+        if not _OF_JSON.issuperset(end):
+            yield from (end, f"\n{end}")
+
+
+def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Reading[str | None]:
+    """Behind the start marker, or where the prompt has opened the reasoning.
+
+    Returns the marker that ended it, which is held; None at the output's end.
+    """
+    sink.is_reasoning = True
+    ends = (table.end, *table.ended_by)
+    marker = yield from _read_start(reader, sink, (table.start, *ends))
+    if marker not in ends:
+        marker = yield from reader.until(markers(frozenset(ends)), sink.reasoning)
+    sink.is_reasoning = not marker
+    return marker or None
+
+
+def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
+    """A marker as the first of the reasoning: some models repeat the start marker that the prompt has."""
+    reader.hold()
+    try:
+        yield from reader.skip_space()
+        marker = yield from reader.one_of(options)
+    except NotACall:
+        marker = None
+    if marker is None:
+        sink.reasoning(reader.release())
+    return marker
+
+
+_RECIPIENT = re.compile(r"\bto=([^\s<]{1,256})")
+
+
+class MessagesReader:
+    """Owner: its OutputParser."""
+
+    def __init__(
+        self, reader: Reader, sink: Sink, table: Messages, *, reads_calls: bool, names: Collection[str]
+    ) -> None:
+        """reads_calls: whether messages to functions are calls, or else content
+        names: the request's functions, to which a message may go without saying that they are functions
+        """
+        self._reader = reader
+        self._sink = sink
+        self._table = table
+        self._reads_calls = reads_calls
+        self._names = names
+        self._header_begins = (table.start, table.channel)
+        texts = frozenset((*self._header_begins, table.message, *table.end))
+        self._markers = markers(texts, only_special=texts)
+        self._channel = re.compile(re.escape(table.channel) + r"\s*(\w+)")
+        self._content = _Joined(sink.content)
+        self._reasons = _Joined(sink.reasoning)
+
+    def read(self) -> Reading[None]:
+        """All of the output."""
+        marker = yield from self._read_first()
+        while marker:
+            if marker in self._header_begins:
+                marker = yield from self._read_message(marker)
+            else:
+                marker = yield from self._read_text(self._content)
+
+    def _read_first(self) -> Reading[str]:
+        """What continues the message that the prompt has begun, up to the next marker."""
+        if self._sink.is_reasoning:
+            return (yield from self._read_reasoning())
+        self._reader.hold()
+        if (yield from self._reader.one_of((" to=", "to="))):
+            return (yield from self._read_message("to="))
+        self._content.push(self._reader.release())
+        return (yield from self._read_text(self._content, is_new=False))
+
+    def _read_message(self, header: str) -> Reading[str]:
+        """From the beginning of its header to the marker behind its text."""
+        reader, table = self._reader, self._table
+        reader.hold()
+        while not header.endswith(table.message):
+            symbol = yield from reader.peek()
+            if not symbol or (reader.is_special and symbol in table.end):
+                break
+            if len(header) > MAX_HEADER_CHARS:  # no header
+                self._content.push(reader.release())
+                return (yield from self._read_text(self._content, is_new=False))
+            header += reader.take()
+        reader.drop()
+        recipient = _RECIPIENT.search(header)
+        name = recipient[1].removeprefix(table.functions) if recipient else ""
+        if recipient and self._reads_calls and (name != recipient[1] or name in self._names):
+            return (yield from self._read_call(name))
+        channel = self._channel.search(header)
+        if channel and channel[1] == table.reasoning_channel:
+            return (yield from self._read_reasoning())
+        return (yield from self._read_text(self._content))
+
+    def _read_reasoning(self) -> Reading[str]:
+        self._sink.is_reasoning = True
+        marker = yield from self._read_text(self._reasons)
+        self._sink.is_reasoning = not marker
+        return marker
+
+    def _read_text(self, target: _Joined, *, is_new: bool = True) -> Reading[str]:
+        if is_new:
+            target.begin()
+        return (yield from self._until_marker(target.push))
+
+    def _until_marker(self, emit: Callable[[str], None]) -> Reading[str]:
+        marker = yield from self._reader.until(self._markers, emit)
+        self._reader.drop()
+        return marker
+
+    def _read_call(self, name: str) -> Reading[str]:
+        sink, has_any = self._sink, False
+
+        def push(text: str) -> None:
+            nonlocal has_any
+            has_any = has_any or bool(text)
+            sink.arguments(text)
+
+        sink.start(name)
+        marker = yield from self._until_marker(push)
+        if marker or not self._reader.is_cut_off:
+            sink.arguments("" if has_any else "{}")
+            sink.end()
+        return marker
+
+
+class _Joined:
+    """The texts of several messages, with a newline between them."""
+
+    def __init__(self, emit: Callable[[str], None]) -> None:
+        self._emit = emit
+        self._has_any = False
+        self._is_new = False
+
+    def begin(self) -> None:
+        """A further message begins."""
+        self._is_new = self._has_any
+
+    def push(self, text: str) -> None:
+        if text:
+            self._emit("\n" + text if self._is_new else text)
+            self._is_new, self._has_any = False, True
+
+
+NO_CALLS = MarkedCalls(calls=())
+
+
+class OutputParser:
+    """Owner: the writer of its choice. `push` each token in order, then `finish`, once."""
+
+    def __init__(
+        self,
+        tool_call_format: ToolCallFormat | None = None,
+        reasoning_format: ReasoningFormat | None = None,
+        *,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        reasoning_is_open: bool = False,
+        shows_special_tokens: bool = False,
+        strings_are_text: bool = False,
+    ) -> None:
+        """tool_call_format: None where the request has no tools: no calls are looked for
+        reasoning_format: None where the model does not reason
+        schemas: the request's functions by name, with the JSON schema of their parameters
+        reasoning_is_open: whether the prompt ends inside reasoning, so that the output begins there
+        shows_special_tokens: whether special tokens that are no markers are content (skip_special_tokens is false)
+        strings_are_text: whether the model writes every string between tags as its text, quotes and all; otherwise one
+            that its schema narrows may also come as JSON, which is what a grammar holds a model to
+        """
+        self._reader = Reader(shows_special_tokens=shows_special_tokens)
+        self._sink = Sink()
+        reader, sink = self._reader, self._sink
+        body = tool_call_format.body if tool_call_format else NO_CALLS
+        messages = reasoning_format.messages if reasoning_format and not tool_call_format else None
+        self._body: MarkedCallsReader | MessagesReader
+        if isinstance(body, Messages):
+            self._body = MessagesReader(reader, sink, body, reads_calls=True, names=(schemas or {}).keys())
+        elif messages is not None:
+            self._body = MessagesReader(reader, sink, messages, reads_calls=False, names=())
+        else:
+            self._body = MarkedCallsReader(reader, sink, body, reasoning_format, schemas or {}, strings_are_text)
+        self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
+        self._num_tokens = 0
+        self.num_reasoning_tokens = 0
+        """Tokens of the reasoning, with those of its markers."""
+        self._reading = self._read()
+        next(self._reading)
+
+    def push(self, token_id: int, text: str, is_special: bool) -> list[Event]:
+        """What the next token tells. `token_id` is not looked at: formats are texts, whatever the vocabulary."""
+        self._num_tokens += 1
+        was_reasoning = self._sink.is_reasoning
+        if text:
+            self._reader.feed(text, is_special)
+            next(self._reading)
+        if was_reasoning or self._sink.is_reasoning:
+            # What stands before the first reasoning is its marker.
+            self.num_reasoning_tokens = self.num_reasoning_tokens + 1 if self.num_reasoning_tokens else self._num_tokens
+        return self._sink.take()
+
+    def finish(self, finish_reason: str) -> list[Event]:
+        """What was held back, when the generation has ended. A call that is not complete then gets no end."""
+        self._reader.has_ended, self._reader.is_cut_off = True, finish_reason == "length"
+        next(self._reading, None)
+        return self._sink.take()
+
+    def _read(self) -> Reading[None]:
+        yield from self._body.read()
+        while True:
+            yield

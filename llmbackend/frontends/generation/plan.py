@@ -1,0 +1,225 @@
+"""How a chat's answer is to be read, and what the model is held to so that it can be: tools and reasoning.
+
+For: endpoints, inferences and writers. Does not know: HTTP, tokens. Invariants: a chat without tools to a model that
+does not reason has no plan, and its text passes unread; what was asked for and cannot be had is refused by name; so is
+a grammar that is too large for the model's input, with the schema that makes it so.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Final
+
+import orjson
+
+from ..conversation.tools import Function, ToolUse
+from ..http.openai_errors import JsonObject, OpenAIError
+from .call_grammars import places_not_enforced, property_path, required_calls, voluntary_calls, written_properties
+from .models import Target
+from .parsers import ReasoningFormat, ToolCallFormat
+from .request import STRUCTURED_OUTPUTS, GenerationRequest
+
+_PATH = re.compile(
+    "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
+    "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
+)
+"""Where in a grammar of calls something stands, as the model says it."""
+_PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
+CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
+"""Arguments stand in one line: that is how templates show calls. A small model would else go on inventing spaces until
+its length is reached."""
+
+
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How each choice of one request is read."""
+
+    tool_use: ToolUse | None
+    tool_format: ToolCallFormat | None
+    """None: no calls are looked for."""
+    reasoning_format: ReasoningFormat | None
+    includes_reasoning: bool
+    shows_special_tokens: bool
+    """Whether special tokens that are no markers are content."""
+    sampling: JsonObject = field(default_factory=dict)
+    """Sampling parameters, on top of the request's."""
+
+    def is_about_calls(self, error: OpenAIError) -> bool:
+        """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
+        return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
+
+    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+        """Such an error with the tool that it is about."""
+        found = _PLACE.search(error.message)
+        own = None if found is None else self.own_place(found["place"])
+        if found is None or own is None:
+            return error
+        error.param, _, path = own.partition("#")
+        at = f" at {path}" if path else ""
+        error.message = error.message.replace(found[0], f"'{error.param}'{at}", 1)
+        return error
+
+    def own_place(self, path: str) -> str | None:
+        """A path in the grammar of calls, as the function's schema and the path in it; None for one elsewhere."""
+        use, found = self.tool_use, _PATH.match(path)
+        if use is None or found is None:
+            return None
+        function = use.functions[int(found["inner"] or found["index"])]
+        inside = found["path"] or ""
+        if found["element"] is not None and function.input_grammar is None:
+            inside = property_path(self._parameters[function.param][int(found["element"])]) + inside
+        return f"{function.param}#{inside}"
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, list[str]]:
+        """The names of tagged parameters in the order of their tags, by the place of their function's schema."""
+        functions = self.tool_use.functions if self.tool_use is not None else ()
+        return {function.param: list(written_properties(function.parameters)) for function in functions}
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether the model is held to what it may write, calls among it."""
+        return STRUCTURED_OUTPUTS in self.sampling
+
+    @property
+    def not_enforced(self) -> Iterator[str]:
+        """Places of keywords of functions' schemas that the format of calls cannot enforce."""
+        calls = self.tool_format
+        if self.has_grammar and self.tool_use is not None and calls is not None:
+            yield from places_not_enforced(self.tool_use, calls.grammar)
+
+    @property
+    def schemas(self) -> dict[str, JsonObject]:
+        return {function.name: function.parameters for function in self.tool_use.functions} if self.tool_use else {}
+
+
+def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None:
+    """None: the answer is text. Raises OpenAIError for what the model cannot do."""
+    try:
+        return _plan(request, target)
+    except OpenAIError as error:
+        raise request.in_own_fields(error) from None
+
+
+def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
+    use, formats = request.tool_use, target.model.formats
+    if not request.is_chat or (use is None and not _is_about_reasoning(request, target)):
+        return None
+    formats.check(target.name)
+    if use is not None and formats.tool_calls is None:
+        raise _refused(target, use.field, "names no tool-call parser, and its chat template shows no format of calls")
+    sampling: JsonObject = {}
+    if formats.reasoning is not None:
+        sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
+    if (budget := request.reasoning.budget_tokens) is not None:
+        sampling["thinking_token_budget"] = budget
+    if use is not None and formats.tool_calls is not None:
+        sampling |= _held_to(use, formats.tool_calls, _wanted(request, use), target)
+    return AnswerPlan(
+        tool_use=use,
+        tool_format=formats.tool_calls if use is not None else None,
+        reasoning_format=formats.reasoning,
+        includes_reasoning=request.reasoning.is_included,
+        shows_special_tokens=request.sampling.get("skip_special_tokens") is False,
+        sampling=sampling,
+    )
+
+
+def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
+    formats = target.model.formats
+    if formats.reasoning is None and request.reasoning.budget_tokens is not None:
+        formats.check(target.name)
+        raise _refused(target, "thinking_token_budget", "names no reasoning parser, and its chat template shows none")
+    return formats.reasoning is not None
+
+
+def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
+    """The form of the answer's text, where the request names one. Raises OpenAIError for one that calls exclude."""
+    for name in request.sampling:
+        if name.startswith("guided_") or name == "structural_tag":
+            raise _excluded(use, name)
+    wanted: JsonObject | None = request.sampling.get(STRUCTURED_OUTPUTS)
+    return wanted
+
+
+def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
+    """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
+    by itself."""
+    if not use.needs_grammar and wanted is None:
+        return _ended_by_one_call(use, calls)
+    if not (use.is_required or calls.trigger):
+        raise _refused(target, use.field, f"writes calls in the format '{calls.name}', which no grammar enforces")
+    if use.is_required:
+        form = required_calls(use, calls.grammar)
+    elif wanted is None:
+        form = voluntary_calls(use, calls.grammar, calls.trigger)
+    else:
+        form = {"type": "or", "elements": [required_calls(use, calls.grammar), _as_format(wanted, use)]}
+    arguments = CALL_ARGUMENTS if wanted is None else {}
+    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}, **arguments}}
+
+
+def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
+    """Where one call is all that there may be, the answer ends behind it: no tokens are spent on what nobody gets. Not
+    where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
+    if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
+        return {}
+    form = voluntary_calls(use, calls.grammar, calls.trigger)
+    return {STRUCTURED_OUTPUTS: {"structural_tag": {"type": "structural_tag", "format": form}}}
+
+
+def _as_format(wanted: JsonObject, use: ToolUse) -> JsonObject:
+    if (schema := wanted.get("json")) is not None:
+        return {"type": "json_schema", "json_schema": schema, "strict": bool(wanted.get("strict"))}
+    if wanted.get("json_object"):
+        return {"type": "json_schema", "json_schema": {"type": "object"}}
+    raise _excluded(use, STRUCTURED_OUTPUTS)
+
+
+def _excluded(use: ToolUse, name: str) -> OpenAIError:
+    message = f"'{name}' excludes '{use.field}': beside calls, only JSON of a schema can be asked for"
+    return OpenAIError(message, param=name, code="unsupported_parameter")
+
+
+def _refused(target: Target, field: str, reason: str) -> OpenAIError:
+    message = f"'{field}' can not be served: the model '{target.name}' {reason}"
+    return OpenAIError(message, param=field, code="unsupported_parameter")
+
+
+MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
+"""Of all sampling parameters together: the `llm` backend's bound."""
+
+
+def check_grammar_size(
+    num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan | None
+) -> None:
+    """num_bytes: of `sampling` as JSON. Raises OpenAIError where a schema or a grammar has most of too many; what else
+    may be too large, the model names."""
+    if num_bytes <= MAX_SAMPLING_JSON_BYTES or STRUCTURED_OUTPUTS not in sampling:
+        return
+    of_grammar = len(orjson.dumps(sampling[STRUCTURED_OUTPUTS]))
+    if 2 * of_grammar < num_bytes:
+        return
+    size, field, of_all = max(_parts(request, plan), default=(of_grammar, request.structure_field, "has"))
+    raise OpenAIError(
+        f"'{field}' has {size} bytes, and {of_all} {of_grammar} bytes of JSON as a grammar, expected at most "
+        f"{MAX_SAMPLING_JSON_BYTES} for all sampling parameters together",
+        param=field,
+    )
+
+
+def _parts(request: GenerationRequest, plan: AnswerPlan | None) -> Iterator[tuple[int, str, str]]:
+    """Bytes, field, and how all of its kind are called."""
+    if (wanted := request.sampling.get(STRUCTURED_OUTPUTS)) is not None:
+        yield len(orjson.dumps(wanted)), request.structure_field, "has"
+    if plan is not None and plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:
+        for function in plan.tool_use.functions:
+            yield _size(function), function.param, "all tools have"
+
+
+def _size(function: Function) -> int:
+    grammar = function.input_grammar
+    return len(orjson.dumps(function.parameters)) if grammar is None else len(grammar.definition.encode())

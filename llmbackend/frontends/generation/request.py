@@ -1,0 +1,259 @@
+"""GenerationRequest: what a client asked for, the same for all APIs of text.
+
+For: the readers of bodies, which make one; plans, inferences and writers. Does not know: HTTP, the host, JSON.
+Invariant: a request that exists is valid as far as it can be judged without the model, and holds everything that its
+body asked for; an error of the model is told in the client's own fields.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import orjson
+
+from llmbackend.core.tensors import Tensor
+
+from ..conversation.tools import ToolUse
+from ..http.openai_errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError
+from .tensors import (
+    INPUT_IDS,
+    MESSAGES,
+    RETURN_PROMPT_FIRST_TOKEN,
+    RETURN_PROMPT_TEXT,
+    RETURN_PROMPT_TOKEN_IDS,
+    PromptDetails,
+    TokenEntries,
+)
+
+STRUCTURED_OUTPUTS = "structured_outputs"
+"""The sampling parameter that constraints become."""
+FORMER_FIELDS = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "guided_decoding_backend",
+    "guided_whitespace_pattern",
+    "structural_tag",
+)
+STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
+"""The sampling parameters that ask for a form."""
+_PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
+"""Where in a constraint something is wrong, as the model says it."""
+
+
+def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> OpenAIError:
+    """An error of the model about `structured_outputs`, in the words of the client's field."""
+
+    def renamed(match: re.Match[str]) -> str:
+        named = schema_field if match[1] == "json" else field
+        return f"'{named}'" + (f" at {match[2]}" if match[2] else "")
+
+    error.param = field
+    error.message = _PATH.sub(renamed, error.message, count=1)
+    return error
+
+
+FIRST_RANK = 0
+"""As a rank: the token was not predicted."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobForm:
+    """What a client asked to know of each token."""
+
+    top: int
+    """How many of the most likely tokens, besides the chosen one."""
+    as_token_ids: bool = False
+    """Tokens are written as `token_id:7` instead of their text."""
+    token_ids: tuple[str, ...] = ()
+    """These tokens, in place of the most likely ones."""
+
+    def token(self, token_id: str, entry: dict[str, Any]) -> str:
+        if self.as_token_ids:
+            return f"token_id:{token_id}"
+        return entry["decoded_token"] or ""
+
+    def others(self, entries: TokenEntries) -> list[tuple[str, dict[str, Any]]]:
+        """What is told of a position besides the chosen token. That one is in `entries` even when it is not among the
+        most likely ones: its rank tells."""
+        if self.token_ids:
+            return [(token_id, entries[token_id]) for token_id in self.token_ids if token_id in entries]
+        ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
+        return [item for item in ranked if item[1]["rank"] <= self.top][: self.top]
+
+
+def first_position(token_id: int, text: str) -> TokenEntries:
+    """The first token of a prompt, which has no logprob."""
+    return {str(token_id): {"logprob": None, "rank": FIRST_RANK, "decoded_token": text}}
+
+
+@dataclass(frozen=True, slots=True)
+class PromptForm:
+    """What a client asked to know of its prompts, beside what it sent itself."""
+
+    has_text: bool = False
+    """`echo` of a prompt that was sent as token ids."""
+    has_echoed_logprobs: bool = False
+    """`echo` with logprobs."""
+    has_rendered_text: bool = False
+    """`return_prompt_text`."""
+    has_token_ids: bool = False
+    logprobs: int | None = None
+    """`prompt_logprobs`."""
+
+    @property
+    def is_asked(self) -> bool:
+        return (
+            self.has_text
+            or self.has_rendered_text
+            or self.has_echoed_logprobs
+            or self.has_token_ids
+            or self.logprobs is not None
+        )
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """The model's inputs that ask for it, each with the field that needs it."""
+        wanted = {
+            RETURN_PROMPT_TEXT: (
+                "echo" if self.has_text else "return_prompt_text",
+                self.has_text or self.has_rendered_text,
+            ),
+            RETURN_PROMPT_FIRST_TOKEN: ("echo", self.has_echoed_logprobs),
+            RETURN_PROMPT_TOKEN_IDS: (
+                "return_token_ids" if self.has_token_ids else "prompt_logprobs",
+                self.has_token_ids or self.has_echoed_logprobs or self.logprobs is not None,
+            ),
+        }
+        return {name: field for name, (field, is_wanted) in wanted.items() if is_wanted}
+
+    def fields(self, prompt: PromptDetails) -> JsonObject:
+        """The fields of a response, of a choice in completions."""
+        fields: JsonObject = {}
+        if self.has_rendered_text:
+            fields["prompt_text"] = prompt.text
+        if self.has_token_ids:
+            fields["prompt_token_ids"] = prompt.token_ids
+        if self.logprobs is not None:
+            # JSON has no minus infinity: the interface sends null, vLLM's server this number.
+            text = prompt.logprobs_json.replace(b'"logprob":null', b'"logprob":-9999.0')
+            fields["prompt_logprobs"] = orjson.Fragment(text)
+        return fields
+
+    def positions(self, prompt: PromptDetails) -> list[TokenEntries]:
+        """What logprobs begin with: those of the prompt, where they are echoed. The first token has none."""
+        if not self.has_echoed_logprobs:
+            return []
+        first = first_position(prompt.token_ids[0], prompt.first_token)
+        return [first, *(entries for entries in prompt.logprobs[1:] if entries is not None)]
+
+
+NO_PROMPT_FORM = PromptForm()
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningUse:
+    """What a request asks for about reasoning."""
+
+    is_included: bool = True
+    """Whether the answer has it."""
+    budget_tokens: int | None = None
+    """None: no limit."""
+
+
+NO_REASONING_USE = ReasoningUse()
+
+
+@dataclass(frozen=True, slots=True)
+class StreamForm:
+    """What the client of a stream asks for."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """The usage so far with each chunk."""
+    interval_tokens: int = 1
+    """How many tokens of a choice go out together."""
+
+
+WITH_USAGE: Final = StreamForm(include_usage=True)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """What a client asked for."""
+
+    model: str
+    """ "": the server's only one."""
+    prompts: tuple[Tensor, ...]
+    """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
+    id_prefix: str
+    """What the ids of its responses begin with."""
+    prompt_field: str
+    """The client's field that the prompts come from."""
+    sampling: dict[str, Any]
+    """Sampling parameters under vLLM's names."""
+    n: int = 1
+    """Choices of each prompt. Those of the first one come first."""
+    num_generations: int = 1
+    """Of all prompts: as many as choices, or more of which the best are chosen."""
+    stream: StreamForm | None = None
+    """None: one whole response."""
+    logprobs: LogprobForm | None = None
+    """None: no logprobs."""
+    return_token_ids: bool = False
+    """Whether the answer's token ids come along."""
+    prompt_form: PromptForm = NO_PROMPT_FORM
+    """What the answer says of the prompts."""
+    labels: dict[str, Any] = field(default_factory=dict)
+    """What the client calls the request."""
+    echo: tuple[str, ...] = ("",)
+    """The text before each choice's own, by prompt; "" where none was asked for, or the model must tell it."""
+    sent_fields: tuple[str, ...] = ()
+    """The sampling fields that the client sent."""
+    max_tokens_field: str = ""
+    """The field in which it limited the answer, "" when it did not."""
+    structure_field: str = STRUCTURED_OUTPUTS
+    """The field that the sampling parameter `structured_outputs` comes from."""
+    schema_field: str = ""
+    """Where in it a JSON schema stands."""
+    field_names: Mapping[str, str] = field(default_factory=dict)
+    """Further names of chat's fields and of sampling parameters → the client's own."""
+    request_id: str = ""
+    """The client's own, "" when it named none."""
+    tool_use: ToolUse | None = None
+    """None: no tool may be called."""
+    reasoning: ReasoningUse = NO_REASONING_USE
+    prior_output_ids: tuple[int, ...] = ()
+    """Tokens that an interrupted generation of the same request has sent: it goes on behind them. Such a request has
+    one choice, and a seed unless its temperature is 0."""
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @property
+    def is_chat(self) -> bool:
+        return self.prompts[0].name == MESSAGES
+
+    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+        """An error of the model with the request's names of fields."""
+        if error.param == "max_tokens" and self.max_tokens_field:
+            error.param = self.max_tokens_field
+            error.message = error.message.replace("'max_tokens'", f"'{self.max_tokens_field}'")
+        elif error.param == STRUCTURED_OUTPUTS and self.structure_field != STRUCTURED_OUTPUTS:
+            return in_structure_field(error, self.structure_field, self.schema_field)
+        elif error.code == CONTEXT_LENGTH_EXCEEDED and error.param is None:
+            error.param = self.prompt_field
+            if self.prompt_field != MESSAGES:
+                error.message = error.message.replace(f"input '{MESSAGES}'", f"'{self.prompt_field}'")
+        elif error.param is None and error.status == 400 and f"input '{INPUT_IDS}'" in error.message:
+            error.param = self.prompt_field
+            error.message = error.message.replace(f"input '{INPUT_IDS}'", f"'{self.prompt_field}'")
+        elif error.param is not None and (own := self.field_names.get(error.param)) is not None:
+            error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
+            error.param = own
+        return error

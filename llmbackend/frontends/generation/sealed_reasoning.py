@@ -1,0 +1,70 @@
+"""Sealed reasoning: text that a client carries from one request to the next without being able to alter it.
+
+For: `reasoning.encrypted_content` of the Responses API, `signature` of Anthropic's thinking blocks. Does not know:
+either API. Invariant: a function of text and key alone, so that a response after an engine's death has the same bytes;
+what was sealed with another key, or altered, is refused.
+
+With a secret key a client can neither read nor alter nor make a sealed text; it can send one again, in any
+conversation, and see that two are equal. With the fixed key, which stands below, everyone who has this source can read
+and make them: then a seal only tells that a text is complete and came from a server of this kind.
+
+The construction is a synthetic IV (RFC 5297's idea) from the standard library: the HMAC of the text is both its tag and
+the start of the keystream.
+"""
+
+from __future__ import annotations
+
+import binascii
+import hashlib
+import hmac
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from dataclasses import dataclass, field
+
+_VERSION = b"\x01"
+_TAG_BYTES = 32
+MIN_KEY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SealingKey:
+    """Seals and opens texts. Cheap to copy between threads."""
+
+    secret: bytes = field(repr=False)
+
+    def seal(self, text: str) -> str:
+        content = text.encode()
+        tag = self._tag(content)
+        return urlsafe_b64encode(_VERSION + tag + self._masked(content, tag)).decode()
+
+    def unseal(self, sealed: str) -> str:
+        """Raises ValueError for what was not sealed with this key, or was altered."""
+        try:
+            data = urlsafe_b64decode(sealed.encode("ascii"))
+        except (UnicodeEncodeError, binascii.Error):
+            raise ValueError("not a sealed text") from None
+        tag = data[1 : 1 + _TAG_BYTES]
+        if data[:1] != _VERSION or len(tag) < _TAG_BYTES:
+            raise ValueError("not a sealed text")
+        content = self._masked(data[1 + _TAG_BYTES :], tag)
+        if not hmac.compare_digest(tag, self._tag(content)):
+            raise ValueError("sealed with another key, or altered")
+        return content.decode()
+
+    def _tag(self, content: bytes) -> bytes:
+        return hmac.digest(self._derived(b"tag"), content, hashlib.sha256)
+
+    def _masked(self, content: bytes, tag: bytes) -> bytes:
+        size = len(content)
+        mask = hashlib.shake_256(self._derived(b"mask") + tag).digest(size)
+        return (int.from_bytes(content, "big") ^ int.from_bytes(mask, "big")).to_bytes(size, "big")
+
+    def _derived(self, use: bytes) -> bytes:
+        return hmac.digest(self.secret, b"llmbackend sealed reasoning, " + use, hashlib.sha256)
+
+
+FIXED_KEY = SealingKey(b"llmbackend: the key of servers that were given none")
+
+
+def sealing_key(secret: bytes) -> SealingKey:
+    """secret: b"" for none"""
+    return SealingKey(secret) if secret else FIXED_KEY

@@ -1,0 +1,185 @@
+"""Whole bodies of chats and completions, and the log probabilities that streams have, too.
+
+For: the router. Does not know: HTTP, the host. Invariants: the body equals the chunks of the stream put together, since
+both render the same deltas with the same functions; what the calls of one renderer of log probabilities return, put
+together, is what one call with all positions returns.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import orjson
+
+from ..generation.answer import DEFAULT_FINISH_REASON, Answer, Identity, Usage
+from ..generation.inferences import Generation
+from ..generation.plan import AnswerPlan
+from ..generation.request import FIRST_RANK, GenerationRequest, LogprobForm
+from ..generation.tensors import Delta, PromptDetails, TokenEntries
+from ..http.openai_errors import JsonObject
+
+
+@dataclass(slots=True)
+class _Choice:
+    parts: list[str] = field(default_factory=list)
+    positions: list[TokenEntries] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = DEFAULT_FINISH_REASON
+    stop_reason: int | str | None = None
+    answer: Answer | None = None
+    """Reads a chat's answer that is more than text."""
+
+    def add(self, delta: Delta) -> None:
+        if self.answer is None:
+            self.parts.append(delta.text)
+        else:
+            self.answer.add(delta)
+        self.positions.extend(delta.logprobs)
+        self.token_ids.extend(delta.token_ids)
+        self.finish_reason = delta.finish_reason or self.finish_reason
+        self.stop_reason = delta.stop_reason if delta.stop_reason is not None else self.stop_reason
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, as the client gets it."""
+        return self.finish_reason if self.answer is None else self.answer.reader.finish_reason(self.finish_reason)
+
+
+async def whole_response(
+    generation: Generation, request: GenerationRequest, identity: Identity, plan: AnswerPlan | None = None
+) -> bytes:
+    """The response's body, once every choice has ended. plan: how a chat's answer is read. Raises TritonError when one
+    failed."""
+    choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
+    if plan is not None:
+        for index, choice in enumerate(choices):
+            choice.answer = Answer(plan, identity.id, index)
+    usage = Usage(request.n)
+    prompts: dict[int, PromptDetails] = {}
+    while not generation.is_over:
+        index, delta = await generation.next()
+        if delta.prompt is not None:
+            prompts[index // request.n] = delta.prompt
+            _echo(request, delta.prompt, choices[index // request.n * request.n :][: request.n])
+        choices[index].add(delta)
+        usage.add(index, delta)
+    for index, choice in enumerate(choices):
+        if choice.answer is not None and choice.answer.reports_reasoning:
+            usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
+    render = partial(_body, request, identity, choices, usage, prompts)
+    return await generation.in_thread(render) if prompts else render()
+
+
+def _body(
+    request: GenerationRequest,
+    identity: Identity,
+    choices: list[_Choice],
+    usage: Usage,
+    prompts: dict[int, PromptDetails],
+) -> bytes:
+    kind = "chat.completion" if request.is_chat else "text_completion"
+    body = identity.fields(kind)
+    body["choices"] = rendered = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
+    for number, prompt in prompts.items():
+        of_prompt = request.prompt_form.fields(prompt)
+        for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
+            target |= of_prompt
+    body["usage"] = usage.total()
+    return orjson.dumps(body)
+
+
+def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:
+    form = request.logprobs
+    rendered: JsonObject = {
+        "index": index,
+        **(_message(choice) if request.is_chat else {"text": "".join(choice.parts)}),
+        "logprobs": None if form is None else logprobs_renderer(form, is_chat=request.is_chat)(choice.positions),
+        "finish_reason": choice.reason,
+        "stop_reason": choice.stop_reason,
+    }
+    if request.return_token_ids:
+        rendered["token_ids"] = choice.token_ids
+    return rendered
+
+
+def _message(choice: _Choice) -> JsonObject:
+    text = "".join(choice.parts)
+    if choice.answer is None:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    message = choice.answer.message()
+    return {"message": message | {"content": text + (message["content"] or "")} if text else message}
+
+
+def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
+    """Puts what the model tells of a prompt before its choices."""
+    for choice in choices:
+        choice.positions[:0] = request.prompt_form.positions(prompt)
+        if request.prompt_form.has_text:
+            choice.parts.insert(0, prompt.text)
+
+
+_IMPOSSIBLE = -9999.0
+Render = Callable[[list[TokenEntries]], JsonObject]
+"""Positions that follow those of the last call → `choices[].logprobs`."""
+
+
+def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
+    """The renderer of one choice."""
+    return ChatLogprobs(form).render if is_chat else CompletionLogprobs(form).render
+
+
+class ChatLogprobs:
+    """Chat's: the chosen token at each position and the most likely ones, best first."""
+
+    def __init__(self, form: LogprobForm) -> None:
+        self._form = form
+
+    def render(self, positions: list[TokenEntries]) -> JsonObject:
+        return {"content": [self._position(entries) for entries in positions], "refusal": None}
+
+    def _position(self, entries: TokenEntries) -> JsonObject:
+        chosen = self._token(*next(iter(entries.items())))
+        chosen["top_logprobs"] = [self._token(*item) for item in self._form.others(entries)]
+        return chosen
+
+    def _token(self, token_id: str, entry: dict[str, Any]) -> JsonObject:
+        return {"token": self._form.token(token_id, entry), "logprob": _logprob(entry), "bytes": list(_bytes(entry))}
+
+
+class CompletionLogprobs:
+    """Completions': four lists; remembers where in the text the next token starts. A token inside a character starts
+    where its character does."""
+
+    def __init__(self, form: LogprobForm) -> None:
+        self._form = form
+        self._offset_chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def render(self, positions: list[TokenEntries]) -> JsonObject:
+        result: JsonObject = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        for entries in positions:
+            chosen = next(iter(entries.items()))
+            is_first = chosen[1]["rank"] == FIRST_RANK
+            best = [*self._form.others(entries), chosen]
+            result["tokens"].append(self._form.token(*chosen))
+            result["token_logprobs"].append(None if is_first else _logprob(chosen[1]))
+            named = {self._form.token(*item): _logprob(item[1]) for item in best}
+            result["top_logprobs"].append(None if is_first else named)
+            result["text_offset"].append(self._offset_chars)
+            self._offset_chars += len(self._decoder.decode(_bytes(chosen[1])))
+        return result
+
+
+def _bytes(entry: dict[str, Any]) -> bytes:
+    """Of a token that is part of a character, its own ones; else those of its text."""
+    return bytes(entry["bytes"]) if "bytes" in entry else (entry["decoded_token"] or "").encode()
+
+
+def _logprob(entry: dict[str, Any]) -> float:
+    """JSON has no minus infinity: the interface sends null, OpenAI this number."""
+    value: float | None = entry["logprob"]
+    return _IMPOSSIBLE if value is None else value

@@ -1,0 +1,291 @@
+"""The chunks of streamed chats and completions.
+
+For: the router. Does not know: the host, HTTP, how a model writes calls. Invariants: id, created and model are the same
+bytes in every chunk; each choice gets its text, then exactly one finish chunk; the usage comes last; the deltas put
+together are the whole answer's message. Logprobs and token ids come with the first delta of their tokens, or with an
+empty one. Nothing of a choice is written before what its client asked of the prompt. The hot path is bytes: what is the
+same in every chunk is encoded once, and a token costs one orjson call for its text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+import orjson
+
+from ..generation.answer import DEFAULT_FINISH_REASON, AnswerReader, Identity, Usage
+from ..generation.http_answers import Writer
+from ..generation.parsers import ContentDelta
+from ..generation.plan import AnswerPlan
+from ..generation.request import GenerationRequest, StreamForm
+from ..generation.tensors import (
+    Delta,
+    PromptDetails,
+)
+from ..http.openai_errors import OpenAIError
+from .bodies import logprobs_renderer
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Where the text stands in a choice: chat puts it in `delta`, completions in `text`."""
+
+    kind: str
+    text_open: bytes
+    text_close: bytes
+    without_text: bytes
+
+
+_CHAT = _Shape("chat.completion.chunk", b'"delta":{"content":', b"}", b'"delta":{}')
+_COMPLETION = _Shape("text_completion", b'"text":', b"", b'"text":""')
+_CHOICES = b',"choices":['
+_ROLE = b'"delta":{"role":"assistant","content":""}'
+
+
+class ChunkWriter:
+    """The chunks of one stream, in order: `begin`, `delta` for each delta, `end`."""
+
+    def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm) -> None:
+        self._shape = _CHAT if request.is_chat else _COMPLETION
+        self._opening = b"data: " + orjson.dumps(identity.fields(self._shape.kind))[:-1]
+        self._head = self._opening + _CHOICES
+        self._has_usage = bool(options.include_usage)
+        self._has_continuous_usage = self._has_usage and bool(options.continuous_usage_stats)
+        self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._usage = Usage(request.n)
+        self._prompt_form = request.prompt_form
+        self._echo = [echo for echo in request.echo for _ in range(request.n)]
+        self._finished = [False] * request.num_choices
+        form, is_chat = request.logprobs, request.is_chat
+        self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
+        self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
+        """Around the text of a chunk that has nothing else."""
+        self._has_more = self._has_continuous_usage or request.logprobs is not None
+        """Whether chunks of text have more than the text."""
+        self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
+
+    def begin(self) -> bytes:
+        """For each choice a chunk with the role (chat), and one with the text that `echo` asks for."""
+        roles = [self._chunk(index, _ROLE) for index in range(len(self._finished))] if self._shape is _CHAT else []
+        return b"".join(roles) + b"".join(
+            self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
+        )
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        """The first chunk of a choice whose prompt the model has told; in place of `begin`."""
+        fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
+        more = b"," + fields if fields else b""
+        if self._shape is _CHAT:
+            role = self._chunk(index, _ROLE)
+            first = role if index else self._opening + more + _CHOICES + role[len(self._head) :]
+            return first + (self._chunk(index, self._text(self._echo[index])) if self._echo[index] else b"")
+        positions = self._prompt_form.positions(prompt)
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None or not positions else orjson.dumps(render(positions))
+        return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
+        if self._has_usage:
+            self._usage.add(index, delta)
+        chunk = b""
+        if self._has_more or delta.token_ids:
+            chunk = self._chunk_with_more(index, delta)
+        elif delta.text:
+            chunk = self._text_chunk(index, delta.text)
+        if (delta.finish_reason or delta.is_final) and not self._finished[index]:
+            self._finished[index] = True
+            chunk += self._finish_chunk(index, delta.finish_reason or DEFAULT_FINISH_REASON, delta)
+        return chunk
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """Made for each token of most streams."""
+        return b"%b%b%b" % (self._text_head[index], orjson.dumps(text), self._text_tail)
+
+    def _chunk_with_more(self, index: int, delta: Delta) -> bytes:
+        if not (delta.text or delta.logprobs or delta.token_ids):
+            return b""
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
+        more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+        return self._chunk(index, self._text(delta.text), logprobs, more=more)
+
+    def _head_of(self, index: int) -> bytes:
+        return b'%b{"index":%d,' % (self._head, index)
+
+    def end(self) -> bytes:
+        if not self._has_usage:
+            return DONE
+        return self._head + b'],"usage":' + orjson.dumps(self._usage.total()) + b"}\n\n" + DONE
+
+    def ping(self) -> bytes:
+        return PING
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return error.event()
+
+    def _finish_chunk(self, index: int, finish_reason: str, delta: Delta) -> bytes:
+        more = b',"stop_reason":' + orjson.dumps(delta.stop_reason)
+        reason = orjson.dumps(finish_reason)
+        return self._chunk(index, self._shape.without_text, finish_reason=reason, more=more)
+
+    def _text(self, text: str) -> bytes:
+        return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
+
+    def _chunk(
+        self, index: int, text: bytes, logprobs: bytes = b"null", finish_reason: bytes = b"null", more: bytes = b""
+    ) -> bytes:
+        tail = self._tail
+        if self._has_continuous_usage:
+            tail = b'],"usage":' + orjson.dumps(self._usage.as_json()) + b"}\n\n"
+        return b'%b%b,"logprobs":%b,"finish_reason":%b%b}%b' % (
+            self._head_of(index), text, logprobs, finish_reason, more, tail,
+        )  # fmt: skip
+
+
+class AnswerChunkWriter(ChunkWriter):
+    """A ChunkWriter that reads what the model writes."""
+
+    def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> None:
+        super().__init__(request, identity, options)
+        self._readers = [AnswerReader(plan, identity.id, index) for index in range(len(self._finished))]
+        self._reports_reasoning = plan.reasoning_format is not None
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        reader = self._readers[index]
+        events = reader.read(delta)
+        if self._has_usage:
+            self._usage.add(index, delta)
+            if self._reports_reasoning:
+                self._usage.set_reasoning(index, reader.num_reasoning_tokens)
+        if len(events) == 1 and isinstance(events[0], ContentDelta) and not (self._has_more or delta.token_ids):
+            chunks = [self._text_chunk(index, events[0].text)]
+        else:
+            deltas = [orjson.dumps(found) for event in events if (found := reader.as_delta(event)) is not None]
+            chunks = self._chunks(index, delta, deltas)
+        if (delta.finish_reason or delta.is_final) and not self._finished[index]:
+            self._finished[index] = True
+            reason = reader.finish_reason(delta.finish_reason or DEFAULT_FINISH_REASON)
+            chunks.append(self._finish_chunk(index, reason, delta))
+        return b"".join(chunks)
+
+    def _chunks(self, index: int, delta: Delta, deltas: list[bytes]) -> list[bytes]:
+        if not delta.logprobs and not delta.token_ids:
+            return [self._chunk(index, b'"delta":' + one) for one in deltas]
+        first, *others = deltas or [b"{}"]
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
+        more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+        chunks = [self._chunk(index, b'"delta":' + first, logprobs, more=more)]
+        return chunks + [self._chunk(index, b'"delta":' + one) for one in others]
+
+
+def chunk_writer(
+    request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan | None
+) -> ChunkWriter:
+    """The plain one where the answer is text."""
+    if plan is None:
+        return ChunkWriter(request, identity, options)
+    return AnswerChunkWriter(request, identity, options, plan)
+
+
+class PromptFirst:
+    """A writer whose choices begin with what the model tells of their prompt: deltas that come earlier wait for it."""
+
+    def __init__(self, writer: Writer, n: int) -> None:
+        """n: choices of each prompt"""
+        self._writer = writer
+        self._n = n
+        self._told: set[int] = set()
+        self._held: list[tuple[int, Delta]] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        return self._writer.begin_choice(index, prompt)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        number = index // self._n
+        if delta.prompt is not None:
+            return self._begun(number, delta.prompt) + self._writer.delta(index, delta) + self._released(number)
+        if number in self._told:
+            return self._writer.delta(index, delta)
+        self._held.append((index, delta))
+        return b""
+
+    def end(self) -> bytes:
+        held = b"".join(self._writer.delta(index, delta) for index, delta in self._held)
+        return held + self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
+
+    def _begun(self, number: int, prompt: PromptDetails) -> bytes:
+        self._told.add(number)
+        choices = range(number * self._n, (number + 1) * self._n)
+        return b"".join(self._writer.begin_choice(index, prompt) for index in choices)
+
+    def _released(self, number: int) -> bytes:
+        held, self._held = self._held, []
+        chunks: list[bytes] = []
+        for index, delta in held:
+            if index // self._n == number:
+                chunks.append(self._writer.delta(index, delta))
+            else:
+                self._held.append((index, delta))
+        return b"".join(chunks)
+
+
+class IntervalWriter:
+    """A writer that gets a choice's deltas joined. Owner: the stream's events."""
+
+    def __init__(self, writer: Writer, interval_tokens: int) -> None:
+        self._writer = writer
+        self._interval_tokens = interval_tokens
+        self._begun: set[int] = set()
+        self._waiting: dict[int, Delta] = {}
+
+    def begin(self) -> bytes:
+        return self._writer.begin()
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        return self._writer.begin_choice(index, prompt)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        waiting = self._waiting.pop(index, None)
+        delta = delta if waiting is None else _joined(waiting, delta)
+        is_last = delta.finish_reason is not None or delta.is_final
+        if index not in self._begun or is_last or delta.num_output_tokens >= self._interval_tokens:
+            self._begun.add(index)
+            return self._writer.delta(index, delta)
+        self._waiting[index] = delta
+        return b""
+
+    def end(self) -> bytes:
+        return self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
+
+
+def _joined(first: Delta, second: Delta) -> Delta:
+    return msgspec.structs.replace(
+        second,
+        text=first.text + second.text,
+        logprobs=[*first.logprobs, *second.logprobs],
+        num_output_tokens=first.num_output_tokens + second.num_output_tokens,
+        text_tokens=(*first.text_tokens, *second.text_tokens),
+        token_ids=[*first.token_ids, *second.token_ids],
+        prompt=first.prompt or second.prompt,
+    )

@@ -1,0 +1,240 @@
+"""What becomes of a prompt, without generating: /tokenize, /detokenize, and vLLM's render endpoints.
+
+For: the router. Does not know: templates, tokenizers. Invariants: the prompt of a conversation is the one that a chat
+with the same fields would have; a request to be rendered is read, planned and checked as the one that generates;
+nothing in proportion to a body is done on the event loop.
+Source: vLLM's protocol of these paths, and its answers' forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, Final
+
+import orjson
+from pydantic import ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from llmbackend.core.tensors import Tensor
+
+from ..generation.answer import Identity
+from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, sampling_of
+from ..generation.models import ModelCatalog, Target
+from ..generation.plan import AnswerPlan, plan_answer
+from ..generation.request import GenerationRequest, StreamForm
+from ..generation.tensors import (
+    INPUT_IDS,
+    RETURN_MAX_MODEL_LEN,
+    RETURN_NUM_INPUT_TOKENS,
+    RETURN_PROMPT_TEXT,
+    RETURN_PROMPT_TOKEN_IDS,
+    RETURN_PROMPT_TOKENS,
+    RETURN_SAMPLING_PARAMETERS,
+    input_ids_tensor,
+    text_tensor,
+)
+from ..generation.validation import ClosedObject, Flag, TokenIds, read
+from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.request_body import release_body
+from ..http.request_scope import unless_disconnected
+from ..http.routing import post
+from ..inference_gate import InferenceGate
+from .endpoints import OpenAIEndpoints, json_answer
+from .fields import Effort
+from .http_types import Rendered, Text, Tokens
+from .requests import chat_prompt, parse_chat, parse_completion
+from .schema import ChatCompletionRequest, ChatPromptFields, CompletionRequest, MediaFields
+
+_MODEL = "Without it: the only one that is served."
+
+
+class _TokenizeFields(ClosedObject):
+    """Of both forms of a prompt."""
+
+    model: str | None = Field(None, description=_MODEL)
+    add_special_tokens: Flag | None = Field(
+        None, description="Whether the tokenizer adds its own: by default to a text, not to a conversation."
+    )
+    return_token_strs: Flag | None = Field(None, description="The tokens' names in the vocabulary come along.")
+
+
+class TokenizeTextRequest(_TokenizeFields):
+    model_config = ConfigDict(defer_build=False)
+    prompt: str
+
+
+class TokenizeChatRequest(_TokenizeFields, ChatPromptFields, MediaFields):
+    model_config = ConfigDict(defer_build=False)
+    reasoning_effort: Effort | None = Field(None, description="For chat templates that read it.")
+
+
+class DetokenizeRequest(ClosedObject):
+    model_config = ConfigDict(defer_build=False)
+    model: str | None = Field(None, description=_MODEL)
+    tokens: Annotated[TokenIds, Field(description="Of the model's vocabulary.")]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptQuestion:
+    """What a client wants to know of a prompt."""
+
+    model: str | None
+    prompt: Tensor
+    wanted: tuple[str, ...]
+    """Flags of the model's inputs."""
+    sampling: dict[str, Any] = field(default_factory=dict)
+
+    def in_own_fields(self, error: OpenAIError) -> OpenAIError:
+        """An error of the model with the request's names of fields."""
+        if self.prompt.name == INPUT_IDS and error.param is None and error.status == 400:
+            error.param, error.message = "tokens", error.message.replace(f"input '{INPUT_IDS}'", "'tokens'")
+        return error
+
+
+def parse_tokenize(body: JsonObject) -> PromptQuestion:
+    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    fields: TokenizeTextRequest | TokenizeChatRequest
+    if "messages" in body:
+        fields = read(TokenizeChatRequest, body)
+        prompt, _ = chat_prompt(fields, body, fields.tool_use())
+    else:
+        fields = read(TokenizeTextRequest, body)
+        prompt = text_tensor(fields.prompt)
+    wanted = (RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS)
+    names = (RETURN_PROMPT_TOKENS,) if fields.return_token_strs else ()
+    adds = fields.add_special_tokens
+    sampling = {} if adds is None else {"add_special_tokens": adds}
+    return PromptQuestion(fields.model, prompt, (*wanted, *names), sampling)
+
+
+def parse_detokenize(body: JsonObject) -> PromptQuestion:
+    """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
+    fields = read(DetokenizeRequest, body)
+    return PromptQuestion(fields.model, input_ids_tensor(fields.tokens), (RETURN_PROMPT_TEXT,))
+
+
+_FEW_TOKENS: Final = 4096
+"""So many are written as JSON on the event loop, in about 0.1 ms."""
+
+
+class TokenizationEndpoints(OpenAIEndpoints):
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
+        super().__init__(gate, max_body_bytes)
+        self._catalog = catalog
+
+    @post("/tokenize", body=TokenizeTextRequest | TokenizeChatRequest, answer=Tokens)
+    async def tokenize(self, http: Request) -> Response:
+        """The tokens of a text or of a conversation"""
+        question, found = await self._ask(http, parse_tokenize)
+        with_names = RETURN_PROMPT_TOKENS in question.wanted
+
+        def written() -> bytes:
+            answer = {
+                "count": found.num_tokens,
+                "max_model_len": found.max_model_len_tokens,
+                "tokens": found.token_ids,
+                "token_strs": orjson.Fragment(found.token_names) if with_names else None,
+            }
+            return orjson.dumps(answer, option=orjson.OPT_SERIALIZE_NUMPY)
+
+        few = found.num_tokens <= _FEW_TOKENS
+        return json_answer(written() if few else await self._gate.run_in_thread(written))
+
+    @post("/detokenize", body=DetokenizeRequest, answer=Text)
+    async def detokenize(self, http: Request) -> Response:
+        """The text of tokens"""
+        _, found = await self._ask(http, parse_detokenize)
+        return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps({"prompt": found.text})))
+
+    async def _ask(
+        self, http: Request, parse: Callable[[JsonObject], PromptQuestion]
+    ) -> tuple[PromptQuestion, PromptDescription]:
+        self._gate.check_room()
+        question = await self.parsed(http, parse)
+        target = self._catalog.require(self._catalog.named(question.model), question.prompt.name)
+        release_body(http)
+        work = describe_prompt(self._gate, target, question.prompt, question.wanted, sampling=question.sampling)
+        try:
+            return question, await unless_disconnected(http, work)
+        except OpenAIError as error:
+            raise question.in_own_fields(error) from None
+
+
+class RenderEndpoints(OpenAIEndpoints):
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
+        super().__init__(gate, max_body_bytes)
+        self._catalog = catalog
+
+    @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
+    async def chat(self, http: Request) -> Response:
+        """What an engine would get for a conversation"""
+        [rendered] = await self._rendered(http, parse_chat)
+        return json_answer(rendered)
+
+    @post("/v1/completions/render", body=CompletionRequest, answer=list[Rendered])
+    async def completions(self, http: Request) -> Response:
+        """What an engine would get for each prompt"""
+        rendered = await self._rendered(http, parse_completion)
+        return json_answer(b"[%b]" % b",".join(rendered))
+
+    async def _rendered(self, http: Request, parse: Callable[[JsonObject], GenerationRequest]) -> list[bytes]:
+        self._gate.check_room()
+        request = self._catalog.with_model(await self.parsed(http, parse))
+        target = self._catalog.require(request.model, request.prompts[0].name)
+        check_fields_taken(request, target)
+        plan = plan_answer(request, target)
+        release_body(http)
+        return await unless_disconnected(http, self._all(request, target, plan))
+
+    async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[bytes]:
+        identity = Identity.of(request, target.model.fingerprint, request.request_id)
+        rendered = []
+        for prompt in request.prompts:
+            found = await self._one(request, target, plan, prompt, identity.id)
+            rendered.append(await self._gate.run_in_thread(partial(_written, request, identity.id, found)))
+        return rendered
+
+    async def _one(
+        self, request: GenerationRequest, target: Target, plan: AnswerPlan | None, prompt: Tensor, request_id: str
+    ) -> PromptDescription:
+        wanted = (RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS)
+        try:
+            return await describe_prompt(
+                self._gate,
+                target,
+                prompt,
+                wanted,
+                sampling=sampling_of(request, target, plan),
+                request_id=request_id,
+                max_tokens_must_fit=bool(request.max_tokens_field),
+            )
+        except OpenAIError as error:
+            if plan is not None and plan.is_about_calls(error):
+                raise plan.in_own_fields(error) from None
+            raise request.in_own_fields(error) from None
+
+
+def _written(request: GenerationRequest, request_id: str, found: PromptDescription) -> bytes:
+    options = _stream_options(request.stream)
+    fields = {
+        "request_id": request_id,
+        "token_ids": found.token_ids,
+        "features": None,
+        "sampling_params": orjson.Fragment(found.sampling_parameters),
+        "model": request.model,
+        "stream": request.stream is not None,
+        "stream_options": options or None,
+        "cache_salt": request.sampling.get("cache_salt"),
+        "priority": request.sampling.get("priority") or 0,
+        "kv_transfer_params": None,
+    }
+    return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _stream_options(form: StreamForm | None) -> JsonObject:
+    """As they were sent."""
+    names = ("include_usage", "continuous_usage_stats")
+    return {name: value for name in names if (value := getattr(form, name, None)) is not None}
