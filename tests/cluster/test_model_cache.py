@@ -192,7 +192,7 @@ def test_a_copy_is_used_as_long_as_a_process_has_its_descriptor(cache: ModelCach
     held = cache.hold(manifest(model), Sender(model).connect)
     child = subprocess.Popen(["cat"], stdin=subprocess.PIPE, pass_fds=[held.descriptor])
     held.close()
-    with pytest.raises(OSError, match="has no room"):
+    with pytest.raises(OSError, match="does not fit"):
         cache.hold(manifest(other), Sender(other).connect)
     child.communicate()
     cache.hold(manifest(other), Sender(other).connect).close()
