@@ -30,9 +30,9 @@ from .http.routing import ApiRoute, Endpoints, Json, get
 
 PATH: Final = "/openapi.json"
 _FIRST_PATHS: Final = (
-    ("GET", "/v2/health/ready", "200 while the server takes requests"),
+    ("GET", "/v2/health/ready", "200 while the server accepts requests"),
     ("POST", "/v2/repository/index", "the models and their states"),
-    ("POST", "/v2/models/{model}/generate", "a whole answer (KServe v2; so are infer and gRPC)"),
+    ("POST", "/v2/models/{model}/generate", "a whole answer (KServe v2, like infer and gRPC)"),
     ("POST", "/v2/models/{model}/generate_stream", "an answer as server-sent events"),
     ("GET", "/v1/models", "the models (OpenAI)"),
     ("POST", "/v1/chat/completions", "a chat (OpenAI)"),
@@ -43,7 +43,7 @@ _FIRST_PATHS: Final = (
 )
 """What a person who has only the address should ask for; those paths are shown that are served."""
 _VARIABLE: Final = re.compile(r"\{\w+\}")
-_KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "Where the server asks for keys."}}
+_KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "If the server has API keys."}}
 
 
 class FirstLines(Endpoints):

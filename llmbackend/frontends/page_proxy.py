@@ -79,7 +79,7 @@ class PageProcess:
             return await self._connect(make_protocol)
         except OSError as error:
             self.left()
-            raise PagesUnavailableError(f"the page process can not be reached: {error.strerror}") from None
+            raise PagesUnavailableError(f"the page process cannot be reached: {error.strerror}") from None
         except BaseException:
             self.left()
             raise
@@ -150,7 +150,7 @@ class PageProcess:
         process.stdin.close()
         if self._process is process:
             self._process = None
-            log.warning("the page process ended with exit code %s; it is started again when a viewer comes", code)
+            log.warning("the page process exited with code %s; it is restarted for the next viewer", code)
 
     def _cancel_idle(self) -> None:
         if self._idle is not None:
@@ -251,7 +251,7 @@ class PageProxy:
                 await self._exchange(scope, response)
         except (PagesUnavailableError, OSError, TimeoutError, httptools.HttpParserError) as error:
             if response.has_begun:
-                raise ConnectionError("the page process ended within a response") from error
+                raise ConnectionError("the page process exited during a response") from error
             await _unavailable(error)(scope, receive, send)
 
     async def _exchange(self, scope: Scope, response: ForwardedResponse) -> None:
@@ -271,7 +271,7 @@ class PageProxy:
 def _unavailable(error: Exception) -> PlainTextResponse:
     if isinstance(error, TimeoutError):
         return PlainTextResponse("the page process did not answer in time", 504)
-    return PlainTextResponse(str(error) or "the page process ended", 503, {"retry-after": "2"})
+    return PlainTextResponse(str(error) or "the page process exited", 503, {"retry-after": "2"})
 
 
 def _is_forwarded(scope: Scope) -> bool:

@@ -109,7 +109,7 @@ def _answer(server: socket.socket) -> None:
     except TritonError as error:
         is_good, result = False, TritonError(error.message, error.code)
     except MemoryError:
-        is_good, result = False, unavailable("the request takes more memory to be decoded than the server has for it")
+        is_good, result = False, unavailable("decoding the request takes more memory than allowed")
     except Exception:
         traceback.print_exc()
         is_good, result = False, internal("internal error, see the server's log")

@@ -76,8 +76,8 @@ class WorkerPool:
                 if not self._drop(worker):
                     raise unavailable("Server is stopping") from None
                 if is_fresh:
-                    log.error("a worker process ended while it decoded a large body: %s", error)
-                    raise unavailable("the request ended the process that decodes large bodies") from None
+                    log.error("a worker process exited while decoding a large body: %s", error)
+                    raise unavailable("the process that decodes large bodies exited on this request") from None
                 continue  # it had ended before the call
             except TritonError:
                 self._give_back(worker)
@@ -92,7 +92,7 @@ class WorkerPool:
         try:
             worker = WorkerProcess()
         except OSError as error:
-            raise unavailable(f"no process can be started to decode a large body: {error.strerror}") from None
+            raise unavailable(f"no process could be started to decode a large body: {error.strerror}") from None
         with self._lock:
             self._all.add(worker)
         return worker, True

@@ -208,7 +208,7 @@ def test_the_operators_endpoints_name_the_role_that_they_need(
     status, told = post(server, path, "sk-alice", body, method)
     assert (status, told["error"]) == (
         403,
-        "This needs an API key with the role 'operator'; the key 'alice' has the role 'user'",
+        "This requires an API key with the role 'operator'; the key 'alice' has the role 'user'",
     )
     assert post(server, path, "sk-root", body, method)[0] == 200
 

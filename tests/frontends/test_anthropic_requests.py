@@ -253,7 +253,7 @@ def test_refused_by_name(fields: dict[str, Any], param: str, text: str) -> None:
 
 def test_two_formats_exclude_each_other() -> None:
     form = {"type": "json_schema", "schema": {}}
-    with pytest.raises(OpenAIError, match="exclude each other"):
+    with pytest.raises(OpenAIError, match="mutually exclusive"):
         parsed(output_config={"format": form}, output_format=form)
     for fields in ({"output_config": {"format": form}}, {"output_format": form}):
         assert parsed(**fields).generation.sampling["structured_outputs"] == {"json": {}}

@@ -53,7 +53,7 @@ def test_a_host_that_ends_within_a_response_ends_the_connection_without_an_error
     data = asyncio.run(answer_of(tmp_path / "host", ends_within))
     assert data.startswith(b"HTTP/1.1 200") and data.endswith(b"5\r\nevent\r\n"), "without the mark of a whole body"
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
-        f"{HOST_IS_GONE}: the process that answers ended"
+        f"{HOST_IS_GONE}: the process that answers has exited"
     ]
 
 

@@ -196,7 +196,7 @@ def test_a_key_without_rights_sees_its_own_and_is_told_so(browser: Any, server: 
         streaming(server, "sk-root", "of root"),
         streaming(server, "sk-alice", "of alice") as ended,
     ):
-        needs = "This needs an API key with the role 'operator'; the key 'alice' has the role 'user'."
+        needs = "This requires an API key with the role 'operator'; the key 'alice' has the role 'user'."
         expect(page.get_by_text(needs)).to_have_count(4)
         expect(page.get_by_role("button", name="Unload slow")).to_be_disabled()
         found = row(page, "Requests in flight", "of alice")

@@ -50,7 +50,7 @@ class AccessControl:
         if self._keys is not None and not self._keys.has_operator:
             log.info(
                 "no API key has role=operator: loading and unloading models, shared memory, and the settings of trace "
-                "and log are refused to all (docs/security.md)"
+                "and log are refused for everyone (docs/security.md)"
             )
         self._http_tls = None if settings.http_tls is None else HttpCertificate(settings.http_tls)
         self._grpc_tls = None if settings.grpc_tls is None else GrpcCertificate(settings.grpc_tls)
@@ -87,7 +87,7 @@ class AccessControl:
                 source.reload()
                 done.append(what)
             except (ValueError, OSError) as error:
-                log.error("%s; what was read before stays in force", error)
+                log.error("%s; the previous content stays in force", error)
         log.info("read again: %s", ", ".join(done) or "nothing")
 
     def around_http(self, app: ASGIApp, registry: CollectorRegistry) -> ASGIApp:

@@ -221,9 +221,9 @@ class KeyRing:
             return
         try:
             self._install(self._file.read())
-            log.info("API keys read again: %d keys", len(self._entries))
+            log.info("API keys reloaded: %d keys", len(self._entries))
         except ValueError as error:
-            log.error("%s; the keys read before stay in force", error)
+            log.error("%s; the previous keys stay in force", error)
 
     def _install(self, from_file: list[ApiKey]) -> None:
         keys = (*self._fixed, *from_file)

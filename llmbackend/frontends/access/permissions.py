@@ -122,7 +122,7 @@ def begins_no_inference(path: str) -> bool:
 
 def role_needed(name: str, role: Role, needed: Role = Role.OPERATOR) -> str:
     """The text of the refusal for the key `name`, which has `role`."""
-    return f"This needs an API key with the role '{needed}'; the key '{name}' has the role '{role}'"
+    return f"This requires an API key with the role '{needed}'; the key '{name}' has the role '{role}'"
 
 
 @dataclass(frozen=True, slots=True)

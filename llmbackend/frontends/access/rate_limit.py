@@ -233,7 +233,7 @@ class KeyShares:
         if not limit and not account.is_only_one and held + count > free:
             raise LimitReachedError(
                 f"API key '{account.name}' is at its share of the server's concurrent requests: it has {held}, asked "
-                f"for {count} more, and must leave as many free as it has"
+                f"for {count} more, but must leave as many free as it has"
             )
 
     def held(self, account: Account) -> int:

@@ -45,7 +45,7 @@ class TlsFiles:
             if path is not None and not path.is_file():
                 raise ValueError(f"TLS: '{path}' is not a file")
         if self.client_certificates is not ssl.CERT_NONE and self.ca is None:
-            raise ValueError("TLS: client certificates are required but no CA file is given to check them with")
+            raise ValueError("TLS: client certificates are required, but no CA file is given")
         try:
             # With an empty password OpenSSL does not ask for one on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")

@@ -73,7 +73,7 @@ class BetaFields:
 
     def write_log(self) -> None:
         if self.passed_over:
-            log.debug("fields under 'anthropic-beta: %s' that are passed over: %s", self._betas, self.passed_over)
+            log.debug("fields under 'anthropic-beta: %s' that are ignored: %s", self._betas, self.passed_over)
 
 
 def an_object(value: object, param: str) -> dict[str, Any]:
@@ -125,8 +125,8 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 with every request, so that no prefix could be shared."""
 _ERROR: Final = "Error: "
 """Before a tool's result that is an error: chat templates have no other place for it."""
-_TEXT_ONLY: Final = "the models here read and write text only"
-_NO_SERVER_TOOLS: Final = "this server runs no tools of its own"
+_TEXT_ONLY: Final = "models read and write text only"
+_NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
     "image": _TEXT_ONLY,
     "document": _TEXT_ONLY,
@@ -188,7 +188,7 @@ class _Reader(Turns):
         is_prefilled = last.role == "assistant"
         if is_prefilled and (last.last_kind != "text" or not any(last.texts)):
             message = (
-                f"'{last.param}' is the last message, and an assistant's: expected text that the answer goes on with"
+                f"'{last.param}' is the final message and from the assistant: expected text that the answer continues"
             )
             raise OpenAIError(message, param=last.param, code="invalid_value")
         return Conversation(self.messages(), is_prefilled, self.has_later_system)
@@ -261,7 +261,7 @@ class _Reader(Turns):
     def _check_fields(self, block: JsonObject, kind: str, param: str) -> None:
         check_cache_control(block.get("cache_control"), f"{param}.cache_control", self._beta)
         if kind == "text" and block.get("citations") not in (None, []):
-            self._beta.unserved(f"{param}.citations", "citations name documents, and this server reads none")
+            self._beta.unserved(f"{param}.citations", "citations refer to documents, which this server does not read")
         if kind == "tool_use" and (block.get("caller") or {"type": "direct"}) != {"type": "direct"}:
             self._beta.unserved(f"{param}.caller", _NO_SERVER_TOOLS)
         self._beta.check_names(block, _FIELDS[kind], param)
@@ -269,7 +269,7 @@ class _Reader(Turns):
     def _tool_use(self, block: JsonObject, param: str) -> JsonObject:
         id, name = a_string(block.get("id"), f"{param}.id"), a_string(block.get("name"), f"{param}.name")
         if id in self._open_calls:
-            raise refuse(f"{param}.id", "an id that no other tool_use of the message has", id)
+            raise refuse(f"{param}.id", "an id that is unique within the message", id)
         self._open_calls[id] = name
         arguments = orjson.dumps(an_object(block.get("input"), f"{param}.input")).decode()
         return called(id, name, arguments)
@@ -278,7 +278,7 @@ class _Reader(Turns):
         id = a_string(block.get("tool_use_id"), f"{param}.tool_use_id")
         name = self._open_calls.pop(id, None)
         if name is None:
-            raise refuse(f"{param}.tool_use_id", "the id of a tool_use of the assistant's message before it", id)
+            raise refuse(f"{param}.tool_use_id", "the id of a tool_use in the preceding assistant message", id)
         content = block.get("content")
         parts = [] if content is None else self._blocks(content, f"{param}.content", "system")
         text = "\n".join(_text(part, at) for part, at in parts)
@@ -291,7 +291,7 @@ class _Reader(Turns):
             return
         turn = next(turn for turn in reversed(self.all) if turn.role == "assistant")
         ids = ", ".join(as_json(id) for id in list(self._open_calls)[:8])
-        message = f"'{turn.param}' has tool_use blocks without a tool_result in the message after it: {ids}"
+        message = f"'{turn.param}' has tool_use blocks without a tool_result in the next message: {ids}"
         raise OpenAIError(message, param=turn.param, code="invalid_value")
 
 
@@ -315,7 +315,7 @@ def _thinking(block: JsonObject, param: str, key: SealingKey) -> str:
         "",
         text,
     ):
-        message = f"'{param}.thinking' is not the text that 'signature' was made for"
+        message = f"'{param}.thinking' does not match its 'signature'"
         raise OpenAIError(message, param=f"{param}.thinking", code="invalid_value")
     return text
 
@@ -345,7 +345,7 @@ def read_tools(tools: object, choice: object, beta: BetaFields) -> ToolUse | Non
 def _read_tool(value: object, param: str, beta: BetaFields) -> OfferedTool:
     tool = an_object(value, param)
     if (kind := tool.get("type")) not in (None, "custom"):
-        message = f"'{param}.type' is {as_json(kind)}: this server runs no tools of its own, and its models know none "
+        message = f"'{param}.type' is {as_json(kind)}: this server has no tools of its own, and its models know none "
         message += "without a schema; expected a tool with 'name' and 'input_schema'"
         raise OpenAIError(message, param=f"{param}.type", code="unsupported_parameter")
     name = a_string(tool.get("name"), f"{param}.name")
@@ -363,16 +363,14 @@ def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
     """Fields that change nothing here, with the values of them that would."""
     check_cache_control(tool.get("cache_control"), f"{param}.cache_control", beta)
     if tool.get("eager_input_streaming") not in (None, True):
-        beta.unserved(f"{param}.eager_input_streaming", "a call's input is always streamed as it is generated")
+        beta.unserved(f"{param}.eager_input_streaming", "the input of a call is always streamed")
     if tool.get("defer_loading") not in (None, False):
-        beta.unserved(f"{param}.defer_loading", "this server searches no tools: every tool is in the prompt")
+        beta.unserved(f"{param}.defer_loading", "this server has no tool search: every tool is in the prompt")
     callers = tool.get("allowed_callers")
     if callers is not None and (not isinstance(callers, list) or "direct" not in callers):
-        beta.unserved(f"{param}.allowed_callers", "tools are called by the model directly")
+        beta.unserved(f"{param}.allowed_callers", "only the model calls tools")
     if tool.get("input_examples"):
-        beta.unserved(
-            f"{param}.input_examples", "chat templates have no place for examples; write them into 'description'"
-        )
+        beta.unserved(f"{param}.input_examples", "chat templates have no examples; put them into 'description'")
     beta.check_names(tool, Tool.__annotations__, param)
 
 

@@ -29,7 +29,7 @@ class UnsupportedThreadError(OpenAIError):
     details: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
     def __init__(self) -> None:
-        message = "'thread' is not supported: this server keeps no conversations; send all of its messages"
+        message = "'thread' is not supported: this server stores no conversations; send all messages"
         super().__init__(message, param="thread", code="unsupported_parameter")
 
 

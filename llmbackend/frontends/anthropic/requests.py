@@ -15,7 +15,7 @@ from ..generation.request import STRUCTURED_OUTPUTS, WITH_USAGE, GenerationReque
 from ..generation.sealed_reasoning import SealingKey
 from ..generation.tensors import messages_tensor
 from ..generation.validation import ClosedObject, read
-from ..http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ..http.openai_errors import JsonObject, OpenAIError, missing, refuse, requires
 from ..openai.schema import check_template_variables
 from .content import BetaFields, check_cache_control, read_conversation, read_tools
 from .errors import UnsupportedThreadError
@@ -116,9 +116,9 @@ def _check_thinking(thinking: Thinking | None) -> None:
     if thinking.type == "enabled" and thinking.budget_tokens is None:
         raise missing("thinking.budget_tokens")
     if thinking.type != "enabled" and thinking.budget_tokens is not None:
-        raise refuse("thinking.budget_tokens", 'to be sent only with the type "enabled"', thinking.budget_tokens)
+        raise requires("thinking.budget_tokens", "'thinking.type': \"enabled\"")
     if thinking.type == "disabled" and thinking.display is not None:
-        raise refuse("thinking.display", 'to be sent only with the types "enabled" and "adaptive"', thinking.display)
+        raise requires("thinking.display", '\'thinking.type\': "enabled" or "adaptive"')
 
 
 def _reasoning(thinking: Thinking | None) -> ReasoningUse:
@@ -131,7 +131,7 @@ def _structure(fields: PromptFields) -> tuple[JsonObject, str]:
     """Sampling parameters that hold the answer to a schema, and the field where that stands."""
     config = fields.output_config.format if fields.output_config is not None else None
     if config is not None and fields.output_format is not None:
-        message = "'output_config.format' and 'output_format' exclude each other"
+        message = "'output_config.format' and 'output_format' are mutually exclusive"
         raise OpenAIError(message, param="output_format", code="invalid_value")
     chosen: JsonFormat | None = config or fields.output_format
     where = "output_format.schema" if config is None else "output_config.format.schema"

@@ -168,7 +168,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
         "/v1/messages",
         body=MessagesRequest,
         answer=AnthropicMessage,
-        streams="The whole message, or with `stream` the events that make it.",
+        streams="The whole message, or its events with `stream`.",
     )
     async def messages(self, http: Request) -> Response:
         """Answer a conversation (Anthropic's API)"""

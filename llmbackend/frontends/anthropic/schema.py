@@ -22,10 +22,10 @@ from ..conversation.tools import NAME_PATTERN
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ..http.routing import DescribedBy
 
-_NO_SERVER_TOOLS = "this server runs no tools of its own"
-_ONE_SPEED = "every request is served as fast as the server can"
-_NO_ACCOUNTS = "this server has no workspaces; API keys are its accounts"
-_KEPT_WHOLE = "this server changes no conversation; send what the model shall see"
+_NO_SERVER_TOOLS = "this server has no tools of its own"
+_ONE_SPEED = "the server has one speed"
+_NO_ACCOUNTS = "this server has no workspaces, only API keys"
+_KEPT_WHOLE = "this server does not edit conversations; send what the model should see"
 
 
 _closed = with_config(extra="forbid")
@@ -145,9 +145,11 @@ _NO_BUDGET: Final[dict[str, Any]] = {
 class Thinking(ClosedObject):
     model_config = ConfigDict(json_schema_extra={"anyOf": [_BUDGET, _NO_BUDGET]})
     type: Annotated[Literal["enabled", "adaptive", "disabled"], Expected('one of "enabled", "adaptive", "disabled"')]
-    budget_tokens: Annotated[int, Range(1)] | None = Field(None, description="With enabled: the most tokens of it.")
+    budget_tokens: Annotated[int, Range(1)] | None = Field(
+        None, description="With enabled: maximum number of its tokens."
+    )
     display: Annotated[Literal["summarized", "omitted"], Expected('"summarized" or "omitted"')] | None = Field(
-        None, description="omitted: the answer has its signature alone."
+        None, description="omitted: only the signature is returned."
     )
 
 
@@ -164,7 +166,7 @@ class OutputConfig(ClosedObject):
             Expected('one of "low", "medium", "high", "xhigh", "max"'),
         ]
         | None
-    ) = Field(None, description="For chat templates that read reasoning_effort.")
+    ) = Field(None, description="Passed to the chat template as reasoning_effort.")
     format: JsonFormat | None = None
 
 
@@ -175,16 +177,16 @@ class UnservedFields(ClosedObject):
     mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
     context_management: Annotated[Any, Only({}, {"edits": []}, reason=_KEPT_WHOLE)] = None
     compaction: Annotated[Any, Only(reason=_KEPT_WHOLE)] = None
-    diagnostics: Annotated[Any, Only(reason="'cache_read_input_tokens' says what was cached")] = None
-    inference_geo: Annotated[Any, Only(reason="a request is served where this server is")] = None
+    diagnostics: Annotated[Any, Only(reason="'cache_read_input_tokens' counts cached tokens")] = None
+    inference_geo: Annotated[Any, Only(reason="this server has one region")] = None
     speed: Annotated[Any, Only("standard", reason=_ONE_SPEED)] = None
-    fallbacks: Annotated[Any, Only(reason="a request is answered by the model that it names")] = None
-    fallback_credit_token: Annotated[Any, Only(reason="there is nothing to pay here")] = None
-    billing_policy: Annotated[Any, Only(reason="there is nothing to pay here")] = None
-    thread: Annotated[Any, Only(reason="this server keeps no messages")] = None
+    fallbacks: Annotated[Any, Only(reason="the requested model always answers")] = None
+    fallback_credit_token: Annotated[Any, Only(reason="requests cost nothing")] = None
+    billing_policy: Annotated[Any, Only(reason="requests cost nothing")] = None
+    thread: Annotated[Any, Only(reason="this server stores no messages")] = None
     user_profile_id: Annotated[Any, Only(reason=_NO_ACCOUNTS)] = None
     workspace_id: Annotated[Any, Only(reason=_NO_ACCOUNTS)] = None
-    kv_transfer_params: Annotated[Any, Only(reason="the KV memory of a request stays in one engine")] = None
+    kv_transfer_params: Annotated[Any, Only(reason="the KV cache of a request stays in one engine")] = None
 
 
 class PromptFields(UnservedFields):
@@ -197,7 +199,7 @@ class PromptFields(UnservedFields):
     tool_choice: Annotated[Any, DescribedBy(AnyToolChoice | NamedToolChoice | None)] = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    output_format: JsonFormat | None = Field(None, description="As output_config.format, which came later.")
+    output_format: JsonFormat | None = Field(None, description="The older form of output_config.format.")
     cache_control: Annotated[Any, DescribedBy(CacheControl | None)] = None
     """Every prefix is cached as long as there is room."""
     chat_template_kwargs: AnyObject | None = Field(None, description="Variables of the chat template (a vLLM extra).")
@@ -209,7 +211,7 @@ class CountTokensRequest(PromptFields):
 
 class MessagesRequest(PromptFields):
     model_config = ConfigDict(defer_build=False)
-    max_tokens: Annotated[int, Range(0)] = Field(description="0: the prompt alone, which is cached then.")
+    max_tokens: Annotated[int, Range(0)] = Field(description="0: only cache the prompt.")
     stop_sequences: Annotated[list[NonEmpty], Items()] | None = None
     stream: Flag | None = None
     temperature: Annotated[float, Range(0, 2)] | None = None

@@ -144,7 +144,7 @@ def tool_use(
     known: dict[str, OfferedTool] = {}
     for tool in offered:
         if known.setdefault(tool.function.name, tool) is not tool:
-            raise refuse(tool.name_param, "a name that no other tool has", tool.function.name)
+            raise refuse(tool.name_param, "a name that is unique among the tools", tool.function.name)
     choice = choice or ToolChoice("auto" if offered else "none")
     if choice.mode != "none" and not offered and (choice.mode == "required" or choice.tools):
         raise missing("functions" if is_legacy else "tools")

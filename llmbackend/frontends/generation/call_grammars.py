@@ -82,7 +82,7 @@ def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
             counts[keyword] += len(value) if isinstance(value, Mapping | list) else 0
         if max(counts.values()) > MAX_TAGGED_PARAMETERS:
             message = f"'{function.param}': its parameters and those of the functions before it are more than "
-            message += f"{MAX_TAGGED_PARAMETERS}, which this model's format of calls cannot enforce"
+            message += f"{MAX_TAGGED_PARAMETERS}, which this model's tool-call format cannot enforce"
             raise OpenAIError(message, param=function.param, code="invalid_value")
 
 
@@ -140,7 +140,7 @@ def _arguments(function: Function) -> JsonObject:
     schema = function.parameters
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
-        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\", as the arguments of a call are"
+        message = f"'{function.param}': 'type' is {shown(types)}, expected \"object\""
         raise OpenAIError(message, param=function.param)
     closed = {"additionalProperties": False} if "properties" in schema else {}
     return {**closed, **schema, "type": "object"}
@@ -196,7 +196,7 @@ def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     root, required = _checked(schema)
     for key in root:
         if key not in _KNOWN:
-            yield f"/{key}", f"'{key}' at its root is not enforced in this model's format of calls"
+            yield f"/{key}", f"'{key}' at the root is not enforced in this model's tool-call format"
     properties = root.get("properties", {})
     if any(name not in properties for name in required):
         yield "/required", _NOT_NAMES
@@ -204,7 +204,7 @@ def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if not _NAME.fullmatch(name):
             yield (
                 property_path(name),
-                f"the name of the property '{name}' cannot be written in this model's format of calls",
+                f"the property name '{name}' cannot be written in this model's tool-call format",
             )
 
 

@@ -326,7 +326,7 @@ async def describe_prompt(
     Raises OpenAIError, with the host's names of inputs.
     """
     if not target.model.takes(PROMPT_ONLY):
-        message = f"the model '{target.name}' has no input '{PROMPT_ONLY}': it does not tell what its prompts are"
+        message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
         raise OpenAIError(message, param="model", code="unsupported_parameter")
     flags = (Tensor.of(name, np.array([True])) for name in (PROMPT_ONLY, *wanted))
     parameters = Tensor.text(SAMPLING_PARAMETERS, orjson.dumps(dict(sampling or {})))

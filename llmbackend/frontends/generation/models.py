@@ -60,7 +60,7 @@ class OutputFormats:
     def check(self, model: str) -> None:
         """Raises OpenAIError 500 when the model's configuration is wrong."""
         if self.error:
-            message = f"the model '{model}' is configured wrongly: {self.error}"
+            message = f"the configuration of the model '{model}' is invalid: {self.error}"
             raise OpenAIError(message, param="model", status=500, kind="server_error")
 
 
@@ -330,6 +330,6 @@ def _not_now(message: str) -> OpenAIError:
 
 def _lacks(name: str, prompt_input: str) -> OpenAIError:
     if prompt_input == INPUT_IDS:
-        return OpenAIError(f"the model '{name}' takes no token ids as prompt", param="prompt")
+        return OpenAIError(f"the model '{name}' does not accept token ids as prompt", param="prompt")
     endpoint = _ENDPOINT_OF_INPUT[prompt_input]
     return OpenAIError(f"the model '{name}' has no input '{prompt_input}', which {endpoint} needs", param="model")

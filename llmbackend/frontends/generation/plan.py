@@ -110,7 +110,7 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         return None
     formats.check(target.name)
     if use is not None and formats.tool_calls is None:
-        raise _refused(target, use.field, "names no tool-call parser, and its chat template shows no format of calls")
+        raise _refused(target, use.field, "has no tool-call parser, and its chat template shows no tool-call format")
     sampling: JsonObject = {}
     if formats.reasoning is not None:
         sampling["reasoning_markers"] = [formats.reasoning.start, formats.reasoning.end]
@@ -132,7 +132,7 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
     formats = target.model.formats
     if formats.reasoning is None and request.reasoning.budget_tokens is not None:
         formats.check(target.name)
-        raise _refused(target, "thinking_token_budget", "names no reasoning parser, and its chat template shows none")
+        raise _refused(target, "thinking_token_budget", "has no reasoning parser, and its template shows no reasoning")
     return formats.reasoning is not None
 
 
@@ -180,12 +180,12 @@ def _as_format(wanted: JsonObject, use: ToolUse) -> JsonObject:
 
 
 def _excluded(use: ToolUse, name: str) -> OpenAIError:
-    message = f"'{name}' excludes '{use.field}': beside calls, only JSON of a schema can be asked for"
+    message = f"'{name}' cannot be combined with '{use.field}': with tool calls, only a JSON schema is supported"
     return OpenAIError(message, param=name, code="unsupported_parameter")
 
 
 def _refused(target: Target, field: str, reason: str) -> OpenAIError:
-    message = f"'{field}' can not be served: the model '{target.name}' {reason}"
+    message = f"'{field}' is not supported: the model '{target.name}' {reason}"
     return OpenAIError(message, param=field, code="unsupported_parameter")
 
 

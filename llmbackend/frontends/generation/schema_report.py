@@ -254,7 +254,7 @@ class SchemaReport:
 
     def _faults(self, response_id: str, choice: int, deltas: Sequence[Delta], budget: Budget) -> Iterator[str]:
         if deltas[-1].finish_reason == "length":
-            yield "was cut off at its length"
+            yield "was cut off at the token limit"
             return
         message = self._message(response_id, choice, deltas)
         calls = [call["function"] for call in message.get("tool_calls", ())]
@@ -280,7 +280,7 @@ class SchemaReport:
         sampling = self._request.sampling
         wanted = sampling.get(STRUCTURED_OUTPUTS)
         if (isinstance(wanted, dict) and "structural_tag" in wanted) or "structural_tag" in sampling:
-            raise NotJudgedError("its schemas stand in structural tags")
+            raise NotJudgedError("its schemas are in structural tags")
         schema = sampling.get("guided_json") if wanted is None else wanted.get("json")
         try:
             return orjson.loads(schema) if isinstance(schema, str) else schema

@@ -28,7 +28,7 @@ _ACCEPTED_AT_ONCE: Final = 64
 _PAUSE_S: Final = 0.5
 _WARN_EVERY_S: Final = 60.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
-_REFUSAL: Final = refusal_bytes("", 503, "the server has no room for another connection")
+_REFUSAL: Final = refusal_bytes("", 503, "the server cannot accept another connection")
 _MAX_REFUSED: Final = 64
 """How many connections beyond the limit may be open at once while they are refused with a response."""
 _SERVED: Final = "connections"
@@ -103,7 +103,7 @@ class Acceptor:
     def _take(self, connection: socket.socket, address: str) -> None:
         connection.setblocking(False)
         if connection.fileno() >= self._first_reserved:
-            self._warn("connections are refused: the descriptors that are left are kept for engines and files")
+            self._warn("connections are refused: the remaining descriptors are reserved for engines and files")
             self._refuse(connection)
             return
         place = self._places.enter(address)
@@ -129,7 +129,7 @@ class Acceptor:
         except OSError as error:  # the handshake failed or took too long, or the client is gone
             place.leave()
             connection.close()
-            log.debug("a connection did not begin: %s", error)
+            log.debug("a connection could not be opened: %s", error)
         except BaseException:
             place.leave()
             connection.close()
@@ -147,7 +147,7 @@ class Acceptor:
         now_s = time.monotonic()
         if now_s - self._warned_at_s >= _WARN_EVERY_S:
             self._warned_at_s = now_s
-            log.warning("%s (said at most once a minute)", text)
+            log.warning("%s (logged at most once a minute)", text)
 
 
 class Place:

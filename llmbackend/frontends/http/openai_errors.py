@@ -121,6 +121,11 @@ def refuse(param: str, expectation: str, value: object) -> OpenAIError:
     return OpenAIError(f"'{param}' is {as_json(value)}, expected {expectation}", param=param, code="invalid_value")
 
 
+def requires(param: str, condition: str) -> OpenAIError:
+    """A 400 for a field that is sent without what it depends on."""
+    return OpenAIError(f"'{param}' requires {condition}", param=param, code="invalid_value")
+
+
 def missing(param: str) -> OpenAIError:
     """A 400 for a required field that was left out or null."""
     return OpenAIError(f"missing required field '{param}'", param=param, code="missing_required_parameter")

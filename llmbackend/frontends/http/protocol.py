@@ -166,7 +166,7 @@ class GuardedProtocol(HttpToolsProtocol):
             if num_chunks > MAX_CHUNKS + 1:
                 self._end(400, TOO_MANY_CHUNKS)
             elif self._framing_bytes > _MAX_FRAMING_BYTES or self._discarded_bytes > _MAX_DISCARDED_BYTES:
-                self._end(413, "the request's body has too much around or behind it")
+                self._end(413, "the request's body has too much framing or trailing data")
             elif self.cycle.response_complete and num_chunks > _MAX_DISCARDED_CHUNKS:
                 self._is_read_past = True
 
@@ -275,7 +275,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if left_s <= 0:
             self._end(408, "the request's body did not arrive in time")
         elif self._body_bytes < due_bytes:
-            self._end(408, f"the request's body arrived with less than {limits.min_body_bytes_per_s} bytes per second")
+            self._end(408, f"the request's body arrived at less than {limits.min_body_bytes_per_s} bytes per second")
         else:
             self._clock.start(left_s, self._body_looked_at)
 
@@ -405,7 +405,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self.transport.get_write_buffer_size() < self._unsent_bytes:
             self._watch_writing()
             return
-        log.warning("a client took nothing for %g s: its connection is cut", self._limits.write_timeout_s)
+        log.warning("a client read nothing for %g s: closing its connection", self._limits.write_timeout_s)
         # Without this the kernel would keep what it holds for the client, megabytes, for as long as the client stays.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()

@@ -73,8 +73,8 @@ class BodyBudget:
             held = self._held[owner] + size_bytes
             if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
                 raise unavailable(
-                    f"the server has no room for more of this request's body: of {self._max_bytes} bytes for all that "
-                    f"arrive at once, {self._held_bytes} are taken, {self._held[owner]} of them by this client"
+                    f"the server has no memory for the rest of this request's body: of {self._max_bytes} bytes for all "
+                    f"bodies, {self._held_bytes} are taken, {self._held[owner]} of them by this client"
                 )
             self._held_bytes += size_bytes
             self._held[owner] = held

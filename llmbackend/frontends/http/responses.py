@@ -132,7 +132,7 @@ class ForwardedResponse:
     async def take(self, data: bytes) -> None:
         """Raises ConnectionResetError when `data` is empty, the end of the connection, and HttpParserError."""
         if not data:
-            raise ConnectionResetError("the process that answers ended")
+            raise ConnectionResetError("the process that answers has exited")
         self._parser.feed_data(data)
         if self._head_is_read and not self.has_begun:
             self.has_begun = True

@@ -36,8 +36,8 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[Any]])
 
 _DECLARED: Final = "llmbackend_routes"
 _MEANING: Final = {
-    400: "The request is wrong, or the model cannot do what it asks for, such as call tools: the text names what.",
-    401: "No API key, or a wrong one; only where the server asks for keys.",
+    400: "The request is invalid, or the model does not support what it asks for, such as tool calls.",
+    401: "No API key, or a wrong one, on a server with keys.",
     403: "This API is restricted to clients that send a certain header.",
     404: "No such path, model, version or object.",
     408: "The request did not arrive in time.",
@@ -45,18 +45,18 @@ _MEANING: Final = {
     415: "The body is not of Content-Type application/json.",
     429: "Too many requests: try again after `Retry-After` seconds.",
     431: "The header is larger than the server accepts.",
-    500: "As Triton's code INTERNAL: the body is not the JSON that was expected, or loading or the model failed.",
+    500: "Triton's code INTERNAL: malformed JSON, a failed load, or an error in the model.",
     501: "Not supported by this server or this model.",
-    503: "Not now: the model is not ready, its queue is full, or the server is exiting.",
-    529: "Not now: as 503 elsewhere.",
+    503: "Temporary: the model is not ready, its queue is full, or the server is exiting.",
+    529: "Temporary: like 503 elsewhere.",
 }
 _RETRY_AFTER: Final = {"Retry-After": {"description": "Seconds.", "schema": {"type": "string"}}}
 _NUMBER: Final = {"type": "string", "pattern": "^[0-9]{1,18}$"}
 _PATH_PARAMETERS: Final[dict[str, Json]] = {
     "version": _NUMBER,
     "request": _NUMBER,
-    "repository": {"type": "string", "minLength": 1, "description": "Accepted by the index alone."},
-    "region": {"type": "string", "minLength": 1, "description": "Without it: every region."},
+    "repository": {"type": "string", "minLength": 1, "description": "Accepted for the index only."},
+    "region": {"type": "string", "minLength": 1, "description": "Default: all regions."},
 }
 _NAME: Final = {"type": "string", "minLength": 1}
 

@@ -32,7 +32,7 @@ class StoreError(TritonError):
     addresses."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__("the store of responses can not be used now, see the server's log", ErrorCode.UNAVAILABLE)
+        super().__init__("the response store is unavailable, see the server's log", ErrorCode.UNAVAILABLE)
         self._reason = reason
 
     def __str__(self) -> str:

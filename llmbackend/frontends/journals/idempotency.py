@@ -220,7 +220,7 @@ class IdempotentRequests:
             await refusing(503, STOPPING)(scope, receive, send)
             return
         if answer.journal.first_held:
-            text = "the answer to the first request with this 'Idempotency-Key' was too large to be kept"
+            text = "the answer to the first request with this 'Idempotency-Key' was too large to keep"
             await refusing(409, text)(scope, receive, send)
             return
         await send({**head, "headers": [*head["headers"], *more_headers]})
@@ -263,7 +263,7 @@ class IdempotentRequests:
         """Makes room for one more answer. Returns why it cannot, "" if there is room."""
         of_owner = self._answers[owner]
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
-            return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, more are not accepted"
+            return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, which is the limit"
         while self._held_bytes > _MAX_BYTES:
             if not any(self._forget_one(answers) for answers in list(self._answers.values())):
                 return f"the answers to requests with an 'Idempotency-Key' hold more than {_MAX_BYTES} bytes"

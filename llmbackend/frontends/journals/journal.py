@@ -106,7 +106,7 @@ class Journal:
     async def _loaded(self, number: int) -> Events:
         parts = () if self._load is None else tuple(await self._load(number))
         if not parts:
-            raise EventsGoneError(f"the events before number {self.first_held} are no longer held")
+            raise EventsGoneError(f"the events before number {self.first_held} are no longer kept")
         return Events(number, parts)
 
     async def _wait(self, timeout_s: float | None) -> bool:

@@ -110,7 +110,7 @@ class ResponseStore:
             except StoreError:  # logged by Commits
                 continue
             except Exception as error:
-                log_bug("unexpected error while responses were taken over", error)
+                log_bug("unexpected error while taking over responses", error)
 
     async def suspend(self) -> None:
         """Before the server ends: leaves what is live in a store that stays to the next server."""
@@ -327,7 +327,7 @@ class LiveLog:
     def lost(self) -> None:
         """For ResponseStore: another server writes the document now."""
         self._is_over = self._is_lost = True
-        self.on_failure(TritonError(f"another server goes on with '{self.id}'"))
+        self.on_failure(TritonError(f"another server continues '{self.id}'"))
 
     def abandon(self) -> None:
         """No further event comes; what is stored stays as it is."""

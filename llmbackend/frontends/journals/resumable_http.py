@@ -59,7 +59,7 @@ def refuse_resuming(request: Request, instead: str = "") -> None:
     the endpoint has"""
     if is_resumable(request) or last_event_id(request):
         more = f"; {instead}" if instead else ""
-        raise invalid_argument(f"a stream of {request.url.path} can not be come back to by 'Last-Event-ID'{more}")
+        raise invalid_argument(f"a stream of {request.url.path} cannot be resumed with 'Last-Event-ID'{more}")
 
 
 def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
@@ -148,7 +148,7 @@ async def make_again(app: ASGIApp, record: StreamRecord) -> None:
         with suppress(asyncio.CancelledError, Exception):
             await serving
     if not opened.done():
-        raise unavailable(f"the stream can not be made again here: {refusal.text}")
+        raise unavailable(f"the stream cannot be regenerated here: {refusal.text}")
 
 
 def _set(future: asyncio.Future[None]) -> None:

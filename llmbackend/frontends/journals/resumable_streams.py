@@ -147,10 +147,10 @@ class ResumableStreams:
             raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
         stream = self._streams.get(found["stream"]) or await self._taken_up(found["stream"], path)
         if stream is None or stream.head.owner != current_owner() or stream.head.path != path:
-            raise StreamGoneError(f"there is no stream '{found['stream']}' here, or not any more")
+            raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
         after = -1 if found["number"] is None else int(found["number"])
         if after + 1 < stream.journal.first_held:
-            raise StreamGoneError(f"the events behind '{place}' are no longer held")
+            raise StreamGoneError(f"the events after '{place}' are no longer kept")
         is_made_again = stream.recording is not None and stream.head.epoch > 0
         if after >= stream.journal.next_number and (stream.journal.has_ended or not is_made_again):
             raise invalid_argument(f"{what} is '{place}', but no such event was sent")
@@ -257,7 +257,7 @@ class ResumableStreams:
             if stream.journal.has_ended and not stream.journal.num_readers:
                 self._forget(stream)
         if self._held_bytes > _MAX_BYTES:
-            raise unavailable(f"resumable streams hold {self._held_bytes} bytes of events, at most {_MAX_BYTES} may be")
+            raise unavailable(f"resumable streams hold {self._held_bytes} bytes of events, the limit is {_MAX_BYTES}")
 
 
 def _head(path: str, headers: Sequence[tuple[bytes, bytes]], recording: Recording | None) -> StreamHead:

@@ -187,7 +187,7 @@ class SqliteStorage:
             os.close(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
             return sqlite3.connect(self._path, timeout=_LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the response store '{self._path}' can not be opened: {error}") from None
+            raise StoreError(f"the response store '{self._path}' cannot be opened: {error}") from None
 
     def _prepare(self) -> None:
         for pragma in ("locking_mode = EXCLUSIVE", "journal_mode = WAL", "synchronous = NORMAL"):
@@ -197,7 +197,7 @@ class SqliteStorage:
             if version not in (0, _VERSION):
                 raise StoreError(
                     f"the response store '{self._path}' has version {version}, this server reads version {_VERSION}; "
-                    "name another file"
+                    "use another file"
                 )
             if not version:
                 for statement in _SCHEMA.split(";"):
@@ -231,7 +231,7 @@ class SqliteStorage:
     @contextmanager
     def _errors(self) -> Iterator[None]:
         if _identity(self._path) != self._file:  # SQLite would go on with a file that nobody can open again
-            raise StoreError(f"the response store '{self._path}' was removed or replaced; start the server again")
+            raise StoreError(f"the response store '{self._path}' was removed or replaced; restart the server")
         try:
             yield
         except sqlite3.OperationalError as error:

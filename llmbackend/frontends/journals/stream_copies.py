@@ -225,7 +225,7 @@ class StreamCopies:
                 try:
                     await self._copy([item for item, _ in waiting if item is not None])
                 except Exception as error:
-                    log_bug("unexpected error while streams were copied", error)
+                    log_bug("unexpected error while copying streams", error)
                 for _, then in waiting:
                     _call(then)
         finally:
@@ -237,7 +237,7 @@ class StreamCopies:
         if self._peer in live and await self._sent(self._peer, items):
             return
         if self._peer is not None:
-            log.warning("streams are no longer copied to host '%s'", self._peer)
+            log.warning("no longer copying streams to host '%s'", self._peer)
             self._peer = None
         now_s = time.monotonic()
         for peer in live:
@@ -272,7 +272,7 @@ class StreamCopies:
         try:
             refused = _decode_refused(await self._call(peer, _encode(_Batch(tuple(items)))))
         except (TritonError, msgspec.MsgspecError) as error:
-            log.debug("streams can not be copied to host '%s': %s", peer, error)
+            log.debug("streams cannot be copied to host '%s': %s", peer, error)
             self._failed_s[peer] = time.monotonic()
             return False
         for key in refused.superseded:
@@ -298,14 +298,14 @@ class StreamCopies:
         found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
         newest = max((one for one in found if one is not None), key=_age, default=None)
         if newest is None and not (is_all and all(answers)):
-            raise unavailable(f"the host that has the stream '{key}' can not be asked now; come back later")
+            raise unavailable(f"the host that has the stream '{key}' cannot be reached; try again later")
         return newest
 
     async def make_again(self, record: StreamRecord) -> None:
         """As Copies. Raises TritonError."""
         path = record.head.path
         maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
-        log.info("stream %s is taken up, behind %d responses", record.head.key, len(record.deltas))
+        log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
         await maker(record)
 
     async def _asked(self, peer: str, payload: bytes) -> _Taken | None:
@@ -423,7 +423,7 @@ def _call(then: Callable[[], None]) -> None:
     try:
         then()
     except Exception as error:
-        log_bug("unexpected error in a stream that was copied", error)
+        log_bug("unexpected error in a copied stream", error)
 
 
 def _set(future: asyncio.Future[None]) -> None:

@@ -215,7 +215,7 @@ class InferInput(TypedDict, total=False):
 class RequestedOutputParameters(Placement, total=False):
     binary_data: bool
     classification: Annotated[
-        Count, Field(description="So many largest elements, each as text: `value:index[:label]`.")
+        Count, Field(description="Number of largest elements to return, each as text: `value:index[:label]`.")
     ]
 
 

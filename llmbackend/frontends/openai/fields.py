@@ -67,10 +67,10 @@ Effort = Annotated[
 
 
 class ReasoningFields(ClosedObject):
-    reasoning_effort: Effort | None = Field(None, description="For chat templates that read it.")
-    include_reasoning: Flag | None = Field(None, description="false: the answer comes without the reasoning.")
+    reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
+    include_reasoning: Flag | None = Field(None, description="false: the reasoning is left out of the answer.")
     thinking_token_budget: Annotated[int, Range(0)] | None = Field(
-        None, description="The reasoning is ended after so many tokens."
+        None, description="Maximum number of reasoning tokens."
     )
 
     def reasoning_use(self) -> ReasoningUse:
@@ -104,11 +104,11 @@ class ResponseFormat(ClosedObject):
     json_schema: NamedSchema | None = Field(None, description="With the type json_schema.")
     schema_: Annotated[
         AnyObject | None,
-        Field(alias="schema", description="With the type json_object: its schema, as llama.cpp and Together have it."),
+        Field(alias="schema", description="With the type json_object: a schema, as in llama.cpp and Together."),
     ] = None
     format: AnyObject | None = Field(None, description="With the type structural_tag, in XGrammar's form.")
     structures: Annotated[list[AnyObject], Items(1)] | None = Field(
-        None, description="With the type structural_tag, in vLLM's former form, with triggers."
+        None, description="With the type structural_tag, in vLLM's former form with triggers."
     )
     triggers: Annotated[list[NonEmpty], Items(1)] | None = None
 
@@ -118,7 +118,7 @@ class ResponseFormat(ClosedObject):
         for name in fields:
             if name not in _FIELDS_OF_TYPE[self.type]:
                 param = f"{RESPONSE_FORMAT}.{name.rstrip('_')}"
-                raise OpenAIError(f"'{param}' belongs to another type than '{self.type}'", param=param)
+                raise OpenAIError(f"'{param}' does not belong to the type '{self.type}'", param=param)
         if self.type == "json_schema":
             if self.json_schema is None:
                 raise missing(f"{RESPONSE_FORMAT}.json_schema")
@@ -159,7 +159,7 @@ class StructuredOutputFields(ClosedObject):
     structural_tag: NonEmpty | None = Field(None, description="As structured_outputs.structural_tag, as JSON text.")
     guided_decoding_backend: Annotated[Literal["auto", "guidance"], Expected("auto or guidance")] | None = None
     guided_whitespace_pattern: NonEmpty | None = Field(
-        None, description="A regular expression of what may stand between the parts of JSON."
+        None, description="A regular expression for the whitespace in JSON."
     )
 
     def chosen_structure(self) -> JsonObject:
@@ -171,7 +171,7 @@ class StructuredOutputFields(ClosedObject):
             return chosen
         if chosen:
             name = next(iter(chosen))
-            raise OpenAIError(f"'{RESPONSE_FORMAT}' and '{name}' exclude each other", param=name)
+            raise OpenAIError(f"'{RESPONSE_FORMAT}' and '{name}' are mutually exclusive", param=name)
         return {STRUCTURED_OUTPUTS: constraint}
 
     @property

@@ -56,7 +56,7 @@ class OfPrompt(TypedDict, total=False):
 class _Choice(TypedDict):
     index: Count
     logprobs: dict[str, Any] | None
-    stop_reason: Annotated[str | int | None, Field(description="The `stop` or `stop_token_ids` it met.")]
+    stop_reason: Annotated[str | int | None, Field(description="The matched `stop` string or `stop_token_ids` entry.")]
     token_ids: NotRequired[list[Count]]
 
 
@@ -96,7 +96,7 @@ class _Answer(TypedDict):
     created: Count
     model: str
     system_fingerprint: str | None
-    usage: Annotated[Usage | None, Field(description="null: the model counts no tokens.")]
+    usage: Annotated[Usage | None, Field(description="null if the model counts no tokens.")]
 
 
 class ChatCompletion(_Answer, OfPrompt):
@@ -124,7 +124,7 @@ class Rendered(TypedDict):
     request_id: str
     token_ids: list[Count]
     features: None
-    sampling_params: Annotated[dict[str, Any], Field(description="Under vLLM's names, as they would hold.")]
+    sampling_params: Annotated[dict[str, Any], Field(description="The sampling parameters, under vLLM's names.")]
     model: str
     stream: bool
     stream_options: dict[str, Any] | None

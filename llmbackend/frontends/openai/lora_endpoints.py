@@ -39,17 +39,17 @@ _Name = Annotated[
 
 class LoadLoraAdapterRequest(ClosedObject):
     model_config = ConfigDict(defer_build=False)
-    lora_name: _Name = Field(description="From then on also a model of this API.")
-    lora_path: NonEmpty = Field(description="A folder that PEFT wrote, below the folder of --lora-folder.")
-    load_inplace: Flag | None = Field(None, description="It may take the place of a loaded one of this name.")
-    model: str | None = Field(None, description="The model that it belongs to. Without it: the only one.")
-    is_3d_lora_weight: Annotated[Any, Only(False, reason="adapters change linear layers with plain matrices")] = None
+    lora_name: _Name = Field(description="Name of the adapter, also as a model of this API.")
+    lora_path: NonEmpty = Field(description="A folder written by PEFT, below --lora-folder.")
+    load_inplace: Flag | None = Field(None, description="Replace a loaded adapter of this name.")
+    model: str | None = Field(None, description="The adapter's base model. Default: the only model.")
+    is_3d_lora_weight: Annotated[Any, Only(False, reason="adapters only change linear layers")] = None
 
 
 class UnloadLoraAdapterRequest(ClosedObject):
     model_config = ConfigDict(defer_build=False)
     lora_name: _Name
-    lora_int_id: Annotated[Any, Only(reason="adapters are known by their names")] = None
+    lora_int_id: Annotated[Any, Only(reason="adapters are identified by their names")] = None
 
 
 class LoraEndpoints(OpenAIEndpoints):
@@ -96,7 +96,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     async def _body(self, http: Request) -> JsonObject:
         if not self._folder:
-            text = "this server loads no LoRA adapters at run time: it was started without --lora-folder"
+            text = "this server does not load LoRA adapters at run time: it was started without --lora-folder"
             raise OpenAIError(text, status=404, code="unknown_url")
         body = json_object(await self.body_of(http))
         release_body(http)

@@ -48,7 +48,7 @@ from .http_types import Rendered, Text, Tokens
 from .requests import chat_prompt, parse_chat, parse_completion
 from .schema import ChatCompletionRequest, ChatPromptFields, CompletionRequest, MediaFields
 
-_MODEL = "Without it: the only one that is served."
+_MODEL = "Default: the only model."
 
 
 class _TokenizeFields(ClosedObject):
@@ -56,9 +56,9 @@ class _TokenizeFields(ClosedObject):
 
     model: str | None = Field(None, description=_MODEL)
     add_special_tokens: Flag | None = Field(
-        None, description="Whether the tokenizer adds its own: by default to a text, not to a conversation."
+        None, description="Add the tokenizer's special tokens; default: to text, not to conversations."
     )
-    return_token_strs: Flag | None = Field(None, description="The tokens' names in the vocabulary come along.")
+    return_token_strs: Flag | None = Field(None, description="Return the tokens' names in the vocabulary.")
 
 
 class TokenizeTextRequest(_TokenizeFields):
@@ -68,13 +68,13 @@ class TokenizeTextRequest(_TokenizeFields):
 
 class TokenizeChatRequest(_TokenizeFields, ChatPromptFields, MediaFields):
     model_config = ConfigDict(defer_build=False)
-    reasoning_effort: Effort | None = Field(None, description="For chat templates that read it.")
+    reasoning_effort: Effort | None = Field(None, description="Passed to the chat template.")
 
 
 class DetokenizeRequest(ClosedObject):
     model_config = ConfigDict(defer_build=False)
     model: str | None = Field(None, description=_MODEL)
-    tokens: Annotated[TokenIds, Field(description="Of the model's vocabulary.")]
+    tokens: Annotated[TokenIds, Field(description="Token ids of the model's vocabulary.")]
 
 
 @dataclass(frozen=True, slots=True)

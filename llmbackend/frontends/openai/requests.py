@@ -18,7 +18,7 @@ from ..generation.request import (
 )
 from ..generation.tensors import input_ids_tensor, messages_tensor, text_tensor
 from ..generation.validation import read
-from ..http.openai_errors import JsonObject, OpenAIError, refuse
+from ..http.openai_errors import JsonObject, OpenAIError, refuse, requires
 from ..protocol_options import RequestDefaults
 from .messages import for_template
 from .schema import (
@@ -59,7 +59,7 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
     fields = read(ChatCompletionRequest, body)
     if fields.top_logprobs is not None and not fields.logprobs:
-        raise refuse("top_logprobs", "to be sent only with 'logprobs': true", fields.top_logprobs)
+        raise requires("top_logprobs", "'logprobs': true")
     tool_use = fields.tool_use()
     prompt, messages = chat_prompt(fields, body, tool_use)
     top_logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
@@ -94,7 +94,7 @@ def parse_completion(body: JsonObject) -> GenerationRequest:
     """Raises OpenAIError naming the first wrong, unknown or unsupported field."""
     fields = read(CompletionRequest, body)
     if fields.suffix and fields.echo:
-        message = "'suffix' is not supported: 'echo' would give the prompt without it"
+        message = "'suffix' is not supported with 'echo'"
         raise OpenAIError(message, param="suffix", code="unsupported_parameter")
     prompts = fields.prompts()
     tensors = tuple(text_tensor(item) if isinstance(item, str) else input_ids_tensor(item) for item in prompts)
@@ -161,7 +161,7 @@ def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int
     if best_of < n:
         raise refuse("best_of", f"at least n ({n})", best_of)
     if best_of > n and fields.stream:
-        raise refuse("best_of", f"n ({n}) in a stream: which choices are the best is known at the end", best_of)
+        raise refuse("best_of", f"n ({n}) in a stream: the best choices are known only at the end", best_of)
     if best_of * num_prompts > MAX_CHOICES:
         most = f"at most {MAX_CHOICES // num_prompts} for {num_prompts} prompts: {MAX_CHOICES} choices in one request"
         raise refuse("best_of" if best_of > n else "n", most, best_of)
@@ -173,9 +173,9 @@ def _logprob_form(fields: ChatCompletionRequest | CompletionRequest, top_logprob
     if top_logprobs is not None:
         return LogprobForm(top_logprobs, as_token_ids, tuple(map(str, token_ids)))
     if as_token_ids:
-        raise refuse("return_tokens_as_token_ids", "to be sent only with 'logprobs'", True)
+        raise requires("return_tokens_as_token_ids", "'logprobs'")
     if token_ids:
-        raise refuse("logprob_token_ids", "to be sent only with 'logprobs'", token_ids)
+        raise requires("logprob_token_ids", "'logprobs'")
     return None
 
 

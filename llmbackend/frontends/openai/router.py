@@ -102,7 +102,7 @@ def create_openai_router(
     return router
 
 
-_CHUNKS: Final = "The whole answer, or with `stream` one event per chunk and then `data: [DONE]`."
+_CHUNKS: Final = "The whole answer, or with `stream` an event per chunk, then `data: [DONE]`."
 
 
 class ModelEndpoints(OpenAIEndpoints):
@@ -150,7 +150,7 @@ class ModelEndpoints(OpenAIEndpoints):
         request = await self.parsed_body(body, lambda fields: parse(with_defaults(fields, self._defaults)))
         request = self._catalog.with_model(request)
         if is_resumable(http) and request.stream is None:
-            raise OpenAIError("the header 'X-Resumable-Stream' is 'true', expected only with 'stream': true")
+            raise OpenAIError("the header 'X-Resumable-Stream' requires 'stream': true")
         answer = partial(self._answer, http, request, begin_recording(self._streams, http, body))
         return await traced_answer(self._gate, self._catalog, http, start_ns, request, answer)
 

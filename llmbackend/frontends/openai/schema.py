@@ -29,10 +29,10 @@ from .fields import ChatToolChoice, FunctionCall, Labels, ReasoningFields, Struc
 from .messages import Message
 
 _ONE_TIER = "this server has one service tier"
-_NOT_STORED = "this server stores the answers of /v1/responses alone"
-_RENDER = "it belongs to vLLM's render endpoints"
-_ONE_ENGINE = "the KV memory of a request stays in one engine"
-_TEXT_ONLY = "the models here read and write text only"
+_NOT_STORED = "this server stores only the answers of /v1/responses"
+_RENDER = "it is part of vLLM's render endpoints"
+_ONE_ENGINE = "the KV cache of a request stays in one engine"
+_TEXT_ONLY = "models read and write text only"
 _NO_BEAMS = "beam search is not implemented; 'n' and 'best_of' sample several choices"
 
 
@@ -40,20 +40,18 @@ class UnservedFields(ClosedObject):
     """Of both endpoints."""
 
     use_beam_search: Annotated[Any, Only(False, reason=_NO_BEAMS)] = None
-    length_penalty: Annotated[Any, Only(1, 1.0, reason="it belongs to beam search")] = None
+    length_penalty: Annotated[Any, Only(1, 1.0, reason="it is part of beam search")] = None
     store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
     service_tier: Annotated[Any, Only("auto", "default", reason=_ONE_TIER)] = None
-    watermarking: Annotated[Any, Only(False, reason="this server marks no tokens")] = None
+    watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
     kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
     ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
-    repetition_detection: Annotated[
-        Any, Only(reason="repetition does not end a generation; 'stop', 'max_tokens' and the penalties limit it")
-    ] = None
-    routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not reported")] = None
+    repetition_detection: Annotated[Any, Only(reason="use 'stop', 'max_tokens' and the penalties instead")] = None
+    routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not returned")] = None
     return_token_offsets: Annotated[Any, Only(False, reason=_RENDER)] = None
     return_mm_kwargs: Annotated[Any, Only(True, reason=_RENDER)] = None
     truncation_side: Annotated[Any, Only("left", reason="truncate_prompt_tokens keeps the end of a prompt")] = None
-    vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
+    vllm_xargs: Annotated[Any, Only({}, reason="this server has no extensions that read them")] = None
 
 
 class MediaFields(ClosedObject):
@@ -68,23 +66,19 @@ class UnservedByChat(MediaFields):
 
     modalities: Annotated[Any, Only(["text"], reason=_TEXT_ONLY)] = None
     audio: Annotated[Any, Only(reason=_TEXT_ONLY)] = None
-    prediction: Annotated[
-        Any, Only(reason="drafts are made by the engine ('speculative_config') and not taken from a request")
-    ] = None
-    verbosity: Annotated[Any, Only("medium", reason="no model here was trained for it")] = None
-    web_search_options: Annotated[Any, Only(reason="this server searches nothing")] = None
+    prediction: Annotated[Any, Only(reason="the engine drafts by itself ('speculative_config')")] = None
+    verbosity: Annotated[Any, Only("medium", reason="no model is trained for it")] = None
+    web_search_options: Annotated[Any, Only(reason="this server has no search")] = None
     moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
     prompt_cache_options: Annotated[
-        Any, Only({"mode": "implicit"}, reason="every prefix is cached as long as there is room")
+        Any, Only({"mode": "implicit"}, reason="all prefixes are cached while memory lasts")
     ] = None
 
 
 class UnservedByCompletions(ClosedObject):
     """Of completions."""
 
-    thinking_token_budget: Annotated[
-        Any, Only(-1, reason="the text of a completion is not read for reasoning; chats have it")
-    ] = None
+    thinking_token_budget: Annotated[Any, Only(-1, reason="completions have no reasoning; chats have")] = None
     prompt_embeds: Annotated[Any, Only(reason="prompts are text or token ids")] = None
 
 
@@ -106,7 +100,7 @@ MAX_CHOICES = 128
 
 
 class StreamOptions(ClosedObject):
-    include_usage: Flag | None = Field(None, description="One last chunk has the usage.")
+    include_usage: Flag | None = Field(None, description="The last chunk has the usage.")
     continuous_usage_stats: Flag | None = Field(
         None, description="With include_usage: every chunk has the usage so far (a vLLM extra)."
     )
@@ -144,7 +138,7 @@ class Sampling(ClosedObject):
 
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")
-    top_k: Annotated[int, Range(-1)] | None = Field(None, description="0 or -1: off.")
+    top_k: Annotated[int, Range(-1)] | None = Field(None, description="0 or -1: no limit.")
     min_p: Annotated[float, Range(0, 1)] | None = None
     presence_penalty: Annotated[float, Range(-2, 2)] | None = None
     frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
@@ -161,25 +155,27 @@ class Sampling(ClosedObject):
     include_stop_str_in_output: Flag | None = None
     skip_special_tokens: Flag | None = None
     prompt_logprobs: Annotated[int, Range(-1)] | None = Field(
-        None, description="So many of the most likely tokens at each position of the prompt; -1: all."
+        None, description="Number of most likely tokens at each position of the prompt; -1: all."
     )
     logprob_token_ids: Annotated[list[int], IsTokenIds(1)] | None = Field(
-        None, description="With logprobs: these tokens at each position, in place of the most likely ones."
+        None, description="With logprobs: report these tokens instead of the most likely ones."
     )
-    allowed_token_ids: Annotated[list[int], IsTokenIds(1)] | None = Field(None, description="No others are generated.")
-    bad_words: Annotated[list[NonEmpty], Items()] | None = Field(None, description="Texts that are not generated.")
+    allowed_token_ids: Annotated[list[int], IsTokenIds(1)] | None = Field(
+        None, description="Only these tokens are generated."
+    )
+    bad_words: Annotated[list[NonEmpty], Items()] | None = Field(None, description="Texts that must not be generated.")
     truncate_prompt_tokens: Annotated[int, Range(-1)] | None = Field(
-        None, description="So many tokens of the prompt's end are kept; -1: as many as there is room for."
+        None, description="Keep only the last tokens of the prompt; -1: as many as fit."
     )
     add_special_tokens: Flag | None = Field(
         None,
-        description="Whether the tokenizer adds its own to the prompt: by default to a text, not to a conversation.",
+        description="Add the tokenizer's special tokens; default: to text, not to conversations.",
     )
     spaces_between_special_tokens: Flag | None = None
     priority: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = Field(
-        None, description="A priority level of the model, 1 first; 0: its default."
+        None, description="Priority level of the model, 1 is the highest; 0: its default."
     )
-    cache_salt: NonEmpty | None = Field(None, description="Only requests with the same one share cached prefixes.")
+    cache_salt: NonEmpty | None = Field(None, description="Only requests with the same salt share cached prefixes.")
 
     def chosen_sampling(self) -> JsonObject:
         """What the client sent; what it left out is not here, so that the model's defaults hold."""
@@ -199,22 +195,23 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Range(0)] | None = Field(
-        None, description="At most what the model's context has room for behind the prompt. 0: the prompt alone."
+        None, description="Must fit into the context. 0: only the prompt."
     )
     n: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(None, description="Choices for each prompt.")
     best_of: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(
-        None, description="So many are generated, and the n most likely ones sent: at least n, and no stream."
+        None,
+        description="Choices to generate, of which the n most likely are returned; not streamed.",
     )
     stream_interval: Annotated[int, Range(1)] | None = Field(
-        None, description="With stream: so many tokens of a choice go out together."
+        None, description="With stream: tokens of a choice per chunk."
     )
-    return_token_ids: Flag | None = Field(None, description="The answer's token ids come along.")
+    return_token_ids: Flag | None = Field(None, description="Return the answer's token ids.")
     return_tokens_as_token_ids: Flag | None = Field(
-        None, description="With logprobs: tokens are written as token_id:7 instead of their text."
+        None, description="With logprobs: return tokens as token_id:7 instead of text."
     )
     request_id: (
         Annotated[str, StringConstraints(pattern=REQUEST_ID), Expected("1 to 128 visible characters")] | None
-    ) = Field(None, description="The response's id has it; the header X-Request-Id wins over it.")
+    ) = Field(None, description="Part of the response's id; the header X-Request-Id takes precedence.")
 
 
 def needs(field: str, *alternatives: JsonObject) -> JsonObject:
@@ -235,8 +232,8 @@ _NEEDS_STREAM = needs("stream_options", is_true("stream")) | needs("stream_inter
 class FunctionDefinition(ClosedObject):
     name: Annotated[str, StringConstraints(pattern=NAME_PATTERN), Expected(NAME_EXPECTED)]
     description: str | None = None
-    parameters: AnyObject | None = Field(None, description="A JSON Schema; left out: no arguments.")
-    strict: Flag | None = Field(None, description="The arguments follow the schema, whatever the model would write.")
+    parameters: AnyObject | None = Field(None, description="A JSON Schema; default: no arguments.")
+    strict: Flag | None = Field(None, description="Guarantee that the arguments match the schema.")
 
     def offered(self, param: str) -> OfferedTool:
         """param: where it stands"""
@@ -267,9 +264,9 @@ class ToolFields(ClosedObject):
 
     tools: Annotated[list[FunctionTool], Items(0, MAX_TOOLS), _check_tool_count("tools")] | None = None
     tool_choice: ChatToolChoice | None = None
-    parallel_tool_calls: Flag | None = Field(None, description="false: at most one call.")
+    parallel_tool_calls: Flag | None = Field(None, description="false: no more than one call.")
     functions: Annotated[list[FunctionDefinition], Items(0, MAX_TOOLS), _check_tool_count("functions")] | None = Field(
-        None, description="The older form of tools, answered in the older form."
+        None, description="The older form of tools; answers use the older form, too."
     )
     function_call: FunctionCall | None = None
 
@@ -277,7 +274,7 @@ class ToolFields(ClosedObject):
         """None where no tool may be called. Raises OpenAIError naming what contradicts what."""
         is_legacy = bool(self.functions) or self.function_call is not None
         if is_legacy and (self.tools or self.tool_choice is not None):
-            raise OpenAIError("'functions' and 'function_call' can not be sent with 'tools'", param="functions")
+            raise OpenAIError("'functions' and 'function_call' cannot be sent with 'tools'", param="functions")
         max_calls = 1 if self.parallel_tool_calls is False else None
         if is_legacy:
             offered = [one.offered(f"functions[{index}]") for index, one in enumerate(self.functions or ())]
@@ -294,12 +291,12 @@ class ChatPromptFields(ToolFields):
     chat_template_kwargs: AnyObject | None = Field(
         None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
     )
-    documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="For templates that read them.")
+    documents: Annotated[list[AnyObject], Items()] | None = Field(None, description="Passed to the chat template.")
     continue_final_message: Flag | None = Field(
-        None, description="The model goes on with the last message; not with add_generation_prompt."
+        None, description="Continue the last message; requires add_generation_prompt to be false."
     )
     chat_template: NonEmpty | None = Field(
-        None, description="In place of the model's, where the server trusts templates of requests."
+        None, description="Replaces the model's template, if the server trusts templates of requests."
     )
 
 
@@ -321,9 +318,9 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(0, 20)] | None = None
     echo: Flag | None = Field(
-        None, description="The answer begins with the text of the last message, if that is the assistant's."
+        None, description="Begin the answer with the text of the final message, if it is from the assistant."
     )
-    return_prompt_text: Flag | None = Field(None, description="The prompt that the chat template made comes along.")
+    return_prompt_text: Flag | None = Field(None, description="Return the rendered prompt.")
 
 
 def _check_count(prompt: object) -> object:
@@ -363,8 +360,8 @@ class CompletionRequest(_Request, UnservedByCompletions):
     echo: Flag | None = None
     suffix: str | None = Field(
         None,
-        description="The text behind the one that is generated, where the model's tokenizer has tokens for filling in "
-        "the middle. With a prompt of text; without echo and truncate_prompt_tokens.",
+        description="The text after the generated one, for models whose tokenizer has fill-in-the-middle tokens. "
+        "Requires a text prompt, without echo and truncate_prompt_tokens.",
     )
 
     def chosen_sampling(self) -> JsonObject:

@@ -47,13 +47,13 @@ _PARAMETERS: Final[list[Json]] = [
     {
         "name": "model",
         "in": "query",
-        "description": "Models to show; all of them when there is none.",
+        "description": "Models to show; default: all.",
         "schema": {"type": "array", "items": {"type": "string", "minLength": 1}},
     },
     {
         "name": "kinds",
         "in": "query",
-        "description": f"Events, separated by commas: {_KIND_NAMES}. All but `blocks` and `log` by default.",
+        "description": f"Events, separated by commas: {_KIND_NAMES}. Default: all but `blocks` and `log`.",
         "schema": {"type": "array", "items": {"enum": sorted(EVENT_KINDS)}, "minItems": 1},
         "style": "form",
         "explode": False,
@@ -61,7 +61,7 @@ _PARAMETERS: Final[list[Json]] = [
     {
         "name": "interval_ms",
         "in": "query",
-        "description": "Events are collected for so long.",
+        "description": "Interval in which events are collected.",
         "schema": {
             "type": "integer",
             "minimum": MIN_INTERVAL_MS,
@@ -139,7 +139,7 @@ class EngineEventsEndpoint(Endpoints):
         if viewer.key_name is not None and "log" in query.kinds:
             viewer.close()
             raise PermissionDeniedError(
-                "query parameter 'kinds' has 'log', which needs an API key with role 'operator'"
+                "query parameter 'kinds' has 'log', which requires an API key with role 'operator'"
             )
         feed = _Feed(self._server, self._log, viewer, wakeup, query, self._allows_kill)
         return EventStream(feed.pieces(), _HEADERS, on_close=viewer.close)

@@ -214,7 +214,7 @@ class ReadinessProbes:
         try:
             self._threads.run(run)
         except RuntimeError as error:
-            future.set_exception(unavailable(f"the server cannot be asked whether it is ready: {error}"))
+            future.set_exception(unavailable(f"the readiness of the server is unknown: {error}"))
         return future
 
 

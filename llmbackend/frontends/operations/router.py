@@ -32,7 +32,7 @@ from ..http.routing import Count, Endpoints, get, post
 from ..inference_gate import InferenceGate
 from .engine_events import EngineEventsEndpoint
 
-NO_FAULTS: Final = "this server kills no engines: it was started without --allow-fault-injection"
+NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
 """In one report, by name; the largest key file has some ten thousand."""
 _MAX_DIGITS: Final = 18

@@ -92,7 +92,7 @@ def from_frontends(app: ASGIApp) -> ASGIApp:
 log = logging.getLogger(__name__)
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
-HOST_IS_GONE: Final = "the server process behind this frontend can not be reached"
+HOST_IS_GONE: Final = "the server process behind this frontend cannot be reached"
 _REFUSING: Final = refusing(503, HOST_IS_GONE)
 _PIECE_BYTES: Final = 64 << 10
 _NOT_PASSED_ON: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}

@@ -128,7 +128,7 @@ def test_a_server_that_was_taken_for_ended_is_refused(redis_url: str) -> None:
         log.append([b"never"], b"never")
         await log.committed()
         await log.finish(replace(log.document, body=b'"never"'), [b"never"])
-        assert len(failures) == 1 and "another server goes on with 'a'" in str(failures[0])
+        assert len(failures) == 1 and "another server continues 'a'" in str(failures[0])
         await going_on.finish(replace(taken, body=b"[]"), [b"2"])
         assert await reader == [(0, b"0"), (1, b"1"), (2, b"2")]
         assert (await first.get("", "response", "a")).body == b"[]"

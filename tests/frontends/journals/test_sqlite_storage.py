@@ -165,7 +165,7 @@ def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypa
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(StoreError, match="not a database"):
         SqliteStorage(tmp_path / "text", CAPACITY)
-    with pytest.raises(StoreError, match="can not be opened"):
+    with pytest.raises(StoreError, match="cannot be opened"):
         SqliteStorage(tmp_path / "missing" / "store", CAPACITY)
 
 

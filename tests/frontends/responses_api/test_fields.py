@@ -258,7 +258,7 @@ def test_a_prompt_that_is_too_long_is_the_input() -> None:
 
 
 def test_an_empty_input_is_said_to_be_empty() -> None:
-    with pytest.raises(OpenAIError, match="'input' is empty, expected a text or a list of at least one item"):
+    with pytest.raises(OpenAIError, match="'input' is empty, expected a string or a list of at least one item"):
         parsed(input=[])
     with pytest.raises(OpenAIError, match="missing required field 'input'"):
         parsed(input=None)

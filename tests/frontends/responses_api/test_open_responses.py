@@ -128,4 +128,7 @@ def test_compaction_is_refused_by_name_behind_the_check_of_its_fields(client: op
     missing = httpx.post(f"{client.base_url}responses/compact", json=body)
     assert (missing.status_code, missing.json()["error"]["param"]) == (400, "model")
     answer = httpx.post(f"{client.base_url}responses/compact", json=body | {"model": MODEL})
-    assert (answer.status_code, answer.json()["error"]["message"]) == (404, "this server compacts no conversations")
+    assert (answer.status_code, answer.json()["error"]["message"]) == (
+        404,
+        "this server does not compact conversations",
+    )

@@ -160,7 +160,7 @@ class BackgroundRun:
 
     def _store_failed(self, error: Exception) -> None:
         """Called by the log, between two steps of the task."""
-        log.error("the background response %s can not be stored: %s", self.log.id, error)
+        log.error("the background response %s cannot be stored: %s", self.log.id, error)
         self._failure = OpenAIError.of(error)
         if self._task is not None and not self._is_ending:
             self._is_ending = True
@@ -303,7 +303,7 @@ class BackgroundResponses:
     async def _replayed(self, document: Document, log: LiveLog, progress: list[bytes]) -> tuple[_Made, Target, bool]:
         """The response where its log ends, and whether all of its tokens are there."""
         if not document.continuation:
-            raise OpenAIError("the server ended while it made the response", status=503)
+            raise OpenAIError("the server exited while generating the response", status=503)
         going_on = _CONTINUATION.decode(document.continuation)
         prepared, deltas = await self._gate.run_in_thread(partial(_read, going_on, progress, self._key))
         asked = prepared.request.generation
@@ -312,7 +312,7 @@ class BackgroundResponses:
         made = self._made(prepared, identity, target, going_on.seed)
         await self._gate.run_in_thread(partial(_replay, made.writer, deltas))
         if made.writer.next_sequence_number != log.journal.next_number:
-            raise OpenAIError("the server that began the response wrote other events for its tokens", status=503)
+            raise OpenAIError("the server that started the response produced other events for its tokens", status=503)
         sent = tuple(id for delta in deltas for id in delta.token_ids)
         made = replace(made, request=replace(made.request, prior_output_ids=sent))
         return made, target, any(delta.is_final for delta in deltas)
@@ -396,7 +396,7 @@ def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
 
 async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
     """For a response of which there is no more than its document."""
-    log.warning("the response %s can not be continued: %s", document.id, error.message)
+    log.warning("the response %s cannot be continued: %s", document.id, error.message)
     told = {"code": error.code or "server_error", "message": error.message}
     body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})
     head = b'event: response.failed\ndata: {"type":"response.failed","sequence_number":%d,"response":%b}\n\n'

@@ -41,7 +41,7 @@ PAGE_PARAMETERS: tuple[JsonObject, ...] = (
         "name": "after",
         "in": "query",
         "schema": {"type": "string"},
-        "description": "The item that the page begins behind.",
+        "description": "The item after which the page begins.",
     },
     {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
     {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
@@ -346,7 +346,7 @@ class ConversationEndpoints(OpenAIEndpoints):
     @property
     def _conversations(self) -> Conversations:
         if self._kept is None:
-            message = "this server keeps no conversations"
+            message = "this server stores no conversations"
             raise OpenAIError(message, status=404, code="unsupported")
         return self._kept
 
@@ -360,7 +360,7 @@ def _checked(items: list[JsonObject]) -> list[JsonObject]:
     for index, item in enumerate(items):
         if item_type(item) == "item_reference":
             param = f"items[{index}].type"
-            message = f"'{param}' is \"item_reference\", which is not supported: a conversation has its items itself"
+            message = f"'{param}' is \"item_reference\", which is not supported in conversations"
             raise OpenAIError(message, param=param, code="unsupported_parameter")
     return [full_item(item) for item in items]
 

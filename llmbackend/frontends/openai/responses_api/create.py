@@ -130,12 +130,12 @@ class ResponseCreation(OpenAIEndpoints):
         "/v1/responses",
         body=ResponsesBody,
         answer=ResponseObject,
-        streams="The whole response, or with `stream` its events, the last of which holds it.",
+        streams="The whole response, or its events with `stream`; the last event contains the whole response.",
     )
     async def create(self, http: Request) -> Response:
         """Answer a conversation, with items"""
         start_ns = time.monotonic_ns()
-        refuse_resuming(http, "one with 'background': true is read on by its starting_after")
+        refuse_resuming(http, "with 'background': true, read on with starting_after")
         self._gate.check_room()
         prepared = await self.prepared(await self.body_of(http))
         answer = partial(self._answer, http, prepared)
@@ -159,7 +159,7 @@ class ResponseCreation(OpenAIEndpoints):
     ) -> Response:
         if prepared.request.background:
             if self._background is None:
-                message = "'background' is not supported: this server keeps no responses"
+                message = "'background' is not supported: this server stores no responses"
                 raise OpenAIError(message, param="background", code="unsupported_parameter")
             return await self._background.create(http, prepared, target, trace)
         asked = prepared.request.generation
@@ -288,12 +288,12 @@ class InputTokenEndpoints(OpenAIEndpoints):
         fields = await self.parsed_body(body, lambda fields: fields)
         if fields.get("model") is None:
             raise missing("model")
-        raise OpenAIError("this server compacts no conversations", status=404, code="unsupported")
+        raise OpenAIError("this server does not compact conversations", status=404, code="unsupported")
 
 
 def _read(body: JsonObject) -> ReadBody:
     if body.get("personality") is not None:
-        message = "'personality' is not supported: the instructions say how the model speaks"
+        message = "'personality' is not supported: use the instructions"
         raise OpenAIError(message, param="personality", code="unsupported_parameter")
     for name in body:
         if name not in FIELDS and name != "personality":

@@ -43,7 +43,7 @@ async def fetch_history(
     if store is None or conversations is None:
         field = _CONVERSATION if wanted.conversation else _PREVIOUS if wanted.previous_response_id else "input"
         raise OpenAIError(
-            f"'{field}' is not supported: this server keeps no responses", param=field, code="unsupported"
+            f"'{field}' is not supported: this server stores no responses", param=field, code="unsupported"
         )
     previous = await _lineage(store, wanted.previous_response_id, max_bytes)
     referred = await _referred(store, wanted.item_ids, max_bytes)
@@ -89,10 +89,10 @@ async def _lineage(store: ResponseStore, id: str | None, max_bytes: int) -> list
         message = f"Previous response with id '{str(error)[:80]}' not found."
         raise OpenAIError(message, param=_PREVIOUS, code="previous_response_not_found") from None
     except LineageTooLongError as error:
-        message = f"'{_PREVIOUS}': what the response goes on behind is too long, expected {error}"
+        message = f"'{_PREVIOUS}': the history of the response is too long, expected {error}"
         raise OpenAIError(message, param=_PREVIOUS, code="invalid_value") from None
     if found[-1].is_live:
-        message = f"'{_PREVIOUS}': the response '{id}' is still being made"
+        message = f"'{_PREVIOUS}': the response '{id}' is still in progress"
         raise OpenAIError(message, param=_PREVIOUS, code="invalid_value")
     return found
 
@@ -109,7 +109,7 @@ async def _referred(store: ResponseStore, item_ids: tuple[str, ...], max_bytes: 
                 max_bytes -= document.size_bytes
                 found.append(document)
         if max_bytes < 0:
-            message = "'input' refers to items of responses that are too long to be read for it"
+            message = "'input' refers to items of responses that are too long to read"
             raise OpenAIError(message, param="input", code="invalid_value")
     return found
 

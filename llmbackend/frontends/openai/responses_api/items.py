@@ -20,9 +20,9 @@ from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, 
 from ...http.openai_errors import JsonObject
 from .tools import Tools
 
-_TEXT_ONLY = "the models here read and write text only"
-_HOSTED = "this server runs no tools itself"
-_NOT_COMPACTED = "this server compacts no conversations"
+_TEXT_ONLY = "models read and write text only"
+_HOSTED = "this server has no tools of its own"
+_NOT_COMPACTED = "this server does not compact conversations"
 REFUSED_PARTS: Mapping[str, str] = {
     "input_image": _TEXT_ONLY,
     "input_file": _TEXT_ONLY,
@@ -40,10 +40,10 @@ REFUSED_ITEMS: Mapping[str, str] = {
     ),
     "compaction": _NOT_COMPACTED,
     "compaction_trigger": _NOT_COMPACTED,
-    "configuration_update": "a request's own fields say how it is answered",
+    "configuration_update": "these are fields of the request",
 }  # fmt: skip
 _DIRECT = {"type": "direct"}
-_NOT_PROGRAMMATIC = "tools are called by the model alone"
+_NOT_PROGRAMMATIC = "only the model calls tools"
 _Status = (
     Annotated[
         Literal["in_progress", "completed", "incomplete"],

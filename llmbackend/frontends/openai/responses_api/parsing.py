@@ -190,7 +190,7 @@ def _conversation(read: ReadBody, history: History, own: list[JsonObject], key: 
     if not conversation.all or (not own and read.wanted.is_empty):
         if fields.input is None:
             raise missing("input")
-        text = "'input' is empty, expected a text or a list of at least one item"
+        text = "'input' is empty, expected a string or a list of at least one item"
         raise OpenAIError(text, param="input", code="missing_required_parameter")
     if fields.reasoning is not None and fields.reasoning.context == "current_turn":
         _without_former_reasoning(conversation.all)
@@ -395,7 +395,7 @@ def _reasoning(item: Mapping[str, Any], param: str, key: SealingKey) -> str:
             return key.unseal(sealed)
         except ValueError as error:
             if not content:
-                message = f"what this server sealed ({error})"
+                message = f"reasoning that this server sealed ({error})"
                 raise refuse(f"{param}.encrypted_content", message, sealed) from None
     return _joined(content or item.get("summary") or ())
 

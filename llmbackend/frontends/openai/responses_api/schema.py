@@ -13,16 +13,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
-from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse, requires
 from ..fields import Labels, constraint_of
 from ..schema import TEMPLATE_NAMES, Sampling, check_template_variables, is_true, needs
 from .items import Input
 from .tools import ToolChoiceField, Tools
 
-_TEXT_ONLY = "the models here read and write text only"
-_ONE_ENGINE = "the KV memory of a request stays in one engine"
-_NO_SUMMARIES = "no model here sums up reasoning, which comes whole; only 'auto' leaves that to the server"
-_NO_PLACE = "a response has no place for it; chat completions have"
+_TEXT_ONLY = "models read and write text only"
+_ONE_ENGINE = "the KV cache of a request stays in one engine"
+_NO_SUMMARIES = "models do not summarize reasoning, which is returned whole; only 'auto' is accepted"
+_NO_PLACE = "it is available in chat completions only"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
 OUTPUT_LOGPROBS = "message.output_text.logprobs"
 INCLUDABLE = (
@@ -60,14 +60,14 @@ class TextFormat(ClosedObject):
         for field in ("name", "schema_", "strict"):
             if self.__dict__[field] is not None:
                 param = f"{TEXT_FORMAT}.{field.rstrip('_')}"
-                raise OpenAIError(f"'{param}' belongs to another type than '{self.type}'", param=param)
+                raise OpenAIError(f"'{param}' does not belong to the type '{self.type}'", param=param)
         return {"json_object": True} if self.type == "json_object" else None
 
 
 class TextConfig(ClosedObject):
     format: TextFormat | None = None
     verbosity: Annotated[Literal["low", "medium", "high"], Expected('one of "low", "medium", "high"')] | None = Field(
-        None, description="For chat templates that read it."
+        None, description="Passed to the chat template."
     )
 
 
@@ -78,14 +78,14 @@ class Reasoning(ClosedObject):
             Expected('one of "none", "minimal", "low", "medium", "high", "xhigh", "max"'),
         ]
         | None
-    ) = Field(None, description="For chat templates that read it, or that can reason or not.")
+    ) = Field(None, description="Passed to the chat template; also turns reasoning on or off.")
     summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
     generate_summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
     context: (
         Annotated[Literal["auto", "current_turn", "all_turns"], Expected('"auto", "current_turn" or "all_turns"')]
         | None
-    ) = Field(None, description="current_turn: reasoning before the last message of the user does not go to the model.")
-    mode: Annotated[Any, Only("standard", reason="a model here has one mode")] = None
+    ) = Field(None, description="current_turn: reasoning before the last user message is not sent to the model.")
+    mode: Annotated[Any, Only("standard", reason="models have one mode")] = None
 
 
 class StreamOptions(ClosedObject):
@@ -104,23 +104,23 @@ class UnservedByResponses(ClosedObject):
     """Refused by name, but for values that ask for nothing."""
 
     prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
-    context_management: Annotated[Any, Only([], reason="this server compacts no conversations")] = None
+    context_management: Annotated[Any, Only([], reason="this server does not compact conversations")] = None
     moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
-    access_programs: Annotated[Any, Only(reason="this server knows none")] = None
+    access_programs: Annotated[Any, Only(reason="this server has none")] = None
     image: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
     service_tier: Annotated[Any, Only("auto", "default", reason="this server has one service tier")] = None
     prompt_cache_options: Annotated[
-        Any, Only({"mode": "implicit"}, reason="every prefix is cached as long as there is room")
+        Any, Only({"mode": "implicit"}, reason="all prefixes are cached while memory lasts")
     ] = None
     media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
     mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    watermarking: Annotated[Any, Only(False, reason="this server marks no tokens")] = None
+    watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
     kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
     ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
-    vllm_xargs: Annotated[Any, Only({}, reason="no extension of this server reads them")] = None
-    enable_response_messages: Annotated[Any, Only(False, reason="tokens and messages are not reported")] = None
-    previous_input_messages: Annotated[Any, Only(reason="'input' takes items of earlier turns")] = None
-    request_id: Annotated[Any, Only(reason="responses are found by their ids, which the server draws")] = None
+    vllm_xargs: Annotated[Any, Only({}, reason="this server has no extensions that read them")] = None
+    enable_response_messages: Annotated[Any, Only(False, reason="raw tokens and messages are not returned")] = None
+    previous_input_messages: Annotated[Any, Only(reason="put items of earlier turns into 'input'")] = None
+    request_id: Annotated[Any, Only(reason="the server chooses the ids of responses")] = None
 
 
 _CONVERSATION_SCHEMA: JsonObject = {
@@ -156,25 +156,25 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         },
     )
     model: str | None = Field(None, description="Default: the server's only model.")
-    input: Input | None = Field(None, description="May be left out behind a stored response or conversation.")
+    input: Input | None = Field(None, description="Optional after a stored response or conversation.")
     instructions: str | None = Field(None, description="The first system message; not stored for later responses.")
     previous_response_id: NonEmpty | None = Field(None, description="Not beside conversation.")
     conversation: (
         Annotated[ConversationReference, BeforeValidator(_conversation), WithJsonSchema(_CONVERSATION_SCHEMA)] | None
     ) = None
-    store: Flag | None = Field(None, description="true unless sent: the response can be retrieved.")
-    background: Flag | None = Field(None, description="The answer is made without the client; needs store.")
+    store: Flag | None = Field(None, description="Default: true. The response can be retrieved later.")
+    background: Flag | None = Field(None, description="Generate without a connected client; requires store.")
     include: Annotated[list[str], Items()] | None = Field(None, json_schema_extra={"items": {"enum": [*INCLUDABLE]}})
     max_output_tokens: Annotated[int, Range(1)] | None = Field(None, description="Reasoning included.")
-    max_tool_calls: Annotated[int, Range(1)] | None = Field(None, description="Further calls are left out.")
+    max_tool_calls: Annotated[int, Range(1)] | None = Field(None, description="Further calls are dropped.")
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     tools: Tools | None = None
     tool_choice: ToolChoiceField | None = None
-    parallel_tool_calls: Flag | None = Field(None, description="false: at most one call.")
+    parallel_tool_calls: Flag | None = Field(None, description="false: no more than one call.")
     top_logprobs: Annotated[int, Range(0, 20)] | None = Field(None, description=f"With {OUTPUT_LOGPROBS} in include.")
     truncation: Annotated[Literal["auto", "disabled"], Expected('"auto" or "disabled"')] | None = Field(
-        None, description="auto: of a prompt that is too long, the end is kept."
+        None, description="auto: keep the end of a prompt that is too long."
     )
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
@@ -183,12 +183,12 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
     )
     prompt_logprobs: Annotated[Any, Only(reason=_NO_PLACE)] = None
     thinking_token_budget: Annotated[int, Range(0)] | None = Field(
-        None, description="The reasoning is ended after so many tokens."
+        None, description="Maximum number of reasoning tokens."
     )
     chat_template_kwargs: AnyObject | None = Field(
         None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
     )
-    client_metadata: AnyObject | None = Field(None, description="What the client's log says of it; a label.")
+    client_metadata: AnyObject | None = Field(None, description="A label of the client.")
 
     def check(self) -> None:
         """Raises OpenAIError for fields that contradict one another."""
@@ -196,11 +196,11 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
             if name not in INCLUDABLE:
                 raise refuse(f"include[{index}]", f"one of {', '.join(INCLUDABLE)}", name)
         if self.top_logprobs and OUTPUT_LOGPROBS not in (self.include or ()):
-            raise refuse("top_logprobs", f"to be sent only with '{OUTPUT_LOGPROBS}' in 'include'", self.top_logprobs)
+            raise requires("top_logprobs", f"'{OUTPUT_LOGPROBS}' in 'include'")
         if self.stream_options is not None and not self.stream:
-            raise refuse("stream_options", "to be sent only with 'stream': true", {})
+            raise requires("stream_options", "'stream': true")
         if self.background and self.store is False:
-            raise refuse("background", "to be sent only with 'store': true: the response is read from the store", True)
+            raise requires("background", "'store': true, because the response is read from the store")
         if self.previous_response_id is not None and self.conversation is not None:
             raise _excluded("conversation", "previous_response_id")
         if self.truncation == "auto" and self.truncate_prompt_tokens is not None:
@@ -219,4 +219,4 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
 
 
 def _excluded(field: str, other: str) -> OpenAIError:
-    return OpenAIError(f"'{other}' and '{field}' exclude each other", param=field)
+    return OpenAIError(f"'{other}' and '{field}' are mutually exclusive", param=field)

@@ -46,9 +46,9 @@ from ...generation.validation import (
 from ...http.openai_errors import JsonObject, OpenAIError, refuse
 from ..fields import MODES, closed, read_allowed
 
-_DIRECT_ONLY = "tools are called by the model alone"
-_HOSTED = "this server runs no tools itself"
-_OTHER_FORM = "the tool's calls have a form of their own; send it as a function or a custom tool"
+_DIRECT_ONLY = "only the model calls tools"
+_HOSTED = "this server has no tools of its own"
+_OTHER_FORM = "the tool has a format of its own; send it as a function or custom tool"
 WEB_SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 REFUSED_TOOLS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -65,16 +65,16 @@ class _Offered(ClosedObject):
     field_aliases: ClassVar[frozenset[str]] = frozenset(("async",))
     name: ToolName
     description: str | None = None
-    defer_loading: Flag | None = Field(None, description="Only with tools that a client's search has found.")
+    defer_loading: Flag | None = Field(None, description="Only for tools that a client's search has found.")
     allowed_callers: Annotated[Any, Only(["direct"], reason=_DIRECT_ONLY)] = None
-    async_: Annotated[Any, Only(False, reason="the model waits for no calls"), Field(alias="async")] = None
+    async_: Annotated[Any, Only(False, reason="calls do not run asynchronously"), Field(alias="async")] = None
 
 
 class FunctionToolFields(_Offered):
     type: Literal["function"]
-    parameters: AnyObject | None = Field(None, description="A JSON Schema; left out: no arguments.")
-    strict: Flag | None = Field(None, description="The arguments follow the schema, whatever the model would write.")
-    output_schema: Annotated[Any, Only(reason="outputs go to the model as text")] = None
+    parameters: AnyObject | None = Field(None, description="A JSON Schema; default: no arguments.")
+    strict: Flag | None = Field(None, description="Guarantee that the arguments match the schema.")
+    output_schema: Annotated[Any, Only(reason="the model reads outputs as text")] = None
 
 
 class TextFormat(ClosedObject):
@@ -112,7 +112,7 @@ class ToolSearchFields(ClosedObject):
     """The client looks for further tools."""
 
     type: Literal["tool_search"]
-    execution: Annotated[Any, Only("client", reason=f'{_HOSTED}; with "client" the client searches')]
+    execution: Annotated[Any, Only("client", reason=f'{_HOSTED}; use "client" for a search by the client')]
     description: str | None = None
     parameters: AnyObject | None = None
 
@@ -165,7 +165,7 @@ def _read_named(value: object, param: str) -> ChosenTool:
     if not isinstance(value, dict) or not isinstance(kind, str):
         raise refuse(param, 'an object {"type": "function", "name": …} or {"type": "custom", "name": …}', value)
     if (tool_kind := _KINDS.get(kind)) is None:
-        if reason := REFUSED_TOOLS.get(kind, "this server searches nothing" if kind in WEB_SEARCHES else ""):
+        if reason := REFUSED_TOOLS.get(kind, "this server has no search" if kind in WEB_SEARCHES else ""):
             message = f"'{param}.type' is \"{kind}\", which is not supported: {reason}"
             raise OpenAIError(message, param=f"{param}.type", code="unsupported_parameter")
         raise refuse(f"{param}.type", "'function' or 'custom'", kind)
@@ -215,11 +215,11 @@ class OfferedTools:
         """Those of the field `tools`. Raises OpenAIError for a name twice, and for one to be found by the server."""
         for offered, is_deferred in _flat(tools, param):
             if is_deferred:
-                reason = f"this server searches no tools; a client's own search is a tool '{TOOL_SEARCH}'"
+                reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"
                 path = _sibling(offered.name_param, "defer_loading")
                 raise OpenAIError(f"'{path}' is not supported: {reason}", param=path, code="unsupported_parameter")
             if offered.function.name in self._offered:
-                raise refuse(offered.name_param, "a name that no other tool has", offered.function.name)
+                raise refuse(offered.name_param, "a name that is unique among the tools", offered.function.name)
             self._add(offered)
 
     def add_found(self, tools: Sequence[Any], param: str) -> None:
@@ -235,7 +235,7 @@ class OfferedTools:
     def _add(self, offered: OfferedTool) -> None:
         if len(self._offered) == MAX_TOOLS:
             raise OpenAIError(
-                f"'{offered.name_param}' is one tool too many, expected at most {MAX_TOOLS}",
+                f"'{offered.name_param}' exceeds the number of tools, expected at most {MAX_TOOLS}",
                 param=offered.name_param,
                 code="invalid_value",
             )
