@@ -43,7 +43,7 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"grpc_restricted_protocol": ["health"]}, "--grpc-restricted-protocol option format"),
         ({"ssl_certfile": "server.pem"}, "--ssl-certfile and --ssl-keyfile go together"),
         ({"ssl_keyfile": "server.key"}, "--ssl-certfile and --ssl-keyfile go together"),
-        ({"ssl_ca_certs": "ca.pem"}, "--ssl-ca-certs and --ssl-cert-reqs need"),
+        ({"ssl_ca_certs": "ca.pem"}, "--ssl-ca-certs, --ssl-cert-reqs and --ssl-ciphers need"),
         ({"ssl_certfile": "none.pem", "ssl_keyfile": "server.key"}, "none.pem' is not a file"),
         ({"ssl_certfile": "junk.pem", "ssl_keyfile": "server.key"}, "junk.pem' with key .*: NO_START_LINE|PEM lib"),
         ({"ssl_certfile": "server.pem", "ssl_keyfile": "other.key"}, "KEY_VALUES_MISMATCH"),
@@ -53,12 +53,12 @@ def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             {"ssl_certfile": "server.pem", "ssl_keyfile": "server.key", "ssl_cert_reqs": 2},
-            "client certificates are required but no CA file",
+            "client certificates are required, but no CA file",
         ),
         ({"grpc_use_ssl": True}, "--grpc-use-ssl needs --grpc-server-cert and --grpc-server-key"),
         (
             {"grpc_use_ssl_mutual": True, "grpc_server_cert": "server.pem", "grpc_server_key": "server.key"},
-            "client certificates are required but no CA file",
+            "client certificates are required, but no CA file",
         ),
         (
             {"grpc_use_ssl": True, "grpc_server_cert": "server.pem", "grpc_server_key": "other.key"},

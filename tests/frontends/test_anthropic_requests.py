@@ -193,18 +193,18 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [USER, {"role": "assistant", "content": [CALL, CALL]}]},
         "messages[1].content[1].id",
-        "no other tool_use",
+        "unique within",
     ),
     (
         {"messages": [USER, {"role": "assistant", "content": [{**CALL, "input": "x"}]}]},
         "messages[1].content[0].input",
         "an object",
     ),
-    ({"messages": [USER, {"role": "assistant", "content": [THINKING]}]}, "messages[1]", "goes on with"),
+    ({"messages": [USER, {"role": "assistant", "content": [THINKING]}]}, "messages[1]", "answer continues"),
     (
         {"messages": [USER, {"role": "assistant", "content": [{**THINKING, "thinking": "Other."}]}, USER]},
         "messages[1].content[0].thinking",
-        "not the text",
+        "does not match",
     ),
     (
         {"messages": [USER, {"role": "assistant", "content": [{**THINKING, "signature": "abc"}]}, USER]},
@@ -221,7 +221,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", "no tools of its own"),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools[0].name", "letters"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "missing"),
-    ({"tools": [TOOL, TOOL]}, "tools[1].name", "no other tool"),
+    ({"tools": [TOOL, TOOL]}, "tools[1].name", "unique among"),
     ({"tools": [TOOL] * 129}, "tools", "at most 128"),
     ({"tools": [{**TOOL, "defer_loading": True}]}, "tools[0].defer_loading", "not supported"),
     ({"tools": [{**TOOL, "shade": 1}]}, "tools[0].shade", "unknown field"),
@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"stop_sequences": "x"}, "stop_sequences", "a list"),
     ({"service_tier": "priority"}, "service_tier", "one service tier"),
     ({"mcp_servers": [{"url": "x"}]}, "mcp_servers", "no tools of its own"),
-    ({"thread": {"type": "create"}}, "thread", "keeps no conversations"),
+    ({"thread": {"type": "create"}}, "thread", "stores no conversations"),
     ({"output_format": {"type": "json"}}, "output_format.type", "json_schema"),
     ({"output_config": {"effort": "huge"}}, "output_config.effort", '"huge"'),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "messages"),
@@ -269,7 +269,7 @@ def test_under_betas_fields_are_noted_but_content_is_not_passed_over() -> None:
     for fields in ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {"tools": [{"type": "bash_1"}]}):
         with pytest.raises(OpenAIError):
             parsed("some-beta-2026-01-01", **fields)
-    with pytest.raises(OpenAIError, match="keeps no conversations"):
+    with pytest.raises(OpenAIError, match="stores no conversations"):
         parsed("message-threads-2026-08-12", thread={"type": "create"})
 
 

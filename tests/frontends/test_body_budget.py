@@ -19,7 +19,7 @@ from tests.helpers.kserve_runner import Running
 from tests.helpers.waiting import eventually
 
 MIB = 1 << 20
-NO_ROOM = "the server has no room for more of this request's body"
+NO_ROOM = "the server has no memory for the rest of this request's body"
 
 
 @pytest.fixture(scope="module")

@@ -104,7 +104,7 @@ def test_more_results_than_65536_are_refused(running: Labelled, module: Any) -> 
     running.host.load_model("wide")
     values = np.arange((1 << 16) + 1, dtype=np.float32)
     assert classify(running, module, "wide", values, 2) == [b"65536.000000:65536", b"65535.000000:65535"]
-    with pytest.raises(InferenceServerException, match="'OUTPUT0' has 65537 classes for this request, at most 65536"):
+    with pytest.raises(InferenceServerException, match="'OUTPUT0' has 65537 classes in this request, at most 65536"):
         classify(running, module, "wide", values, 1 << 17)
 
 

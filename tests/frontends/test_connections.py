@@ -156,7 +156,7 @@ def test_a_connection_whose_descriptor_is_reserved_is_refused_at_once(caplog: py
             assert not running.lost and not running.places.count
 
     asyncio.run(run())
-    assert len(caplog.records) == 1 and "kept for engines and files" in caplog.text
+    assert len(caplog.records) == 1 and "reserved for engines and files" in caplog.text
 
 
 def test_websockets_are_counted_per_peer_and_bounded() -> None:

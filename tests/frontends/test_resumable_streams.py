@@ -162,7 +162,7 @@ def test_a_stream_is_come_back_to_at_its_own_endpoint_behind_an_event_that_it_ha
         response = client.post(path, json=body(path), headers={"Last-Event-ID": last})
         assert response.status_code == status
     response = client.post(COMPLETIONS, json=body(COMPLETIONS) | {"stream": False}, headers=ASK)
-    assert response.status_code == 400 and "only with 'stream': true" in response.text
+    assert response.status_code == 400 and "requires 'stream': true" in response.text
 
 
 @pytest.mark.parametrize("path", [GENERATE, COMPLETIONS])

@@ -15,7 +15,7 @@ from ..generation.request import STRUCTURED_OUTPUTS, WITH_USAGE, GenerationReque
 from ..generation.sealed_reasoning import SealingKey
 from ..generation.tensors import messages_tensor
 from ..generation.validation import ClosedObject, read
-from ..http.openai_errors import JsonObject, OpenAIError, missing, refuse, requires
+from ..http.openai_errors import JsonObject, OpenAIError, missing, requires
 from ..openai.schema import check_template_variables
 from .content import BetaFields, check_cache_control, read_conversation, read_tools
 from .errors import UnsupportedThreadError

@@ -186,5 +186,5 @@ def _stream_form(fields: ChatCompletionRequest | CompletionRequest, body: JsonOb
         return StreamForm(*usage, interval_tokens or 1)
     for name in ("stream_interval", "stream_options"):
         if body.get(name) is not None:
-            raise refuse(name, "to be sent only with 'stream': true", body[name])
+            raise requires(name, "'stream': true")
     return None

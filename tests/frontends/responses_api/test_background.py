@@ -192,7 +192,7 @@ def test_queries_that_are_wrong(client: Any, query: str, message: str) -> None:
 
 def test_events_of_the_foreground_are_not_kept(client: Any) -> None:
     id = create(client, "yes").id
-    with pytest.raises(openai.BadRequestError, match="only those of background responses"):
+    with pytest.raises(openai.BadRequestError, match="only background responses keep"):
         client.responses.retrieve(id, stream=True)
 
 

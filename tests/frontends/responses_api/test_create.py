@@ -287,7 +287,7 @@ def test_a_response_that_can_not_be_stored_fails(scripted_host: InferenceServer)
     ):
         body = {"model": MODEL, "input": f"{SAY}Hi"}
         response = EventReader().read_all(events_of(ask(client, body | {"stream": True}).content))
-        assert response["status"] == "failed" and "store of responses" in response["error"]["message"]
+        assert response["status"] == "failed" and "response store" in response["error"]["message"]
         with pytest.raises(openai.InternalServerError, match="store of responses"):
             client.responses.create(model=MODEL, input=f"{SAY}Hi")
         assert client.responses.create(model=MODEL, input=f"{SAY}Hi", store=False).output_text == "Hi"
@@ -311,7 +311,7 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
 
 
 def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="compacts no conversations"):
+    with pytest.raises(openai.NotFoundError, match="does not compact conversations"):
         client.responses.compact(model=MODEL, input="x")
 
 
