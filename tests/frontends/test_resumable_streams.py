@@ -173,7 +173,7 @@ def test_a_stream_without_a_client_is_cancelled_after_its_grace(hasty: Running, 
         eventually(lambda: not hasty.gate.open_inferences)
         hasty.wait_until_nothing_is_open()
         response = client.post(path, json=body(path), headers={"Last-Event-ID": stream})
-        assert (response.status_code, "not any more" in response.text) == (404, True)
+        assert (response.status_code, "no longer kept" in response.text) == (404, True)
     assert not hasty.streams.num_streams
 
 
