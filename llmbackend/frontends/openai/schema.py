@@ -199,8 +199,7 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     )
     n: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(None, description="Choices for each prompt.")
     best_of: Annotated[int, Range(1, MAX_CHOICES)] | None = Field(
-        None,
-        description="Choices to generate, of which the n most likely are returned; not streamed.",
+        None, description="Choices to generate, of which the n most likely are returned; not streamed."
     )
     stream_interval: Annotated[int, Range(1)] | None = Field(
         None, description="With stream: tokens of a choice per chunk."
