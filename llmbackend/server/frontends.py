@@ -18,6 +18,7 @@ from llmbackend.frontends.generation.sealed_reasoning import sealing_key
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
+from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.openai.router import create_openai_router
@@ -50,7 +51,8 @@ def make_frontends(
     folder, counts, edge: of a host with frontend processes, which has a socket in `folder` for gRPC, and one for HTTP
     among `claims`."""
     gate = InferenceGate(server, settings.limits.inference, counts)
-    streams = ResumableStreams(settings.store.resume_grace_s)
+    kept = KeptAnswers(settings.store.resume_grace_s)
+    streams = ResumableStreams(kept)
     operations = create_operations_router(server, gate, access, _facts(settings), server_log)
     frontends = FrontendServer(
         server,
@@ -69,7 +71,7 @@ def make_frontends(
             options=settings.protocols,
             log=server_log,
             streams=streams,
-            idempotent=IdempotentRequests(settings.store.idempotency, settings.store.resume_grace_s),
+            idempotent=IdempotentRequests(settings.store.idempotency, kept),
         ),
         access=access,
         gate=gate,

@@ -11,7 +11,7 @@ from llmbackend.frontends.anthropic.content import BetaFields
 from llmbackend.frontends.anthropic.requests import MessageRequest, parse_message, parse_prompt
 from llmbackend.frontends.generation.request import GenerationRequest
 from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY, SealingKey
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.requests import parse_chat
 
 USER = {"role": "user", "content": "x"}

@@ -22,7 +22,7 @@ from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL
 from llmbackend.frontends.generation.plan import AnswerPlan
 from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
 from llmbackend.frontends.generation.tensors import Delta
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from tests.frontends.parsers.laws import changed
 from tests.frontends.parsers.sample import Sample, Token, cut, tokens
 from tests.frontends.parsers.samples import SAMPLES

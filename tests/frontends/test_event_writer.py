@@ -18,7 +18,7 @@ from llmbackend.core.activity.messages import (
     StepActivity,
     StepParts,
 )
-from llmbackend.frontends.operations.event_writer import EventWriter
+from llmbackend.frontends.operations.engine_events import EventWriter
 
 A, B = Source("m", "1", "m_0"), Source("m", "1", "m_1")
 

@@ -20,7 +20,7 @@ from llmbackend.frontends.grpc.codec import response_parts
 from llmbackend.frontends.grpc.messages import OpenRequest
 from llmbackend.frontends.http.json_reader import parse, repeated_keys
 from llmbackend.frontends.http.responses import response_encoding
-from llmbackend.frontends.kserve import generate_codec, infer_codec
+from llmbackend.frontends.kserve import generate, infer_codec
 from llmbackend.frontends.kserve.infer_codec import json_from_tensor, tensor_from_json
 from llmbackend.frontends.kserve.request_parameters import RequestOptions, options_from_proto
 
@@ -71,7 +71,7 @@ def test_any_body(body: bytes) -> None:
     accepts_or_refuses(
         lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1, 1 << 20)
     )
-    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, 1))
+    accepts_or_refuses(lambda: generate.decode_request(body, MODEL, 1))
 
 
 @ANY_SPEED
@@ -96,7 +96,7 @@ def test_any_infer_request(document: Any, raw: bytes) -> None:
 def test_any_generate_request(document: Any, repeat: bool) -> None:
     text = json.dumps(document)
     body = ('{"T":"a",' + text[1:] if repeat and document else text).encode()
-    accepts_or_refuses(lambda: generate_codec.decode_request(body, MODEL, -1))
+    accepts_or_refuses(lambda: generate.decode_request(body, MODEL, -1))
 
 
 @ANY_SPEED
@@ -159,15 +159,15 @@ def test_elements_are_spread_over_the_models_dims(shape: Any, count: int, expect
     body = json.dumps({"X": list(range(count))}).encode()
     if expected is None and shape != (0, -1):
         with pytest.raises(TritonError, match="can not convert input 'X' to tensor with proper shape"):
-            generate_codec.decode_request(body, model, 1)
+            generate.decode_request(body, model, 1)
     elif expected is not None:
-        (tensor,) = generate_codec.decode_request(body, model, 1).inputs
+        (tensor,) = generate.decode_request(body, model, 1).inputs
         assert tensor.shape == expected
 
 
 def test_nan_is_kept_in_generate() -> None:
     response = InferenceResponse("m", 1, "i", (Tensor.of("X", np.array([math.nan], np.float32)),))
-    assert generate_codec.encode_response(response) == b'{"X":NaN,"id":"i","model_name":"m","model_version":"1"}'
+    assert generate.encode_response(response) == b'{"X":NaN,"id":"i","model_name":"m","model_version":"1"}'
 
 
 def test_half_precision_is_refused_in_json() -> None:
@@ -183,7 +183,7 @@ def test_response_parameters_reach_every_protocol() -> None:
     parameters: dict[str, ParameterValue] = {"s": "v", "i": 3, "b": True, "f": 0.5}
     response = InferenceResponse("m", 1, "", (), parameters)
     assert json.loads(infer_codec.encode_response(response, infer_codec.OutputForm())[0])["parameters"] == parameters
-    assert json.loads(generate_codec.encode_response(response)).items() >= parameters.items()
+    assert json.loads(generate.encode_response(response)).items() >= parameters.items()
     message: Any = pb.ModelInferResponse.FromString(b"".join(response_parts(response)))
     assert message.parameters["b"].bool_param and message.parameters["i"].int64_param == 3
 

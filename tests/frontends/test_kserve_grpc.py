@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.grpc import inference_rpcs
+from llmbackend.frontends.grpc import service as inference_rpcs
 from llmbackend.frontends.grpc.stream import StreamSession
 from tests.helpers.kserve_runner import Running
 from tests.helpers.kserve_scripted import RECORD

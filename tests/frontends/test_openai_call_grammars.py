@@ -20,7 +20,7 @@ from llmbackend.frontends.generation.call_grammars import (
 )
 from llmbackend.frontends.generation.parsers import TOOL_CALL_FORMATS, CallGrammar
 from llmbackend.frontends.generation.plan import AnswerPlan
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from tests.frontends.parsers.laws import distinct_formats
 from tests.frontends.parsers.sample import Sample, cut, parse, seen, tokens
 from tests.helpers import byte_grammars

@@ -174,7 +174,6 @@ def test_long_values_are_cut_in_messages(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "quoted"),
     [
-        ({"stream_options": {"include_usage": True}}, "'stream_options' is {\"include_usage\": true}, expected"),
         ({"logprobs": {"a": None}}, "'logprobs' is {\"a\": null}, expected"),
         ({"stop": ["a", ""]}, '\'stop\' is ["a", ""], expected'),
         ({"prompt": ["a"] * 65}, "'prompt' holds 65 prompts, expected at most 64"),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmbackend.frontends.generation.request import GenerationRequest
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.inference_gate import LARGE_BODY_BYTES
 from llmbackend.frontends.openai.endpoints import decode_cost
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion

@@ -13,7 +13,10 @@ import pytest
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals import resumable_streams
+from llmbackend.frontends.journals.idempotency import IdempotentRequests
+from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 from tests.helpers.waiting import eventually
@@ -54,7 +57,7 @@ def no_inference_is_left(running: Running) -> Iterator[None]:
 @pytest.fixture
 def hasty(tmp_path: Path) -> Iterator[Running]:
     """Streams end soon after their client has gone, and would go on for long."""
-    streams = ResumableStreams(GRACE_S)
+    streams = ResumableStreams(KeptAnswers(GRACE_S))
     running = Running(tmp_path, start=mock_llm_host, streams=streams, engine={"mock_step_ms": 20})
     yield running
     running.stop()
@@ -191,14 +194,28 @@ def test_a_stream_is_its_keys_alone(tmp_path: Path) -> None:
         running.stop()
 
 
-def test_what_streams_hold_is_bounded(running: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin(client, COMPLETIONS)
-    monkeypatch.setattr(resumable_streams, "_MAX_BYTES", 100)
-    stream, _ = begin(client, COMPLETIONS, 1, max_tokens=200)  # the one that had ended makes room for it
-    assert running.streams.num_streams == 1
-    refused = client.post(COMPLETIONS, json=body(COMPLETIONS), headers=ASK)
-    assert (refused.status_code, "resumable streams hold" in refused.text) == (503, True)
-    assert len(come_back(client, COMPLETIONS, stream)) > 150
+def test_what_streams_and_retried_requests_hold_is_bounded_together(tmp_path: Path) -> None:
+    kept = KeptAnswers(5, max_bytes=30_000)
+    streams, idempotent = ResumableStreams(kept), IdempotentRequests(IdempotencyLimits(), kept)
+    running = Running(tmp_path, start=mock_llm_host, streams=streams, idempotent=idempotent, engine={"mock_step_ms": 5})
+    try:
+        with httpx.Client(base_url=f"http://{running.http}", timeout=20) as client:
+            for key in ("one", "two"):
+                asked = body(COMPLETIONS, max_tokens=80, stream=False)
+                assert client.post(COMPLETIONS, json=asked, headers={"Idempotency-Key": key}).status_code == 200
+            begin(client, COMPLETIONS, max_tokens=100)
+            assert kept.held_bytes > 15_000 and idempotent.num_answers() == 2
+            stream, _ = begin(client, COMPLETIONS, 1, max_tokens=200)  # what had ended makes room for it
+            eventually(lambda: kept.held_bytes > 28_200 and streams.num_streams == 1)
+            for headers in (ASK, {"Idempotency-Key": "three"}):
+                refused = client.post(COMPLETIONS, json=body(COMPLETIONS), headers=headers)
+                assert refused.status_code in (429, 503) and "other kept answers hold" in refused.text
+            eventually(lambda: not running.gate.open_inferences)
+            assert not idempotent.num_answers() and kept.held_bytes <= 30_000
+            gone = client.post(COMPLETIONS, json=body(COMPLETIONS), headers={"Last-Event-ID": stream})
+            assert (gone.status_code, "are no longer kept" in gone.text) == (404, True)
+    finally:
+        running.stop()
 
 
 def test_a_reader_that_is_too_far_behind_is_told_so(

@@ -18,6 +18,7 @@ from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.http_app import DEFAULT_MAX_INPUT_SIZE_BYTES, create_http_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
+from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from llmbackend.frontends.limits import FrontendLimits
@@ -44,7 +45,7 @@ class Running:
         idempotent: IdempotentRequests | None = None,
         **options: Any,
     ) -> None:
-        self.idempotent = idempotent or IdempotentRequests(IdempotencyLimits(), 5)
+        self.idempotent = idempotent or IdempotentRequests(IdempotencyLimits(), KeptAnswers(5))
         self.streams = streams or ResumableStreams()
         self.access = access
         self.host = start(root, **options)

@@ -18,14 +18,7 @@ from urllib.parse import quote
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..http.errors import (
-    INVALID_REQUEST,
-    anthropic_error_body,
-    error_body,
-    is_anthropic,
-    is_openai,
-    openai_error_body,
-)
+from ..http.errors import INVALID_REQUEST, anthropic_error_body, error_body, is_anthropic, is_openai, openai_error_body
 from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
 from .api_keys import NO_KEY, NO_KEY_ANTHROPIC, WRONG_KEY, KeyRing, presented_key

@@ -17,6 +17,7 @@ from typing import (
 
 import orjson
 from pydantic_core import from_json
+from starlette.responses import Response
 from typing_extensions import TypedDict
 
 from ..generation.answer import AnswerReader, Identity, Usage
@@ -25,10 +26,10 @@ from ..generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallAr
 from ..generation.plan import AnswerPlan
 from ..generation.sealed_reasoning import SealingKey
 from ..generation.tensors import Delta, PromptDetails
-from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject, OpenAIError, anthropic_error_body
+from ..http.responses import JSON
 from ..http.routing import Count
-from .errors import error_event
-from .requests import MessageRequest
+from .requests import MessageRequest, UnsupportedThreadError
 
 TEXT: Final = "text"
 THINKING: Final = "thinking"
@@ -380,3 +381,26 @@ class MessageWriter:
         message = _message(self._identity) | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         start = orjson.dumps({"type": "message_start", "message": message})
         return b"event: message_start\ndata: %b\n\n" % start + _PING
+
+
+REQUEST_ID: Final = "request-id"
+"""The header by which an operator finds a request again."""
+_OVERLOADED: Final = 529
+_RETRIED: Final = (429, _OVERLOADED)
+
+
+def status_of(error: OpenAIError) -> int:
+    """Anthropic says 529 where others say 503."""
+    return _OVERLOADED if error.status == 503 else error.status
+
+
+def error_response(error: OpenAIError, request_id: str) -> Response:
+    status = status_of(error)
+    headers = {REQUEST_ID: request_id} | ({"Retry-After": error.retry_after} if status in _RETRIED else {})
+    details = error.details if isinstance(error, UnsupportedThreadError) else None
+    body = anthropic_error_body(status, error.message, request_id, details)
+    return Response(body, status, headers, media_type=JSON)
+
+
+def error_event(error: OpenAIError, request_id: str) -> bytes:
+    return b"event: error\ndata: %b\n\n" % anthropic_error_body(status_of(error), error.message, request_id)

@@ -32,7 +32,7 @@ from ..conversation.tools import (
 )
 from ..conversation.turns import Turn, Turns, called
 from ..generation.sealed_reasoning import SealingKey
-from ..http.openai_errors import JsonObject, OpenAIError, as_json, missing, refuse
+from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
 from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
 
 log = logging.getLogger(__name__)

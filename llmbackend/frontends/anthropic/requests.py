@@ -15,10 +15,9 @@ from ..generation.request import STRUCTURED_OUTPUTS, WITH_USAGE, GenerationReque
 from ..generation.sealed_reasoning import SealingKey
 from ..generation.tensors import messages_tensor
 from ..generation.validation import ClosedObject, read
-from ..http.openai_errors import JsonObject, OpenAIError, missing, requires
+from ..http.errors import JsonObject, OpenAIError, missing, requires
 from ..openai.schema import check_template_variables
 from .content import BetaFields, check_cache_control, read_conversation, read_tools
-from .errors import UnsupportedThreadError
 from .schema import NESTED, CountTokensRequest, JsonFormat, MessagesRequest, PromptFields, Thinking, UnservedFields
 
 _SAMPLING: Final = ("temperature", "top_k", "top_p", "seed")
@@ -160,3 +159,14 @@ def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonO
         return dict(variables)
     thinks = thinking.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks, **variables}
+
+
+class UnsupportedThreadError(OpenAIError):
+    """A request about a thread: a conversation that the server keeps. Anthropic's clients send the whole conversation
+    again when an error has these details."""
+
+    details: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+    def __init__(self) -> None:
+        message = "'thread' is not supported: this server stores no conversations; send all messages"
+        super().__init__(message, param="thread", code="unsupported_parameter")

@@ -34,8 +34,7 @@ from ..generation.models import ModelCatalog, Target
 from ..generation.plan import plan_answer
 from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ..generation.tensors import RETURN_NUM_INPUT_TOKENS
-from ..http.errors import AnthropicErrorBody
-from ..http.openai_errors import JsonObject, OpenAIError, as_json, refuse
+from ..http.errors import AnthropicErrorBody, JsonObject, OpenAIError, as_json, refuse
 from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, post
@@ -44,9 +43,8 @@ from ..journals.resumable_http import refuse_resuming
 from ..openai.endpoints import OpenAIEndpoints
 from ..openai.router import DEFAULT_MAX_BODY_BYTES
 from ..operations.probes import load_headers
-from .answers import AnthropicMessage, MessageWriter, TokenCount, whole_message
+from .answers import REQUEST_ID, AnthropicMessage, MessageWriter, TokenCount, error_response, whole_message
 from .content import BetaFields
-from .errors import REQUEST_ID, error_response
 from .requests import MessageRequest, parse_message, parse_prompt
 from .schema import CountTokensRequest, MessagesRequest
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ..http.openai_errors import JsonObject, missing, refuse
+from ..http.errors import JsonObject, missing, refuse
 
 MAX_TOOLS: Final = 128
 NAME_PATTERN: Final = "^[a-zA-Z0-9_.-]{1,128}$"

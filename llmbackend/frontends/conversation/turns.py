@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..http.openai_errors import JsonObject
+from ..http.errors import JsonObject
 
 
 def called(id: str, name: str, arguments: str) -> JsonObject:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..http.openai_errors import JsonObject
+from ..http.errors import JsonObject
 from ..journals.journal import Recording
 from .parsers import ContentDelta, Event, OutputParser, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from .plan import AnswerPlan

@@ -17,7 +17,7 @@ from typing import Any, Final
 from llmbackend.core.errors import shown
 
 from ..conversation.tools import INPUT, Function, InputGrammar, ToolUse
-from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject, OpenAIError
 from .parsers import CallGrammar, is_plain_text
 
 _ANY_OBJECT: JsonObject = {"type": "object"}

@@ -18,8 +18,8 @@ from starlette.responses import Response
 from llmbackend.core.tracing.trace import RequestTrace
 
 from ..http.direct_body import DirectBody
+from ..http.errors import OpenAIError
 from ..http.event_stream import EventSource, EventStream, pieces_of
-from ..http.openai_errors import OpenAIError
 from ..http.request_scope import LABELS, received, sampled, traced, unless_disconnected
 from ..inference_gate import InferenceGate
 from .inferences import Arrival, Generation, check_fields_taken

@@ -25,7 +25,7 @@ from llmbackend.core.messages import InferenceRequest, InferenceResponse, Parame
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 
-from ..http.openai_errors import OpenAIError
+from ..http.errors import OpenAIError
 from ..inference import Inference, Item
 from ..inference_gate import InferenceGate
 from ..journals.journal import Recording

@@ -23,7 +23,7 @@ from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelMetadata, TensorMetadata
 from llmbackend.core.tensors import Tensor
 
-from ..http.openai_errors import JsonObject, OpenAIError, model_not_found
+from ..http.errors import JsonObject, OpenAIError, model_not_found
 from .parsers import REASONING_FORMATS, TOOL_CALL_FORMATS, ReasoningFormat, ToolCallFormat, detect
 from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT

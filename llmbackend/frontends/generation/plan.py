@@ -16,7 +16,7 @@ from typing import Final
 import orjson
 
 from ..conversation.tools import Function, ToolUse
-from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject, OpenAIError
 from .call_grammars import places_not_enforced, property_path, required_calls, voluntary_calls, written_properties
 from .models import Target
 from .parsers import ReasoningFormat, ToolCallFormat

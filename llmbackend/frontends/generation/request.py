@@ -17,7 +17,7 @@ import orjson
 from llmbackend.core.tensors import Tensor
 
 from ..conversation.tools import ToolUse
-from ..http.openai_errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError
+from ..http.errors import CONTEXT_LENGTH_EXCEEDED, JsonObject, OpenAIError
 from .tensors import (
     INPUT_IDS,
     MESSAGES,

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 import orjson
 
-from ..http.openai_errors import JsonObject
+from ..http.errors import JsonObject
 from .answer import Answer
 from .plan import AnswerPlan
 from .request import STRUCTURED_OUTPUTS, GenerationRequest

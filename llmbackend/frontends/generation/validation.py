@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_schema
 
-from ..http.openai_errors import JsonObject, OpenAIError, as_json, missing, refuse
+from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
 
 INT32_MAX = 2**31 - 1
 _IDS_PER_CALL = 8192

@@ -29,10 +29,9 @@ from ..journals.resumable_streams import ResumableStreams
 from ..limits import GrpcLimits
 from ..operations.probes import ReadinessProbes
 from ..protocol_options import DEFAULT_OPTIONS, ProtocolOptions
-from .inference_rpcs import InferenceRpcs
 from .messages import UNPARSABLE, Malformed, parse_or_keep
 from .rpc import Context
-from .service import InferenceServicer
+from .service import InferenceRpcs, InferenceServicer
 
 _TARGET: Final = "_poll_wrapper"
 """What grpc.aio's thread runs, which is part of the thread's name."""

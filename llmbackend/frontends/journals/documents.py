@@ -1,4 +1,4 @@
-"""What a store keeps and can do: documents, and the logs of those being written; the store in memory; group commit.
+"""What a store keeps and can do: documents, and the logs of those being written; stores of one process; group commit.
 
 Invariants: all writes of one call are committed together or not at all; a document is seen by its owner alone; a
 store's methods are called by one thread at a time; at most one transaction is under way, never on the event loop, and
@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Literal, Protocol, TypeVar
+from itertools import islice, takewhile
+from typing import Final, Literal, Protocol, TypeVar
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.server_log import CAUSE, cause_of
@@ -25,6 +26,9 @@ from llmbackend.core.server_log import CAUSE, cause_of
 from ..errors import log_bug
 
 Kind = Literal["response", "conversation"]
+T = TypeVar("T")
+_EVICTED_AT_ONCE: Final = 32
+log = logging.getLogger(__name__)
 
 
 class StoreError(TritonError):
@@ -72,6 +76,10 @@ class Put:
     """Adds a document or replaces it. One that is not live needs no progress any more."""
 
     document: Document
+
+    @property
+    def id(self) -> str:
+        return self.document.id
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,27 +153,19 @@ class Storage(Protocol):
     def close(self) -> None: ...
 
 
-class MemoryStorage:
-    """A Storage."""
+class OwnStorage(ABC):
+    """What the stores of one process have in common: what each write does, and what goes when there is too much."""
 
-    is_persistent = False
     takes_over_each_s: float | None = None
     answers_within_s: float | None = None
 
     def __init__(self, capacity: Capacity) -> None:
         self._capacity = capacity
-        self._documents: OrderedDict[str, Document] = OrderedDict()
-        """In the order of their expiry: each gets the same time to live, at its creation or when it is renewed."""
-        self._finished: OrderedDict[str, None] = OrderedDict()
-        """Those that are not live, by id; the first of them goes first."""
-        self._finished_of: dict[str, OrderedDict[str, None]] = {}
-        """The same by owner."""
         self._count_of: Counter[str] = Counter()
-        self._events: dict[str, list[bytes]] = {}
-        self._log_bytes: Counter[str] = Counter()
+        """Documents by owner."""
         self.held_bytes = 0
 
-    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+    def _commit(self, writes: Sequence[Write], now_s: float) -> None:
         for write in writes:
             match write:
                 case Put(document):
@@ -174,12 +174,51 @@ class MemoryStorage:
                     self._append(write)
                 case Delete(id):
                     self._remove(id)
-        self._expire(now_s)
-        for write in writes:
-            if isinstance(write, Put):
-                self._evict_of(write.document.owner)
-        while self.held_bytes > self._capacity.max_bytes and self._finished:
-            self._remove(next(iter(self._finished)))
+        for id in self._expired(now_s):
+            self._remove(id)
+        for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
+            for id in self._oldest(self._count_of[owner] - self._capacity.max_documents_per_owner, owner):
+                self._remove(id)
+        while self.held_bytes > self._capacity.max_bytes and (oldest := self._oldest(_EVICTED_AT_ONCE)):
+            for id in oldest:
+                if self.held_bytes > self._capacity.max_bytes:
+                    self._remove(id)
+
+    @abstractmethod
+    def _put(self, document: Document) -> None: ...
+
+    @abstractmethod
+    def _append(self, step: Append) -> None: ...
+
+    @abstractmethod
+    def _remove(self, id: str) -> None: ...
+
+    @abstractmethod
+    def _expired(self, now_s: float) -> Sequence[str]: ...
+
+    @abstractmethod
+    def _oldest(self, most: int, owner: str | None = None) -> Sequence[str]:
+        """Up to so many documents that are not live, of one owner or of all; none where `most` is not above 0."""
+
+
+class MemoryStorage(OwnStorage):
+    """A Storage."""
+
+    is_persistent = False
+
+    def __init__(self, capacity: Capacity) -> None:
+        super().__init__(capacity)
+        self._documents: OrderedDict[str, Document] = OrderedDict()
+        """In the order of their expiry: each gets the same time to live, at its creation or when it is renewed."""
+        self._finished: OrderedDict[str, None] = OrderedDict()
+        """Those that are not live, by id; the first of them goes first."""
+        self._finished_of: dict[str, OrderedDict[str, None]] = {}
+        """The same by owner."""
+        self._events: dict[str, list[bytes]] = {}
+        self._log_bytes: Counter[str] = Counter()
+
+    def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
+        self._commit(writes, now_s)
         return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
@@ -246,20 +285,11 @@ class MemoryStorage:
             del self._count_of[owner]
             self._finished_of.pop(owner, None)
 
-    def _expire(self, now_s: float) -> None:
-        while self._documents:
-            oldest = next(iter(self._documents.values()))
-            if oldest.expires_s > now_s:
-                return
-            self._remove(oldest.id)
+    def _expired(self, now_s: float) -> Sequence[str]:
+        return [one.id for one in takewhile(lambda one: one.expires_s <= now_s, self._documents.values())]
 
-    def _evict_of(self, owner: str) -> None:
-        while self._count_of[owner] > self._capacity.max_documents_per_owner and self._finished_of.get(owner):
-            self._remove(next(iter(self._finished_of[owner])))
-
-
-T = TypeVar("T")
-log = logging.getLogger(__name__)
+    def _oldest(self, most: int, owner: str | None = None) -> Sequence[str]:
+        return list(islice(self._finished if owner is None else self._finished_of.get(owner, ()), max(most, 0)))
 
 
 class Commits:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections import OrderedDict, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -24,10 +24,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.frontends.errors import log_bug
 from llmbackend.frontends.http.direct_body import DirectBody
-from llmbackend.frontends.http.errors import STOPPING, refusing
 from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence, unless_disconnected
 
+from ..http.errors import STOPPING, refusing
 from .journal import EventsGoneError, Journal
+from .kept_answers import KeptAnswer, KeptAnswers
 from .response_store import current_owner
 from .store_settings import IdempotencyLimits
 
@@ -37,9 +38,6 @@ _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 _BODY_WAIT_S: Final = 1.0
 """How long a request waits for the body of an earlier one with the same key, whose client may be slow."""
-_MAX_BYTES: Final = 256 << 20
-"""Of the answers of all keys together. When it is exceeded, finished answers are forgotten; if none is left, requests
-with a key are refused."""
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
@@ -47,13 +45,10 @@ _PART_OF_THE_REQUEST: Final = frozenset((b"content-type", b"content-encoding", b
 """Headers by which a body means something else."""
 
 
-@dataclass(eq=False, slots=True)
-class _Answer:
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Answer(KeptAnswer):
     """The answer to the requests with one key."""
 
-    owner: str
-    key: str
-    journal: Journal
     presence: ClientPresence = field(default_factory=ClientPresence)
     """The client as the application sees it."""
     fingerprint: asyncio.Future[bytes | None] = field(
@@ -63,29 +58,25 @@ class _Answer:
     head: asyncio.Future[Message | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The message that begins it; None when there is none."""
     work: asyncio.Task[None] | None = None
-    num_readers: int = 0
-    timer: asyncio.TimerHandle | None = None
-    """Of the grace while it runs, then of its time to live."""
     num_body_bytes: int = 0
     """Of the request."""
-    is_listed: bool = True
-    """Whether another request may find it."""
 
     @property
     def has_ended(self) -> bool:
         return self.journal.has_ended
 
+    def cancel(self) -> None:
+        if not self.has_ended:
+            self.presence.lost()
+
 
 class IdempotentRequests:
     """The answers of one server. Used on its event loop alone."""
 
-    def __init__(self, limits: IdempotencyLimits, grace_s: float) -> None:
+    def __init__(self, limits: IdempotencyLimits, kept: KeptAnswers) -> None:
+        """kept: the server's store"""
         self._limits = limits
-        self._grace_s = grace_s
-        self._answers: defaultdict[str, OrderedDict[str, _Answer]] = defaultdict(OrderedDict)
-        """By owner and key, the oldest first."""
-        self._held_bytes = 0
-        """Of all that are listed."""
+        self._kept = kept
 
     def applies_to(self, scope: Scope) -> bool:
         """Whether `serve` is to be called: for a POST that begins an inference and has a key."""
@@ -94,7 +85,7 @@ class IdempotentRequests:
         return any(name == _KEY for name, _ in scope["headers"]) and _begins_inference(scope)
 
     def num_answers(self, owner: str = "") -> int:
-        return len(self._answers.get(owner, ()))
+        return len(self._kept.of(_Answer, owner))
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers the request: with `app`, or with what it answered to an earlier one."""
@@ -104,7 +95,7 @@ class IdempotentRequests:
             await refusing(400, text)(scope, receive, send)
             return
         owner = current_owner()
-        while (answer := self._answers[owner].get(key)) is not None:
+        while (answer := self._kept.find(_Answer, owner, key)) is not None:
             try:
                 async with asyncio.timeout(_BODY_WAIT_S):
                     expected = await asyncio.shield(answer.fingerprint)
@@ -113,7 +104,7 @@ class IdempotentRequests:
                 await refusing(409, text)(scope, receive, send)
                 return
             if expected is None:
-                self._forget(answer)  # its body was not read
+                self._kept.forget(answer)  # its body was not read
                 continue
             if await _fingerprint(scope, receive, answer.num_body_bytes) != expected:
                 text = f"the key '{key}' of the header 'Idempotency-Key' was used with another request"
@@ -124,15 +115,18 @@ class IdempotentRequests:
         if text := self._make_room(owner):
             await refusing(429, text)(scope, receive, send)
             return
-        answer = self._answers[owner][key] = _Answer(owner, key, Journal(self._limits.max_answer_bytes))
+        journal = Journal(self._limits.max_answer_bytes)
+        answer = _Answer(owner=owner, key=key, journal=journal, kept_s=self._limits.ttl_s)
+        answer.stop = answer.cancel
+        self._kept.add(answer)
         answer.work = asyncio.get_running_loop().create_task(self._work(answer, app, scope, receive))
         await self._give(answer, scope, receive, send)
 
     async def close(self) -> None:
         """Ends what runs, and forgets all."""
-        answers = [answer for of_owner in self._answers.values() for answer in of_owner.values()]
+        answers = list(self._kept.all(_Answer))
         for answer in answers:
-            self._forget(answer)
+            self._kept.forget(answer)
             if answer.work is not None:
                 answer.work.cancel()
         await asyncio.gather(*(answer.work for answer in answers if answer.work is not None), return_exceptions=True)
@@ -151,7 +145,7 @@ class IdempotentRequests:
                 answer.head.set_result(message)
                 return
             if piece := message.get("body", b""):
-                self._publish(answer, piece)
+                self._kept.publish(answer, [piece])
             if not message.get("more_body", False):
                 self._complete(answer)
 
@@ -163,24 +157,17 @@ class IdempotentRequests:
             _set_if_waited_for(answer.fingerprint)
             _set_if_waited_for(answer.head)
             if not answer.has_ended:
-                answer.journal.end(_IncompleteError())
-                self._forget(answer)
-
-    def _publish(self, answer: _Answer, piece: bytes) -> None:
-        before = answer.journal.held_bytes
-        answer.journal.publish([piece])
-        if answer.is_listed:
-            self._held_bytes += answer.journal.held_bytes - before
+                self._kept.end(answer, _IncompleteError())
+                self._kept.forget(answer)
 
     def _complete(self, answer: _Answer) -> None:
-        answer.journal.end()
+        self._kept.end(answer)
         message = answer.head.result()
         is_kept = message is not None and 200 <= message["status"] < 300 and answer.fingerprint.done()
-        if not is_kept or not answer.is_listed:
-            self._forget(answer)
-            return
-        self._set_timer(answer, self._limits.ttl_s)
-        self._evict(answer.owner)
+        if is_kept:
+            self._evict(answer.owner)
+        else:
+            self._kept.forget(answer)
 
     # --- its readers --------------------------------------------------------------------------------------------------
 
@@ -193,19 +180,10 @@ class IdempotentRequests:
         more_headers: Sequence[tuple[bytes, bytes]] = (),
     ) -> None:
         """Sends the answer from its beginning, as it comes."""
-        answer.num_readers += 1
-        if not answer.has_ended:
-            self._cancel_timer(answer)
-        try:
+        with answer.journal.reading(), suppress(ClientDisconnect, OSError):
             # The body must have been read before its client is watched, unless it is not wanted.
             await asyncio.wait((answer.fingerprint, answer.head), return_when=asyncio.FIRST_COMPLETED)
             await unless_disconnected(Request(scope, receive), self._send(answer, scope, receive, send, more_headers))
-        except (ClientDisconnect, OSError):
-            return
-        finally:
-            answer.num_readers -= 1
-            if not answer.num_readers and not answer.has_ended:
-                self._set_timer(answer, self._grace_s)
 
     async def _send(
         self,
@@ -237,49 +215,24 @@ class IdempotentRequests:
 
     # --- what is kept -------------------------------------------------------------------------------------------------
 
-    def _set_timer(self, answer: _Answer, after_s: float) -> None:
-        self._cancel_timer(answer)
-        answer.timer = asyncio.get_running_loop().call_later(after_s, self._forget, answer)
-
-    def _cancel_timer(self, answer: _Answer) -> None:
-        if answer.timer is not None:
-            answer.timer.cancel()
-            answer.timer = None
-
-    def _forget(self, answer: _Answer) -> None:
-        """A new request with its key runs. What has not ended is cancelled."""
-        self._cancel_timer(answer)
-        if answer.is_listed:
-            answer.is_listed = False
-            self._held_bytes -= answer.journal.held_bytes
-            of_owner = self._answers[answer.owner]
-            del of_owner[answer.key]
-            if not of_owner:
-                del self._answers[answer.owner]
-        if not answer.has_ended:
-            answer.presence.lost()
-
     def _make_room(self, owner: str) -> str:
         """Makes room for one more answer. Returns why it cannot, "" if there is room."""
-        of_owner = self._answers[owner]
+        of_owner = self._kept.of(_Answer, owner)
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
             return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, which is the limit"
-        while self._held_bytes > _MAX_BYTES:
-            if not any(self._forget_one(answers) for answers in list(self._answers.values())):
-                return f"the answers to requests with an 'Idempotency-Key' hold more than {_MAX_BYTES} bytes"
-        return ""
+        return "" if self._kept.has_room() else self._kept.refusal("answers to requests with an 'Idempotency-Key'")
 
     def _evict(self, owner: str) -> None:
-        answers = self._answers[owner]
+        answers = self._kept.of(_Answer, owner)
         held = sum(one.journal.held_bytes for one in answers.values())
         while held > self._limits.max_bytes and (gone := self._forget_one(answers)) is not None:
             held -= gone.journal.held_bytes
 
-    def _forget_one(self, answers: OrderedDict[str, _Answer]) -> _Answer | None:
+    def _forget_one(self, answers: Mapping[str, _Answer]) -> _Answer | None:
         """Forgets and returns the oldest that has ended; None if all are running."""
         oldest = next((one for one in answers.values() if one.has_ended), None)
         if oldest is not None:
-            self._forget(oldest)
+            self._kept.forget(oldest)
         return oldest
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Final
@@ -63,10 +64,17 @@ class Journal:
         """Shows further events to the readers."""
         self._held.extend(events)
         self.held_bytes += sum(map(len, events))
-        while self.held_bytes > self._max_bytes and len(self._held) > 1:
+        self.shed(self.held_bytes - self._max_bytes, keep=1)
+        self._wake()
+
+    def shed(self, num_bytes: int, keep: int) -> int:
+        """Lets go of the oldest events, of `num_bytes` at least; the last `keep` of them stay. Returns how many bytes
+        went."""
+        before = self.held_bytes
+        while before - self.held_bytes < num_bytes and len(self._held) > keep:
             self.held_bytes -= len(self._held.popleft())
             self.first_held += 1
-        self._wake()
+        return before - self.held_bytes
 
     def end(self, error: Exception | None = None) -> None:
         """No further event follows. error: what readers are told instead of the end."""
@@ -78,9 +86,8 @@ class Journal:
         """The events behind number `after`, all that are there at once; none when `quiet_s` passed without one.
 
         Raises EventsGoneError for events that are not held, and the error that the journal ended with."""
-        self._count_readers(1)
-        try:
-            number = after + 1
+        number = after + 1
+        with self.reading():
             while True:
                 if number < self.first_held:
                     yield (found := await self._loaded(number))
@@ -95,6 +102,13 @@ class Journal:
                 number = found.first + len(found.parts)
             if self._error is not None:
                 raise self._error
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within it there is one more reader."""
+        self._count_readers(1)
+        try:
+            yield
         finally:
             self._count_readers(-1)
 

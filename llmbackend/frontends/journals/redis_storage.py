@@ -128,14 +128,14 @@ class RedisStorage:
         again. Raises redis.RedisError."""
         import redis
 
-        ids = {_id(write) for write in writes}
+        ids = {write.id for write in writes}
         for attempt in range(_ATTEMPTS):
             with self._redis.pipeline(transaction=True) as pipe:
                 if ids:
                     pipe.watch(*(_key("doc", id) for id in ids))
                 refused = self._of_others(ids)
-                own = [write for write in writes if type(write) is Delete or _id(write) not in refused]
-                held = self._sizes({_id(write) for write in own})
+                own = [write for write in writes if type(write) is Delete or write.id not in refused]
+                held = self._sizes({write.id for write in own})
                 pipe.multi()
                 self._add(pipe, own, held)
                 try:
@@ -299,10 +299,6 @@ class RedisStorage:
 
 def _key(*parts: str) -> str:
     return _PREFIX + ":".join(parts)
-
-
-def _id(write: Write) -> str:
-    return write.document.id if isinstance(write, Put) else write.id
 
 
 def _machine() -> str:

@@ -1,10 +1,10 @@
-"""Streams that a client can come back to: their journals, who may read them, how long they are kept.
+"""Streams that a client can come back to: who may read them, and how they move to another host.
 
 For: the streams of server-sent events (resumable_http.py), and requests of ModelStreamInfer. Does not know: what an
-event says, how it is sent. Invariants: a stream that did not ask to be resumable costs nothing here; one that did goes
-on without its client for the grace, then its generation is cancelled; a client that comes back gets each event behind
-the last one that it has once, in order, or an error that says why it cannot; an event is shown once the hosts that
-copy the stream have what it was made of; what streams hold is bounded, one by one and together.
+event says, how it is sent. Invariants: as of KeptAnswers; a stream that did not ask to be resumable costs nothing
+here; a client that comes back gets each event behind the last one that it has once, in order, or an error that says why
+it cannot; an event is shown once the hosts that copy the stream have what it was made of; what a stream holds is
+bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import re
 import uuid
-from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,14 +23,13 @@ from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument, una
 from llmbackend.frontends.errors import log_bug
 
 from .journal import Journal, Recording, StreamDelta, StreamHead, StreamRecord
+from .kept_answers import KeptAnswer, KeptAnswers
 from .response_store import current_owner
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20
 """Events of one stream; a client that is further behind than that cannot come back. As much as may wait for a client of
 another stream."""
-_MAX_BYTES: Final = 256 << 20
-"""Events of all streams. Those that have ended go before the end of their grace; then no new one is opened."""
 
 
 class StreamGoneError(TritonError):
@@ -67,37 +65,29 @@ class Copies(Protocol):
         TritonError."""
 
 
-@dataclass(eq=False, slots=True)
-class ResumableStream:
+@dataclass(eq=False, slots=True, kw_only=True)
+class ResumableStream(KeptAnswer):
     """One resumable stream, while it may be asked for."""
 
     head: StreamHead
     status: int = 200
     headers: Mapping[str, str] = field(default_factory=dict)
-    journal: Journal = field(default_factory=lambda: Journal(MAX_STREAM_BYTES))
     recording: Recording | None = None
     producer: asyncio.Task[None] | None = None
-    grace: asyncio.TimerHandle | None = None
-
-    @property
-    def key(self) -> str:
-        return self.head.key
 
 
 class ResumableStreams:
     """The resumable streams of one server. Used on its event loop alone."""
 
-    def __init__(self, grace_s: float = 30.0, copies: Copies | None = None) -> None:
-        """copies: None: streams end with this host."""
-        self._grace_s = grace_s
+    def __init__(self, kept: KeptAnswers | None = None, copies: Copies | None = None) -> None:
+        """kept: the server's store; copies: None: streams end with this host."""
+        self._kept = kept or KeptAnswers()
         self.copies = copies
-        self._streams: OrderedDict[str, ResumableStream] = OrderedDict()
-        self._held_bytes = 0
         self._taking_up: dict[str, asyncio.Future[None]] = {}
 
     @property
     def num_streams(self) -> int:
-        return len(self._streams)
+        return sum(1 for _ in self._kept.all(ResumableStream))
 
     async def open(
         self,
@@ -117,18 +107,26 @@ class ResumableStreams:
         those of the request, it is copied. Raises TritonError UNAVAILABLE when too much is held; then the caller closes
         the events.
         """
-        self._make_room()
+        if not self._kept.has_room():
+            raise unavailable(self._kept.refusal("resumable streams"))
         head = _head(path, recorded_headers, recording)
-        stream = ResumableStream(head, status, headers or {}, recording=recording)
-        self._streams[head.key] = stream
-        stream.journal.on_readers = lambda count: self._readers_changed(stream, count)
-        self._readers_changed(stream, 0)
+        stream = ResumableStream(
+            owner=head.owner,
+            key=head.key,
+            journal=Journal(MAX_STREAM_BYTES),
+            head=head,
+            status=status,
+            headers=headers or {},
+            recording=recording,
+        )
+        stream.stop = partial(self._stopped, stream)
+        self._kept.add(stream)
         try:
             if recording is not None and self.copies is not None:
                 record = StreamRecord(head, () if recording.known is None else recording.known.deltas)
-                await self.copies.begin(record, partial(self._forget, stream))
+                await self.copies.begin(record, partial(self._kept.forget, stream))
         except BaseException:
-            self._forget(stream)
+            self._kept.forget(stream)
             raise
         stream.producer = asyncio.get_running_loop().create_task(self._produce(stream, events, on_close))
         if recording is not None:
@@ -145,8 +143,8 @@ class ResumableStreams:
         found = _PLACE.fullmatch(place)
         if found is None:
             raise invalid_argument(f"{what} is '{place[:80]}', expected the id of an event")
-        stream = self._streams.get(found["stream"]) or await self._taken_up(found["stream"], path)
-        if stream is None or stream.head.owner != current_owner() or stream.head.path != path:
+        stream = self._own(found["stream"]) or await self._taken_up(found["stream"], path)
+        if stream is None or stream.head.path != path:
             raise StreamGoneError(f"there is no stream '{found['stream']}', or it is no longer kept")
         after = -1 if found["number"] is None else int(found["number"])
         if after + 1 < stream.journal.first_held:
@@ -161,15 +159,16 @@ class ResumableStreams:
         back to."""
         copies, self.copies = self.copies, None
         if copies is not None and copies.are_made:
-            for stream in list(self._streams.values()):
+            for stream in self._kept.all(ResumableStream):
                 if stream.recording is not None:
-                    self._forget(stream)
+                    self._kept.forget(stream)
 
     async def close(self) -> None:
         """Ends all of them."""
-        producers = [stream.producer for stream in self._streams.values() if stream.producer is not None]
-        for stream in list(self._streams.values()):
-            self._forget(stream)
+        streams = list(self._kept.all(ResumableStream))
+        producers = [stream.producer for stream in streams if stream.producer is not None]
+        for stream in streams:
+            self._kept.forget(stream)
         await asyncio.gather(*producers, return_exceptions=True)
 
     async def _taken_up(self, key: str, path: str) -> ResumableStream | None:
@@ -181,7 +180,11 @@ class ResumableStreams:
             taking = self._taking_up[key] = asyncio.ensure_future(self._take_up(self.copies, key, path))
             taking.add_done_callback(lambda _: self._taking_up.pop(key))
         await asyncio.shield(taking)
-        return self._streams.get(key)
+        return self._own(key)
+
+    def _own(self, key: str) -> ResumableStream | None:
+        """One of the current request's owner."""
+        return self._kept.find(ResumableStream, current_owner(), key)
 
     async def _take_up(self, copies: Copies, key: str, path: str) -> None:
         record = await copies.take(key, current_owner(), path)
@@ -190,10 +193,10 @@ class ResumableStreams:
 
     def give_away(self, key: str, owner: str, path: str) -> bool:
         """Ends a stream that another host goes on with; whether there was one for this owner and path."""
-        stream = self._streams.get(key)
-        if stream is None or (stream.head.owner, stream.head.path) != (owner, path):
+        stream = self._kept.find(ResumableStream, owner, key)
+        if stream is None or stream.head.path != path:
             return False
-        self._forget(stream)
+        self._kept.forget(stream)
         return True
 
     # --- one stream -------------------------------------------------------------------------------------------------
@@ -206,13 +209,13 @@ class ResumableStreams:
     ) -> None:
         try:
             async for some in events:
-                self._then(stream, partial(self._show, stream, some))
-            self._then(stream, stream.journal.end)
+                self._then(stream, partial(self._kept.publish, stream, some))
+            self._then(stream, partial(self._kept.end, stream))
         except Exception as error:
             log_bug("unexpected error in a resumable stream", error)
-            stream.journal.end(error)
+            self._kept.end(stream, error)
         except asyncio.CancelledError:
-            stream.journal.end()
+            self._kept.end(stream)
             raise
         finally:
             on_close()
@@ -225,39 +228,12 @@ class ResumableStreams:
         else:
             self.copies.add(stream.key, stream.recording.take_new(), show)
 
-    def _show(self, stream: ResumableStream, events: Sequence[bytes]) -> None:
-        before = stream.journal.held_bytes
-        stream.journal.publish(events)
-        if stream.key in self._streams:
-            self._held_bytes += stream.journal.held_bytes - before
-
-    def _readers_changed(self, stream: ResumableStream, count: int) -> None:
-        if stream.grace is not None:
-            stream.grace.cancel()
-            stream.grace = None
-        if not count and stream.key in self._streams:
-            stream.grace = asyncio.get_running_loop().call_later(self._grace_s, self._forget, stream)
-
-    def _forget(self, stream: ResumableStream) -> None:
-        """Ends it, if it has not ended."""
-        if self._streams.pop(stream.key, None) is None:
-            return
-        self._held_bytes -= stream.journal.held_bytes
-        if stream.grace is not None:
-            stream.grace.cancel()
+    def _stopped(self, stream: ResumableStream) -> None:
+        """It was forgotten: ends it, if it has not ended."""
         if stream.producer is not None:
             stream.producer.cancel()
         if stream.recording is not None and self.copies is not None:
             self.copies.end(stream.key)
-
-    def _make_room(self) -> None:
-        if self._held_bytes <= _MAX_BYTES:
-            return
-        for stream in list(self._streams.values()):
-            if stream.journal.has_ended and not stream.journal.num_readers:
-                self._forget(stream)
-        if self._held_bytes > _MAX_BYTES:
-            raise unavailable(f"resumable streams hold {self._held_bytes} bytes of events, the limit is {_MAX_BYTES}")
 
 
 def _head(path: str, headers: Sequence[tuple[bytes, bytes]], recording: Recording | None) -> StreamHead:

@@ -17,11 +17,10 @@ from typing import Any, Final
 
 import msgspec
 
-from .documents import Append, Capacity, Delete, Document, Put, StoreError, Write
+from .documents import Append, Capacity, Document, OwnStorage, StoreError, Write
 
 _VERSION: Final = 1
 _LOCK_WAIT_S: Final = 2.0
-_EVICTED_AT_ONCE: Final = 32
 _SCHEMA: Final = """
 CREATE TABLE documents (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, kind TEXT NOT NULL, body BLOB NOT NULL, created_s REAL NOT NULL,
@@ -41,19 +40,15 @@ _NAMES: Final = _FIELDS.split(", ")
 _PARTS = msgspec.msgpack.Decoder(list[bytes])
 
 
-class SqliteStorage:
+class SqliteStorage(OwnStorage):
     """A Storage."""
 
     is_persistent = True
-    takes_over_each_s: float | None = None
-    answers_within_s: float | None = None
 
     def __init__(self, path: Path, capacity: Capacity) -> None:
         """Opens the file, or makes it. Raises StoreError."""
+        super().__init__(capacity)
         self._path = path
-        self._capacity = capacity
-        self._held_bytes = 0
-        self._count_of: Counter[str] = Counter()
         self._connection = self._opened()
         self._file = _identity(path)
         try:
@@ -65,19 +60,7 @@ class SqliteStorage:
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
         with self._errors(), self._transaction():
-            for write in writes:
-                match write:
-                    case Put(document):
-                        self._put(document)
-                    case Append():
-                        self._append(write)
-                    case Delete(id):
-                        self._remove([id])
-            self._remove(self._ids("WHERE expires_s <= ?", now_s))
-            for owner in {write.document.owner for write in writes if isinstance(write, Put)}:
-                if (excess := self._count_of[owner] - self._capacity.max_documents_per_owner) > 0:
-                    self._remove(self._ids("WHERE owner = ? AND NOT is_live ORDER BY created_s LIMIT ?", owner, excess))
-            self._evict()
+            self._commit(writes, now_s)
         return ()
 
     def get(self, id: str, now_s: float) -> Document | None:
@@ -124,7 +107,7 @@ class SqliteStorage:
 
     def _put(self, document: Document) -> None:
         before = self._rows("SELECT size_bytes FROM documents WHERE id = ?", document.id)
-        self._held_bytes += document.size_bytes - (before[0][0] if before else 0)
+        self.held_bytes += document.size_bytes - (before[0][0] if before else 0)
         self._count_of[document.owner] += not before
         self._connection.execute(
             f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
@@ -156,29 +139,27 @@ class SqliteStorage:
         found = self._connection.execute(
             "UPDATE documents SET log_bytes = log_bytes + ? WHERE id = ?", (size_bytes, id)
         ).rowcount
-        self._held_bytes += size_bytes * found
+        self.held_bytes += size_bytes * found
         return bool(found)
 
-    def _remove(self, ids: Sequence[str]) -> None:
-        for id in ids:
-            found = self._rows("SELECT owner, size_bytes + log_bytes FROM documents WHERE id = ?", id)
-            if not found:
-                continue
-            owner, size_bytes = found[0]
-            self._held_bytes -= size_bytes
-            self._count_of[owner] -= 1
-            for table in ("documents", "events", "progress"):
-                self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
+    def _remove(self, id: str) -> None:
+        found = self._rows("SELECT owner, size_bytes + log_bytes FROM documents WHERE id = ?", id)
+        if not found:
+            return
+        owner, size_bytes = found[0]
+        self.held_bytes -= size_bytes
+        self._count_of[owner] -= 1
+        for table in ("documents", "events", "progress"):
+            self._connection.execute(f"DELETE FROM {table} WHERE id = ?", (id,))
 
-    def _evict(self) -> None:
-        while self._held_bytes > self._capacity.max_bytes:
-            oldest = self._ids("WHERE NOT is_live ORDER BY created_s LIMIT ?", _EVICTED_AT_ONCE)
-            if not oldest:
-                return
-            for id in oldest:
-                self._remove([id])
-                if self._held_bytes <= self._capacity.max_bytes:
-                    return
+    def _expired(self, now_s: float) -> Sequence[str]:
+        return self._ids("WHERE expires_s <= ?", now_s)
+
+    def _oldest(self, most: int, owner: str | None = None) -> Sequence[str]:
+        if most <= 0:
+            return ()
+        of_owner, values = ("", (most,)) if owner is None else ("owner = ? AND ", (owner, most))
+        return self._ids(f"WHERE {of_owner}NOT is_live ORDER BY created_s LIMIT ?", *values)
 
     # --- the file ---------------------------------------------------------------------------------------------------
 
@@ -206,7 +187,7 @@ class SqliteStorage:
         self._count()
 
     def _count(self) -> None:
-        self._held_bytes = self._rows("SELECT COALESCE(SUM(size_bytes + log_bytes), 0) FROM documents")[0][0]
+        self.held_bytes = self._rows("SELECT COALESCE(SUM(size_bytes + log_bytes), 0) FROM documents")[0][0]
         self._count_of = Counter(dict(self._rows("SELECT owner, COUNT(*) FROM documents GROUP BY owner")))
 
     def _ids(self, condition: str, *values: Any) -> list[str]:

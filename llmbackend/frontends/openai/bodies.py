@@ -20,7 +20,7 @@ from ..generation.inferences import Generation
 from ..generation.plan import AnswerPlan
 from ..generation.request import FIRST_RANK, GenerationRequest, LogprobForm
 from ..generation.tensors import Delta, PromptDetails, TokenEntries
-from ..http.openai_errors import JsonObject
+from ..http.errors import JsonObject
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from ..generation.tensors import (
     Delta,
     PromptDetails,
 )
-from ..http.openai_errors import OpenAIError
+from ..http.errors import OpenAIError
 from .bodies import logprobs_renderer
 
 DONE = b"data: [DONE]\n\n"

@@ -16,9 +16,8 @@ from starlette.responses import Response
 from llmbackend.core.errors import TritonError, shown
 
 from ..errors import BodyTooLargeError
-from ..http.errors import OpenAIErrorBody
+from ..http.errors import JsonObject, OpenAIError, OpenAIErrorBody
 from ..http.json_reader import check_depth, check_objects
-from ..http.openai_errors import JsonObject, OpenAIError
 from ..http.request_body import ENCODINGS, IDENTITY, content_encoding
 from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate

@@ -15,7 +15,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 from ..conversation.tools import MAX_TOOLS, ChosenTool, ToolChoice
 from ..generation.request import FORMER_FIELDS, STRUCTURED_OUTPUTS, ReasoningUse
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Range, refuse_unknown
-from ..http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ..http.errors import JsonObject, OpenAIError, missing, refuse
 
 _MAX_PAIRS, _MAX_KEY_CHARS, _MAX_VALUE_CHARS = 16, 64, 512
 

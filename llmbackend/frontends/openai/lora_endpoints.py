@@ -22,7 +22,7 @@ from llmbackend.core.messages import InferenceRequest
 from ..generation.models import ModelCatalog
 from ..generation.tensors import LORA_CHANGE
 from ..generation.validation import ClosedObject, Expected, Flag, NonEmpty, Only, read
-from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.routing import post
 from ..inference_gate import InferenceGate

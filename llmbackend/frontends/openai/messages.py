@@ -15,7 +15,7 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from ..conversation.turns import Turn, called
 from ..generation.validation import Items, NonEmpty, Only, refuse_unknown
-from ..http.openai_errors import JsonObject, missing
+from ..http.errors import JsonObject, missing
 
 _NULLS: JsonObject = {"additionalProperties": {"type": "null"}}
 """Clients dump whole objects of types of their own: unknown fields are accepted if they are null."""

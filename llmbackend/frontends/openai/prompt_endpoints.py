@@ -37,7 +37,7 @@ from ..generation.tensors import (
     text_tensor,
 )
 from ..generation.validation import ClosedObject, Flag, TokenIds, read
-from ..http.openai_errors import JsonObject, OpenAIError
+from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.request_scope import unless_disconnected
 from ..http.routing import post

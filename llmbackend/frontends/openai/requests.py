@@ -18,7 +18,7 @@ from ..generation.request import (
 )
 from ..generation.tensors import input_ids_tensor, messages_tensor, text_tensor
 from ..generation.validation import read
-from ..http.openai_errors import JsonObject, OpenAIError, refuse, requires
+from ..http.errors import JsonObject, OpenAIError, refuse, requires
 from ..protocol_options import RequestDefaults
 from .messages import for_template
 from .schema import (

@@ -30,8 +30,8 @@ from ..generation.models import ModelCatalog, Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest, StreamForm
 from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
+from ..http.errors import JsonObject, OpenAIError
 from ..http.event_stream import EventSource, pieces_of
-from ..http.openai_errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.routing import CatchAll, get, post
 from ..inference_gate import InferenceGate

@@ -24,7 +24,7 @@ from ..generation.validation import (
     Range,
     TokenIds,
 )
-from ..http.openai_errors import JsonObject, OpenAIError, refuse
+from ..http.errors import JsonObject, OpenAIError, refuse
 from .fields import ChatToolChoice, FunctionCall, Labels, ReasoningFields, StructuredOutputFields
 from .messages import Message
 

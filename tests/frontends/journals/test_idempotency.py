@@ -17,8 +17,8 @@ from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.api_keys import ApiKey, digest_of
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.journals import idempotency
 from llmbackend.frontends.journals.idempotency import IdempotentRequests
+from llmbackend.frontends.journals.kept_answers import KeptAnswers
 from llmbackend.frontends.journals.store_settings import IdempotencyLimits
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
@@ -117,7 +117,7 @@ def test_a_request_goes_on_without_its_client_and_a_retry_joins_it(
 
 def test_a_request_that_nobody_comes_back_to_is_cancelled(tmp_path: Path) -> None:
     running = Running(
-        tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(IdempotencyLimits(), 0.1),
+        tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(IdempotencyLimits(), KeptAnswers(0.1)),
         engine={"mock_step_ms": 20},
     )  # fmt: skip
     try:
@@ -180,7 +180,7 @@ def test_other_endpoints_pass_the_header_over(running: Running, client: httpx.Cl
 
 def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     limits = IdempotencyLimits(ttl_s=0.5, max_answers=2, max_bytes=1200)
-    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, 5))
+    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, KeptAnswers(5)))
     try:
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
             for number in range(4):
@@ -197,7 +197,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
 
 def test_a_stream_too_large_to_be_kept_is_sent_once(tmp_path: Path) -> None:
     limits = IdempotencyLimits(max_answer_bytes=500)
-    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, 5),
+    running = Running(tmp_path, start=mock_llm_host, idempotent=IdempotentRequests(limits, KeptAnswers(5)),
                       engine={"mock_step_ms": 2})  # fmt: skip
     try:
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
@@ -259,13 +259,13 @@ def test_a_request_does_not_wait_for_a_body_that_does_not_come(running: Running,
     assert post(client, COMPLETIONS, "slow").headers["idempotent-replayed"] == "true"
 
 
-def test_what_is_kept_for_all_keys_together_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "_MAX_BYTES", 1000)
+def test_what_is_kept_for_all_keys_together_is_bounded(tmp_path: Path) -> None:
+    idempotent = IdempotentRequests(IdempotencyLimits(), KeptAnswers(5, max_bytes=1000))
     keys = tmp_path / "keys"
     keys.write_text("one:sk-one\ntwo:sk-two\n")
     keys.chmod(0o600)
     access = AccessControl(AccessSettings(api_key_file=keys))
-    running = Running(tmp_path / "models", start=mock_llm_host, access=access)
+    running = Running(tmp_path / "models", start=mock_llm_host, access=access, idempotent=idempotent)
     try:
         with httpx.Client(base_url=f"http://{running.http}", timeout=30) as client:
             one, two = ({"Authorization": f"Bearer sk-{name}"} for name in ("one", "two"))

@@ -143,10 +143,10 @@ def test_held_bytes_are_what_is_in_the_file(tmp_path: Path) -> None:
     storage = SqliteStorage(tmp_path / "store", CAPACITY)
     storage.commit([Put(document("a", is_live=True)), Append("a", 0, (b"x" * 10,), b"y" * 100)], 1.0)
     storage.commit([Put(document("a"))], 1.0)
-    held = storage._held_bytes
+    held = storage.held_bytes
     assert held == document("a").size_bytes + 10
     storage.close()
-    assert SqliteStorage(tmp_path / "store", CAPACITY)._held_bytes == held
+    assert SqliteStorage(tmp_path / "store", CAPACITY).held_bytes == held
 
 
 def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,12 +179,12 @@ def test_a_failed_transaction_leaves_nothing(tmp_path: Path) -> None:
             log.append([b"0"], b"p")
             while log.journal.next_number < 1:
                 await asyncio.sleep(0.001)
-            held = storage._held_bytes
+            held = storage.held_bytes
             storage._connection.execute("PRAGMA query_only = ON")
             log.append([b"1"], b"p")
             with pytest.raises(StoreError, match="readonly"):
                 await log.finish(document("a"))
-            assert storage._held_bytes == held
+            assert storage.held_bytes == held
             storage._connection.execute("PRAGMA query_only = OFF")
             assert log.journal.next_number == 1 and failures
 

@@ -8,7 +8,7 @@ import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS, REFUSED_ITEMS
 from llmbackend.frontends.openai.responses_api.schema import ResponsesBody
 

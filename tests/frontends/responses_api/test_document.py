@@ -10,7 +10,7 @@ import jsonschema_rs
 import orjson
 import pytest
 
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS
 from llmbackend.frontends.openai.responses_api.parsing import parse_responses, read_responses
 from llmbackend.frontends.openai.responses_api.schema import ResponsesBody

@@ -17,7 +17,7 @@ from llmbackend.frontends.generation.plan import AnswerPlan
 from llmbackend.frontends.generation.request import STRUCTURED_OUTPUTS, LogprobForm
 from llmbackend.frontends.generation.sealed_reasoning import SealingKey
 from llmbackend.frontends.generation.tensors import PROMPT_IN_REASONING, Delta, TextToken
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.events import ResponseWriter
 from llmbackend.frontends.openai.responses_api.response_state import ResponseState
 from tests.frontends.parsers.laws import LENGTHS, changed

@@ -10,7 +10,7 @@ from openai.types.responses import response_create_params, response_includable, 
 
 from llmbackend.core.errors import invalid_argument
 from llmbackend.frontends.generation.request import STRUCTURED_OUTPUTS, GenerationRequest
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.items import ITEM_FORMS, REFUSED_ITEMS
 from llmbackend.frontends.openai.responses_api.parsing import History, effective_sampling
 from llmbackend.frontends.openai.responses_api.schema import INCLUDABLE, ResponsesBody

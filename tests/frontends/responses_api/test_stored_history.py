@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.documents import Document
 from llmbackend.frontends.journals.response_store import ResponseStore

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from llmbackend.frontends.conversation.tools import InputGrammar, NamedTool, ToolUse
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.openai.responses_api.parsing import History
 
 from .parsed import chat, parsed

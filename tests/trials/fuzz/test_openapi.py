@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.anthropic.router import create_anthropic_router
-from llmbackend.frontends.http.openai_errors import OpenAIError
+from llmbackend.frontends.http.errors import OpenAIError
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.openai.requests import parse_chat, parse_completion
 from llmbackend.frontends.openai.router import create_openai_router

@@ -33,7 +33,7 @@ from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.request import WITH_USAGE, GenerationRequest
 from ...generation.sealed_reasoning import SealingKey
 from ...generation.tensors import Delta
-from ...http.openai_errors import OpenAIError
+from ...http.errors import OpenAIError
 from ...http.request_body import release_body
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document, StoreError

@@ -23,7 +23,7 @@ from starlette.responses import Response
 
 from ...generation.validation import ClosedObject, read
 from ...generation.validation import Items as ItemCount
-from ...http.openai_errors import JsonObject, OpenAIError, refuse
+from ...http.errors import JsonObject, OpenAIError, refuse
 from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document

@@ -31,7 +31,7 @@ from ...generation.models import ModelCatalog, Target
 from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ...generation.tensors import RETURN_NUM_INPUT_TOKENS
-from ...http.openai_errors import JsonObject, OpenAIError, missing
+from ...http.errors import JsonObject, OpenAIError, missing
 from ...http.request_body import release_body
 from ...http.request_scope import unless_disconnected
 from ...http.routing import post

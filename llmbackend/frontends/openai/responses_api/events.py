@@ -15,8 +15,8 @@ import orjson
 
 from ...generation.http_answers import QUIET_S, stream_headers
 from ...generation.tensors import Delta, PromptDetails
+from ...http.errors import JsonObject, OpenAIError
 from ...http.event_stream import EventStream
-from ...http.openai_errors import JsonObject, OpenAIError
 from ...journals.documents import StoreError
 from ...journals.journal import EventsGoneError, Journal
 from ..chunks import PING

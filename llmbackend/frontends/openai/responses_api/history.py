@@ -12,7 +12,7 @@ from functools import partial
 
 import orjson
 
-from ...http.openai_errors import JsonObject, OpenAIError
+from ...http.errors import JsonObject, OpenAIError
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import (

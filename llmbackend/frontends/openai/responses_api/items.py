@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
-from ...http.openai_errors import JsonObject
+from ...http.errors import JsonObject
 from .tools import Tools
 
 _TEXT_ONLY = "models read and write text only"

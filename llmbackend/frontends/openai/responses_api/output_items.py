@@ -15,7 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from ...conversation.tools import INPUT, NamedTool, ToolKind
-from ...http.openai_errors import JsonObject
+from ...http.errors import JsonObject
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ID_PREFIX = "resp_"

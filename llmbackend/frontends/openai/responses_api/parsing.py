@@ -22,7 +22,7 @@ from ...generation.request import WITH_USAGE, GenerationRequest, LogprobForm, Re
 from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ...generation.tensors import messages_tensor
 from ...generation.validation import read
-from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse
+from ...http.errors import JsonObject, OpenAIError, missing, refuse
 from .items import check_fields, full_item, item_type
 from .output_items import ID_PREFIX
 from .schema import ENCRYPTED_REASONING, OUTPUT_LOGPROBS, TEXT_FORMAT, ResponsesBody

@@ -21,7 +21,7 @@ from ...generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallA
 from ...generation.plan import AnswerPlan
 from ...generation.request import LogprobForm
 from ...generation.tensors import Delta, TokenEntries
-from ...http.openai_errors import JsonObject, OpenAIError
+from ...http.errors import JsonObject, OpenAIError
 from ..bodies import ChatLogprobs
 from .output_items import CALLS, MESSAGE, REASONING, CustomInput, ItemKind, OutputItem, item_id
 

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
-from ...http.openai_errors import JsonObject, OpenAIError, missing, refuse, requires
+from ...http.errors import JsonObject, OpenAIError, missing, refuse, requires
 from ..fields import Labels, constraint_of
 from ..schema import TEMPLATE_NAMES, Sampling, check_template_variables, is_true, needs
 from .items import Input

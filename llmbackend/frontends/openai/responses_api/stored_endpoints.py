@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ...generation.sealed_reasoning import SealingKey
-from ...http.openai_errors import JsonObject, OpenAIError, refuse, requires
+from ...http.errors import JsonObject, OpenAIError, refuse, requires
 from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document

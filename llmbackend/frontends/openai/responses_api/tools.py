@@ -43,7 +43,7 @@ from ...generation.validation import (
     Only,
     refuse_unknown,
 )
-from ...http.openai_errors import JsonObject, OpenAIError, refuse
+from ...http.errors import JsonObject, OpenAIError, refuse
 from ..fields import MODES, closed, read_allowed
 
 _DIRECT_ONLY = "only the model calls tools"

@@ -1,0 +1,140 @@
+"""Answers that are kept so that clients can come back to them: how long, for whose readers, and how much of them.
+
+For: resumable streams and retried requests; a server has one store for both. Does not know: what an answer says, how it
+is made. Invariants: an answer that is being made continues without readers for the grace, then it is forgotten, which
+stops what makes it; what all answers hold together is bounded, those that are being made included: first the ones that
+have ended and that nobody reads go, the oldest first, then the oldest pieces of the one that grows, and of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypeVar
+
+from .journal import Journal
+
+MAX_BYTES: Final = 256 << 20
+_FULL: Final = 15 / 16
+"""Of the bytes: the rest is for answers that have begun."""
+A = TypeVar("A", bound="KeptAnswer")
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class KeptAnswer:
+    """Owner: the store that lists it."""
+
+    owner: str
+    """The API key that may come back to it, as `current_owner` names it."""
+    key: str
+    """Among the answers of its kind and owner."""
+    journal: Journal
+    kept_s: float | None = None
+    """After its end; None: as before its end, for the grace without readers."""
+    stop: Callable[[], None] = field(default=lambda: None)
+    """Called when it is forgotten."""
+    is_listed: bool = False
+    timer: asyncio.TimerHandle | None = None
+
+
+class KeptAnswers:
+    """Used on one event loop."""
+
+    def __init__(self, grace_s: float = 30.0, max_bytes: int = MAX_BYTES) -> None:
+        self._grace_s = grace_s
+        self._max_bytes = max_bytes
+        self._answers: dict[tuple[type[KeptAnswer], str], dict[str, KeptAnswer]] = {}
+        """By kind and owner, then by key; the oldest first."""
+        self._ended: dict[KeptAnswer, None] = {}
+        self.held_bytes = 0
+
+    def find(self, kind: type[A], owner: str, key: str) -> A | None:
+        return self.of(kind, owner).get(key)
+
+    def of(self, kind: type[A], owner: str) -> Mapping[str, A]:
+        """By key, the oldest first."""
+        return self._answers.get((kind, owner), {})  # type: ignore[return-value]
+
+    def all(self, kind: type[A]) -> Iterator[A]:
+        """Those that are listed now; meanwhile they may be forgotten."""
+        found = [one for answers in self._answers.values() for one in answers.values()]
+        return (one for one in found if isinstance(one, kind))
+
+    def has_room(self) -> bool:
+        """Whether another answer may begin. Forgets what has ended and nobody reads, as far as that helps."""
+        return self._make_room(int(self._max_bytes * _FULL))
+
+    def refusal(self, kind: str) -> str:
+        """What is said where there is no room. kind: of answers"""
+        return f"{kind} and other kept answers hold {self.held_bytes} bytes, the limit is {self._max_bytes}"
+
+    def add(self, answer: KeptAnswer) -> None:
+        self._answers.setdefault((type(answer), answer.owner), {})[answer.key] = answer
+        answer.is_listed = True
+        answer.journal.on_readers = partial(self._readers_changed, answer)
+        self._readers_changed(answer, answer.journal.num_readers)
+
+    def publish(self, answer: KeptAnswer, pieces: Sequence[bytes]) -> None:
+        """Shows further pieces of it to its readers."""
+        journal = answer.journal
+        before = journal.held_bytes
+        journal.publish(pieces)
+        if not answer.is_listed:
+            return
+        self.held_bytes += journal.held_bytes - before
+        if not self._make_room(self._max_bytes):
+            self._shed(answer, len(pieces))
+
+    def end(self, answer: KeptAnswer, error: Exception | None = None) -> None:
+        """It is complete, or with `error` broken off."""
+        answer.journal.end(error)
+        if answer.is_listed:
+            self._ended[answer] = None
+            if answer.kept_s is not None:
+                self._forget_after(answer, answer.kept_s)
+
+    def forget(self, answer: KeptAnswer) -> None:
+        """Nobody finds it from now on; those who read it have what it holds. Idempotent."""
+        if not answer.is_listed:
+            return
+        answer.is_listed = False
+        place = type(answer), answer.owner
+        del self._answers[place][answer.key]
+        if not self._answers[place]:
+            del self._answers[place]
+        self._ended.pop(answer, None)
+        self.held_bytes -= answer.journal.held_bytes
+        self._forget_after(answer, None)
+        answer.stop()
+
+    def _make_room(self, max_bytes: int) -> bool:
+        """Whether no more than `max_bytes` are held."""
+        if self.held_bytes > max_bytes:
+            for answer in [one for one in self._ended if not one.journal.num_readers]:
+                self.forget(answer)
+                if self.held_bytes <= max_bytes:
+                    break
+        return self.held_bytes <= max_bytes
+
+    def _shed(self, growing: KeptAnswer, num_new: int) -> None:
+        """Its oldest pieces go, but for the new ones; where that is not enough, those of others that are being made."""
+        self.held_bytes -= growing.journal.shed(self.held_bytes - self._max_bytes, keep=num_new)
+        for other in self.all(KeptAnswer):
+            if self.held_bytes <= self._max_bytes:
+                return
+            if other is not growing and not other.journal.has_ended:
+                self.held_bytes -= other.journal.shed(self.held_bytes - self._max_bytes, keep=0)
+
+    def _readers_changed(self, answer: KeptAnswer, count: int) -> None:
+        if not answer.journal.has_ended or answer.kept_s is None:
+            self._forget_after(answer, None if count else self._grace_s)
+
+    def _forget_after(self, answer: KeptAnswer, delay_s: float | None) -> None:
+        """None: not by time."""
+        if answer.timer is not None:
+            answer.timer.cancel()
+            answer.timer = None
+        if delay_s is not None and answer.is_listed:
+            answer.timer = asyncio.get_running_loop().call_later(delay_s, self.forget, answer)
