@@ -191,6 +191,11 @@ class LoraRegistry:
         logger.error("%s", text)
         self._give_up(key, unavailable(text))
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether engines are to load an adapter that somebody waits for."""
+        return bool(self._loading)
+
     def unload(self, name: str) -> None:
         """Requests that have it go on. Raises TritonError when there is no such adapter."""
         if name in self._configured:

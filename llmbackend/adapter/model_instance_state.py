@@ -83,6 +83,7 @@ class ModelInstanceState:
             state_changed=self._reports.engine_state,
             progress=self._reports.load_progress,
             blocks_changed=self._blocks_changed,
+            needs_engine=self._model.needs_engine,
         )
         stall_timeout_s, policy = self._model.arguments.stall_timeout_s, self._instance.host_policy
         return LlmManager(config, callbacks, stall_timeout_s=stall_timeout_s, index=index, policy=policy)

@@ -224,6 +224,10 @@ class ModelState:
             answer=answer,
         )
 
+    def needs_engine(self) -> bool:
+        """Whether an engine that has ended because nobody used it is to start again."""
+        return bool(self.tasks.num_queued) or self.loras.is_loading
+
     def ready_engines(self) -> list[EngineHandle]:
         """Those that take requests now. One that is down seems the emptiest of all: no request should wait for it."""
         return [engine for engine in tuple(self._engines) if engine.manager.is_up and not engine.why_not_ready()]

@@ -257,6 +257,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Failures:
     step_timeout_s                an engine whose step takes longer is replaced
     load_timeout_s                an engine whose load takes longer is replaced
+    idle_unload_s                 an engine without requests for so long ends, and starts again with the next one; 0 =
+                                  never
     max_engine_failures           engines that may die in a row without finishing a step before requests are refused
     fault_directory               see llmbackend/testing/faults.py; "" = no faults
 
@@ -321,6 +323,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_lora_rank: int = 16
     step_timeout_s: float = 120.0
     load_timeout_s: float = 1800.0
+    idle_unload_s: float = 0.0
     max_engine_failures: int = 5
     fault_directory: str = ""
 
@@ -343,6 +346,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, milliseconds in (("mock_step_ms", self.mock_step_ms), ("step_target_ms", self.step_target_ms or 0.0)):
             if not 0 <= milliseconds < math.inf:
                 raise ValueError(f"engine argument '{name}' is {milliseconds:g}, expected a number of at least 0")
+        if not 0 <= self.idle_unload_s < math.inf:
+            raise ValueError(f"engine argument 'idle_unload_s' is {self.idle_unload_s:g}, expected at least 0")
         if self.weight_cache_size is not None and not 0 <= self.weight_cache_size < math.inf:
             raise ValueError(
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"

@@ -79,6 +79,7 @@ class ManagerCallbacks:
     progress(progress)                  while an engine loads
     blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
                                         `follow_prefixes` alone
+    needs_engine()                      whether an engine that has ended because nobody used it is to start again
     """
 
     get_requests: Callable[[int], Sequence[InferRequest]]
@@ -95,6 +96,7 @@ class ManagerCallbacks:
     state_changed: Callable[[EngineState], None] = lambda state: None
     progress: Callable[[LoadProgress], None] = lambda progress: None
     blocks_changed: Callable[[BlockChanges], None] = lambda changes: None
+    needs_engine: Callable[[], bool] = lambda: False
 
 
 logger = logging.getLogger(__name__)
@@ -291,10 +293,26 @@ class LlmManager:
                 self._is_ordered.set()
         self._deliver(results)
         self._wakeup.clear()
+        if self._supervisor.is_asleep:
+            if self._call(self._on.needs_engine):
+                self._supervisor.wake_up()
+            self._pull_aborts()
+            return
         if not self._is_up and (info := self._supervisor.info) is not None:
             self._engine_is_up(info)
         if not self._stopping:
             self._feed()
+            if not self._live and self._supervisor.sleep_if_unused():
+                self._forget_engine()
+                self._call(self._on.state_changed, self._history.slept())
+
+    def _forget_engine(self) -> None:
+        """What the next engine knows, and what it does not."""
+        self._has_sent_vocabulary = self._prepares_grammars = False
+        self._sent_adapters = self._configured_adapters
+        self._is_up = False
+        self._sent_watch = NOT_WATCHED
+        self._sent_prefixes = False
 
     def _engine_is_up(self, info: ModelInfo) -> None:
         self._is_up = True
@@ -391,11 +409,7 @@ class LlmManager:
 
     def _lose_engine(self, error: EngineDeadError) -> None:
         """The owner gets back what was live; the first load is not tried again."""
-        self._has_sent_vocabulary = self._prepares_grammars = False
-        self._sent_adapters = self._configured_adapters
-        self._is_up = False
-        self._sent_watch = NOT_WATCHED
-        self._sent_prefixes = False
+        self._forget_engine()
         if not self._first_load.done():
             if error.kind == "disconnect" and not self._supervisor.is_given_up:
                 return  # it may come back, or the cluster names another place

@@ -109,13 +109,14 @@ class EngineReport(msgspec.Struct, frozen=True, array_like=True):
     blocks: BlockMap | None = None
 
 
-StateName = Literal["starting", "ready", "recovering", "failed", "stopped"]
+StateName = Literal["starting", "ready", "recovering", "failed", "asleep", "stopped"]
 
 
 class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of an engine since its last change.
 
-    name          "failed": it ended too often in a row for requests to wait for it; it is still tried again
+    name          "asleep": it has ended because nobody used it, and starts again with the next request; "failed": it
+                  ended too often in a row for requests to wait for it; it is still tried again
     time_s        of the change, Unix time
     reason        why the last engine ended; "" = none has
     pid           of its process; None = it has none now, or runs on a thread
@@ -149,6 +150,9 @@ class EngineHistory:
             self._lost_s = time.monotonic()
         num_restarts = self.current.num_restarts + 1
         return self._change("failed" if is_given_up else "recovering", reason=reason, num_restarts=num_restarts)
+
+    def slept(self) -> EngineState:
+        return self._change("asleep", reason="")
 
     def stopped(self) -> EngineState:
         return self._change("stopped", reason="")

@@ -58,7 +58,8 @@ def take_out(body: dict[str, Any]) -> None:
     for config in ("text", "output_config"):
         if isinstance(body.get(config), dict):
             body[config].pop("format", None)
-    for item in body.get("input") if isinstance(body.get("input"), list) else []:
+    items = body.get("input")
+    for item in items if isinstance(items, list) else ():
         if isinstance(item, dict):
             item.pop("encrypted_content", None)
             item.pop("tools", None)

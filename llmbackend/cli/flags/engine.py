@@ -95,6 +95,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "engine_python": (_PROCESS, "The Python that runs the engine; default: the server's."),
     "step_timeout_s": (_PROCESS, "Seconds after which a step counts as hung."),
     "load_timeout_s": (_PROCESS, "Seconds after which loading counts as hung."),
+    "idle_unload_s": (_PROCESS, "Seconds without requests after which the engine ends until the next one; 0 = never."),
     "max_engine_failures": (_PROCESS, "Consecutive engine failures after which the model is given up."),
     "max_queue_size": (_QUEUE, "Longest queue; further requests get 503. (default: 4096)"),
     "max_prompt_tokens": (_QUEUE, "Longest accepted prompt in tokens; default: the context."),

@@ -133,7 +133,7 @@ class EngineActivity(msgspec.Struct, frozen=True, kw_only=True):
     """An engine's state has changed.
 
     time          of the change, Unix time
-    state         "starting", "ready", "recovering", "failed", "stopped"
+    state         "starting", "ready", "recovering", "failed", "asleep", "stopped"
     reason        why the last engine ended; "" = none has
     pid           of its process; None = it has none now, or none of its own
     num_restarts  engines that have ended and were followed by another one

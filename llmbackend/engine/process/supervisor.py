@@ -66,7 +66,14 @@ class Supervisor:
         self._is_load_due = False
         """Whether the time of a load runs, and there is no engine yet."""
         self._progress_at_s = time.monotonic()
+        self._used_at_s = time.monotonic()
         self._cause = ""
+        self._is_asleep = False
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine has ended because nobody used it, and none is started until `wake_up`."""
+        return self._is_asleep
 
     @property
     def info(self) -> ModelInfo | None:
@@ -100,7 +107,9 @@ class Supervisor:
         each death; the engine is reaped by then, and the calls that follow bring up the next one.
         """
         try:
-            if self._transport is None:
+            if self._is_asleep:
+                wait_readable(self._wakeup.fileno(), None)
+            elif self._transport is None:
                 self._launch_when_due()
             elif self._info is None:
                 self._wait_for_model(self._transport)
@@ -122,6 +131,8 @@ class Supervisor:
 
     def check_ready(self, num_requests: int, stall_timeout_s: float) -> None:
         """Raises RuntimeError saying why nothing should be sent to this engine."""
+        if self._is_asleep:
+            return
         if self.is_given_up:
             raise RuntimeError(f"the engine failed {self._num_failures} times in a row, the last time: {self._cause}")
         stalled_s = time.monotonic() - self._progress_at_s
@@ -141,6 +152,24 @@ class Supervisor:
         """The engine has no requests: the time until its next step counts from now on."""
         if self._info is not None:
             self._progress_at_s = time.monotonic()
+
+    def sleep_if_unused(self) -> bool:
+        """Ends an engine that has had no request for `idle_unload_s`. The engine has none now."""
+        idle_s = self._config.idle_unload_s
+        if not idle_s or self._transport is None or self._info is None or self.num_requests_of_others:
+            return False
+        if time.monotonic() < self._used_at_s + idle_s:
+            return False
+        logger.info("the engine had no request for %g s: it ends, and starts again with the next one", idle_s)
+        self._transport.close()
+        self._transport = self._info = None
+        self._is_asleep = True
+        return True
+
+    def wake_up(self) -> None:
+        """The next engine is due now."""
+        self._is_asleep = False
+        self._progress_at_s = self._launch_at_s = time.monotonic()
 
     def reset_failures(self) -> None:
         """The engine is not to blame for the failures so far. Works once between two finished steps: an engine that
@@ -193,6 +222,7 @@ class Supervisor:
         elif started is not None:
             self._info = self._with_whole_start(started)
             self._num_shortages = self._num_preparations = 0
+            self._used_at_s = time.monotonic()
         self.idle()
 
     def _load_time_left_s(self) -> float:
@@ -227,10 +257,12 @@ class Supervisor:
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
         limit_s = self._config.step_timeout_s
-        left_s = self._progress_at_s + limit_s - time.monotonic() if is_busy else None
-        results = transport.receive(left_s)
+        due_s = self._progress_at_s + limit_s if is_busy else None
+        if not is_busy and self._config.idle_unload_s:
+            due_s = self._used_at_s + self._config.idle_unload_s
+        results = transport.receive(None if due_s is None else max(due_s - time.monotonic(), 0.0))
         if results:
-            self._progress_at_s = time.monotonic()
+            self._progress_at_s = self._used_at_s = time.monotonic()
             self._num_failures = 0
             self._can_reset_failures = True
         elif is_busy and time.monotonic() >= self._progress_at_s + limit_s:
