@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 import urllib.request
@@ -21,8 +20,7 @@ CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1"
 def instance(server: ServerProcess) -> dict[str, Any]:
     """As a viewer of the server's feed gets it first."""
     with urllib.request.urlopen(f"http://{server.http}/v2/engine/events", timeout=30) as feed:
-        [data] = [line for line in itertools.islice(feed, 2) if line.startswith(b"data: ")]
-    print(data[:600])
+        data = next(line for line in feed if line.startswith(b"data: "))
     [found] = json.loads(data[6:])["instances"]
     return dict(found)
 

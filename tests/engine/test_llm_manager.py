@@ -403,7 +403,7 @@ def test_a_fork_server_that_ends_is_noticed_and_replaced_at_once(
     first.kill()
     eventually(lambda: fork_server._server is not None and fork_server._server.process is not first)
     assert not Path(f"/proc/{first.pid}").exists(), "a zombie"
-    assert f"(process id {first.pid}) ended with -9: another one is started" in caplog.text
+    assert f"(process id {first.pid}) exited with -9: starting another one" in caplog.text
     request = make_request("before")
     owner.submit(request)
     owner.wait_for_end("before")
