@@ -145,7 +145,7 @@ _NO_BUDGET: Final[dict[str, Any]] = {
 class Thinking(ClosedObject):
     model_config = ConfigDict(json_schema_extra={"anyOf": [_BUDGET, _NO_BUDGET]})
     type: Annotated[Literal["enabled", "adaptive", "disabled"], Expected('one of "enabled", "adaptive", "disabled"')]
-    budget_tokens: Annotated[int, Range(1)] | None = Field(None, description="With enabled: its largest number.")
+    budget_tokens: Annotated[int, Range(1)] | None = Field(None, description="With enabled: maximum thinking tokens.")
     display: Annotated[Literal["summarized", "omitted"], Expected('"summarized" or "omitted"')] | None = Field(
         None, description="omitted: only the signature is returned."
     )
