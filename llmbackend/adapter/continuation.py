@@ -72,7 +72,7 @@ def _check_nothing_behind_end(token_ids: tuple[int, ...], end: OutputEnd) -> Non
 
 
 def _behind_end(num_tokens: int, why: str) -> TritonError:
-    return _refused(f"goes on behind the end of its generation: the first {num_tokens} tokens {why}")
+    return _refused(f"continues after the end of its generation: the first {num_tokens} tokens {why}")
 
 
 def _refused(text: str) -> TritonError:

@@ -221,7 +221,7 @@ def _is_directory(model: str, path: Path) -> bool:
         if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
             raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
         if path.exists() and not path.is_dir():
-            raise invalid_argument(f"engine argument 'model' is '{model}', which is no directory")
+            raise invalid_argument(f"engine argument 'model' is '{model}', which is not a directory")
         if not path.is_dir():
             return False
         if not (path / "config.json").is_file():
@@ -264,7 +264,7 @@ def _read_multi_lora(version_directory: Path) -> dict[str, str]:
     folders = _read_object(path)
     for name, folder in folders.items():
         if not isinstance(folder, str) or not (version_directory / folder).is_dir():
-            raise invalid_argument(f"'{path}': LoRA '{name}' is {shown(folder)}, expected a folder that exists")
+            raise invalid_argument(f"'{path}': LoRA '{name}' is {shown(folder)}, expected an existing folder")
     return {name: str((version_directory / folder).resolve()) for name, folder in folders.items()}
 
 
@@ -433,6 +433,6 @@ def _resolve_template(name: str, value: str, directory: Path, source: str) -> st
     path = directory / value
     if not path.is_file():
         raise invalid_argument(
-            f"{source}: engine argument '{name}' is {shown(value)}, expected a file that exists, or a Jinja template"
+            f"{source}: engine argument '{name}' is {shown(value)}, expected an existing file or a Jinja template"
         )
     return str(path.resolve())

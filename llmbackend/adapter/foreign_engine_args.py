@@ -41,7 +41,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
         "several machines are configured by --cluster": """
             cpu_distributed_timeout_seconds distributed_executor_backend distributed_timeout_seconds engine_use_ray
             master_addr master_port ray_workers_use_nsight worker_use_ray""",
-        "every rank has a share of each expert": """
+        "every rank holds a part of each expert": """
             all2all_backend enable_ep_weight_filter enable_eplb enable_expert_parallel eplb_config
             expert_placement_strategy""",
         "cores and memory nodes are set by --host-policy": "numa_bind numa_bind_cpus numa_bind_nodes",
@@ -49,7 +49,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             max_parallel_loading_workers model_loader_extra_config pt_load_map_location safetensors_load_strategy
             safetensors_prefetch_block_size safetensors_prefetch_num_threads use_tqdm_on_load""",
         "files are chosen by their format": "allow_deprecated_quantization ignore_patterns model_impl",
-        "this engine has its own kernels and chooses between them by itself": """
+        "this engine chooses among its own kernels": """
             attention_backend attention_config compilation_config cp_kv_cache_interleave_size cuda_graph_sizes
             dbo_decode_token_threshold dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size
             dcp_q_replicate disable_cascade_attn disable_custom_all_reduce enable_batch_sharded_sampling enable_dbo
@@ -57,28 +57,28 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             jit_monitor_verbose kda_decode_backend kda_prefill_backend kernel_config linear_backend
             max_context_len_to_capture max_cudagraph_capture_size max_seq_len_to_capture moe_backend
             optimization_level performance_mode sparse_indexer_topk_backend ubatch_size use_fp64_gumbel worker_cls""",
-        "recurrent layers are not served": """
+        "recurrent layers are not supported": """
             enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
             mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
             use_replayssm""",
-        "steps are planned in one way, under max_num_batched_tokens and max_num_seqs": """
+        "steps are bounded by max_num_batched_tokens and max_num_seqs only": """
             disable_async_output_proc disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
             long_prefill_token_threshold_adaptive max_long_partial_prefills max_num_active_seqs
             max_num_partial_prefills max_num_scheduled_tokens multi_step_stream_outputs num_lookahead_slots
             num_scheduler_steps preemption_mode scheduler_delay_factor scheduler_reserve_full_isl scheduling_policy
             use_v2_block_manager""",
-        "the prefix cache has one form": """
+        "the prefix cache has one implementation": """
             prefix_cache_retention_interval prefix_caching_hash_algo prefix_match_unit swa_bounded_replay""",
         "prompts are rendered on up to two threads for each model": "renderer_num_workers",
-        "an engine that dies is replaced, and its requests go on": "enable_fault_tolerance fault_tolerance_config",
+        "an engine that dies is replaced, and its requests continue": "enable_fault_tolerance fault_tolerance_config",
         "the log, metrics and traces are configured by --log-…, --metrics-config and --trace-config": """
             aggregate_engine_logging collect_detailed_traces cudagraph_metrics disable_log_requests
             enable_layerwise_nvtx_tracing enable_log_requests enable_logging_iteration_details enable_mfu_metrics
             kv_cache_metrics kv_cache_metrics_sample log_config_file log_level logging_config otlp_traces_endpoint
             profiler_config show_hidden_metrics_for_version""",
-        "metrics of models follow it": "disable_log_stats",
+        "metrics follow the model": "disable_log_stats",
         "the model has the name of its repository directory": "served_model_name",
-        "only text is served": """
+        "only text is supported": """
             allowed_local_media_path allowed_media_domains default_mm_loras disable_chunked_mm_input
             disable_mm_preprocessor_cache ec_manager_config enable_mm_embeds enable_tower_connector_lora
             interleave_mm_strings language_model_only limit_mm_per_prompt media_io_kwargs mm_device_do_normalize
@@ -89,13 +89,13 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             video_pruning_method video_pruning_rate""",
         "tool calls and reasoning are read where the chat template shows their format": """
             enable_auto_tool_choice enable_reasoning""",
-        "adapters are computed in the model's type, and stay in memory": """
+        "adapters use the model's data type and stay in memory": """
             fully_sharded_loras long_lora_scaling_factors lora_dtype lora_extra_vocab_size max_cpu_loras
             max_lora_cls_labels specialize_active_lora""",
         "scales of keys and values are part of the checkpoint, or 1": "calculate_kv_scales",
         "files of the hub are kept where HF_HOME says": "download_dir hf_token",
         "events of a stream are set by --stream-interval and by requests": "stream_interval",
-        "the server's own flags bound its queue and its end": "max_num_queued_reqs shutdown_timeout",
+        "the server's own flags limit queue and shutdown": "max_num_queued_reqs shutdown_timeout",
         "variables of the environment are read by their own names": "fail_on_environ_validation",
     }
 )
@@ -127,7 +127,7 @@ GPU_ONLY = frozenset({"gpu_memory_utilization", "cudagraph_capture_sizes", "max_
 """Arguments that this engine has, and that change nothing where it runs on a CPU."""
 
 _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "code of others is not loaded into the engine": {
+    "the engine loads no third-party code": {
         "io_processor_plugin": (None, ""),
         "logits_processor_pattern": (None,),
         "logits_processors": (None,),
@@ -136,7 +136,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "scheduler_cls": (None,),
         "worker_extension_cls": ("", None),
     },
-    "only models that generate text are served": {
+    "only models that generate text are supported": {
         "convert": ("auto", "none"),
         "diffusion_config": (None,),
         "override_pooler_config": (None,),
@@ -144,7 +144,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "runner": ("auto", "generate"),
         "task": ("auto", "generate"),
     },
-    "only text is served": {"ec_transfer_config": (None,), "mm_encoder_only": (False,)},
+    "only text is supported": {"ec_transfer_config": (None,), "mm_encoder_only": (False,)},
     "the model is computed as its config.json says": {
         "config_format": ("auto", "hf"),
         "disable_sliding_window": (False,),
@@ -172,7 +172,7 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "logprobs_mode": ("raw_logprobs",),
         "return_sampling_mask": (False,),
     },
-    "there is one form of it": {
+    "there is only one implementation": {
         "custom_histogram_buckets": (None, {}),
         "enable_mixed_moe_lora_format": (False,),
         "enable_moe_shared_loras": (False,),
@@ -186,8 +186,8 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "quantization_config": (None,),
         "reasoning_config": (None,),
     },
-    "keys and values are not moved between servers": {"kv_transfer_config": (None,)},
-    "answers are not marked": {"watermark_config": (None,)},
+    "KV blocks are not moved between servers": {"kv_transfer_config": (None,)},
+    "answers have no watermarks": {"watermark_config": (None,)},
     "weights are read once, at the start": {"weight_transfer_config": (None,)},
     "no platform reads it": {"additional_config": ({}, None)},
     "the model's own tokenizer is needed, in the form of the transformers library": {

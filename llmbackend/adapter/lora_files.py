@@ -114,14 +114,14 @@ def _copy_file(directory: int, name: str, limit_bytes: int, path: str, target: P
     with open(descriptor, "rb") as source:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise _unusable(path, f"'{name}' is no file")
+            raise _unusable(path, f"'{name}' is not a file")
         if status.st_size > limit_bytes:
             raise _unusable(path, f"'{name}' has {status.st_size} bytes, expected at most {limit_bytes}")
         if name == WEIGHTS:
             try:
                 _check_header(source, status.st_size)
             except ValueError as error:
-                raise _unusable(path, f"'{name}' is no adapter's: {error}") from None
+                raise _unusable(path, f"'{name}' is not an adapter's file: {error}") from None
             source.seek(0)
         with target.open("wb") as copy:
             shutil.copyfileobj(source, copy, 1 << 20)
@@ -142,7 +142,7 @@ def _check_header(source: BinaryIO, size_bytes: int) -> None:
     except RecursionError:
         raise ValueError("its header is nested too deeply") from None
     if not isinstance(tensors, dict):
-        raise ValueError("its header is no JSON object")
+        raise ValueError("its header is not a JSON object")
     tensors.pop("__metadata__", None)
     described_bytes = 8 + header_bytes
     for name, tensor in tensors.items():

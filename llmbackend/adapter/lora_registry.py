@@ -232,7 +232,7 @@ class LoraRegistry:
         with self._lock:
             waiting = [key for key, one in self._loading.items() if engine in one.engines]
         for key in waiting:
-            self.loaded(engine, AdapterResult(key, "the engine that was to load it has ended"))
+            self.loaded(engine, AdapterResult(key, "the engine that should have loaded it has exited"))
 
     def close(self) -> None:
         """After the last engine."""

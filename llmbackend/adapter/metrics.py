@@ -53,8 +53,8 @@ _CHOICES_ASKED = "vllm:request_params_n"
 _GAUGES = {
     "vllm:num_requests_running": "Requests in the engines' batches.",
     "vllm:num_requests_waiting": "Requests waiting for an engine, in the model's queue or in an engine.",
-    _CONTEXT: "Tokens that a prompt and its answer may have together.",
-    _LOAD: "Time from the order of an engine until its model was loaded, of the model's last engine to be added.",
+    _CONTEXT: "Maximum tokens of a prompt and its answer.",
+    _LOAD: "Time to start and load the model's latest engine.",
     "vllm:kv_cache_usage_perc": "Share of KV-cache blocks in use; 1 means all of them.",
 }
 _COUNTERS = {
@@ -62,11 +62,11 @@ _COUNTERS = {
     "vllm:prompt_tokens_total": "Prompt tokens processed.",
     "vllm:generation_tokens_total": "Tokens generated.",
     "vllm:prefix_cache_queries_total": "Tokens of admitted requests that were looked up in the prefix cache.",
-    "vllm:prefix_cache_hits_total": "Tokens that were found there, and not computed again.",
-    "vllm:spec_decode_num_drafts_total": "Speculations: steps of a request that guessed tokens ahead.",
-    "vllm:spec_decode_num_draft_tokens_total": "Tokens that were guessed.",
-    "vllm:spec_decode_num_accepted_tokens_total": "Guessed tokens that the model sampled as well.",
-    _RECOVERED: "Requests that went on after their engine died.",
+    "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
+    "vllm:spec_decode_num_drafts_total": "Steps of a request with draft tokens.",
+    "vllm:spec_decode_num_draft_tokens_total": "Draft tokens.",
+    "vllm:spec_decode_num_accepted_tokens_total": "Accepted draft tokens.",
+    _RECOVERED: "Requests that continued after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
     _BREACHES: "Self-checks that found something lost or left behind.",
 }

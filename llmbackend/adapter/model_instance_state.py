@@ -100,7 +100,7 @@ class ModelInstanceState:
         UNAVAILABLE while there is none."""
         pid = self._engine.manager.kill_engine()
         if not pid:
-            raise unavailable(f"instance '{self._instance.name}' has no engine process that has loaded its model")
+            raise unavailable(f"instance '{self._instance.name}' has no engine process with a loaded model")
         return pid
 
     def watch(self, kinds: frozenset[str]) -> None:
@@ -221,9 +221,9 @@ class ModelInstanceState:
         try:
             return task.resume_request()
         except Exception as error:
-            logger.exception("request %s: it could not be given to an engine", task.request_id)
+            logger.exception("request %s: it could not be sent to an engine", task.request_id)
             self._tasks.pop(task.request_id)
-            self._model.fail(task, internal(f"the request could not be given to an engine: {error}"))
+            self._model.fail(task, internal(f"the request could not be sent to an engine: {error}"))
             return None
 
     def _send_responses(self, outputs: Sequence[StepOutput]) -> None:
@@ -239,7 +239,7 @@ class ModelInstanceState:
                 except Exception as error:
                     logger.exception("request %s: its output could not be delivered", output.request_id)
                     self._remove(task, output)
-                    task.fail(internal(f"the response could not be made: {error}"))
+                    task.fail(internal(f"the response could not be built: {error}"))
         self._metrics.outputs(step.first_token_s, step.inter_token_s)
 
     def _control_signal(self) -> Sequence[tuple[str, Operation]]:
@@ -267,7 +267,7 @@ class ModelInstanceState:
                 engine.manager.reset_failures()
                 self._fail_blamed(lost.blamed, cause)
             if model.why_no_engine():
-                model.fail_all(unavailable(f"model '{model.name}' has no engine that stays alive: {cause}"))
+                model.fail_all(unavailable(f"model '{model.name}' has no engine that survives: {cause}"))
             model.wake_engines()
 
     def _report_lost(self, requeued: Sequence[InferTask], cause: EngineDeadError) -> None:
@@ -363,11 +363,11 @@ class ModelInstanceState:
             task.respond()
         except Exception as failure:
             logger.exception("request %s: its last output could not be delivered", task.request_id)
-            task.fail(internal(f"the response could not be made: {failure}"))
+            task.fail(internal(f"the response could not be built: {failure}"))
 
     def _fail_blamed(self, task: InferTask, cause: EngineDeadError) -> None:
         num_deaths = len(task.isolated_deaths)
-        text = f"the request was ended because the engine died {num_deaths} times while it ran it: {cause}"
+        text = f"the request was ended because the engine died {num_deaths} times while running it: {cause}"
         logger.error("%s: request %s: %s", self._model.name, task.request_id, text)
         self._metrics.poisoned()
         self._model.fail(task, internal(text))

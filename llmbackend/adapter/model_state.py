@@ -369,7 +369,7 @@ class ModelState:
     def _go_on(self, task: InferTask, piece: Piece) -> None:
         """Makes a response again."""
         if task.has_ended:
-            logger.error("%s: request %s: a delta is behind the end of its generation", self.name, task.request_id)
+            logger.error("%s: request %s: a delta is after the end of its generation", self.name, task.request_id)
             return
         if piece.error is not None:
             self.fail(task, piece.error.error())
@@ -390,7 +390,7 @@ class ModelState:
         self.metrics.set_num_queued(self.tasks.num_waiting)
 
     def _refused(self, reason: str) -> TritonError:
-        return unavailable(f"model '{self.name}' takes no more requests: {reason}")
+        return unavailable(f"model '{self.name}' accepts no more requests: {reason}")
 
     def _deadlines_ns(self, level: int, timeout_us: int, start_ns: int) -> tuple[int, int]:
         """Of a whole request (its own `timeout`, the model's request_timeout_s), and of its time in the queue; 0 =

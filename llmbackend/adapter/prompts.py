@@ -49,7 +49,7 @@ class PromptBounds:
             max(self.below_tokens, MAX_DESCRIBED_TOKENS + 1),
             max(self.max_chars, MAX_DESCRIBED_CHARS),
             max(self.max_messages, MAX_VALUES),
-            "no more is tokenised in one request",
+            "longer texts are not tokenised",
         )
 
 
@@ -120,9 +120,9 @@ class PromptMaker:
 
     def _fim_prompt(self, inputs: LlmInputs, suffix: str, adds: bool | None, keep: int | None) -> Prompt:
         if self._fim is None:
-            raise _suffix_refused("the model's tokenizer has no tokens known for filling in the middle")
+            raise _suffix_refused("the model's tokenizer has no known fill-in-the-middle tokens")
         if inputs.text_input is None:
-            raise _suffix_refused("it can only stand beside a prompt that is text")
+            raise _suffix_refused("it requires a text prompt")
         if keep is not None:
             raise _suffix_refused("'truncate_prompt_tokens' would cut off the markers of its prompt")
         _check_chars(len(inputs.text_input) + len(suffix), self._in_context)

@@ -106,7 +106,7 @@ class Known:
         """The `count` seeds of the request; None where they are not drawn yet. Raises TritonError INVALID_ARG where the
         deltas are of another request."""
         if self.seeds and len(self.seeds) != count:
-            raise _refused(f"they are of a request with {len(self.seeds)} seeds, this one has {count}")
+            raise _refused(f"they belong to a request with {len(self.seeds)} seeds, this one has {count}")
         return self.seeds or (None,) * count
 
     def check(self, num_generations: int, vocab_size: int) -> None:
@@ -146,7 +146,7 @@ def _read(number: int, delta: bytes) -> _Delta:
     try:
         return _decode(delta)
     except msgspec.MsgspecError as error:
-        raise _refused(f"delta {number} can not be read: {error}") from None
+        raise _refused(f"delta {number} cannot be read: {error}") from None
 
 
 def _token_ids(piece: Piece) -> Iterator[int]:
@@ -155,4 +155,4 @@ def _token_ids(piece: Piece) -> Iterator[int]:
 
 
 def _refused(text: str) -> TritonError:
-    return invalid_argument(f"the request can not go on behind the deltas of its responses: {text}")
+    return invalid_argument(f"the request cannot continue after the deltas of its responses: {text}")

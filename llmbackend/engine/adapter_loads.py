@@ -70,7 +70,7 @@ class AdapterLoads:
 
     def load(self, wanted: AdapterLoad) -> None:
         if self._adapters is None:
-            self._results.append(AdapterResult(wanted.name, "this engine's model takes no LoRA adapters"))
+            self._results.append(AdapterResult(wanted.name, "this engine's model does not accept LoRA adapters"))
             return
         self._thread = self._thread or ThreadPoolExecutor(1, thread_name_prefix="lora-files")
         self._loading[wanted.name] = self._thread.submit(partial(self._adapters.read, wanted.name, wanted.path))

@@ -161,7 +161,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     disable_fallback               without effect on what is served: there is one backend, and never a fallback
     disable_any_whitespace         whether JSON is generated without any whitespace
     disable_additional_properties  whether an object's schema that does not speak of additionalProperties forbids them
-    enable_in_reasoning            only false: a grammar begins behind the reasoning
+    enable_in_reasoning            only false: a grammar begins after the reasoning
     disable_jump_forward           SGLang's name: whether tokens that a grammar forces are computed one by one, not
                                    several in a step; the tokens are the same
     """
@@ -175,7 +175,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
     def __post_init__(self) -> None:
         if self.enable_in_reasoning:
-            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins behind the reasoning")
+            raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins after the reasoning")
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -62,7 +62,7 @@ def _offloading_runner(config: EngineConfig, runner: Runner) -> OffloadingRunner
     if config.offloads_kv:
         raise ValueError(
             "engine argument 'kv_offloading_size' or 'num_host_kv_blocks' is set, expected null or 0: this model's "
-            f"runner on '{runner.info.device}' moves no KV blocks to host memory (on a CPU they are there: "
+            f"runner on '{runner.info.device}' does not move KV blocks to host memory (on a CPU they are there: "
             "'kv_cache_memory_bytes' is for how many there is room)"
         )
     return None
@@ -142,7 +142,7 @@ class EngineCore:
         """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason."""
         request_id = request.request_id
         if request_id in self._live:
-            raise ValueError(f"request_id '{request_id}' is already live in this engine, expected a unique id")
+            raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
         if self.adapters.holds(request):
             return
         if error := refusal(request, self.info):
@@ -218,7 +218,7 @@ class EngineCore:
         try:
             self.check()
         except AssertionError as error:
-            logger.error("an invariant of the engine is broken: %s", error)
+            logger.error("an invariant of the engine is violated: %s", error)
             self._num_invariant_breaches += 1
             self._num_steps += 1
             return StepResult(self._num_steps, (), self._stats())

@@ -125,7 +125,7 @@ def _refuse_to_wait() -> None:
     """Raises EngineDeadError where this process is about to end, and an engine elsewhere may never come."""
     engines = remote_engines()
     if engines is not None and engines.users.are_stopping:
-        raise EngineDeadError("this host is stopping, and waits for no engine any more", "load")
+        raise EngineDeadError("this host is stopping and no longer waits for engines", "load")
 
 
 class LlmManager:
@@ -221,7 +221,7 @@ class LlmManager:
             self.shutdown()
             if error.kind == "load":
                 raise
-            output = f"; the end of its output:\n{error.details}" if error.details else ""
+            output = f"; its last output:\n{error.details}" if error.details else ""
             raise RuntimeError(f"{error} while the model was loading{output}") from error
 
     def wake(self) -> None:
@@ -390,7 +390,7 @@ class LlmManager:
         accepted = []
         for request in self._on.get_requests(room) if room > 0 else ():
             known = request.request_id in self._live
-            error = f"request_id '{request.request_id}' is already live, expected a unique id" if known else ""
+            error = f"request_id '{request.request_id}' is already running, expected a unique id" if known else ""
             self._call(self._on.status_response, request.request_id, error, StatusType.REQUEST_ENQUEUE_STATUS)
             if not known:
                 self._live[request.request_id] = None
@@ -401,7 +401,7 @@ class LlmManager:
         abort = []
         for request_id, operation in self._call(self._on.control_signal) or ():
             live = request_id in self._live
-            error = "" if live else f"{operation.name}: request_id '{request_id}' is not live, it may have ended"
+            error = "" if live else f"{operation.name}: request_id '{request_id}' is not running, it may have finished"
             if live:
                 abort.append(request_id)
             self._call(self._on.status_response, request_id, error, StatusType.CONTROL_SIGNAL_STATUS)

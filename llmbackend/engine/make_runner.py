@@ -73,7 +73,7 @@ class SharedParts:
             try:
                 self._packed = self._find()
             except (OSError, MemoryError) as error:
-                logger.warning("packed weights can not be shared yet: %s", error)
+                logger.warning("packed weights cannot be shared yet: %s", error)
 
     def in_own_process(
         self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None

@@ -72,7 +72,7 @@ def make_served_runner(config: EngineConfig) -> Runner:
         command = [sys.executable, "-m", __name__, msgspec.json.encode(config).decode()]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            logger.warning("the process that packs the model ended with %d", done.returncode)
+            logger.warning("the process that packs the model exited with %d", done.returncode)
         parts = _looked_up(config)
     if parts.is_unpacked:
         return make_runner(config)

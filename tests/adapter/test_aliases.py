@@ -131,7 +131,7 @@ def test_multi_lora_json_is_read_where_lora_is_turned_on(tmp_path: Path, caplog:
     assert engine.lora_modules == {"doll": str((tmp_path / "1" / "weights").resolve())}
     lora_file.write_text('{"doll": "./elsewhere"}')
     told = refusal(tmp_path, 'backend: "vllm"', model="mock", enable_lora="true")
-    assert "LoRA 'doll' is './elsewhere', expected a folder that exists" in told
+    assert "LoRA 'doll' is './elsewhere', expected an existing folder" in told
     engine = arguments(tmp_path, 'backend: "vllm"', model="mock", enable_lora="false").engine
     assert not engine.lora_modules
     assert "'multi_lora.json'" in caplog.text and "is not read: enable_lora is not set" in caplog.text

@@ -92,7 +92,7 @@ def test_what_is_converted_has_a_place_in_the_queue(tmp_path: Path, gate: Gate) 
         for text in (LONG, "short"):
             refused = host.infer(text_input=text, sampling=GREEDY).error
             assert refused is not None and refused.code is ErrorCode.UNAVAILABLE
-            assert "takes no more requests: its queue holds 3 requests" in refused.message
+            assert "accepts no more requests: its queue holds 3 requests" in refused.message
         assert host.metric("vllm:num_requests_waiting") == 3
         gate.open.set()
         assert [call.wait().error for call in accepted] == [None] * 3

@@ -84,7 +84,7 @@ def test_a_request_that_cannot_be_given_to_the_engine_is_answered_and_the_others
         errors = [call.wait().error for call in calls]
         failed = [error for error in errors if error is not None]
         assert [(error.code, error.message) for error in failed] == [
-            (ErrorCode.INTERNAL, "the request could not be given to an engine: 'a bug'")
+            (ErrorCode.INTERNAL, "the request could not be sent to an engine: 'a bug'")
         ]
         others = [(call.text, text) for call, text in zip(calls, undisturbed, strict=True) if call.error is None]
         assert len(others) == 3 and all(text == before for text, before in others)

@@ -167,7 +167,7 @@ def test_a_closed_registry_leaves_no_file_and_no_question(registry: Registry) ->
         (weights({"a": {"dtype": "F32", "shape": [8, -8]}}), 3 << 30, "expected a LoRA matrix"),
         (weights({"a": 1}), 100, "is no adapter's: tensor 'a' is no dtype of no shape, expected a LoRA matrix"),
         (weights({"a": {"shape": [8, 8]}}), 100, "is no adapter's: tensor 'a' is no dtype of [8, 8], expected"),
-        (b"\2\0\0\0\0\0\0\0[]", 10, "is no adapter's: its header is no JSON object"),
+        (b"\2\0\0\0\0\0\0\0[]", 10, "is no adapter's: its header is not a JSON object"),
         ((50_000).to_bytes(8, "little") + b"[" * 50_000, 50_008, "is no adapter's: its header is nested too deeply"),
     ],
 )

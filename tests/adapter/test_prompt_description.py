@@ -82,7 +82,7 @@ def test_a_prompt_may_be_longer_than_the_context(host: LlmHost) -> None:
 def test_even_so_it_is_bounded(host: LlmHost) -> None:
     assert refusal(describe(host, text_input="x" * (MAX_DESCRIBED_TOKENS + 1))) == (
         f"the prompt has {MAX_DESCRIBED_TOKENS + 1} tokens, expected at most {MAX_DESCRIBED_TOKENS}: "
-        "no more is tokenised in one request"
+        "longer texts are not tokenised"
     )
     assert "characters, expected at most 4194304" in refusal(describe(host, text_input="x" * (4 << 20) + "x"))
     assert "1048577 tokens" in refusal(describe(host, input_ids=[1] * (MAX_DESCRIBED_TOKENS + 1)))

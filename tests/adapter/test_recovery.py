@@ -126,7 +126,7 @@ def test_a_request_that_kills_the_engine_fails_alone(tmp_path: Path) -> None:
         error = poison[0].wait().error
         assert error is not None and error.code is ErrorCode.INTERNAL
         assert error.message == (
-            "the request was ended because the engine died 2 times while it ran it: "
+            "the request was ended because the engine died 2 times while running it: "
             "the engine process ended by signal SIGSEGV"
         )
         assert host.metric("llmbackend:poison_requests_total") == 1

@@ -149,8 +149,8 @@ def refusal(host: LlmHost, known: tuple[bytes, ...], **request: Any) -> str:
 def test_deltas_of_something_else_are_refused(hosts: tuple[LlmHost, LlmHost]) -> None:
     host = hosts[1]
     encode = msgspec.msgpack.encode
-    assert "delta 0 can not be read" in refusal(host, (b"\xc1",))
-    assert "delta 1 can not be read" in refusal(host, (encode([[], [1]]), encode({"a": 1})))
+    assert "delta 0 cannot be read" in refusal(host, (b"\xc1",))
+    assert "delta 1 cannot be read" in refusal(host, (encode([[], [1]]), encode({"a": 1})))
     assert "name generation 1, the request has 1" in refusal(host, (encode([[[1, []]]]),))
     assert "2 seeds, this one has 1" in refusal(host, (encode([[], [1, 2]]),))
     assert "hold token 100000" in refusal(host, (encode([[[0, [["", [100000]]]]]]),))

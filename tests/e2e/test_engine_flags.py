@@ -157,7 +157,9 @@ def test_a_hub_that_does_not_answer_is_no_fault_of_the_generation_config(monkeyp
     with pytest.raises(TritonError) as caught:
         sampling.read_sampling_defaults(EngineConfig(model="org/name"))
     said = as_flags(caught.value.message)
-    assert said.startswith("--model is 'org/name', which is no directory here, and the hub did not give its files: ")
+    assert said.startswith(
+        "--model is 'org/name', which is not a local directory, and the hub did not return its files: "
+    )
     assert "check the name and the network" in advice(said).lower()
 
 

@@ -44,7 +44,7 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
     [
         (["--model", "/no/such/dir"], "is '/no/such/dir', which does not exist", CHECKPOINT),
         (["--model", "a/b/c"], "is 'a/b/c', which does not exist", CHECKPOINT),
-        (["--model", __file__], "which is no directory", CHECKPOINT),
+        (["--model", __file__], "which is not a directory", CHECKPOINT),
         (["--model", str(Path(__file__).parent)], "has no config.json", CHECKPOINT),
         (["--model-repository", "/no/such/repo"], "'/no/such/repo' does not exist", "give the directory that holds"),
         (["--model-repository", __file__], "is no directory", "give the directory that holds"),
@@ -131,7 +131,7 @@ def test_a_repository_that_may_not_be_read_is_no_traceback(tmp_path: Path, monke
         ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes", "too small"),
         ("CUDA out of memory. Tried to allocate 2 GiB", "too small"),
         (
-            "engine argument 'model' is 'a/b', which is no directory here, and the hub did not give its files: x",
+            "engine argument 'model' is 'a/b', which is not a local directory, and the hub did not return its files: x",
             "or give the path of a local checkpoint",
         ),
         ("the tokenizer of 'a/b' cannot be loaded: Got: ConnectError: … on the Hub", "Check the name and the network"),

@@ -384,7 +384,7 @@ def test_a_lack_of_descriptors_is_no_failure_of_the_engine(owner: Owner, caplog:
         owner.wait_for(lambda: len(owner.deaths) >= 3)
     assert [error.kind for _, error in owner.deaths[1:]] == ["shortage"] * (len(owner.deaths) - 1)
     assert not owner.manager.is_given_up
-    assert "the machine lacks what it takes, 2 times in a row" in caplog.text
+    assert "the machine lacks resources, 2 times in a row" in caplog.text
     request = make_request("r")
     owner.submit(request)
     owner.wait_for_end("r")

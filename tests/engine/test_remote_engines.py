@@ -215,7 +215,7 @@ def test_a_host_that_stops_does_not_wait_for_an_engine_that_never_came(
         stop_loads()
         loading.join(WAIT_S)
     use_locator(None)
-    assert errors and errors[0].startswith("this host is stopping, and waits for no engine any more")
+    assert errors and errors[0].startswith("this host is stopping and no longer waits for engines")
 
 
 @pytest.mark.slow

@@ -74,6 +74,6 @@ def test_float16_says_why_it_runs_as_modules(tmp_path: Path, caplog: pytest.LogC
     tf.LlamaConfig(**BASE).save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, "llmbackend.engine.model.module_runner"):
         make_model_runner(EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float16", transport="inline"))
-    assert "runs as transformers modules: the native CPU kernels compute float32 and bfloat16, and not float16" in (
+    assert "runs as transformers modules: the native CPU kernels support float32 and bfloat16, not float16" in (
         caplog.text
     )

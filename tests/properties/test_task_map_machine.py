@@ -32,7 +32,7 @@ DEATHS_TO_BLAME = int(BLAME_THRESHOLD)
 """Of a request that runs isolated, by any signal but SIGKILL."""
 CANCELLED = "Request was cancelled"
 EXPIRED = "Request timeout expired"
-FULL = "takes no more requests: its queue holds"
+FULL = "accepts no more requests: its queue holds"
 NO_ENGINE = "times in a row"
 DISOWNED = "has no engine that stays alive"
 BLAMED = f"the engine died {DEATHS_TO_BLAME} times while it ran it"

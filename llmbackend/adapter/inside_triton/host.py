@@ -81,7 +81,7 @@ class BackgroundPoller:
                 self.watch.ask_all()
                 metrics_wait = self._flush_metrics()
             except Exception:
-                logger.exception("asking Triton for cancelled requests, or telling it metrics, failed")
+                logger.exception("reading cancelled requests or reporting metrics to Triton failed")
                 metrics_wait = False
             if len(self.watch) or metrics_wait:
                 self._work.set()
@@ -152,7 +152,7 @@ class TritonModel:
         return copy
 
     def set_config(self, config: ModelConfig) -> None:
-        raise unsupported("inside Triton a configuration is completed by auto_complete_config alone")
+        raise unsupported("inside Triton only auto_complete_config completes a configuration")
 
 
 class TritonInstance:

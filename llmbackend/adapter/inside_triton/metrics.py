@@ -119,10 +119,10 @@ class _Series:
     _name: str
 
     def value(self, /, **labels: str) -> float:
-        raise unsupported(f"metric '{self._name}' is written here, and not read")
+        raise unsupported(f"metric '{self._name}' cannot be read here")
 
     def observe(self, value: float, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is no histogram: can not observe it")
+        raise unsupported(f"metric '{self._name}' is not a histogram: cannot observe it")
 
     def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
         for value in values:
@@ -171,10 +171,10 @@ class Histogram(_Series):
             self._buffer.add(f"{self._name}_{part}", labels, 0.0)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is a histogram: can not increment it")
+        raise unsupported(f"metric '{self._name}' is a histogram: cannot increment it")
 
     def set(self, value: float, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is a histogram: can not set it")
+        raise unsupported(f"metric '{self._name}' is a histogram: cannot set it")
 
     def observe(self, value: float, /, **labels: str) -> None:
         first = bisect.bisect_left(self._bounds, value)

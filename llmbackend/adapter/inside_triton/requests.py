@@ -52,7 +52,7 @@ class Channel:
             except Exception:
                 if not is_final:
                     raise
-                logger.exception("Triton did not take the last response of a request")
+                logger.exception("Triton did not accept the last response of a request")
 
     def ask_cancelled(self) -> bool:
         """Whether the request was cancelled; False after FINAL. A round trip to Triton's process."""

@@ -238,7 +238,7 @@ def _bad_words(name: str, value: Any) -> tuple[str, ...]:
 def _truncation(name: str, value: Any) -> int:
     count: int = _integer(-1)(name, value)
     if not count:
-        raise _refuse(name, value, "at least 1, or -1 for as many as there is room for")
+        raise _refuse(name, value, "at least 1, or -1 for as many as fit")
     return count
 
 
@@ -444,7 +444,7 @@ def read_sampling_defaults(config: EngineConfig) -> dict[str, Any]:
         except TritonError as error:
             raise invalid_argument(f"{what} is {shown(value)}: {error}") from None
     if defaults:
-        logger.info("'%s': where a request does not say, sampling parameters are %s", config.model, defaults)
+        logger.info("'%s': the sampling parameters of requests default to %s", config.model, defaults)
     return defaults
 
 
@@ -473,5 +473,5 @@ def _checkpoint_of(config: EngineConfig) -> Path:
     try:
         return local_directory(config.model, config.engine_python)
     except (ValueError, OSError) as error:
-        what = "which is no directory here, and the hub did not give its files"
+        what = "which is not a local directory, and the hub did not return its files"
         raise invalid_argument(f"engine argument 'model' is '{config.model}', {what}: {error}") from error

@@ -204,10 +204,10 @@ def _refuse(error: str, constraint: Constraint) -> NoReturn:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
         at = Place(place.param, place.path + paths[0]) if len(paths) == 1 else place
         where = "" if len(paths) == 1 else f" (of {', '.join(paths)})"
-        at.wrong(f"alternatives of oneOf{where} may both match: 'oneOf' is enforced where they exclude each other")
+        at.wrong(f"alternatives of oneOf{where} may both match: 'oneOf' is enforced where they are mutually exclusive")
     text = " ".join(error.split()).removesuffix("<non-verbose/>").strip()
     text = _QUOTED_LINES.split(text)[0].rpartition("failed to compile JSON schema: ")[2]
-    place.wrong(f"the grammar compiler refuses it: {text[:_MAX_ERROR_CHARS]}")
+    place.wrong(f"the grammar compiler rejects it: {text[:_MAX_ERROR_CHARS]}")
 
 
 def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
@@ -255,7 +255,7 @@ def _why_stuck(matcher: LLMatcher, rng: random.Random) -> str:
             return str(matcher.get_error())
         allowed = np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8)[: _NUM_BYTES // 8], bitorder="little"))
         if not allowed.size:
-            return "" if matcher.is_accepting() or any(mask) else "no text follows its beginning"
+            return "" if matcher.is_accepting() or any(mask) else "no text can follow its beginning"
         matcher.consume_token(_next_byte(allowed.tolist(), rng))
         if forced := matcher.compute_ff_tokens():
             matcher.consume_tokens(forced)

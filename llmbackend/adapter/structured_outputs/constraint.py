@@ -53,7 +53,7 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
     given = [name for name in (*OBJECT_FIELDS, *_FORMER_FIELDS) if parameters.get(name) is not None]
     if len(given) > 1:
         raise invalid_argument(
-            f"sampling parameters {' and '.join(repr(name) for name in given)} exclude each other", param=given[1]
+            f"sampling parameters {' and '.join(repr(name) for name in given)} are mutually exclusive", param=given[1]
         )
     _check_backend(parameters.get("guided_decoding_backend"), Place("guided_decoding_backend"))
     pattern = parameters.get("guided_whitespace_pattern")
@@ -169,7 +169,7 @@ def _tag(value: object, place: Place) -> object:
 
 def _check_backend(value: object, place: Place) -> None:
     if value is not None and value not in _BACKENDS:
-        place.refuse(value, f"one of {', '.join(_BACKENDS)}: llguidance is the one compiler here")
+        place.refuse(value, f"one of {', '.join(_BACKENDS)}: llguidance is the only compiler")
 
 
 _CHECKS: dict[str, Callable[[Any, Place], object]] = {

@@ -338,7 +338,7 @@ class _Parser:
 
         text = _ESCAPE.sub(replaced, token.text.removesuffix("i")[1:-1])
         if any("\ud800" <= character < "\ue000" for character in text):
-            self._place.wrong(f"line {token.line} of the grammar: an escape that is no character")
+            self._place.wrong(f"line {token.line} of the grammar: an escape that is not a character")
         return text
 
 

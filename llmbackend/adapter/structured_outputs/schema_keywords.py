@@ -112,7 +112,7 @@ class Keywords:
             handler(self, name, value, place)
             if name in self._document.options.not_compiled - _IN_PART:
                 self._result.pop(name, None)
-                place.not_enforced("the compiler refuses it")
+                place.not_enforced("the compiler rejects it")
         except NotEnforcedError:
             if self._document.options.is_strict:
                 raise
@@ -121,7 +121,7 @@ class Keywords:
     def _unknown(self, name: str, value: object, place: Place) -> NoReturn:
         if name in _NOT_ENFORCED:
             place.not_enforced(f"the keyword '{name}' is not supported: it would not be enforced")
-        place.not_enforced(f"{name[:80]!r} is no keyword that is known here, so it would not be enforced")
+        place.not_enforced(f"{name[:80]!r} is not a known keyword, so it would not be enforced")
 
     def _later(self, name: str, value: object, place: Place) -> None:
         """Read when the others have been."""
@@ -175,7 +175,7 @@ class Keywords:
         members = {key: self._document.member(item, place / key) for key, item in _members(value, place).items()}
         self._unnamed = [*members.values()]
         if name in self._document.options.not_compiled:
-            place.not_enforced("the compiler refuses it")
+            place.not_enforced("the compiler rejects it")
         self._result[name] = {self._searched(key, place): member for key, member in members.items()}
         self._unnamed = []
 

@@ -112,8 +112,8 @@ def _continues(chat: dict[str, Any]) -> bool:
                                param="continue_final_message")  # fmt: skip
     if continues and chat.get("add_generation_prompt"):
         raise invalid_argument(
-            "'continue_final_message' and 'add_generation_prompt' are both true, expected one: the model goes on with "
-            "the last message, or begins one",
+            "'continue_final_message' and 'add_generation_prompt' are both true, expected one: the model either "
+            "continues the last message or begins a new one",
             param="continue_final_message",
         )
     return continues
@@ -125,7 +125,7 @@ def _own_template(chat: dict[str, Any], bounds: ChatBounds) -> str:
         raise invalid_argument(f"'chat_template' is {shown(template)}, expected a string", param="chat_template")
     if template and not bounds.trusts_templates:
         raise invalid_argument(
-            "'chat_template' was given, but templates of requests are not trusted here; to trust them, start with "
+            "'chat_template' was given, but templates in requests are not trusted; to trust them, start with "
             "--trust-request-chat-template",
             param="chat_template",
         )

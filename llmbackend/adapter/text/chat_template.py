@@ -148,7 +148,7 @@ def _names(tree: nodes.Template) -> Iterator[str]:
 
 
 def _not_read(what: str, param: str) -> TritonError:
-    return invalid_argument(f"{what} was given, but the model's chat template does not read it", param=param)
+    return invalid_argument(f"{what} was given, but the model's chat template does not use it", param=param)
 
 
 def _raise_exception(message: str) -> None:

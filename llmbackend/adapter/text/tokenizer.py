@@ -178,7 +178,7 @@ class NoTokenizer:
     chat_template = ""
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
-        raise invalid_argument("this model takes token ids, and has no tokenizer")
+        raise invalid_argument("this model accepts token ids and has no tokenizer")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return ""
@@ -190,7 +190,7 @@ class NoTokenizer:
         options: Mapping[str, Any],
         template: str = "",
     ) -> str:
-        raise invalid_argument("this model takes token ids, and has no chat template")
+        raise invalid_argument("this model accepts token ids and has no chat template")
 
     def token_text(self, token_id: int) -> str:
         return ""

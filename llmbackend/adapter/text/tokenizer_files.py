@@ -128,7 +128,7 @@ def result_of(process: subprocess.Popen[bytes], timeout_s: float | None = None) 
     """Waits for a process of `start_in`. Raises ValueError with its error, subprocess.TimeoutExpired."""
     output, _ = process.communicate(timeout=timeout_s)
     if process.returncode:
-        raise ValueError(f"another Python could not do it: exit code {process.returncode}, see the log")
+        raise ValueError(f"another Python failed, too: exit code {process.returncode}, see the log")
     answer = msgspec.json.decode(output.splitlines()[-1], type=dict[str, str])
     if "error" in answer:
         raise ValueError(answer["error"])

@@ -61,7 +61,7 @@ class Verdicts:
             return None
         text = content[len(_FORMAT) + _DIGEST_BYTES :]
         if content[: len(_FORMAT) + _DIGEST_BYTES] != _FORMAT + hashlib.sha256(text).digest():
-            logger.warning("'%s' is damaged: the tokenizer is verified again", self._name)
+            logger.warning("'%s' is damaged; verifying the tokenizer again", self._name)
             return None
         return text.decode()
 
@@ -77,7 +77,7 @@ class Verdicts:
                     folder.publish(descriptor, unfinished, self._name)
                 folder.keep_newest(_ENDING, MAX_VERDICTS)
         except (OSError, FolderRefusedError) as error:
-            logger.info("the tokenizer's verification is not kept: %s", error)
+            logger.info("the tokenizer's verification is not cached: %s", error)
 
     def _folder(self, stack: contextlib.ExitStack) -> CacheFolder:
         """Raises FolderRefusedError where there is none."""

@@ -37,7 +37,7 @@ def check_gpu(device: torch.device) -> None:
     """Raises ValueError when this torch cannot compute on it."""
     subject = f"engine argument 'device' is '{device}', but this torch ({torch.__version__})"
     if torch.version.hip is not None:
-        raise ValueError(f"{subject} is built for ROCm, expected a CUDA build: the engine's kernels are NVIDIA's only")
+        raise ValueError(f"{subject} is built for ROCm, expected a CUDA build: the kernels require NVIDIA GPUs")
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # read when torch first asks for devices
     count = torch.cuda.device_count()
     if count == 0:
@@ -69,7 +69,7 @@ def noticing_loss(synchronize: Callable[[], None]) -> Iterator[None]:
 
 
 def _lost(error: Exception) -> DeviceLostError:
-    return DeviceLostError(f"the device is lost to this process: {str(error).partition(chr(10))[0]}")
+    return DeviceLostError(f"this process lost the device: {str(error).partition(chr(10))[0]}")
 
 
 class Event(Protocol):

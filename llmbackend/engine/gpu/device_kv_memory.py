@@ -174,7 +174,7 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> torch.
         return dtype
     if not device.has_float8:
         raise ValueError(
-            f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', which {device.name} cannot compute with"
+            f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', which {device.name} does not support"
         )
     return torch.float8_e4m3fn
 

@@ -96,7 +96,7 @@ class StepGraphs:
         start_s = time.monotonic()
         for size in sorted(sizes, key=lambda size: (size.is_decode, size.num_tokens), reverse=True):
             if self._spent_s(start_s) > MAX_CAPTURE_S:
-                logger.warning("no graphs from %s on: capturing took %g s", size, MAX_CAPTURE_S)
+                logger.warning("no graphs from %s on: capture took %g s", size, MAX_CAPTURE_S)
                 break
             self._device.enqueue(partial(self._rows.forget_step, size))
             try:

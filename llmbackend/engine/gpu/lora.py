@@ -105,7 +105,7 @@ class DeviceAdapters:
         """From now on rows may have it. Raises ValueError where there is no slot for it."""
         if not self._free:
             raise ValueError(
-                f"LoRA '{name}' has no place beside {len(self._slots)} others that are loaded or still in use, "
+                f"LoRA '{name}' does not fit beside {len(self._slots)} others that are loaded or in use, "
                 "expected a higher engine argument 'max_loras'"
             )
         slot = self._free[0]
@@ -132,6 +132,6 @@ def _by_name(loaded: LoadedModel, slots: LoraSlots) -> Mapping[str, LayerSlots]:
     places: dict[str, LayerSlots] = {}
     for name, linear in adaptable_linears(loaded.model):
         if linear not in slots.places:
-            raise ProgramUnsupportedError(f"LoRA adapters may change '{name}', which is none of the program's products")
+            raise ProgramUnsupportedError(f"LoRA adapters may change '{name}', which is not one of its linear layers")
         places[name] = slots.places[linear]
     return places

@@ -386,7 +386,7 @@ class GpuProgram:
         if isinstance(weight, DenseWeight) and weight.tensor.dtype != self._dtype:
             raise ProgramUnsupportedError("some of its weights are not of the model's type")
         if not isinstance(weight, DeviceWeight):
-            raise ProgramUnsupportedError("some of its weights are not in a form that a device multiplies by")
+            raise ProgramUnsupportedError("some of its weights have a format that the device does not multiply")
         bias = None if projection.bias is None else projection.bias.to(self._dtype)
         return _Linear(weight, bias)
 
@@ -394,7 +394,7 @@ class GpuProgram:
 def _gate_up(mlp: Mlp) -> Projection:
     projection = joined(mlp.gate, mlp.up)
     if projection is None:
-        raise ProgramUnsupportedError("gate and up do not lie side by side, or only one of them has a bias")
+        raise ProgramUnsupportedError("gate and up are not adjacent, or only one of them has a bias")
     return projection
 
 

@@ -29,7 +29,7 @@ def naming_what_triton_needs() -> Iterator[None]:
     """A failure of Triton inside is blamed on what is missing, if something is. Raises ValueError."""
     missing = missing_needs()
     for need in missing:
-        logger.warning("Triton may not run here: %s", need)
+        logger.warning("Triton may not work on this machine: %s", need)
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def _compiler() -> str:
         return "" if shutil.which(chosen) else f"the variable CC is '{chosen}', expected a C compiler"
     if shutil.which("gcc") or shutil.which("clang"):
         return ""
-    return "there is no C compiler: install gcc (in Debian gcc and libc6-dev), or name one in the variable CC"
+    return "there is no C compiler: install gcc (in Debian gcc and libc6-dev), or set the variable CC"
 
 
 def _headers() -> str:
@@ -73,7 +73,7 @@ def _driver_library() -> str:
         return "" if exists else f"the variable TRITON_LIBCUDA_PATH is '{folder}', expected the folder of {_DRIVER}"
     if not Path(_LDCONFIG).exists():
         return (
-            f"there is no {_LDCONFIG}: install it, or name the folder of {_DRIVER} in the variable TRITON_LIBCUDA_PATH"
+            f"there is no {_LDCONFIG}: install it, or set the variable TRITON_LIBCUDA_PATH to the folder of {_DRIVER}"
         )
     listed = subprocess.run([_LDCONFIG, "-p"], capture_output=True, text=True, errors="replace").stdout
     folders = [os.path.dirname(line.split()[-1]) for line in listed.splitlines() if _DRIVER in line]
@@ -89,7 +89,7 @@ def _driver_library() -> str:
 def _cache() -> str:
     """Compiled modules are loaded from it."""
     folder = Path(os.environ.get("TRITON_CACHE_DIR") or _default_cache())
-    advice = "name another folder in the variable TRITON_CACHE_DIR"
+    advice = "set the variable TRITON_CACHE_DIR to another folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):

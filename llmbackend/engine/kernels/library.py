@@ -141,7 +141,7 @@ class KernelLibrary:
         sizes = (c_int32 * len(STRUCTURES))()
         self.functions.llmb_sizes(sizes)
         if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
-            raise OSError(f"{path.name} was built from other sources than this package's: install it again")
+            raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
         # A library that was built before there was fixed point does not have the entry.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
 
@@ -160,7 +160,7 @@ class KernelLibrary:
         Raises MemoryError."""
         address = self.functions.llmb_memory_new(max(size_bytes, 1))
         if not address:
-            raise MemoryError(f"{size_bytes} bytes could not be had")
+            raise MemoryError(f"{size_bytes} bytes could not be allocated")
         buffer = (ctypes.c_uint8 * size_bytes).from_address(address)
         weakref.finalize(buffer, self.functions.llmb_memory_delete, address, max(size_bytes, 1))
         return np.frombuffer(memoryview(buffer).cast("B"), np.uint8)
@@ -178,7 +178,7 @@ class NativeKernels:
     def run(self, ops: Any, num_ops: int, step: Step) -> None:
         """Runs `ops`, an array of pointers to operations as `op_pointers` makes it. Raises MemoryError."""
         if self.library.functions.llmb_run(self.pointer, ops, num_ops, ctypes.byref(step)):
-            raise MemoryError("scratch memory for a step could not be had")
+            raise MemoryError("scratch memory for a step could not be allocated")
 
     def pack(
         self, weight: int, weight_type: Type, shape: tuple[int, int], stride: int, packed: int, packed_type: Type,

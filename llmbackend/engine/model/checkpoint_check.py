@@ -132,7 +132,7 @@ def _check_scales(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
 def _without_memory(tensor: TensorHeader, name: str) -> torch.Tensor:
     dtype = _TORCH_TYPES.get(tensor.dtype)
     if dtype is None:
-        raise CheckpointError(f"its tensor {few([name])} is of type {tensor.dtype}, which torch has not")
+        raise CheckpointError(f"its tensor {few([name])} is of type {tensor.dtype}, which torch does not have")
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
 

@@ -83,7 +83,7 @@ def check_directory(directory: Path) -> dict[str, TensorHeader]:
     except OSError as error:
         raise CheckpointError(f"its config.json cannot be read: {error.strerror}") from None
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"its config.json is no JSON object: {error}") from None
+        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
     tensors = read_headers(weight_files(directory, str(config.get("transformers_weights") or "")))
     check_numbers(config, tensors)
     return tensors
@@ -121,7 +121,7 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
         except OSError as error:
             raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-            raise CheckpointError(f"the weights cannot be read: {path.name} is no safetensors file: {error}") from None
+            raise CheckpointError(f"the weights cannot be read: {path.name} is not safetensors: {error}") from None
     return tensors
 
 
@@ -132,7 +132,7 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
         if not 2 <= header_bytes <= min(size_bytes - 8, MAX_HEADER_BYTES):
             raise CheckpointError(
                 f"the weights cannot be read: {path.name} states a header of {header_bytes} bytes, expected 2 to "
-                f"{max(min(size_bytes - 8, MAX_HEADER_BYTES), 2)}: it is cut short, or no safetensors file"
+                f"{max(min(size_bytes - 8, MAX_HEADER_BYTES), 2)}: it is truncated, or not a safetensors file"
             )
         entries = _HEADER.decode(file.read(header_bytes))
     entries.pop("__metadata__", None)
@@ -147,7 +147,7 @@ def _check_entry(file: str, name: str, entry: _Entry, data_bytes: int) -> None:
     if not 0 <= begin <= end <= data_bytes:
         raise CheckpointError(
             f"the weights cannot be read: {file} places tensor '{_short(name)}' at bytes {begin} to {end} of its data, "
-            f"which has {data_bytes}: the file is cut short"
+            f"which has {data_bytes}: the file is truncated"
         )
     item_bits = _ITEM_BITS.get(entry.dtype)
     if item_bits is None:

@@ -238,12 +238,12 @@ def _mlp(module: Any) -> Mlp:
         gate_up = _projection(module.gate_up_proj)
         weight, half = gate_up.weight, gate_up.weight.n // 2
         if half % 32 or gate_up.bias is not None or not isinstance(weight, DivisibleWeight):
-            raise ProgramUnsupportedError(f"{type(module).__name__} joins gate and up in a way that panels cannot part")
+            raise ProgramUnsupportedError(f"{type(module).__name__} joins gate and up where panels cannot split")
         own = ((module.gate_up_proj, half),)
         gate, up = (Projection(weight.part(start, half), None, own) for start in (0, half))
         return Mlp(gate, up, _projection(module.down_proj), activation)
     if not all(hasattr(module, name) for name in ("gate_proj", "up_proj", "down_proj")):
-        raise ProgramUnsupportedError(f"{type(module).__name__} is no gated MLP")
+        raise ProgramUnsupportedError(f"{type(module).__name__} is not a gated MLP")
     gate, up, down = (_projection(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj"))
     return Mlp(gate, up, down, activation)
 
@@ -292,7 +292,7 @@ def _gate(experts: Any) -> Activation:
     for name in ACTIVATIONS:
         if given is not None and torch.allclose(given, gated(x, name), rtol=1e-5, atol=1e-5):
             return name
-    raise ProgramUnsupportedError(f"{type(experts).__name__} has gates of its own")
+    raise ProgramUnsupportedError(f"{type(experts).__name__} has its own gates")
 
 
 def _renormalises(router: Any) -> bool:
@@ -304,14 +304,14 @@ def _renormalises(router: Any) -> bool:
     for renormalises, expected in ((False, shares), (True, shares / shares.sum(-1, keepdim=True))):
         if chosen.shape[1] == router.top_k and torch.allclose(given.float(), expected, rtol=1e-2, atol=1e-5):
             return renormalises
-    raise ProgramUnsupportedError(f"{type(router).__name__} is no softmax over all experts")
+    raise ProgramUnsupportedError(f"{type(router).__name__} is not a softmax over all experts")
 
 
 def _activation(module: Any) -> Activation:
     """silu or gelu_tanh, recognised by what the function computes."""
     function = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
     if function is None:
-        raise ProgramUnsupportedError(f"{type(module).__name__} names no activation")
+        raise ProgramUnsupportedError(f"{type(module).__name__} has no activation")
     x = torch.linspace(-6, 6, 49)
     for name in ACTIVATIONS:
         if torch.allclose(function(x), gated(torch.cat((x, torch.ones_like(x))), name), atol=1e-6):
@@ -332,7 +332,7 @@ def _weight_and_bias(linear: Any) -> tuple[Weight, torch.Tensor | None]:
     if isinstance(linear, StoredLinear):
         return linear.stored, None if linear.bias is None else linear.bias.float()
     if type(linear) is not nn.Linear:
-        raise ProgramUnsupportedError(f"{type(linear).__name__} is no plain linear layer")
+        raise ProgramUnsupportedError(f"{type(linear).__name__} is not a plain linear layer")
     return DenseWeight(linear.weight.detach()), None if linear.bias is None else linear.bias.detach().float()
 
 
@@ -340,7 +340,7 @@ def _joined(linears: list[Any]) -> Projection:
     """Query, key and value as one projection."""
     projection = joined(*(_projection(linear) for linear in linears))
     if projection is None:
-        raise ProgramUnsupportedError("query, key and value do not lie side by side, or only some of them have a bias")
+        raise ProgramUnsupportedError("query, key and value are not adjacent, or only some of them have a bias")
     return projection
 
 
@@ -373,14 +373,14 @@ def _norm(module: Any) -> Norm:
     weight = getattr(module, "weight", None)
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if weight is None or eps is None or getattr(module, "bias", None) is not None:
-        raise ProgramUnsupportedError(f"{type(module).__name__} is no RMS norm")
+        raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm")
     x = torch.linspace(-2, 3, weight.shape[-1], device=weight.device)[None]
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(eps))
     given = module(x).float()
     for candidate in (weight.detach().float(), 1.0 + weight.detach().float()):
         if torch.allclose(given, normal * candidate, rtol=1e-4, atol=1e-5):
             return Norm(candidate.contiguous(), float(eps))
-    raise ProgramUnsupportedError(f"{type(module).__name__} is no RMS norm")
+    raise ProgramUnsupportedError(f"{type(module).__name__} is not an RMS norm")
 
 
 def _embedding_factor(module: Any, config: Any) -> float:
@@ -415,7 +415,7 @@ class _RotaryTables:
         if not torch.equal(cos[..., :half], cos[..., half:]):
             half = cos.shape[-1]
             if 2 * half != head_dim:
-                raise ProgramUnsupportedError(f"{type(self._rotary).__name__} rotates in another order than halves")
+                raise ProgramUnsupportedError(f"{type(self._rotary).__name__} does not rotate halves")
         return torch.cat((cos[0, :, :half], sin[0, :, :half]), dim=-1).float().to(self._device)
 
 

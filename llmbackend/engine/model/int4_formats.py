@@ -329,7 +329,7 @@ def _awq(parts: _Parts) -> _Read:
 
 def _there(parts: _Parts, name: str) -> torch.Tensor:
     tensor = parts[name]
-    assert tensor is not None, "it was looked for in the headers"
+    assert tensor is not None, "the headers were searched"
     return tensor
 
 

@@ -47,7 +47,7 @@ from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)
 
-_PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: they are used as they are"
+_PLAIN_UNDER_A_LABEL = "config.json states a quantization_config, but the weights are plain: using them as they are"
 _DEQUANTIZED = ("fp8",)
 """Methods by which a checkpoint may be quantised: transformers turns its weights into plain ones."""
 
@@ -260,7 +260,7 @@ def why_not_native(config: EngineConfig, dtype: torch.dtype) -> str:
         return "kernels is 'torch'"
     if dtype not in TYPE_OF:
         kinds = " and ".join(str(kind).removeprefix("torch.") for kind in TYPE_OF)
-        return f"the native CPU kernels compute {kinds}, and not {str(dtype).removeprefix('torch.')}"
+        return f"the native CPU kernels support {kinds}, not {str(dtype).removeprefix('torch.')}"
     return "the native CPU kernels are not built"
 
 

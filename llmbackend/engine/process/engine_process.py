@@ -80,7 +80,7 @@ def load(
     except Exception as error:
         text = str(error)
         if not isinstance(error, ValueError | OSError | RuntimeError | ImportError):
-            logger.exception("loading the model failed in an unexpected way")
+            logger.exception("unexpected error while loading the model")
             text = f"{type(error).__name__}: {error}"
         link.send(_encode(EngineStarted(error=text or type(error).__name__, is_shortage=is_shortage(error))))
         return None

@@ -241,7 +241,7 @@ class Supervisor:
             load_s=time.monotonic() - self._load_began_s,
         )
         if self._cause:
-            logger.info("another engine is there: %s", whole.summary)
+            logger.info("another engine exists: %s", whole.summary)
         return whole
 
     def _relaunch(self, transport: Transport, prepared: ModelPrepared) -> None:
@@ -252,7 +252,7 @@ class Supervisor:
         self._transport = None
         self._num_preparations += 1
         if self._num_preparations >= MAX_PREPARATIONS and self._source.load_whole():
-            logger.warning("what an engine has prepared is gone each time: engines load the model themselves")
+            logger.warning("what engines prepare keeps disappearing: engines load the model themselves")
         self._launch_at_s = time.monotonic()
 
     def _wait_for_step(self, transport: Transport, is_busy: bool) -> list[StepResult]:
@@ -282,12 +282,12 @@ class Supervisor:
         if error.kind == "shortage":
             self._num_shortages += 1
             pause_s = min(restart_pause_s(self._num_shortages), MAX_SHORTAGE_PAUSE_S)
-            count = f"the machine lacks what it takes, {self._num_shortages} times in a row"
+            count = f"the machine lacks resources, {self._num_shortages} times in a row"
         else:
             self._num_failures += 1
             most_s = MAX_DISCONNECT_PAUSE_S if error.kind == "disconnect" else math.inf
             pause_s = min(restart_pause_s(self._num_failures - 1), most_s)
             count = f"failure {self._num_failures} in a row"
         self._launch_at_s = time.monotonic() + pause_s
-        output = f"; the end of its output:\n{error.details}" if error.details else ""
+        output = f"; its last output:\n{error.details}" if error.details else ""
         logger.error("%s; %s, the next start is in %.1f s%s", error, count, pause_s, output)

@@ -295,10 +295,10 @@ class ProcessTransport(PairTransport):
 
     def _reap(self, timeout_s: float) -> bool:
         if self._process is not None and not self._process.wait(timeout_s):
-            logger.warning("killing an engine process that does not end")
+            logger.warning("killing an engine process that does not exit")
             self._process.kill()
             if not self._has_ended_after_kill(self._process):
-                logger.error("engine process %d has not ended after SIGKILL and is left behind", self._process.pid)
+                logger.error("engine process %d has not exited after SIGKILL; leaving it behind", self._process.pid)
                 return False
         if self._output is not None:
             self._output.wait()

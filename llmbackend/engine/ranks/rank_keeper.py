@@ -70,7 +70,7 @@ class RankKeeper:
             is_failure = code != 0 and time.monotonic() - began_s < _LIVED_S
             failures = failures + 1 if is_failure else 0
             if not self._closing.is_set():
-                logger.warning("the process of rank %d ended with exit code %d", self._order.rank, code)
+                logger.warning("the process of rank %d exited with code %d", self._order.rank, code)
             self._closing.wait(min(max(restart_pause_s(failures), MIN_PAUSE_S), MAX_PAUSE_S))
 
     def _run(self) -> int:
@@ -83,7 +83,7 @@ class RankKeeper:
                     command(interpreter, _PROGRAM), stdin=subprocess.PIPE, env=environment(interpreter)
                 )
             except OSError as error:
-                logger.error("the process of rank %d can not be started: %s", self._order.rank, error)
+                logger.error("the process of rank %d cannot be started: %s", self._order.rank, error)
                 return 1
             assert process.stdin is not None
             with contextlib.suppress(OSError):  # it has ended already

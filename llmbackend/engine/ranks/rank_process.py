@@ -25,7 +25,7 @@ def main() -> None:
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
     except (msgspec.DecodeError, ValueError) as error:
-        sys.exit(f"the order of a rank, the first line of standard input, is wrong: {error}")
+        sys.exit(f"the order of a rank, the first line of standard input, is invalid: {error}")
     logging.basicConfig(level=logging.INFO, format=f"rank {order.rank} %(process)d %(levelname)s %(message)s")
     threading.Thread(target=_end_with_input, name="stdin", daemon=True).start()
     lean_imports.import_for(order.config.model)

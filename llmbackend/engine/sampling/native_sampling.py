@@ -121,7 +121,7 @@ class NativeSampling:
         logprobs = self._room_for_logprobs(rows) if self._with_logprobs else None
         self._point_to(table)
         if self._function(self._kernels.pointer, ctypes.byref(self._rows), ctypes.byref(samples)):
-            raise MemoryError("scratch memory for sampling could not be had")
+            raise MemoryError("scratch memory for sampling could not be allocated")
         return token_ids, logprobs
 
     def _room_for_logprobs(self, rows: Int32Array) -> SampleLogprobs:
@@ -144,4 +144,4 @@ def _check_sizes(kernels: NativeKernels) -> None:
     sizes, structures = (c_int32 * 3)(), (_Edits, _SamplingRows, _Samples)
     kernels.library.functions.llmb_sampling_sizes(sizes)
     if list(sizes) != [ctypes.sizeof(structure) for structure in structures]:
-        raise OSError("the native sampling was built from other sources than this package's: install it again")
+        raise OSError("the native sampling was built from other sources than this package's: reinstall it")

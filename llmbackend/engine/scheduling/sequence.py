@@ -101,7 +101,7 @@ class Rows:
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._holder[row]
-        assert sequence is not None, f"row {row} holds no request"
+        assert sequence is not None, f"row {row} has no request"
         return sequence
 
     def request_ids(self, rows: Int32Array) -> list[str]:

@@ -149,7 +149,7 @@ class StepsInFlight:
         plan, token_ids = step.plan, sampled.token_ids
         if step_id != step.step_id or len(token_ids) != plan.num_samples:
             raise RuntimeError(
-                f"the runner gave {len(token_ids)} tokens of step {step_id}, "
+                f"the runner returned {len(token_ids)} tokens of step {step_id}, "
                 f"expected {plan.num_samples} tokens of step {step.step_id}"
             )
         self._steps.popleft()

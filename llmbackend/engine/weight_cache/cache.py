@@ -124,7 +124,7 @@ class CachedModel:
     def _discard(self, reason: str) -> None:
         if self._folder is not None:
             path = os.path.join(self.directory, self._name)
-            logger.warning("the packed weights '%s' are removed, and made again: %s", path, reason)
+            logger.warning("the packed weights '%s' are removed and created again: %s", path, reason)
             self._folder.remove(self._name)
 
 
@@ -211,7 +211,7 @@ class Draft:
     def _give_up(self, error: OSError) -> None:
         """The file is not written to again by this process."""
         self._has_failed = True
-        logger.warning("packed weights are not kept: %s", str(error))
+        logger.warning("packed weights are not cached: %s", str(error))
 
     @staticmethod
     def _has(ours: Bytes | None, memory: Bytes) -> bool:
@@ -266,7 +266,7 @@ class Draft:
         except FileNotFoundError:
             logger.debug("the image %s was published before", self._name)
         except OSError as error:
-            logger.warning("packed weights are not kept: %s", str(error))
+            logger.warning("packed weights are not cached: %s", str(error))
 
     def _clear(self, pid: int) -> None:
         """At the end of the process that made the draft: its children end before it."""

@@ -101,7 +101,7 @@ class CacheFolder:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid() or status.st_mode & 0o022 or not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            raise FolderRefusedError(f"others own or may write {name}")
+            raise FolderRefusedError(f"another user owns or may write {name}")
         with contextlib.suppress(OSError):  # a read-only file system
             os.utime(descriptor)
         return descriptor
@@ -157,7 +157,7 @@ class CacheFolder:
         if status.st_uid != os.geteuid():
             raise FolderRefusedError(f"it belongs to user {status.st_uid}, expected {os.geteuid()}")
         if status.st_mode & 0o022:
-            raise FolderRefusedError(f"others may write to it (mode {stat.S_IMODE(status.st_mode):o}), expected 700")
+            raise FolderRefusedError(f"others can write to it (mode {stat.S_IMODE(status.st_mode):o}), expected 700")
 
     def _sweep(self) -> None:
         for name in self._names(_UNFINISHED):

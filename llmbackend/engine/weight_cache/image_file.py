@@ -319,7 +319,7 @@ class ImageFile:
     def _read_part(self, part: _Part) -> bytes:
         data = os.pread(self.descriptor, part.size_bytes, part.offset_bytes)
         if len(data) != part.size_bytes:
-            raise ImageDamagedError("it is cut short")
+            raise ImageDamagedError("it is truncated")
         return data
 
     def _read_memory(self, part: _Part, sums: Sums, num_threads: int, memory: Bytes | None) -> None:
@@ -336,7 +336,7 @@ class ImageFile:
                     buffers.chunk = np.empty(CHUNK_BYTES, np.uint8)
                 chunk = buffers.chunk[:size_bytes]
             if os.preadv(self.descriptor, [chunk.data], part.offset_bytes + start) != size_bytes:
-                raise ImageDamagedError("it is cut short")
+                raise ImageDamagedError("it is truncated")
             if chunk_checksum(chunk) != sums[index]:
                 raise ImageDamagedError(f"the weights at byte {part.offset_bytes + start} have changed")
 
@@ -347,10 +347,10 @@ def _read_header(descriptor: int) -> _Header:
     size_bytes = os.fstat(descriptor).st_size
     page = os.pread(descriptor, PAGE_BYTES, 0)
     if len(page) < PAGE_BYTES or size_bytes < PAGE_BYTES:
-        raise ImageDamagedError("it is cut short")
+        raise ImageDamagedError("it is truncated")
     magic, length, crc = _HEAD.unpack_from(page)
     if magic != _MAGIC:
-        raise ImageDamagedError("it was not finished, or is no image of this version")
+        raise ImageDamagedError("it is incomplete, or not an image of this version")
     encoded = page[_HEAD.size : _HEAD.size + length]
     if length > PAGE_BYTES - _HEAD.size or zlib.crc32(encoded) != crc:
         raise ImageDamagedError("its header has changed")
@@ -368,7 +368,7 @@ def _check_layout(header: _Header, size_bytes: int) -> None:
         raise ImageDamagedError("its header states impossible sizes")
     expected = _layout(header.resident.size_bytes, header.mapped.size_bytes, header.description.size_bytes)
     if parts != expected:
-        raise ImageDamagedError("its header states parts that do not lie one behind the other")
+        raise ImageDamagedError("its header states parts that are not consecutive")
     if size_bytes != header.description.end:
         raise ImageDamagedError(f"it has {size_bytes} bytes, expected {header.description.end}")
 

@@ -87,7 +87,7 @@ def _directory(model: str) -> Path:
         return Path(model)
     if next(filter(None, map(os.environ.get, _OFFLINE)), "").upper() not in _TRUE:
         raise NoKeyError(
-            "the model is no folder: a hub id may name another revision at any time, unless HF_HUB_OFFLINE=1"
+            "the model is not a folder: a hub id may refer to another revision at any time, unless HF_HUB_OFFLINE=1"
         )
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     hub = Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")).expanduser()
@@ -106,7 +106,7 @@ def _fields(config_json: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(config_json, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise CheckpointError(f"its config.json is no JSON object: {error}") from None
+        raise CheckpointError(f"its config.json is not a JSON object: {error}") from None
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -170,7 +170,7 @@ def test_an_engine_without_its_device_ends(model: Path, way: str, loss: str) -> 
     core.add(request("b"))
     core.step()
     device.fail()
-    with pytest.raises(DeviceLostError, match="the device is lost to this process: "):
+    with pytest.raises(DeviceLostError, match="this process lost the device: "):
         core.step()
     core.close()
 

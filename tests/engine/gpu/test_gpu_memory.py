@@ -171,7 +171,7 @@ def test_what_does_not_fit_is_left_out(model: Path, monkeypatch: pytest.MonkeyPa
 
 def test_keys_and_values_of_8_bits_need_a_device_that_has_them(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeDevice, "has_float8", False)
-    with pytest.raises(ValueError, match="'kv_cache_dtype' is 'fp8', which fake device cannot compute with"):
+    with pytest.raises(ValueError, match="'kv_cache_dtype' is 'fp8', which fake device does not support"):
         gpu_runner(config_for(model, kv_cache_dtype="fp8"))
 
 

@@ -73,7 +73,7 @@ def test_each_rank_holds_its_part_and_nothing_of_the_others(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("family", "size", "why"),
-    [("llama", 3, "it has 4 attention heads"), ("olmo2", 2, "it norms queries and keys over all heads together")],
+    [("llama", 3, "it has 4 attention heads"), ("olmo2", 2, "it normalizes queries and keys over all heads")],
 )
 def test_what_does_not_divide_is_refused_by_name(family: str, size: int, why: str, tmp_path: Path) -> None:
     save(FAMILIES[family], tmp_path)
@@ -84,5 +84,5 @@ def test_what_does_not_divide_is_refused_by_name(family: str, size: int, why: st
             part_of(loaded, ranks)
         return str(caught.value)
 
-    expected = f"engine argument 'tensor_parallel_size' is {size}, which the model does not allow: {why}"
+    expected = f"engine argument 'tensor_parallel_size' is {size}, which the model does not support: {why}"
     assert set(on_ranks(size, refusal)) == {expected}

@@ -171,7 +171,7 @@ def test_what_can_not_be_split_so_is_refused_by_name(tmp_path: Path) -> None:
         parts_of(tmp_path, 4)
     gpt = tf.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     save(gpt, tmp_path / "gpt2")
-    with pytest.raises(ValueError, match=r"'pipeline_parallel_size' is 2, which the model does not allow: GPT2LMHead"):
+    with pytest.raises(ValueError, match=r"'pipeline_parallel_size' is 2, which the model does not support: GPT2LM"):
         parts_of(tmp_path / "gpt2", 2)
 
 

@@ -156,10 +156,10 @@ def test_a_rank_that_can_not_take_part_ends_the_load(
 
 def test_a_rank_that_never_comes_is_named(listener: RankListener) -> None:
     config = msgspec.structs.replace(CONFIG, load_timeout_s=0.01)
-    with pytest.raises(ValueError, match=r"rank 1, 2 did not come within 0\.01 s"):
+    with pytest.raises(ValueError, match=r"rank 1, 2 did not join within 0\.01 s"):
         meet_followers(config, listener, "")
 
 
 def test_an_address_that_is_taken_is_named(meeting: RankMeeting, listener: RankListener) -> None:
-    with pytest.raises(OSError, match=f"can not meet at 127.0.0.1 port {meeting.port}: Address already in use"):
+    with pytest.raises(OSError, match=f"cannot meet at 127.0.0.1 port {meeting.port}: Address already in use"):
         RankListener(meeting)

@@ -78,7 +78,7 @@ def _load(config: EngineConfig, ranks: Ranks, is_alone: bool) -> LoadedModel | E
     try:
         return load_part(config, ranks, is_alone)
     except Exception as error:
-        logger.error("rank %d can not load its part: %s", ranks.place.rank, error)
+        logger.error("rank %d cannot load its part: %s", ranks.place.rank, error)
         return error
 
 

@@ -76,7 +76,7 @@ class Followers:
             try:
                 loaded = _decode(follower.link.recv_bytes())
             except (EOFError, OSError):
-                raise ValueError(f"{follower.name} ended while it loaded the model") from None
+                raise ValueError(f"{follower.name} exited while loading the model") from None
             if loaded.error:
                 raise ValueError(f"{follower.name}: {loaded.error}")
 
@@ -171,7 +171,7 @@ def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: st
             report(f"waiting for rank {names}")
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                raise ValueError(f"rank {names} did not come within {config.load_timeout_s:g} s")
+                raise ValueError(f"rank {names} did not join within {config.load_timeout_s:g} s")
             if (come := listener.accept(left_s)) is None:
                 continue
             on_failure.callback(come[0].close)
@@ -181,7 +181,7 @@ def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: st
             if follower.rank in missing:
                 met[follower.rank] = follower
             else:
-                logger.warning("%s came although there is one", follower.name)
+                logger.warning("%s joined although there is one", follower.name)
                 follower.link.close()
         on_failure.pop_all()
     return Followers([met[rank] for rank in sorted(met)])

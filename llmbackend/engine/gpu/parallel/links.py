@@ -54,7 +54,7 @@ class RankListener:
         except OSError as error:
             self._socket.close()
             raise OSError(
-                error.errno, f"the ranks can not meet at {meeting.address} port {meeting.port}: {error.strerror}"
+                error.errno, f"the ranks cannot meet at {meeting.address} port {meeting.port}: {error.strerror}"
             ) from error
 
     def listen(self) -> None:
@@ -70,7 +70,7 @@ class RankListener:
         try:
             return _prove(accepted, self._meeting.key, is_server=True), str(address[0])
         except _REFUSED as error:
-            logger.warning("%s came to the ranks' meeting without its key: %s", address[0], error)
+            logger.warning("%s joined the ranks' meeting without its key: %s", address[0], error)
             return None
 
     def close(self) -> None:

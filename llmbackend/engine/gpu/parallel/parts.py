@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def refusal(config: EngineConfig, why: str) -> ValueError:
-    return ValueError(f"{config.split}, which the model does not allow: {why}")
+    return ValueError(f"{config.split}, which the model does not support: {why}")
 
 
 def load_part(config: EngineConfig, ranks: Ranks, is_alone: bool = False) -> LoadedModel:

@@ -153,7 +153,7 @@ class Sharding:
         if len(layers) < self._place.pipeline_size:
             size = self._place.pipeline_size
             raise UnshardableError(
-                f"engine argument 'pipeline_parallel_size' is {size}, which the model does not allow: it has "
+                f"engine argument 'pipeline_parallel_size' is {size}, which the model does not support: it has "
                 f"{len(layers)} layers"
             )
         own = self._place.layers(len(layers))
@@ -172,7 +172,7 @@ class Sharding:
 
     def _attention(self, attention: Attention, shape: LayerShape) -> Attention:
         if attention.norm_whole and self._ranks.size > 1:
-            raise UnshardableError(self._refusal("it norms queries and keys over all heads together"))
+            raise UnshardableError(self._refusal("it normalizes queries and keys over all heads"))
         head_dim = shape.key_dim
         heads = self._part(attention.out.weight.k // head_dim, "attention heads")
         kv_heads = self._kv_heads(shape.num_kv_heads)
@@ -308,7 +308,7 @@ class Sharding:
         return range(head, head + 1)
 
     def _refusal(self, why: str) -> str:
-        return f"engine argument 'tensor_parallel_size' is {self._ranks.size}, which the model does not allow: {why}"
+        return f"engine argument 'tensor_parallel_size' is {self._ranks.size}, which the model does not support: {why}"
 
 
 def _heads(heads: range, head_dim: int) -> torch.Tensor:

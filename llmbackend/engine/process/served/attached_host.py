@@ -41,7 +41,7 @@ class AttachedHost:
         """The request as the engine knows it. Raises ValueError when its id is live."""
         own_id = request.request_id
         if own_id in self.requests:
-            raise ValueError(f"request_id '{own_id}' is already live, expected a unique id")
+            raise ValueError(f"request_id '{own_id}' is already running, expected a unique id")
         engine_id = self.requests[own_id] = self._prefix + own_id
         self.prompt_tokens += len(request.prompt_token_ids)
         return msgspec.structs.replace(request, request_id=engine_id, lora_name=self.adapter_name(request.lora_name))

@@ -249,11 +249,11 @@ class HostLinks:
             said = _decode_hello(message)
             reason = refusal(said, self._config, self._order.node)
         except msgspec.DecodeError as error:
-            said, reason = None, f"a host must say hello first: {error}"
+            said, reason = None, f"a host must send Hello first: {error}"
         number = next(self._numbers)
         host = AttachedHost(number, routing_id, said.host_id if said else "", self._config.lora_modules)
         if reason:
-            logger.warning("a host is refused: %s", reason)
+            logger.warning("refusing a host: %s", reason)
             self._tell(host, STARTED, _encode(EngineStarted(error=reason)))
             return
         self._hosts[number] = self._by_routing_id[routing_id] = host
@@ -354,4 +354,4 @@ class HostLinks:
         for _ in self._refused.read():
             if now_s >= self._warning_at_s + _WARNING_INTERVAL_S:
                 self._warning_at_s = now_s
-                logger.warning("a peer was refused: it did not prove that it has the cluster's CURVE key")
+                logger.warning("a peer was refused: it does not have the cluster's CURVE key")

@@ -90,7 +90,7 @@ class RemoteTransport(Transport):
     def launch(self) -> None:
         self._socket.connect(self._address.endpoint)
         self._socket.send(_encode(hello(self._host_id, self._config)), zmq.NOBLOCK)
-        self._show_progress(LoadProgress(f"going to the engine at {self._address}"))
+        self._show_progress(LoadProgress(f"connecting to the engine at {self._address}"))
 
     def send(self, message: EngineInput) -> None:
         if self._loss is not None:
@@ -191,7 +191,7 @@ class RemoteTransport(Transport):
         elif event.failure == HandshakeFailure.SILENCE:
             self._loss = self._lost("nothing answers there")
         elif event.failure is not None:
-            self._loss = self._lost("it ended the handshake: it has another CURVE key, or has just ended")
+            self._loss = self._lost("it ended the handshake: it has another CURVE key, or has just exited")
         elif event.kind == zmq.EVENT_DISCONNECTED:
             self._loss = self._lost("the connection to it has ended, or was silent for too long")
         elif event.kind == zmq.EVENT_CLOSED and not self._is_connected:

@@ -118,7 +118,7 @@ class KeptTransport(ProcessTransport):
         if self._monitor.socket in ready:
             self._monitor.read()
             if self._process is not None and not self._process.wait(CLOSE_TIMEOUT_S):
-                logger.error("the engine was silent for %g s, also within a step: it is killed", self._silence_s)
+                logger.error("the engine was silent for %g s, even within a step; killing it", self._silence_s)
                 self._process.kill()
 
     def receive(self, timeout_s: float | None = None) -> list[StepResult]:

@@ -58,7 +58,7 @@ class ServedEngineProgram(EngineProgram):
 def _make_runner(make: Callable[[], Runner | ModelPrepared], config: EngineConfig) -> Runner | ModelPrepared:
     """Raises ValueError where a folder that another machine has is missing on this one."""
     if os.path.isabs(config.model) and not os.path.isdir(config.model):
-        raise ValueError(f"engine argument 'model' is '{config.model}', which is no folder on this machine")
+        raise ValueError(f"engine argument 'model' is '{config.model}', which is not a folder on this machine")
     return make()
 
 
