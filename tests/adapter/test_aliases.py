@@ -117,7 +117,7 @@ def test_vllms_sample_model_is_understood(tmp_path: Path, caplog: pytest.LogCapt
             hf_overrides={},
         ).engine
     assert engine.enforce_eager
-    assert "disable_log_requests (the log" in caplog.text and "num_scheduler_steps (steps are planned" in caplog.text
+    assert "disable_log_requests (the log" in caplog.text and "num_scheduler_steps (steps are bounded" in caplog.text
     assert "no effect on a CPU: gpu_memory_utilization, max_loras" in caplog.text
 
 

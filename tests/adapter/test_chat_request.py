@@ -164,7 +164,7 @@ def test_a_further_field_reaches_a_template_that_reads_it(read: str) -> None:
 def test_what_a_template_does_not_read_is_refused(
     template: str, messages: dict[str, Any], options: dict[str, Any], param: str
 ) -> None:
-    with pytest.raises(TritonError, match="the model's chat template does not read it") as caught:
+    with pytest.raises(TritonError, match="the model's chat template does not use it") as caught:
         rendered(template, messages, **options)
     assert (caught.value.param, caught.value.code) == (param, ErrorCode.INVALID_ARG)
 

@@ -70,9 +70,9 @@ def test_a_request_with_a_suffix(tmp_path: Path) -> None:
         asked = {"max_tokens": 2, "suffix": "two"}
         call = host.infer(text_input="one", sampling=asked, return_prompt_token_ids=True)
         assert call.all("prompt_token_ids") == written and call.text.startswith("one")
-        assert "beside a prompt that is text" in _error(host, "two", input_ids=[5])
+        assert "requires a text prompt" in _error(host, "two", input_ids=[5])
         messages = json.dumps({"messages": [{"role": "user", "content": "a"}]})
-        assert "beside a prompt that is text" in _error(host, "two", messages=messages)
+        assert "requires a text prompt" in _error(host, "two", messages=messages)
         assert "'suffix' is 3, expected" in _error(host, 3, text_input="one")
         assert "tokens, expected at most 255" in _error(host, "2" * 300, text_input="one")
         assert "characters, expected at most" in _error(host, "x" * 10000, text_input="one")

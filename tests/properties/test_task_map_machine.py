@@ -35,7 +35,7 @@ EXPIRED = "Request timeout expired"
 FULL = "accepts no more requests: its queue holds"
 NO_ENGINE = "times in a row"
 DISOWNED = "has no engine that stays alive"
-BLAMED = f"the engine died {DEATHS_TO_BLAME} times while it ran it"
+BLAMED = f"the engine died {DEATHS_TO_BLAME} times while running it"
 
 
 @dataclass(eq=False)

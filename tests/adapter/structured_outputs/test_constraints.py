@@ -125,7 +125,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
     ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs", "json and regex"),
     ({"structured_outputs": {"jsno": {}}}, "structured_outputs", "/jsno"),
-    ({"structured_outputs": {"json": {}}, "guided_regex": "a"}, "guided_regex", "exclude each other"),
+    ({"structured_outputs": {"json": {}}, "guided_regex": "a"}, "guided_regex", "are mutually exclusive"),
     ({"structured_outputs": {"json": {}, "backend": "outlines"}}, "structured_outputs", "llguidance"),
     ({"structured_outputs": {"json": {}, "whitespace_pattern": ".*"}}, "whitespace_pattern", "spaces, tabs"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "with a constraint"),
