@@ -78,13 +78,13 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
             "Serve another checkpoint: docs/llm_backend.md lists the supported architectures.",
         ),
         (
-            r"the hub did not give its files|"
+            r"the hub did not return its files|"
             r"the tokenizer of '.*' cannot be loaded: .*(ConnectError|internet connection|not a valid model|Repo id|"
             r"Repository Not Found|hub)",
             "Check the name and the network, or give the path of a local checkpoint.",
         ),
         (
-            r"which does not exist|no config\.json|is no directory|no safetensors|must be provided in",
+            r"which does not exist|no config\.json|is not a directory|no safetensors|must be provided in",
             "Give the directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), "
             "or a hub id such as Qwen/Qwen3-0.6B.",
         ),

@@ -130,7 +130,7 @@ def test_vllms_arguments_without_effect_are_taken_and_named(
         (["--task", "embed"], '--task is \'embed\', only "auto" or "generate" is supported'),
         (["--speculative-config", "{a"], "--speculative-config is '{a': "),
         (["--tokenizer", "/no/such"], "--tokenizer is '/no/such', which does not exist"),
-        (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected a file that exists, or a Jinja"),
+        (["--chat-template", "no.jinja"], "--chat-template is 'no.jinja', expected an existing file or a Jinja"),
         (["--lora-modules", "x"], "--lora-modules is 'x', expected NAME=PATH"),
         (["--lora-folder", "/nowhere"], "--lora-folder is '/nowhere', expected an existing folder"),
         (["--lora-modules", "a=b"], "--lora-modules is set, expected --enable-lora with it"),

@@ -197,7 +197,7 @@ HOSTILE = {
     b"short": "states a header of 0 bytes",
     headers_of(b"{}", length=2**63): f"states a header of {2**63} bytes",
     headers_of(b"{}", length=90_000_000): "states a header of 90000000 bytes",
-    headers_of(b"{" * 100): "no safetensors file",
+    headers_of(b"{" * 100): "not safetensors",
     headers_of(b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}}', b"8 bytes."): "the file is truncated",
     headers_of(
         b'{"a":{"dtype":"F32","shape":[1000000,1000000,1000000],"data_offsets":[0,8]}}', b"8 bytes."

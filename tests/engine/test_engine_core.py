@@ -175,7 +175,7 @@ def test_a_request_that_outgrows_the_pool_keeps_its_tokens_and_ends_with_an_erro
 def test_a_live_id_cannot_be_added_again() -> None:
     core = make_core()
     core.add(make_request("r"))
-    with pytest.raises(ValueError, match="'r' is already live"):
+    with pytest.raises(ValueError, match="'r' is already running"):
         core.add(make_request("r"))
 
 

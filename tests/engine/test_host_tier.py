@@ -275,5 +275,5 @@ def test_a_size_below_one_block_is_refused() -> None:
 
 def test_a_runner_without_host_memory_is_refused() -> None:
     runner = MockRunner(EngineConfig(model="mock"))
-    with pytest.raises(ValueError, match="expected null or 0: this model's runner on 'cpu' moves no KV"):
+    with pytest.raises(ValueError, match="expected null or 0: this model's runner on 'cpu' does not move KV"):
         EngineCore(EngineConfig(model="mock", num_host_kv_blocks=4), runner)

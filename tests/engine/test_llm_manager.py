@@ -106,8 +106,8 @@ def test_bad_ids_are_reported_and_harm_no_other_request(owner: Owner) -> None:
     owner.submit(make_request("last", max_tokens=1))
     owner.wait_for_end("last")
     texts = {(request_id, kind): text for request_id, text, kind in owner.statuses}
-    assert "already live" in texts["r", StatusType.REQUEST_ENQUEUE_STATUS]
-    assert "'ghost' is not live" in texts["ghost", StatusType.CONTROL_SIGNAL_STATUS]
+    assert "already running" in texts["r", StatusType.REQUEST_ENQUEUE_STATUS]
+    assert "'ghost' is not running" in texts["ghost", StatusType.CONTROL_SIGNAL_STATUS]
     assert texts["last", StatusType.REQUEST_ENQUEUE_STATUS] == ""
     assert owner.reason("r") is None
 
@@ -356,7 +356,7 @@ def test_a_stop_while_the_engine_is_down_is_answered(owner: Owner, tmp_path: Pat
     (tmp_path / "poison").write_text("2")
     owner.wait_for(lambda: len(owner.deaths) >= 2)
     owner.control("r")
-    owner.wait_for(lambda: any("'r' is not live" in text for _, text, _ in owner.statuses))
+    owner.wait_for(lambda: any("'r' is not running" in text for _, text, _ in owner.statuses))
 
 
 @contextlib.contextmanager

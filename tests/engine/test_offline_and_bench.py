@@ -126,7 +126,7 @@ def test_ablation_turns_off_what_is_on(tmp_path: Path, capsys: pytest.CaptureFix
     [
         ([], "is an empty list"),
         ([{"output_tokens": 3}], "either 'prompt_token_ids' or 'prompt_tokens'"),
-        ([{"prompt_tokens": 3, "prompt_token_ids": [1], "output_tokens": 3}], "and not both"),
+        ([{"prompt_tokens": 3, "prompt_token_ids": [1], "output_tokens": 3}], ", not both"),
         ([{"prompt_tokens": 3, "output_tokens": 0}], "output_tokens 0, expected at least 1"),
         ([{"prompt_tokens": 3}], "missing required field `output_tokens`"),
         ([{"prompt_tokens": 3, "output_tokens": 1, "tokens": 1}], "unknown field `tokens`"),

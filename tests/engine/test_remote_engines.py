@@ -411,7 +411,7 @@ def expect_refusal(pattern: str, **arguments: Any) -> None:
 
 def test_a_host_without_the_clusters_key_is_told_so(engine: ServedEngine, tmp_path: Path) -> None:
     use_locator(FixedLocator(engine.address), ClusterSecrets.create(tmp_path))
-    expect_refusal("it has another CURVE key, or has just ended", max_engine_failures=2)
+    expect_refusal("it has another CURVE key, or has just exited", max_engine_failures=2)
 
 
 def test_the_public_key_alone_opens_nothing(engine: ServedEngine, secrets: ClusterSecrets) -> None:
@@ -457,14 +457,12 @@ def test_a_model_that_the_engines_machine_cannot_read_is_named(
     use_locator(FixedLocator(msgspec.structs.replace(engine.address, node="south")), secrets)
     for _ in range(2):  # each host that comes is told
         owner = Owner()
-        with pytest.raises(RuntimeError, match=f"tcp://.* on south.*'model' is '{missing}', which is no folder"):
+        with pytest.raises(RuntimeError, match=f"tcp://.* on south.*'model' is '{missing}', which is not a folder"):
             owner.start_with(EngineConfig(model=missing, **MOCK))
     use_locator(None)
 
 
-@pytest.mark.parametrize(
-    ("file", "pattern"), [(None, "cannot be read: No such file"), ("short", "5 bytes that are no")]
-)
+@pytest.mark.parametrize(("file", "pattern"), [(None, "cannot be read: No such file"), ("short", "is not a CURVE key")])
 def test_a_keeper_without_a_key_says_so(tmp_path: Path, file: str | None, pattern: str) -> None:
     if file is not None:
         (tmp_path / "curve.key").write_text(file)
@@ -501,7 +499,7 @@ def test_a_host_that_makes_no_sense_harms_nobody(
             assert link.poll(round(WAIT_S * 1e3))
             head, body = link.recv_multipart()
             started = msgspec.msgpack.decode(body, type=EngineStarted)
-            assert head == b"" and "a host must say hello first" in started.error
+            assert head == b"" and "a host must send Hello first" in started.error
         owner.submit(*(requests := long_requests("r", 2, 10)))
         expect_all(owner, requests)
     assert not owner.deaths

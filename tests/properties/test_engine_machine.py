@@ -182,7 +182,7 @@ class EngineMachine(RuleBasedStateMachine):
         """A live id is refused and the live request goes on; the id of one that is over may be used again."""
         life = self.lives[request_id][-1]
         if life.is_live:
-            with pytest.raises(ValueError, match="is already live"):
+            with pytest.raises(ValueError, match="is already running"):
                 self.core.add(life.request)
         else:
             self._add(life.request, life.impossible)

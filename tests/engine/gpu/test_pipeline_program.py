@@ -167,7 +167,7 @@ def test_tensors_by_other_names_are_read_whole(tmp_path: Path) -> None:
 
 def test_what_can_not_be_split_so_is_refused_by_name(tmp_path: Path) -> None:
     save(FAMILIES["llama"], tmp_path)
-    with pytest.raises(UnshardableError, match=r"'pipeline_parallel_size' is 4, .* allow: it has 3 layers"):
+    with pytest.raises(UnshardableError, match=r"'pipeline_parallel_size' is 4, .* support: it has 3 layers"):
         parts_of(tmp_path, 4)
     gpt = tf.GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     save(gpt, tmp_path / "gpt2")

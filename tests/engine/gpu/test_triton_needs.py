@@ -59,7 +59,7 @@ def test_the_drivers_library(sound: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_folder_to_write_and_load_from(sound: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(sound / "cc" / "below a file"))
-    assert "cannot be written (Not a directory): name another folder in the variable" in missing_needs()[0]
+    assert "cannot be written (Not a directory): set the variable" in missing_needs()[0]
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(sound))
     assert missing_needs() == [] and (sound / ".triton" / "cache").is_dir()

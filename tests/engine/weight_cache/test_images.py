@@ -441,7 +441,7 @@ def test_a_disk_that_is_full_leaves_the_weights_in_memory(
                 patch.setattr(cache, "write_image", write_on_a_full_disk)
             draft.write(packed, THREADS)
         monkeypatch.undo()
-        assert caplog.text.count("packed weights are not kept") == 1
+        assert caplog.text.count("packed weights are not cached") == 1
         assert same(draft.read(new_memory, THREADS), packed)
         draft.publish()
         draft.close()
@@ -461,7 +461,7 @@ def test_a_disk_that_is_full_from_the_beginning_is_warned_of_once(
             draft.prefault()
             assert draft.new_memory(len(packed.memories.resident)) is None
         draft.write(packed, THREADS)
-        assert caplog.text.count("packed weights are not kept") == 1
+        assert caplog.text.count("packed weights are not cached") == 1
         assert same(draft.read(new_memory, THREADS), packed)
         assert images(config) == []
         draft.close()
@@ -497,7 +497,7 @@ def test_a_folder_that_others_may_write_to_is_refused(
     store(config, packed_model())
     Path(config.weight_cache_dir).chmod(mode)
     assert read(config) is None
-    assert "others may write" in caplog.text
+    assert "others can write" in caplog.text
 
 
 def test_a_folder_or_an_image_of_another_user_is_refused(
