@@ -34,7 +34,7 @@ CANCELLED = "Request was cancelled"
 EXPIRED = "Request timeout expired"
 FULL = "accepts no more requests: its queue holds"
 NO_ENGINE = "times in a row"
-DISOWNED = "has no engine that stays alive"
+DISOWNED = "has no engine that survives"
 BLAMED = f"the engine died {DEATHS_TO_BLAME} times while running it"
 
 
