@@ -33,6 +33,7 @@ from ..conversation.tools import (
 from ..conversation.turns import Turn, Turns, called
 from ..generation.sealed_reasoning import SealingKey
 from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
+from ..openai.schema import TEXT_ONLY
 from .schema import RedactedThinkingBlock, TextBlock, ThinkingBlock, Tool, ToolResultBlock, ToolUseBlock
 
 log = logging.getLogger(__name__)
@@ -125,11 +126,10 @@ _BILLING_HEADER: Final = "x-anthropic-billing-header:"
 with every request, so that no prefix could be shared."""
 _ERROR: Final = "Error: "
 """Before a tool's result that is an error: chat templates have no other place for it."""
-_TEXT_ONLY: Final = "models read and write text only"
 _NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
-    "image": _TEXT_ONLY,
-    "document": _TEXT_ONLY,
+    "image": TEXT_ONLY,
+    "document": TEXT_ONLY,
     "search_result": "send its text in a text block",
     "container_upload": "this server has no containers",
 }

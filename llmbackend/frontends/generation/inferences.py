@@ -28,7 +28,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 from ..http.errors import OpenAIError
 from ..inference import Inference, Item
 from ..inference_gate import InferenceGate
-from ..journals.journal import Recording
+from ..journals.journal import Recording, settle
 from .models import Target
 from .plan import AnswerPlan, check_grammar_size
 from .request import STRUCTURE_FIELDS, GenerationRequest
@@ -118,7 +118,7 @@ class Generation:
         if self._listener is not None:
             self._listener()
         elif self._waiter is not None:
-            _wake(self._waiter)
+            settle(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
         """Until a delta is here; False when `timeout_s` passed without one."""
@@ -127,7 +127,7 @@ class Generation:
         loop = asyncio.get_running_loop()
         self._waiter = loop.create_future()
         # `call_later` costs a fifth of asyncio.timeout, and this is awaited once per token.
-        alarm = None if timeout_s is None else loop.call_later(timeout_s, _wake, self._waiter)
+        alarm = None if timeout_s is None else loop.call_later(timeout_s, settle, self._waiter)
         try:
             await self._waiter
         finally:
@@ -151,10 +151,7 @@ class Generation:
         try:
             delta = read_delta(*item)
         except TritonError as error:
-            shown = OpenAIError.of(error)
-            if self._plan is not None and self._plan.is_about_calls(shown):
-                raise self._plan.in_own_fields(shown) from None
-            raise self._request.in_own_fields(shown) from None
+            raise in_own_fields(OpenAIError.of(error), self._request, self._plan) from None
         if delta.is_final:
             self._open -= 1
         choice = self._index_of[inference] * self._request.n + delta.sequence_index
@@ -252,6 +249,13 @@ def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan | N
     return request.sampling | _lora(target) | ({} if plan is None else plan.sampling)
 
 
+def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan | None = None) -> OpenAIError:
+    """An error of the model with the request's names of fields."""
+    if plan is not None and plan.is_about_calls(error):
+        return plan.in_own_fields(error)
+    return request.in_own_fields(error)
+
+
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[Tensor]:
     """The inputs other than the prompt, which all prompts share."""
     wants_counts, wants_usage = _counts(request)
@@ -283,11 +287,6 @@ def _counts(request: GenerationRequest) -> tuple[bool, bool]:
     is_asked = bool(request.stream.include_usage)
     has_each = request.stream.interval_tokens > 1 or (is_asked and bool(request.stream.continuous_usage_stats))
     return has_each, is_asked and not has_each
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:

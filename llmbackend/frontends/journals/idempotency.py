@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,7 +27,7 @@ from llmbackend.frontends.http.direct_body import DirectBody
 from llmbackend.frontends.http.request_scope import LABELS, PRESENCE, ClientPresence, unless_disconnected
 
 from ..http.errors import STOPPING, refusing
-from .journal import EventsGoneError, Journal
+from .journal import EventsGoneError, Journal, settle
 from .kept_answers import KeptAnswer, KeptAnswers
 from .response_store import current_owner
 from .store_settings import IdempotencyLimits
@@ -154,8 +154,8 @@ class IdempotentRequests:
         except Exception as error:
             log_bug(f"{scope['method']} {scope['path']} failed", error)
         finally:
-            _set_if_waited_for(answer.fingerprint)
-            _set_if_waited_for(answer.head)
+            settle(answer.fingerprint)
+            settle(answer.head)
             if not answer.has_ended:
                 self._kept.end(answer, _IncompleteError())
                 self._kept.forget(answer)
@@ -267,7 +267,7 @@ class _BodyReader:
     async def _until_lost(self) -> Message:
         if self._gone is None:
             self._gone = asyncio.get_running_loop().create_future()
-            self._answer.presence.when_lost(partial(_set_if_waited_for, self._gone))
+            self._answer.presence.when_lost(partial(settle, self._gone))
         await asyncio.shield(self._gone)
         return {"type": "http.disconnect"}
 
@@ -304,8 +304,3 @@ def _begins_inference(scope: Scope) -> bool:
 def _key_of(scope: Scope) -> str:
     key: bytes = next(value for name, value in scope["headers"] if name == _KEY)
     return key.decode("latin-1").strip()
-
-
-def _set_if_waited_for(future: asyncio.Future[Any]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -128,7 +128,7 @@ class Journal:
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.append(waiter)
-        alarm = None if timeout_s is None else loop.call_later(timeout_s, _set, waiter)
+        alarm = None if timeout_s is None else loop.call_later(timeout_s, settle, waiter)
         try:
             await waiter
             return waiter not in self._waiters
@@ -141,14 +141,15 @@ class Journal:
     def _wake(self) -> None:
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
-            _set(waiter)
+            settle(waiter)
 
     def _count_readers(self, change: int) -> None:
         self.num_readers += change
         self.on_readers(self.num_readers)
 
 
-def _set(waiter: asyncio.Future[None]) -> None:
+def settle(waiter: asyncio.Future[Any]) -> None:
+    """Done, with None; a second time it has no effect."""
     if not waiter.done():
         waiter.set_result(None)
 

@@ -22,7 +22,7 @@ from llmbackend.core.errors import invalid_argument, unavailable
 from ..http.errors import error_body, is_openai, openai_error_body
 from ..http.event_stream import EventStream
 from ..http.request_scope import PRESENCE, ClientPresence, header
-from .journal import RECORDING, EventsGoneError, Recording, StreamRecord
+from .journal import RECORDING, EventsGoneError, Recording, StreamRecord, settle
 from .resumable_streams import MAX_STREAM_BYTES, ResumableStream, ResumableStreams
 
 STREAM_ID: Final = "x-stream-id"
@@ -138,7 +138,7 @@ async def make_again(app: ASGIApp, record: StreamRecord) -> None:
     """Returns when the stream is opened. Raises TritonError UNAVAILABLE when the request is refused here."""
     recording = Recording(record)
     opened = asyncio.get_running_loop().create_future()
-    recording.opened = partial(_set, opened)
+    recording.opened = partial(settle, opened)
     refusal = _Refusal()
     serving = asyncio.ensure_future(app(_scope(recording), _Body(record.head.request).receive, refusal.send))
     try:
@@ -149,11 +149,6 @@ async def make_again(app: ASGIApp, record: StreamRecord) -> None:
             await serving
     if not opened.done():
         raise unavailable(f"the stream cannot be regenerated here: {refusal.text}")
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _scope(recording: Recording) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import msgspec
 from llmbackend.core.errors import TritonError, unavailable
 from llmbackend.frontends.errors import log_bug
 
-from .journal import StreamDelta, StreamHead, StreamRecord
+from .journal import StreamDelta, StreamHead, StreamRecord, settle
 
 log = logging.getLogger(__name__)
 TOPIC: Final = "streams"
@@ -193,7 +193,7 @@ class StreamCopies:
         self._held.drop(key)
         growing = self._own[key] = _Growing.of(record)
         growing.num_replayed, growing.superseded = len(record.deltas), superseded
-        self._add(_Begin(growing.record), partial(_set, done))
+        self._add(_Begin(growing.record), partial(settle, done))
         return done
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
@@ -424,11 +424,6 @@ def _call(then: Callable[[], None]) -> None:
         then()
     except Exception as error:
         log_bug("unexpected error in a copied stream", error)
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _in_messages(records: Iterable[_Growing]) -> Iterator[list[_Begin]]:

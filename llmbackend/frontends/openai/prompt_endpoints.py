@@ -21,7 +21,7 @@ from starlette.responses import Response
 from llmbackend.core.tensors import Tensor
 
 from ..generation.answer import Identity
-from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, sampling_of
+from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, in_own_fields, sampling_of
 from ..generation.models import ModelCatalog, Target
 from ..generation.plan import AnswerPlan, plan_answer
 from ..generation.request import GenerationRequest, StreamForm
@@ -120,7 +120,7 @@ _FEW_TOKENS: Final = 4096
 """So many are written as JSON on the event loop, in about 0.1 ms."""
 
 
-class TokenizationEndpoints(OpenAIEndpoints):
+class PromptEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
         super().__init__(gate, max_body_bytes)
         self._catalog = catalog
@@ -161,12 +161,6 @@ class TokenizationEndpoints(OpenAIEndpoints):
             return question, await unless_disconnected(http, work)
         except OpenAIError as error:
             raise question.in_own_fields(error) from None
-
-
-class RenderEndpoints(OpenAIEndpoints):
-    def __init__(self, gate: InferenceGate, catalog: ModelCatalog, max_body_bytes: int) -> None:
-        super().__init__(gate, max_body_bytes)
-        self._catalog = catalog
 
     @post("/v1/chat/completions/render", body=ChatCompletionRequest, answer=Rendered)
     async def chat(self, http: Request) -> Response:
@@ -212,9 +206,7 @@ class RenderEndpoints(OpenAIEndpoints):
                 max_tokens_must_fit=bool(request.max_tokens_field),
             )
         except OpenAIError as error:
-            if plan is not None and plan.is_about_calls(error):
-                raise plan.in_own_fields(error) from None
-            raise request.in_own_fields(error) from None
+            raise in_own_fields(error, request, plan) from None
 
 
 def _written(request: GenerationRequest, request_id: str, found: PromptDescription) -> bytes:

@@ -52,7 +52,7 @@ from .chunks import IntervalWriter, PromptFirst, chunk_writer
 from .endpoints import OpenAIEndpoints, json_answer, read_body
 from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
-from .prompt_endpoints import RenderEndpoints, TokenizationEndpoints
+from .prompt_endpoints import PromptEndpoints
 from .requests import parse_chat, parse_completion, with_defaults
 from .responses_api.background import BackgroundResponses
 from .responses_api.conversations import ConversationEndpoints, Conversations
@@ -89,8 +89,7 @@ def create_openai_router(
     for api in (
         ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults),
         ConversationEndpoints(gate, conversations, size),
-        TokenizationEndpoints(gate, catalog, size),
-        RenderEndpoints(gate, catalog, size),
+        PromptEndpoints(gate, catalog, size),
         LoraEndpoints(gate, catalog, lora_folder),
         responses,
         InputTokenEndpoints(gate, catalog, responses, size),

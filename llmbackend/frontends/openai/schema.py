@@ -28,51 +28,60 @@ from ..http.errors import JsonObject, OpenAIError, refuse
 from .fields import ChatToolChoice, FunctionCall, Labels, ReasoningFields, StructuredOutputFields
 from .messages import Message
 
-_ONE_TIER = "this server has one service tier"
 _NOT_STORED = "this server stores only the answers of /v1/responses"
 _RENDER = "it is part of vLLM's render endpoints"
 _ONE_ENGINE = "the KV cache of a request stays in one engine"
-_TEXT_ONLY = "models read and write text only"
+TEXT_ONLY = "models read and write text only"
 _NO_BEAMS = "beam search is not implemented; 'n' and 'best_of' sample several choices"
 
 
-class UnservedFields(ClosedObject):
-    """Of both endpoints."""
+class UnservedEverywhere(ClosedObject):
+    """Of chats, completions and responses."""
+
+    service_tier: Annotated[Any, Only("auto", "default", reason="this server has one service tier")] = None
+    watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
+    kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
+    ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
+    vllm_xargs: Annotated[Any, Only({}, reason="this server has no extensions that read them")] = None
+
+
+class UnservedFields(UnservedEverywhere):
+    """Of chats and completions."""
 
     use_beam_search: Annotated[Any, Only(False, reason=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, 1.0, reason="it is part of beam search")] = None
     store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
-    service_tier: Annotated[Any, Only("auto", "default", reason=_ONE_TIER)] = None
-    watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
-    kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
-    ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
     repetition_detection: Annotated[Any, Only(reason="use 'stop', 'max_tokens' and the penalties instead")] = None
     routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not returned")] = None
     return_token_offsets: Annotated[Any, Only(False, reason=_RENDER)] = None
     return_mm_kwargs: Annotated[Any, Only(True, reason=_RENDER)] = None
     truncation_side: Annotated[Any, Only("left", reason="truncate_prompt_tokens keeps the end of a prompt")] = None
-    vllm_xargs: Annotated[Any, Only({}, reason="this server has no extensions that read them")] = None
 
 
 class MediaFields(ClosedObject):
     """Of everything with messages."""
 
-    media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
+    media_io_kwargs: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
+    mm_processor_kwargs: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
 
 
-class UnservedByChat(MediaFields):
-    """Of chat completions."""
+class UnservedInConversations(MediaFields):
+    """Of chats and responses."""
 
-    modalities: Annotated[Any, Only(["text"], reason=_TEXT_ONLY)] = None
-    audio: Annotated[Any, Only(reason=_TEXT_ONLY)] = None
-    prediction: Annotated[Any, Only(reason="the engine drafts by itself ('speculative_config')")] = None
-    verbosity: Annotated[Any, Only("medium", reason="no model is trained for it")] = None
-    web_search_options: Annotated[Any, Only(reason="this server has no search")] = None
     moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
     prompt_cache_options: Annotated[
         Any, Only({"mode": "implicit"}, reason="all prefixes are cached while memory lasts")
     ] = None
+
+
+class UnservedByChat(UnservedInConversations):
+    """Of chat completions."""
+
+    modalities: Annotated[Any, Only(["text"], reason=TEXT_ONLY)] = None
+    audio: Annotated[Any, Only(reason=TEXT_ONLY)] = None
+    prediction: Annotated[Any, Only(reason="the engine drafts by itself ('speculative_config')")] = None
+    verbosity: Annotated[Any, Only("medium", reason="no model is trained for it")] = None
+    web_search_options: Annotated[Any, Only(reason="this server has no search")] = None
 
 
 class UnservedByCompletions(ClosedObject):

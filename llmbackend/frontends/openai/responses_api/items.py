@@ -18,16 +18,11 @@ from typing_extensions import TypedDict  # pydantic takes typing's only from Pyt
 
 from ...generation.validation import AnyObject, Expected, Items, OfTypes, Only, refuse_unknown
 from ...http.errors import JsonObject
-from .tools import Tools
+from ..schema import TEXT_ONLY
+from .tools import HOSTED, Tools
 
-_TEXT_ONLY = "models read and write text only"
-_HOSTED = "this server has no tools of its own"
 _NOT_COMPACTED = "this server does not compact conversations"
-REFUSED_PARTS: Mapping[str, str] = {
-    "input_image": _TEXT_ONLY,
-    "input_file": _TEXT_ONLY,
-    "input_audio": _TEXT_ONLY,
-}
+REFUSED_PARTS: Mapping[str, str] = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 REFUSED_ITEMS: Mapping[str, str] = {
     **dict.fromkeys(
         (
@@ -36,7 +31,7 @@ REFUSED_ITEMS: Mapping[str, str] = {
             "apply_patch_call", "apply_patch_call_output", "mcp_list_tools", "mcp_approval_request",
             "mcp_approval_response", "mcp_call", "program", "program_output",
         ),
-        _HOSTED,
+        HOSTED,
     ),
     "compaction": _NOT_COMPACTED,
     "compaction_trigger": _NOT_COMPACTED,
@@ -55,35 +50,34 @@ _CLOSED = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {
 """Unknown fields are refused by `check_fields`, unless they are null: pydantic would collect an error for each."""
 
 
-class InputText(TypedDict):
+class _Closed(TypedDict):
     __pydantic_config__ = _CLOSED  # type: ignore[misc]
+
+
+class InputText(_Closed):
     type: Literal["input_text"]
     text: str
     prompt_cache_breakpoint: NotRequired[AnyObject | None]
 
 
-class OutputText(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class OutputText(_Closed):
     type: Literal["output_text"]
     text: str
     annotations: NotRequired[list[Any] | None]
     logprobs: NotRequired[list[Any] | None]
 
 
-class RefusalPart(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class RefusalPart(_Closed):
     type: Literal["refusal"]
     refusal: str
 
 
-class ReasoningText(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class ReasoningText(_Closed):
     type: Literal["reasoning_text"]
     text: str
 
 
-class SummaryText(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class SummaryText(_Closed):
     type: Literal["summary_text"]
     text: str
 
@@ -130,10 +124,9 @@ ToolOutput = Annotated[
 ]
 
 
-class MessageItem(TypedDict):
+class MessageItem(_Closed):
     """Easy or full, of the client or of a model."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     type: NotRequired[Literal["message"] | None]
     id: NotRequired[str | None]
     role: Annotated[
@@ -147,10 +140,9 @@ class MessageItem(TypedDict):
     ]
 
 
-class ReasoningItem(TypedDict):
+class ReasoningItem(_Closed):
     """The text is in `content`, sealed in `encrypted_content`, or what another server summed up."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     type: Literal["reasoning"]
     id: NotRequired[str | None]
     summary: NotRequired[Annotated[list[Annotated[SummaryText, OfTypes(("summary_text",))]], Items()] | None]
@@ -159,8 +151,7 @@ class ReasoningItem(TypedDict):
     status: NotRequired[_Status]
 
 
-class _OfTool(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class _OfTool(_Closed):
     id: NotRequired[str | None]
     call_id: str
     namespace: NotRequired[str | None]
@@ -195,11 +186,10 @@ class CustomToolCallOutputItem(_Output):
     type: Literal["custom_tool_call_output"]
 
 
-_ByClient = Annotated[Any, Only("client", reason=_HOSTED)]
+_ByClient = Annotated[Any, Only("client", reason=HOSTED)]
 
 
-class ToolSearchCallItem(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class ToolSearchCallItem(_Closed):
     type: Literal["tool_search_call"]
     id: NotRequired[str | None]
     call_id: str
@@ -208,10 +198,9 @@ class ToolSearchCallItem(TypedDict):
     status: NotRequired[_Status]
 
 
-class ToolSearchOutputItem(TypedDict):
+class ToolSearchOutputItem(_Closed):
     """Its tools are the model's from then on."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     type: Literal["tool_search_output"]
     id: NotRequired[str | None]
     call_id: str
@@ -220,18 +209,16 @@ class ToolSearchOutputItem(TypedDict):
     status: NotRequired[_Status]
 
 
-class AdditionalToolsItem(TypedDict):
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
+class AdditionalToolsItem(_Closed):
     type: Literal["additional_tools"]
     id: NotRequired[str | None]
     role: Annotated[Literal["developer"], Expected('"developer"')]
     tools: Tools
 
 
-class ItemReference(TypedDict):
+class ItemReference(_Closed):
     """To an item that the server stored."""
 
-    __pydantic_config__ = _CLOSED  # type: ignore[misc]
     type: NotRequired[Literal["item_reference"] | None]
     id: str
 

@@ -14,13 +14,20 @@ from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
 from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ...http.errors import JsonObject, OpenAIError, missing, refuse, requires
-from ..fields import Labels, constraint_of
-from ..schema import TEMPLATE_NAMES, Sampling, check_template_variables, is_true, needs
+from ..fields import Effort, Labels, constraint_of
+from ..schema import (
+    TEMPLATE_NAMES,
+    TEXT_ONLY,
+    Sampling,
+    UnservedEverywhere,
+    UnservedInConversations,
+    check_template_variables,
+    is_true,
+    needs,
+)
 from .items import Input
 from .tools import ToolChoiceField, Tools
 
-_TEXT_ONLY = "models read and write text only"
-_ONE_ENGINE = "the KV cache of a request stays in one engine"
 _NO_SUMMARIES = "models do not summarize reasoning, which is returned whole; only 'auto' is accepted"
 _NO_PLACE = "it is available in chat completions only"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -72,13 +79,7 @@ class TextConfig(ClosedObject):
 
 
 class Reasoning(ClosedObject):
-    effort: (
-        Annotated[
-            Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
-            Expected('one of "none", "minimal", "low", "medium", "high", "xhigh", "max"'),
-        ]
-        | None
-    ) = Field(None, description="Passed to the chat template; also turns reasoning on or off.")
+    effort: Effort | None = Field(None, description="Passed to the chat template; also turns reasoning on or off.")
     summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
     generate_summary: Annotated[Any, Only("auto", reason=_NO_SUMMARIES)] = None
     context: (
@@ -100,24 +101,13 @@ def _conversation(value: object) -> object:
     return {"id": value} if isinstance(value, str) else value
 
 
-class UnservedByResponses(ClosedObject):
+class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
     """Refused by name, but for values that ask for nothing."""
 
     prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
     context_management: Annotated[Any, Only([], reason="this server does not compact conversations")] = None
-    moderation: Annotated[Any, Only(reason="this server has no moderation model")] = None
     access_programs: Annotated[Any, Only(reason="this server has none")] = None
-    image: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    service_tier: Annotated[Any, Only("auto", "default", reason="this server has one service tier")] = None
-    prompt_cache_options: Annotated[
-        Any, Only({"mode": "implicit"}, reason="all prefixes are cached while memory lasts")
-    ] = None
-    media_io_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    mm_processor_kwargs: Annotated[Any, Only({}, reason=_TEXT_ONLY)] = None
-    watermarking: Annotated[Any, Only(False, reason="this server has no watermarks")] = None
-    kv_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
-    ec_transfer_params: Annotated[Any, Only(reason=_ONE_ENGINE)] = None
-    vllm_xargs: Annotated[Any, Only({}, reason="this server has no extensions that read them")] = None
+    image: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
     enable_response_messages: Annotated[Any, Only(False, reason="raw tokens and messages are not returned")] = None
     previous_input_messages: Annotated[Any, Only(reason="put items of earlier turns into 'input'")] = None
     request_id: Annotated[Any, Only(reason="the server chooses the ids of responses")] = None

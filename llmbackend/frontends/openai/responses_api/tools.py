@@ -47,14 +47,14 @@ from ...http.errors import JsonObject, OpenAIError, refuse
 from ..fields import MODES, closed, read_allowed
 
 _DIRECT_ONLY = "only the model calls tools"
-_HOSTED = "this server has no tools of its own"
+HOSTED = "this server has no tools of its own"
 _OTHER_FORM = "the tool has a format of its own; send it as a function or custom tool"
 WEB_SEARCHES = ("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11")
 REFUSED_TOOLS: Mapping[str, str] = {
     **dict.fromkeys(
         ("file_search", "computer", "computer_use", "computer_use_preview", "mcp", "code_interpreter",
          "programmatic_tool_calling", "image_generation"),
-        _HOSTED,
+        HOSTED,
     ),
     **dict.fromkeys(("local_shell", "shell", "apply_patch"), _OTHER_FORM),
 }  # fmt: skip
@@ -112,7 +112,7 @@ class ToolSearchFields(ClosedObject):
     """The client looks for further tools."""
 
     type: Literal["tool_search"]
-    execution: Annotated[Any, Only("client", reason=f'{_HOSTED}; use "client" for a search by the client')]
+    execution: Annotated[Any, Only("client", reason=f'{HOSTED}; use "client" for a search by the client')]
     description: str | None = None
     parameters: AnyObject | None = None
 
