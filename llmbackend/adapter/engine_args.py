@@ -150,8 +150,9 @@ def read_model_arguments(model: Model) -> ModelArguments:
         arguments["model"] = str(version_directory)
     if ENGINE_CONFIG_PATH in parameters:
         arguments |= _read_mindie_config(model.directory, parameters[ENGINE_CONFIG_PATH])
-    if (version_directory / "model.json").is_file():
-        arguments |= _read_model_json(version_directory)
+    path = version_directory / "model.json"
+    model_json = _read_object(path) if path.is_file() else {}
+    arguments |= _convert_model_json(model_json, version_directory)
     arguments |= _read_parameters(parameters, version_directory)
     if not arguments.get("model"):
         raise invalid_argument(
@@ -165,8 +166,8 @@ def read_model_arguments(model: Model) -> ModelArguments:
     return ModelArguments(
         engine,
         frozenset(arguments),
-        adapters_are_models=_adapters_are_models(parameters, version_directory),
-        reports_metrics=_reports_metrics(parameters, version_directory),
+        adapters_are_models=LORA_MODULES in parameters or LORA_MODULES in model_json,
+        reports_metrics=_reports_metrics(parameters, model_json),
         **read_own_parameters(parameters),
     )
 
@@ -244,9 +245,8 @@ def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
 # --- where arguments come from ----------------------------------------------------------------------------------------
 
 
-def _read_model_json(version_directory: Path) -> dict[str, Any]:
-    path = version_directory / "model.json"
-    arguments = _convert(_read_object(path), f"'model.json' in '{version_directory}'", version_directory)
+def _convert_model_json(model_json: Mapping[str, Any], version_directory: Path) -> dict[str, Any]:
+    arguments = _convert(model_json, f"'model.json' in '{version_directory}'", version_directory)
     if LORA_MODULES in arguments:
         return arguments
     if arguments.get("enable_lora"):
@@ -278,17 +278,9 @@ def _read_parameters(parameters: Mapping[str, str], version_directory: Path) -> 
     return _convert(values, "config.pbtxt parameters", version_directory)
 
 
-def _adapters_are_models(parameters: Mapping[str, str], version_directory: Path) -> bool:
-    """Whether the engine argument lora_modules has the adapters; else a multi_lora.json has."""
-    path = version_directory / "model.json"
-    return LORA_MODULES in parameters or (path.is_file() and LORA_MODULES in _read_object(path))
-
-
-def _reports_metrics(parameters: Mapping[str, str], version_directory: Path) -> bool:
+def _reports_metrics(parameters: Mapping[str, str], model_json: Mapping[str, Any]) -> bool:
     """As in vllm_backend, except that metrics are reported by default."""
-    path = version_directory / "model.json"
-    arguments = _read_object(path) if path.is_file() else {}
-    is_disabled = str(arguments.get(DISABLE_LOG_STATS, parameters.get(DISABLE_LOG_STATS))).lower() == "true"
+    is_disabled = str(model_json.get(DISABLE_LOG_STATS, parameters.get(DISABLE_LOG_STATS))).lower() == "true"
     return not is_disabled and parameters.get(REPORT_METRICS, "true").lower() == "true"
 
 

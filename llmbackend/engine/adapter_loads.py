@@ -87,6 +87,9 @@ class AdapterLoads:
         self._held[request.request_id] = request
         return True
 
+    def is_held(self, request_id: str) -> bool:
+        return request_id in self._held
+
     def forget(self, request_id: str) -> bool:
         """Ends a request that is held; False when it is not."""
         return self._held.pop(request_id, None) is not None

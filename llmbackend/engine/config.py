@@ -7,13 +7,14 @@ valid.
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
 
 import msgspec
+
+from llmbackend.links.addresses import is_loopback
 
 DEFAULT_ENDPOINT: Final = "tcp://127.0.0.1:5557"
 MAX_PORT: Final = 65535
@@ -76,7 +77,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         except ValueError:
             raise self._wrong(endpoint, name) from None
         is_whole = endpoint == f"{parts.scheme}://{parts.netloc}" and "@" not in endpoint
-        if parts.scheme != "tcp" or not is_whole or port is None or not _is_loopback(host):
+        if parts.scheme != "tcp" or not is_whole or port is None or not is_loopback(host):
             raise self._wrong(endpoint, name)
         own_port = port + self.data_parallel_rank
         if not 0 < own_port <= MAX_PORT:
@@ -92,13 +93,6 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             f"'{name}' is '{endpoint}', expected tcp:// with a loopback address and a port ({DEFAULT_ENDPOINT}): "
             "events hold the tokens of prompts in plain text, and are not sent to other machines"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 DEFAULT_LOOKUP = 3

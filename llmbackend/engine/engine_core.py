@@ -139,9 +139,10 @@ class EngineCore:
         self._reporter.watch(watch)
 
     def add(self, request: InferRequest) -> None:
-        """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason."""
+        """Queues a request. One that can never run ends at the next step with finish_reason "error" and the reason.
+        Raises ValueError for the id of one that has not ended."""
         request_id = request.request_id
-        if request_id in self._live:
+        if request_id in self._live or self.adapters.is_held(request_id):
             raise ValueError(f"request_id '{request_id}' is already running in this engine, expected a unique id")
         if self.adapters.holds(request):
             return

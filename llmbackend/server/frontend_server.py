@@ -23,7 +23,7 @@ from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, is_loopback
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, is_local
 from llmbackend.frontends.grpc import resumable
 from llmbackend.frontends.grpc.server import check_threads, create_grpc_server
 from llmbackend.frontends.http.endpoint import HttpEndpoint
@@ -196,7 +196,7 @@ class FrontendServer:
         """The check of the endpoint on `claim`. What comes over a unix socket was checked by a frontend process."""
         if claim.family == socket.AF_UNIX:
             return None
-        is_open = not self._access.has_keys and is_loopback(claim.getsockname()[0])
+        is_open = not self._access.has_keys and is_local(claim.getsockname()[0])
         return SiteCheck(self._protocols.cors.origins, self._protocols.allowed_hosts, checks_host=is_open)
 
     def _default_app(self) -> ASGIApp:

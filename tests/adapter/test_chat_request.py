@@ -77,14 +77,6 @@ def rendered(template: str, *messages: dict[str, Any], **options: Any) -> str:
     return ChatTemplate(template, {}).render(list(messages) or [HI], tools=tools, options=options)
 
 
-def test_an_effort_that_is_a_hint_is_no_reason_to_refuse() -> None:
-    hint = {"reasoning_effort_is_hint": True}
-    assert rendered("{{ messages | length }}", reasoning_effort="high", **hint) == "1"
-    assert rendered("{{ enable_thinking }}", reasoning_effort="high", **hint) == "True"
-    with pytest.raises(TritonError, match="reasoning_effort"):
-        rendered("<think>", reasoning_effort="none", **hint)
-
-
 _ROLES = "{% for one in messages %}{{ one.role }}:{{ one.content }};{% endfor %}"
 _FIRST_ONLY = (
     "{% if messages[1:] | selectattr('role', 'equalto', 'system') | list %}{{ raise_exception('no') }}{% endif %}"
@@ -133,6 +125,8 @@ def test_a_later_system_message_is_as_the_template_has_it_unless_asked() -> None
         ("{{ reasoning_effort }}/{{ enable_thinking }}", "none", "none/False"),
         ("{{ reasoning_effort }}/{{ enable_thinking is defined }}", "high", "high/False"),
         ("plain", "none", "plain"),
+        ("plain", "high", "plain"),
+        ("<think>", "high", "<think>"),
     ],
 )
 def test_a_reasoning_effort_reaches_the_template_as_it_reads_it(template: str, effort: str, expected: str) -> None:
@@ -157,7 +151,6 @@ def test_a_further_field_reaches_a_template_that_reads_it(read: str) -> None:
         ("{{ messages }}", HI | {"mood": "glad"}, {}, "messages[0].mood"),
         ("{{ messages }}", HI, {"tools": [{"type": "function"}]}, "tools"),
         ("{{ messages }}", HI, {"documents": [{"text": "a"}]}, "documents"),
-        ("{{ messages }}", HI, {"reasoning_effort": "low"}, "reasoning_effort"),
         ("<think>", HI, {"reasoning_effort": "none"}, "reasoning_effort"),
     ],
 )

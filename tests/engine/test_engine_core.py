@@ -304,6 +304,8 @@ def test_a_request_whose_adapter_is_being_read_holds_up_no_other() -> None:
     held = msgspec.structs.replace(make_request("held"), lora_name="slow")
     for request in (held, msgspec.structs.replace(held, request_id="aborted"), make_request("other")):
         core.add(request)
+    with pytest.raises(ValueError, match="'held' is already running"):
+        core.add(make_request("held", max_tokens=1))
     core.adapters.drop("slow")  # not before its requests have ended
     outcomes = Outcomes()
     core.abort("aborted")

@@ -12,7 +12,7 @@ from tests.pages.hostile_texts import TEXTS
 
 pytest.importorskip("nicegui")
 
-from llmbackend.pages.chat.markdown import last_block, to_html
+from llmbackend.pages.chat.markdown import Markdown, last_block
 
 TAGS = {"p", "h1", "h2", "h3", "em", "strong", "s", "code", "pre", "a", "ul", "ol", "li", "blockquote", "hr", "br"}
 TAGS |= {"table", "thead", "tbody", "tr", "th", "td", "div", "span", "button"}
@@ -63,6 +63,10 @@ $$
 open
 - b
 """
+
+
+def to_html(text: str) -> str:
+    return Markdown(text).html({})
 
 
 class Found(HTMLParser):

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("nicegui")
 
 from llmbackend.pages.chat.highlighting import MAX_CHARACTERS, Code, Highlighter
-from llmbackend.pages.chat.markdown import codes, to_html
+from llmbackend.pages.chat.markdown import Markdown
 from tests.pages.test_chat_page import complete, say
 
 T = TypeVar("T")
@@ -68,10 +68,11 @@ def test_the_event_loop_goes_on_while_patterns_explode() -> None:
 
 def test_code_is_found_as_it_is_shown_and_shown_with_its_colours() -> None:
     text = "text\n\n```python title\nx\u202e = 1\n```\n\n~~~\nno language\n~~~\n"
-    (code,) = codes(text)
+    markdown = Markdown(text)
+    (code,) = markdown.codes
     assert code == Code("python", "x[U+202E] = 1\n")
-    assert "<i>coloured</i>" in to_html(text, {code: "<i>coloured</i>"})
-    assert "x[U+202E] = 1" in to_html(text)
+    assert "<i>coloured</i>" in markdown.html({code: "<i>coloured</i>"})
+    assert "x[U+202E] = 1" in markdown.html({})
 
 
 @pytest.mark.slow

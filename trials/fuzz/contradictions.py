@@ -30,7 +30,6 @@ _ABOUT_OTHER_FIELDS = (
     "functions",
     "previous_response_id",
     "priority",
-    "reasoning_effort",
     "suffix",
     "thinking_token_budget",
     "tool_choice",

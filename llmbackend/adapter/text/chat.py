@@ -25,8 +25,6 @@ MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
-EFFORT_IS_HINT = "reasoning_effort_is_hint"
-"""true: a template that can only answer in one way, without an effort or a switch, takes no notice of it."""
 SYSTEM_IS_ANYWHERE = "system_is_anywhere"
 """true: a system message behind the start that the template refuses or leaves out is said as the user's."""
 CONTENT_AS_PARTS = "content_as_parts"
@@ -39,7 +37,6 @@ _FIELDS = (
     "chat_template_kwargs",
     "documents",
     "reasoning_effort",
-    EFFORT_IS_HINT,
     SYSTEM_IS_ANYWHERE,
     "chat_template",
 )
@@ -97,7 +94,7 @@ def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
         if chat.get(name):
             num_chars = len(json.dumps(chat[name], ensure_ascii=False))
             check_at_most(f"'{name}' of {_INPUT}", num_chars, bounds.max_chars, "characters of JSON", param=name)
-    own = ("add_generation_prompt", "documents", "reasoning_effort", EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE)
+    own = ("add_generation_prompt", "documents", "reasoning_effort", SYSTEM_IS_ANYWHERE)
     options = kwargs | {name: chat[name] for name in own if name in chat}
     continues = _continues(chat)
     if continues:

@@ -24,7 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from llmbackend.core.backend_api import TritonError, invalid_argument
 
 from .called_arguments import UnreadableArguments
-from .chat import CONTENT_AS_PARTS, EFFORT_IS_HINT, SYSTEM_IS_ANYWHERE, Message, normalise_messages
+from .chat import CONTENT_AS_PARTS, SYSTEM_IS_ANYWHERE, Message, normalise_messages
 from .system_messages import has_all, later_texts, said_as_user
 
 
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
     `raise_exception`, `strftime_now`, and the special tokens as variables. What a template does not read is refused by
-    name: tools, documents, a reasoning effort, further fields of messages.
+    name: tools, documents, further fields of messages.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -108,17 +108,15 @@ class ChatTemplate:
 
     def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
-        can only think or not. Raises for one that reads neither, unless the effort is a hint."""
-        is_hint = options.get(EFFORT_IS_HINT) is True
-        options = {name: value for name, value in options.items() if name != EFFORT_IS_HINT}
+        can only think or not. One that reads neither takes no notice of it (as in vLLM); raises for one that would
+        think although the effort is "none"."""
         effort = options.get("reasoning_effort")
         if effort is None:
             return options
         switch = next((name for name in _THINKING_SWITCHES if name in self._variables), None)
         if "reasoning_effort" in self._variables:
             return {switch: False, **options} if effort == "none" and switch else options
-        is_unmet = "think" in self.source if effort == "none" else not is_hint
-        if switch is None and is_unmet:
+        if switch is None and effort == "none" and "think" in self.source:
             raise _not_read("'reasoning_effort'", "reasoning_effort")
         switched = {switch: effort != "none"} if switch else {}
         return switched | {name: value for name, value in options.items() if name != "reasoning_effort"}

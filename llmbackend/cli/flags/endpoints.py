@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, get_args
 
 import typer
 
-from llmbackend.frontends.access.settings import is_loopback
+from llmbackend.frontends.access.settings import is_local
 from llmbackend.frontends.generation.sealed_reasoning import MIN_KEY_BYTES
 from llmbackend.frontends.kserve.request_parameters import HeaderForward
 from llmbackend.frontends.protocol_options import (
@@ -89,7 +89,7 @@ class SharedMemoryFlags:
         """What the flag says; without it, whether only this machine can reach the `endpoints`."""
         if self.allow_client_shm is not None:
             return bool(self.allow_client_shm)
-        return all(is_loopback(endpoint.address) for endpoint in endpoints if endpoint.enabled)
+        return all(is_local(endpoint.address) for endpoint in endpoints if endpoint.enabled)
 
 
 @dataclass(frozen=True)

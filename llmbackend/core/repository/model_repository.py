@@ -330,13 +330,12 @@ def check_load_parameters(name: str, parameters: LoadParameters) -> None:
 
 
 def write_files(directory: Path, parameters: LoadParameters) -> None:
-    """Writes every `file:` parameter below `directory`, which is named as the model. Raises OverrideError INTERNAL for
-    one that cannot be written, such as one below another file."""
+    """Writes every `file:` parameter, as `check_load_parameters` allows it, below `directory`, which is named as the
+    model. Raises OverrideError INTERNAL for one that cannot be written, such as one below another file."""
     for key, content in parameters.items():
         if not key.startswith(FILE_PREFIX):
             continue
         relative = _relative(key)
-        _check_path(directory.name, relative)
         target = directory / relative
         try:
             target.parent.mkdir(parents=True, exist_ok=True)

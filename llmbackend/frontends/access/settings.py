@@ -7,11 +7,12 @@ there is none for loopback.
 
 from __future__ import annotations
 
-import ipaddress
 import ssl
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
+
+from llmbackend.links.addresses import is_loopback
 
 from .permissions import NO_RESTRICTIONS, Restrictions
 from .rate_limit import NO_LIMITS, Limits
@@ -57,19 +58,14 @@ def exposure(settings: AccessSettings, *, http_address: str | None, grpc_address
     lacks = [
         f"{name} on {address} has no {' and no '.join(missing)}"
         for name, address, tls in ports
-        if address is not None and not is_loopback(address) and (missing := _missing(settings, tls))
+        if address is not None and not is_local(address) and (missing := _missing(settings, tls))
     ]
     return f"reachable from other machines: {'; '.join(lacks)} (docs/security.md)" if lacks else None
 
 
-def is_loopback(address: str) -> bool:
+def is_local(address: str) -> bool:
     """Whether only this machine can reach a server on `address`, an IP address, a name, or `unix:` with a path."""
-    if address.startswith("unix:"):
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+    return address.startswith("unix:") or is_loopback(address)
 
 
 def _missing(settings: AccessSettings, tls: TlsFiles | None) -> list[str]:

@@ -147,7 +147,7 @@ def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: 
     if conversation.is_prefilled:
         options |= {"continue_final_message": True, "add_generation_prompt": False}
     if fields.output_config is not None and fields.output_config.effort is not None:
-        options |= {"reasoning_effort": fields.output_config.effort, "reasoning_effort_is_hint": True}
+        options["reasoning_effort"] = fields.output_config.effort
     if variables := _variables(fields.thinking, fields.chat_template_kwargs or {}):
         options["chat_template_kwargs"] = variables
     return messages_tensor(conversation.messages, options)

@@ -25,7 +25,6 @@ from .markdown_rules import add_rules
 _MAX_BLOCK_CHARACTERS: Final = 64 << 10
 """A longer block is shown as plain text."""
 _LINK: Final = re.compile(r"(https?|mailto):", re.IGNORECASE)
-_FENCE: Final = re.compile("```|~~~")
 _MAX_LANGUAGE_CHARACTERS: Final = 32
 _REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
 """Characters that make code read otherwise than it runs."""
@@ -74,24 +73,23 @@ def last_block(text: str) -> int:
     return begin
 
 
-def to_html(text: str, coloured: Mapping[Code, str] | None = None) -> str:
-    """`text` rendered. coloured: the HTML of those of its `codes` that have colours."""
-    if len(text) > _MAX_BLOCK_CHARACTERS:
-        return plain(text)
-    return str(_PARSER.render(text, {_COLOURED: coloured or {}}))
+class Markdown:
+    """A text, parsed once."""
 
+    def __init__(self, text: str, *, is_plain: bool = False) -> None:
+        """is_plain: the text is shown as it is, and so is one that is too long."""
+        self.text = text
+        is_plain |= len(text) > _MAX_BLOCK_CHARACTERS
+        self._tokens = None if is_plain else _PARSER.parse(text)
+        codes = (_code(token) for token in self._tokens or () if token.type == "fence")
+        self.codes = [code for code in codes if code.language]
+        """Those whose language is named, as they are shown."""
 
-def codes(text: str) -> list[Code]:
-    """The code in `text` whose language is named, as it is shown."""
-    if len(text) > _MAX_BLOCK_CHARACTERS or not _FENCE.search(text):
-        return []
-    fences = (token for token in _PARSER.parse(text) if token.type == "fence")
-    return [code for code in map(_code, fences) if code.language]
-
-
-def plain(text: str) -> str:
-    """`text` as it is."""
-    return f'<p class="plain" dir="auto">{escape(text)}</p>'
+    def html(self, coloured: Mapping[Code, str]) -> str:
+        """coloured: the HTML of those of `codes` that have colours."""
+        if self._tokens is None:
+            return f'<p class="plain" dir="auto">{escape(self.text)}</p>'
+        return str(_PARSER.renderer.render(self._tokens, _PARSER.options, {_COLOURED: coloured}))
 
 
 def _link_attributes(url: str) -> str:

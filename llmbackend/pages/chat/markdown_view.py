@@ -12,7 +12,7 @@ from typing import Final
 from nicegui import background_tasks, ui
 
 from .highlighting import Code, Highlighter
-from .markdown import codes, plain, to_html
+from .markdown import Markdown
 
 _HIGHLIGHTER: Final = Highlighter()
 """One process colours the code of all viewers."""
@@ -23,18 +23,18 @@ _WAIT_S: Final = 1.0
 class MarkdownView:
     def __init__(self) -> None:
         self._element = ui.html("", sanitize=True).props("dir=auto")
-        self._text = ""
+        self._newest = Markdown("")
         self._is_complete = False
         """Whether the newest text is shown in its final form."""
         self._is_colouring = False
 
     def show(self, text: str, *, is_plain: bool = False) -> None:
         """is_plain: the text is not rendered."""
-        is_first, self._text = not self._text, text
-        found = [] if is_plain else codes(text)
-        self._is_complete = not any(map(_HIGHLIGHTER.takes, found))
+        is_first = not self._newest.text
+        self._newest = Markdown(text, is_plain=is_plain)
+        self._is_complete = not any(map(_HIGHLIGHTER.takes, self._newest.codes))
         if self._is_complete or is_first:
-            self._element.set_content(plain(text) if is_plain else to_html(text, _known(found)))
+            self._show_newest()
         if not self._is_complete and not self._is_colouring:
             self._is_colouring = True
             background_tasks.create(self._colour(), name="colours of code")
@@ -43,18 +43,19 @@ class MarkdownView:
         """Shows the newest text once its code is coloured: if it were shown plain first, growing code would flicker."""
         try:
             while not self._is_complete and not self._element.is_deleted:
-                text = self._text
-                asking = asyncio.ensure_future(_ask(codes(text)))
+                asked = self._newest
+                asking = asyncio.ensure_future(_ask(asked.codes))
                 while not asking.done():
                     await asyncio.wait((asking,), timeout=_WAIT_S)
-                    self._show_newest()
-                self._is_complete |= text == self._text
+                    if not self._is_complete:
+                        self._show_newest()
+                self._is_complete |= asked.text == self._newest.text
         finally:
             self._is_colouring = False
 
     def _show_newest(self) -> None:
-        if not self._is_complete and not self._element.is_deleted:
-            self._element.set_content(to_html(self._text, _known(codes(self._text))))
+        if not self._element.is_deleted:
+            self._element.set_content(self._newest.html(_known(self._newest.codes)))
 
 
 async def _ask(found: list[Code]) -> None:

@@ -105,7 +105,7 @@ def test_variables_of_the_template() -> None:
     options = chat(
         parsed(reasoning={"effort": "low"}, text={"verbosity": "high"}, chat_template_kwargs={"documents": []})
     )
-    assert options["reasoning_effort"] == "low" and options["reasoning_effort_is_hint"] is True
+    assert options["reasoning_effort"] == "low"
     assert options["chat_template_kwargs"] == {"documents": [], "verbosity": "high"}
 
 

@@ -205,7 +205,7 @@ def _template_options(fields: ResponsesBody, items: Sequence[JsonObject]) -> Jso
     if kwargs:
         options["chat_template_kwargs"] = kwargs
     if fields.reasoning is not None and fields.reasoning.effort is not None:
-        options |= {"reasoning_effort": fields.reasoning.effort, "reasoning_effort_is_hint": True}
+        options["reasoning_effort"] = fields.reasoning.effort
     if _is_unfinished(items):
         options["continue_final_message"] = True
     return options
