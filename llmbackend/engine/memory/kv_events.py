@@ -156,13 +156,13 @@ class _Publisher:
     def run(self) -> None:
         while True:
             ready = dict(self._poller.poll())
-            if self._replays is not None and self._replays in ready:
-                self._replay(self._replays, self._replays.recv_multipart())
-            if self._batches in ready:
+            if self._batches in ready:  # first: a replay has all batches that were sent before it was asked for
                 batch = self._batches.recv()
                 if batch == _STOP:
                     break
                 self._publish(batch)
+            elif self._replays is not None:
+                self._replay(self._replays, self._replays.recv_multipart())
         for one in (self._batches, self._subscribers, self._replays):
             if one is not None:
                 one.close(linger=0)
