@@ -85,11 +85,11 @@ class PromptMaker:
         adds, keep = self._params(inputs.sampling)
         return self._prompt(inputs, adds, keep, self._described)
 
-    def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, int | None]:
-        """add_special_tokens, and how many tokens of the prompt's end to keep; None = all."""
-        adds, keep, most = (
+    def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, slice | None]:
+        """add_special_tokens, and which tokens of the prompt to keep; None = all."""
+        adds, keep, side, most = (
             parse_sampling_parameter(name, values.get(name))
-            for name in ("add_special_tokens", "truncate_prompt_tokens", "max_tokens")
+            for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens")
         )
         longest = self._limits.max_tokens - 1
         if keep is not None and keep > longest:
@@ -101,9 +101,11 @@ class PromptMaker:
         if keep == -1:
             keep = max(longest + 1 - max(most or 1, 1), 1)
             keep = min(keep, self._limits.max_prompt_tokens or keep)
-        return adds, keep
+        if keep is None:
+            return adds, None
+        return adds, slice(keep) if side == "right" else slice(-keep, None)
 
-    def _prompt(self, inputs: LlmInputs, adds: bool | None, keep: int | None, bounds: PromptBounds) -> Prompt:
+    def _prompt(self, inputs: LlmInputs, adds: bool | None, keep: slice | None, bounds: PromptBounds) -> Prompt:
         try:
             if inputs.text_input is not None:
                 return Prompt(inputs.text_input, self._encode(inputs.text_input, adds is not False, keep, bounds))
@@ -111,14 +113,14 @@ class PromptMaker:
                 rendered = self._render(inputs.messages, bounds)
                 return Prompt(rendered, self._encode(rendered, bool(adds), keep, bounds))
             assert inputs.input_ids is not None
-            ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[-keep:], bounds)
+            ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[keep], bounds)
             return Prompt(self._tokenizer.decode(ids) if inputs.options.prepend_prompt else "", ids)
         except TritonError:
             raise
         except Exception as error:
             raise invalid_argument(f"the prompt cannot be tokenised: {error}") from error
 
-    def _fim_prompt(self, inputs: LlmInputs, suffix: str, adds: bool | None, keep: int | None) -> Prompt:
+    def _fim_prompt(self, inputs: LlmInputs, suffix: str, adds: bool | None, keep: slice | None) -> Prompt:
         if self._fim is None:
             raise _suffix_refused("the model's tokenizer has no known fill-in-the-middle tokens")
         if inputs.text_input is None:
@@ -134,13 +136,13 @@ class PromptMaker:
             raise
         return Prompt(inputs.text_input, ids)
 
-    def _encode(self, text: str, add_special_tokens: bool, keep: int | None, bounds: PromptBounds) -> tuple[int, ...]:
+    def _encode(self, text: str, add_special_tokens: bool, keep: slice | None, bounds: PromptBounds) -> tuple[int, ...]:
         _check_chars(len(text), bounds)
         if not text and bounds is not self._described:  # the tokenizer would perhaps add a special token
             return ()
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=bounds.below_tokens)
-            return tuple(ids if keep is None else ids[-keep:])
+            return tuple(ids if keep is None else ids[keep])
         except TooManyTokensError as error:
             self._check_below(error.num_tokens, bounds)
             raise

@@ -42,7 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens            True
     spaces_between_special_tokens  True
     add_special_tokens             whether the tokenizer adds its own to a text; by default to a prompt, not to messages
-    truncate_prompt_tokens         keeps so many tokens of the prompt's end
+    truncate_prompt_tokens         keeps so many tokens of the prompt
+    truncation_side                which end of it is cut off: "left", or "right"
     suffix                         the text behind the one that is generated, with models for filling in
     lora_name                      the adapter
     cache_salt                     only requests with the same one share cached prefixes
@@ -76,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     suffix: str | None = None
     lora_name: str | None = None
     cache_salt: str | None = None

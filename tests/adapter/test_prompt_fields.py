@@ -57,6 +57,9 @@ def test_prompts_are_cut_on_the_left(host: LlmHost) -> None:
     assert prompt_ids(host, {"truncate_prompt_tokens": 5}, text_input=text) == list(b"stays")
     assert prompt_ids(host, {"truncate_prompt_tokens": 100}, text_input=text) == list(text.encode())
     assert prompt_ids(host, {"truncate_prompt_tokens": 2}, input_ids=[5, 6, 7]) == [6, 7]
+    right = {"truncate_prompt_tokens": 2, "truncation_side": "right"}
+    assert prompt_ids(host, right, input_ids=[5, 6, 7]) == [5, 6]
+    assert prompt_ids(host, right, text_input=text) == list(text[:2].encode())
     assert prompt_ids(host, {"truncate_prompt_tokens": 11}, messages=chat(MESSAGES[:1])) == list(b"assistant: ")
     cut = host.infer(text_input=text, sampling=GREEDY | {"truncate_prompt_tokens": 5}, exclude_input_in_output=True)
     assert cut.text == host.infer(text_input="stays", sampling=GREEDY, exclude_input_in_output=True).text

@@ -77,6 +77,29 @@ def test_the_usage_says_what_of_the_prompt_was_cached(client: openai.OpenAI) -> 
         chat(extra_body={"cache_salt": ""})
 
 
+@pytest.mark.parametrize("options", [{}, {"logprobs": True}, {"extra_body": {"return_token_ids": True}}])
+def test_the_last_token_of_a_stream_comes_with_the_finish_reason(client: openai.OpenAI, options: Any) -> None:
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL, messages=USER_HI, max_tokens=3, stream=True, temperature=0, **options
+        )
+    )
+    assert len(chunks) == 4  # the role, and one for each token
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None, None, None, "length"]
+    assert all(chunk.choices[0].delta.content for chunk in chunks[1:])
+
+
+def test_all_of_the_vocabulary_may_be_asked_for_where_the_server_allows_it(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="max_logprobs"):
+        client.chat.completions.create(model=MODEL, messages=USER_HI, max_tokens=1, logprobs=True, top_logprobs=-1)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/batch", "/generative_scoring", "/v1/embeddings"])
+def test_what_vllm_serves_and_this_server_does_not_is_refused_by_name(url: str, path: str) -> None:
+    answer = httpx.post(url.removesuffix("/v1") + path, json={})
+    assert (answer.status_code, f"{path} is not supported: " in answer.text) == (404, True)
+
+
 def ended_requests(host: InferenceServer, model: str) -> int:
     """How many requests of `model` ended, in any way."""
     statistics = host.model_statistics(model)[0].inference_stats

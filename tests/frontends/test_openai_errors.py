@@ -120,7 +120,7 @@ def test_bad_common_fields_are_named(
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"logprobs": 3}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -2}, "top_logprobs"),
         ({"prompt": "hi"}, "prompt"),
     ],
 )

@@ -89,7 +89,9 @@ class GenerationParams:
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to the prompt; None: to a text, but not to a conversation."""
     truncate_prompt_tokens: int | None = None
-    """How many tokens of the prompt's end are kept; -1: as many as leave room for max_tokens."""
+    """How many tokens of the prompt are kept; -1: as many as leave room for max_tokens."""
+    truncation_side: str = "left"
+    """Which end of the prompt is cut off: "left" or "right"."""
     suffix: str = ""
     """The text behind the one that is generated; "" = none."""
     spaces_between_special_tokens: bool = True
@@ -242,6 +244,15 @@ def _truncation(name: str, value: Any) -> int:
     return count
 
 
+def _one_of(*choices: str) -> Parser:
+    def parse(name: str, value: Any) -> str:
+        if value not in choices:
+            raise _refuse(name, value, f"one of {', '.join(choices)}")
+        return str(value)
+
+    return parse
+
+
 def _logit_bias(name: str, value: Any) -> dict[Any, float]:
     """Keys that are no numbers are kept: `_check_vocabulary` names all wrong keys in one error."""
     items = _from_json_text(name, value)
@@ -282,6 +293,7 @@ _PARSERS: dict[str, Parser] = {
     "lora_name": _text,
     "add_special_tokens": _boolean,
     "truncate_prompt_tokens": _truncation,
+    "truncation_side": _one_of("left", "right"),
     "suffix": _suffix,
     "spaces_between_special_tokens": _boolean,
     "bad_words": _bad_words,
@@ -294,8 +306,8 @@ _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
-    "add_special_tokens", "truncate_prompt_tokens", "suffix", "spaces_between_special_tokens", "bad_words",
-    "priority",
+    "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "suffix", "spaces_between_special_tokens",
+    "bad_words", "priority",
 )  # fmt: skip
 """Parameters that the engine's SamplingParams do not have."""
 

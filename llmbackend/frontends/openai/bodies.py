@@ -84,12 +84,18 @@ def _body(
     kind = "chat.completion" if request.is_chat else "text_completion"
     body = identity.fields(kind)
     body["choices"] = rendered = [_rendered(index, choice, request) for index, choice in enumerate(choices)]
+    for target in [body] if request.is_chat else rendered:
+        target |= _NOTHING_OF_PROMPT
     for number, prompt in prompts.items():
         of_prompt = request.prompt_form.fields(prompt)
         for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
             target |= of_prompt
     body["usage"] = usage.total()
     return orjson.dumps(body)
+
+
+_NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}
+"""What vLLM's answers have where nothing was asked for."""
 
 
 def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:

@@ -1,8 +1,8 @@
 """The chunks of streamed chats and completions.
 
 For: the router. Does not know: the host, HTTP, how a model writes calls. Invariants: id, created and model are the same
-bytes in every chunk; each choice gets its text, then exactly one finish chunk; the usage comes last; the deltas put
-together are the whole answer's message. Logprobs and token ids come with the first delta of their tokens, or with an
+bytes in every chunk; the last chunk of each choice has its finish reason; the usage comes last; the deltas put together
+are the whole answer's message. Logprobs and token ids come with the first delta of their tokens, or with an
 empty one. Nothing of a choice is written before what its client asked of the prompt. The hot path is bytes: what is the
 same in every chunk is encoded once, and a token costs one orjson call for its text.
 """
@@ -92,15 +92,13 @@ class ChunkWriter:
         """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
         if self._has_usage:
             self._usage.add(index, delta)
-        chunk = b""
-        if self._has_more or delta.token_ids:
-            chunk = self._chunk_with_more(index, delta)
-        elif delta.text:
-            chunk = self._text_chunk(index, delta.text)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
-            chunk += self._finish_chunk(index, delta.finish_reason or DEFAULT_FINISH_REASON, delta)
-        return chunk
+            text = self._text(delta.text) if delta.text else self._shape.without_text
+            return self._last_chunk(index, text, delta.finish_reason or DEFAULT_FINISH_REASON, delta)
+        if self._has_more or delta.token_ids:
+            return self._chunk_with_more(index, delta)
+        return self._text_chunk(index, delta.text) if delta.text else b""
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         """Made for each token of most streams."""
@@ -109,10 +107,14 @@ class ChunkWriter:
     def _chunk_with_more(self, index: int, delta: Delta) -> bytes:
         if not (delta.text or delta.logprobs or delta.token_ids):
             return b""
-        render = self._logprobs[index]
-        logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
-        more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+        logprobs, more = self._of_tokens(index, delta)
         return self._chunk(index, self._text(delta.text), logprobs, more=more)
+
+    def _of_tokens(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
+        """The log probabilities of a delta's tokens, and their ids as a further field."""
+        render = self._logprobs[index]
+        logprobs = b"null" if render is None or not delta.logprobs else orjson.dumps(render(delta.logprobs))
+        return logprobs, b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
 
     def _head_of(self, index: int) -> bytes:
         return b'%b{"index":%d,' % (self._head, index)
@@ -128,10 +130,11 @@ class ChunkWriter:
     def fail(self, error: OpenAIError) -> bytes:
         return error.event()
 
-    def _finish_chunk(self, index: int, finish_reason: str, delta: Delta) -> bytes:
-        more = b',"stop_reason":' + orjson.dumps(delta.stop_reason)
-        reason = orjson.dumps(finish_reason)
-        return self._chunk(index, self._shape.without_text, finish_reason=reason, more=more)
+    def _last_chunk(self, index: int, text: bytes, finish_reason: str, delta: Delta) -> bytes:
+        """text: the choice's own field"""
+        logprobs, more = self._of_tokens(index, delta)
+        more += b',"stop_reason":' + orjson.dumps(delta.stop_reason)
+        return self._chunk(index, text, logprobs, orjson.dumps(finish_reason), more)
 
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
@@ -162,26 +165,26 @@ class AnswerChunkWriter(ChunkWriter):
             self._usage.add(index, delta)
             if self._reports_reasoning:
                 self._usage.set_reasoning(index, reader.num_reasoning_tokens)
-        if len(events) == 1 and isinstance(events[0], ContentDelta) and not (self._has_more or delta.token_ids):
-            chunks = [self._text_chunk(index, events[0].text)]
-        else:
-            deltas = [orjson.dumps(found) for event in events if (found := reader.as_delta(event)) is not None]
-            chunks = self._chunks(index, delta, deltas)
-        if (delta.finish_reason or delta.is_final) and not self._finished[index]:
-            self._finished[index] = True
-            reason = reader.finish_reason(delta.finish_reason or DEFAULT_FINISH_REASON)
-            chunks.append(self._finish_chunk(index, reason, delta))
-        return b"".join(chunks)
+        is_last = (delta.finish_reason or delta.is_final) and not self._finished[index]
+        is_plain = not (is_last or self._has_more or delta.token_ids)
+        if is_plain and len(events) == 1 and isinstance(events[0], ContentDelta):
+            return self._text_chunk(index, events[0].text)
+        deltas = [orjson.dumps(found) for event in events if (found := reader.as_delta(event)) is not None]
+        if not is_last:
+            return self._chunks(index, delta, deltas)
+        self._finished[index] = True
+        reason = reader.finish_reason(delta.finish_reason or DEFAULT_FINISH_REASON)
+        *others, last = deltas or [b"{}"]
+        before = b"".join(self._chunk(index, b'"delta":' + one) for one in others)
+        return before + self._last_chunk(index, b'"delta":' + last, reason, delta)
 
-    def _chunks(self, index: int, delta: Delta, deltas: list[bytes]) -> list[bytes]:
+    def _chunks(self, index: int, delta: Delta, deltas: list[bytes]) -> bytes:
         if not delta.logprobs and not delta.token_ids:
-            return [self._chunk(index, b'"delta":' + one) for one in deltas]
+            return b"".join(self._chunk(index, b'"delta":' + one) for one in deltas)
         first, *others = deltas or [b"{}"]
-        render = self._logprobs[index]
-        logprobs = b"null" if render is None else orjson.dumps(render(delta.logprobs))
-        more = b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
+        logprobs, more = self._of_tokens(index, delta)
         chunks = [self._chunk(index, b'"delta":' + first, logprobs, more=more)]
-        return chunks + [self._chunk(index, b'"delta":' + one) for one in others]
+        return b"".join(chunks + [self._chunk(index, b'"delta":' + one) for one in others])
 
 
 def chunk_writer(

@@ -48,8 +48,8 @@ class Usage(TypedDict):
 class OfPrompt(TypedDict, total=False):
     """What an answer says of its prompt, where the request asks for it: in each choice of a completion."""
 
-    prompt_token_ids: list[Count]
-    prompt_logprobs: list[dict[str, Any] | None]
+    prompt_token_ids: list[Count] | None
+    prompt_logprobs: list[dict[str, Any] | None] | None
     prompt_text: str
 
 

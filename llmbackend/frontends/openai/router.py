@@ -63,6 +63,14 @@ from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
 _REQUEST_ID = re.compile(REQUEST_ID)
+_NO_POOLING: Final = "only models that generate text are served"
+_NOT_SERVED: Final[Mapping[str, str]] = {
+    "/v1/chat/completions/batch": "send a request for each conversation; they are computed together",
+    "/generative_scoring": "ask /v1/completions with 'prompt_logprobs' or 'logprob_token_ids'",
+    **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
+}
+"""Paths of vLLM's server that this one refuses by name, with the reason."""
 
 
 def create_openai_router(
@@ -97,7 +105,8 @@ def create_openai_router(
     ):
         api.add_to(router)
     unknown = CatchAll(OpenAIEndpoints(gate), partial(_refuse, tuple(router.routes)))
-    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}")]
+    paths = ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}", *_NOT_SERVED)
+    router.routes += [Route(path, unknown) for path in paths]
     return router
 
 
@@ -197,6 +206,8 @@ async def _refuse(known: Sequence[BaseRoute], http: Request) -> Response:
         response = error.response()
         response.headers["Allow"] = ", ".join(allowed)
         return response
+    if (reason := _NOT_SERVED.get(path)) is not None:
+        raise OpenAIError(f"{path} is not supported: {reason}", status=404, code="unknown_url")
     raise OpenAIError(f"unknown URL: {http.method} {path}", status=404, code="unknown_url")
 
 

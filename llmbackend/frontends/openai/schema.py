@@ -7,7 +7,7 @@ Responses API a further model.
 Source: OpenAI's API reference for names and ranges, vLLM's SamplingParams for the extras.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
 
@@ -55,7 +55,6 @@ class UnservedFields(UnservedEverywhere):
     routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not returned")] = None
     return_token_offsets: Annotated[Any, Only(False, reason=_RENDER)] = None
     return_mm_kwargs: Annotated[Any, Only(True, reason=_RENDER)] = None
-    truncation_side: Annotated[Any, Only("left", reason="truncate_prompt_tokens keeps the end of a prompt")] = None
 
 
 class MediaFields(ClosedObject):
@@ -173,8 +172,11 @@ class Sampling(ClosedObject):
         None, description="Only these tokens are generated."
     )
     bad_words: Annotated[list[NonEmpty], Items()] | None = Field(None, description="Texts that must not be generated.")
+    truncation_side: Annotated[Literal["left", "right"], Expected('"left" or "right"')] | None = Field(
+        None, description="Which end of the prompt truncate_prompt_tokens cuts off: left unless sent."
+    )
     truncate_prompt_tokens: Annotated[int, Range(-1)] | None = Field(
-        None, description="Keep only the last tokens of the prompt; -1: as many as fit."
+        None, description="Keep only so many tokens of the prompt; -1: as many as fit."
     )
     add_special_tokens: Flag | None = Field(
         None,
@@ -324,7 +326,11 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
     """As many as the context has room for."""
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None
-    top_logprobs: Annotated[int, Range(0, 20)] | None = None
+    top_logprobs: Annotated[int, Range(-1)] | None = Field(
+        None,
+        description="At most the server's --max-logprobs, which is 20; -1: all, where the server allows it.",
+        json_schema_extra={"maximum": 20, "minimum": 0},
+    )
     echo: Flag | None = Field(
         None, description="Begin the answer with the text of the final message, if it is from the assistant."
     )
