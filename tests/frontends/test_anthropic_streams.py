@@ -19,7 +19,7 @@ from llmbackend.frontends.anthropic.content import BetaFields
 from llmbackend.frontends.anthropic.requests import MessageRequest, parse_message
 from llmbackend.frontends.generation.answer import Identity
 from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
-from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.generation.plan import TEXT, AnswerPlan
 from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
 from llmbackend.frontends.generation.tensors import Delta
 from llmbackend.frontends.http.errors import OpenAIError
@@ -151,7 +151,7 @@ def test_blocks_come_one_after_the_other() -> None:
 
 
 def test_a_stream_that_waits_sends_pings_and_one_that_fails_an_error() -> None:
-    writer = MessageWriter(SHOWN, IDENTITY, None, FIXED_KEY, "req_0")
+    writer = MessageWriter(SHOWN, IDENTITY, TEXT, FIXED_KEY, "req_0")
     assert (
         writer.ping().startswith(b"event: message_start\n")
         and writer.ping() == b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -163,7 +163,7 @@ def test_a_stream_that_waits_sends_pings_and_one_that_fails_an_error() -> None:
 
 
 def test_the_prompts_tokens_are_in_the_first_event() -> None:
-    writer = MessageWriter(SHOWN, IDENTITY, None, FIXED_KEY, "req_0")
+    writer = MessageWriter(SHOWN, IDENTITY, TEXT, FIXED_KEY, "req_0")
     first = msgspec.structs.replace(Delta("Hi", None, [], 100, 1, False), num_cached_tokens=64)
     start = json.loads(writer.delta(0, first).split(b"\n")[1].removeprefix(b"data: "))["message"]
     assert start["usage"]["input_tokens"] == 36 and start["usage"]["cache_read_input_tokens"] == 64

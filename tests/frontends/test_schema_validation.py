@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from llmbackend.frontends.generation.plan import TEXT
 from llmbackend.frontends.generation.schema_report import VALID, NotJudgedError, SchemaReport, violation
 from llmbackend.frontends.generation.tensors import Delta
 
@@ -97,7 +98,7 @@ def test_all_choices_of_an_answer_share_the_time(monkeypatch: pytest.MonkeyPatch
     request: Any = SimpleNamespace(
         sampling={"structured_outputs": {"json": schema}}, schema_field="", structure_field="structured_outputs"
     )
-    report = SchemaReport(request, None)
+    report = SchemaReport(request, TEXT)
     for choice in range(8):
         places = ["structured_outputs#/json/unknown"]
         report.add(choice, Delta("5", "stop", [], 1, 1, True, not_enforced=places))

@@ -57,11 +57,10 @@ class Blocks:
     """Owner: the writer of the answer. After the last delta `close` ends what is open."""
 
     def __init__(
-        self, request: MessageRequest, plan: AnswerPlan | None, message_id: str, key: SealingKey, sink: BlockSink
+        self, request: MessageRequest, plan: AnswerPlan, message_id: str, key: SealingKey, sink: BlockSink
     ) -> None:
         self._request = request
-        self._reader = None if plan is None else AnswerReader(plan, message_id, 0)
-        self._reports_reasoning = plan is not None and plan.reasoning_format is not None
+        self._reader = AnswerReader(plan, message_id, 0)
         self._key = key
         self._sink = sink
         self._open = ""
@@ -80,10 +79,6 @@ class Blocks:
         self._finish_reason = delta.finish_reason or self._finish_reason
         if delta.stop_reason is not None:
             self._stop = delta.stop_reason
-        if self._reader is None:
-            if delta.text:
-                self._text(delta.text)
-            return
         for event in self._reader.read(delta):
             self._take(event)
 
@@ -93,7 +88,7 @@ class Blocks:
             self._begin(TEXT, {"type": TEXT, "text": ""})
             self._sink.piece(TEXT, "".join(self._layout))
         self._end_block()
-        if self._reader is not None and self._reports_reasoning:
+        if self._reader.reports_reasoning:
             self._usage.set_reasoning(0, self._reader.num_reasoning_tokens)
 
     def ending(self) -> JsonObject:
@@ -105,7 +100,7 @@ class Blocks:
             reason = "model_context_window_exceeded" if had_room else "max_tokens"
         elif isinstance(self._stop, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self._stop}
-        elif self._reader is not None and self._reader.has_call:
+        elif self._reader.has_call:
             reason = "tool_use"
         return {"stop_reason": reason, "stop_sequence": None}
 
@@ -242,7 +237,7 @@ def _message(identity: Identity) -> JsonObject:
 
 
 async def whole_message(
-    generation: Generation, request: MessageRequest, identity: Identity, plan: AnswerPlan | None, key: SealingKey
+    generation: Generation, request: MessageRequest, identity: Identity, plan: AnswerPlan, key: SealingKey
 ) -> bytes:
     """The answer's body. Raises OpenAIError when it failed."""
     message = WholeMessage(request, identity, plan, key)
@@ -254,7 +249,7 @@ async def whole_message(
 class WholeMessage:
     """Put together from its deltas: `add` for each of them, then `body`."""
 
-    def __init__(self, request: MessageRequest, identity: Identity, plan: AnswerPlan | None, key: SealingKey) -> None:
+    def __init__(self, request: MessageRequest, identity: Identity, plan: AnswerPlan, key: SealingKey) -> None:
         self._identity = identity
         self._collector = _Collector()
         self._blocks = Blocks(request, plan, identity.id, key, self._collector)
@@ -315,7 +310,7 @@ class MessageWriter:
         self,
         request: MessageRequest,
         identity: Identity,
-        plan: AnswerPlan | None,
+        plan: AnswerPlan,
         key: SealingKey,
         request_id: str,
     ) -> None:

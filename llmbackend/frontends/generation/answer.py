@@ -133,11 +133,18 @@ class AnswerReader:
         """Whether a call has begun. One that the model broke off is one, too: its client has had a part of it."""
 
     @property
+    def reports_reasoning(self) -> bool:
+        """Whether the model may reason."""
+        return self._plan.reasoning_format is not None
+
+    @property
     def num_reasoning_tokens(self) -> int:
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     def read(self, delta: Delta) -> list[Event]:
         """What the client gets of the next tokens."""
+        if not self._plan.reads_tokens:
+            return [ContentDelta(delta.text)] if delta.text else []
         tokens = delta.text_tokens or ([(-1, delta.text, False)] if delta.text else [])
         parser = self._parser
         if parser is None:
@@ -234,10 +241,6 @@ class Answer:
                     self._calls[-1][1].append(text)
                 case ToolCallEnd():
                     pass
-
-    @property
-    def reports_reasoning(self) -> bool:
-        return self._plan.reasoning_format is not None
 
     def message(self) -> JsonObject:
         content, reasoning = "".join(self._content), "".join(self._reasoning) or None

@@ -64,11 +64,11 @@ class Generation:
         target: Target,
         request_id: str,
         *,
-        plan: AnswerPlan | None = None,
+        plan: AnswerPlan,
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """plan: how the answer is read; None: as text. In `trace`, further prompts are children of the first.
+        """plan: how the answer is read. In `trace`, further prompts are children of the first.
         recording: of the stream that is made of it."""
         self._request = request
         self._plan = plan
@@ -230,9 +230,9 @@ def _can_stop(request: GenerationRequest) -> bool:
     return bool(request.sampling.get("stop") or request.sampling.get("stop_token_ids"))
 
 
-def _has_structure(request: GenerationRequest, plan: AnswerPlan | None) -> bool:
+def _has_structure(request: GenerationRequest, plan: AnswerPlan) -> bool:
     """Whether the answer is held to a form."""
-    return not STRUCTURE_FIELDS.isdisjoint(request.sampling) or (plan is not None and plan.has_grammar)
+    return not STRUCTURE_FIELDS.isdisjoint(request.sampling) or plan.has_grammar
 
 
 def _not_taken(target: Target, field: str) -> OpenAIError:
@@ -244,26 +244,24 @@ def _lora(target: Target) -> dict[str, str]:
     return {"lora_name": target.lora_name} if target.lora_name else {}
 
 
-def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> dict[str, Any]:
+def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan) -> dict[str, Any]:
     """The sampling parameters that the model gets."""
-    return request.sampling | _lora(target) | ({} if plan is None else plan.sampling)
+    return request.sampling | _lora(target) | plan.sampling
 
 
-def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan | None = None) -> OpenAIError:
+def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
     """An error of the model with the request's names of fields."""
-    if plan is not None and plan.is_about_calls(error):
-        return plan.in_own_fields(error)
-    return request.in_own_fields(error)
+    return plan.in_own_fields(error) if plan.is_about_calls(error) else request.in_own_fields(error)
 
 
-def _options(request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[Tensor]:
+def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[Tensor]:
     """The inputs other than the prompt, which all prompts share."""
     wants_counts, wants_usage = _counts(request)
     has_usage = wants_usage and target.model.takes(RETURN_USAGE)
     sampling = sampling_of(request, target, plan)
     options = option_inputs(
         sampling,
-        text_tokens=plan is not None,
+        text_tokens=plan.reads_tokens,
         stream=request.stream is not None,
         logprobs=request.logprobs is not None,
         counts=wants_counts or (wants_usage and not has_usage),

@@ -1,7 +1,7 @@
 """How a chat's answer is to be read, and what the model is held to so that it can be: tools and reasoning.
 
-For: endpoints, inferences and writers. Does not know: HTTP, tokens. Invariants: a chat without tools to a model that
-does not reason has no plan, and its text passes unread; what was asked for and cannot be had is refused by name; so is
+For: endpoints, inferences and writers. Does not know: HTTP, tokens. Invariants: the text of a chat without tools to a
+model that does not reason passes unread; what was asked for and cannot be had is refused by name; so is
 a grammar that is too large for the model's input, with the schema that makes it so.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import orjson
@@ -46,6 +46,8 @@ class AnswerPlan:
     """Whether special tokens that are no markers are content."""
     sampling: JsonObject = field(default_factory=dict)
     """Sampling parameters, on top of the request's."""
+    reads_tokens: bool = True
+    """False: the answer is text, which passes unread."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
         """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
@@ -96,18 +98,22 @@ class AnswerPlan:
         return {function.name: function.parameters for function in self.tool_use.functions} if self.tool_use else {}
 
 
-def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan | None:
-    """None: the answer is text. Raises OpenAIError for what the model cannot do."""
+TEXT: Final = AnswerPlan(None, None, None, False, False, reads_tokens=False)
+
+
+def plan_answer(request: GenerationRequest, target: Target) -> AnswerPlan:
+    """Raises OpenAIError for what the model cannot do."""
     try:
         return _plan(request, target)
     except OpenAIError as error:
         raise request.in_own_fields(error) from None
 
 
-def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
+def _plan(request: GenerationRequest, target: Target) -> AnswerPlan:
     use, formats = request.tool_use, target.model.formats
+    shows_special_tokens = request.sampling.get("skip_special_tokens") is False
     if not request.is_chat or (use is None and not _is_about_reasoning(request, target)):
-        return None
+        return replace(TEXT, shows_special_tokens=shows_special_tokens)
     formats.check(target.name)
     if use is not None and formats.tool_calls is None:
         raise _refused(target, use.field, "has no tool-call parser, and its chat template shows no tool-call format")
@@ -123,7 +129,7 @@ def _plan(request: GenerationRequest, target: Target) -> AnswerPlan | None:
         tool_format=formats.tool_calls if use is not None else None,
         reasoning_format=formats.reasoning,
         includes_reasoning=request.reasoning.is_included,
-        shows_special_tokens=request.sampling.get("skip_special_tokens") is False,
+        shows_special_tokens=shows_special_tokens,
         sampling=sampling,
     )
 
@@ -193,9 +199,7 @@ MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
 """Of all sampling parameters together: the `llm` backend's bound."""
 
 
-def check_grammar_size(
-    num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan | None
-) -> None:
+def check_grammar_size(num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan) -> None:
     """num_bytes: of `sampling` as JSON. Raises OpenAIError where a schema or a grammar has most of too many; what else
     may be too large, the model names."""
     if num_bytes <= MAX_SAMPLING_JSON_BYTES or STRUCTURED_OUTPUTS not in sampling:
@@ -211,11 +215,11 @@ def check_grammar_size(
     )
 
 
-def _parts(request: GenerationRequest, plan: AnswerPlan | None) -> Iterator[tuple[int, str, str]]:
+def _parts(request: GenerationRequest, plan: AnswerPlan) -> Iterator[tuple[int, str, str]]:
     """Bytes, field, and how all of its kind are called."""
     if (wanted := request.sampling.get(STRUCTURED_OUTPUTS)) is not None:
         yield len(orjson.dumps(wanted)), request.structure_field, "has"
-    if plan is not None and plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:
+    if plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:
         for function in plan.tool_use.functions:
             yield _size(function), function.param, "all tools have"
 

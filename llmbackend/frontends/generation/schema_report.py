@@ -205,10 +205,10 @@ _MORE: Final = ", ..."
 class SchemaReport:
     """Of one request. Used on the event loop, but for `judge`, which is called at the end, in a thread."""
 
-    def __init__(self, request: GenerationRequest, plan: AnswerPlan | None) -> None:
+    def __init__(self, request: GenerationRequest, plan: AnswerPlan) -> None:
         self._request = request
         self._plan = plan
-        self._places: dict[str, None] = dict.fromkeys(plan.not_enforced if plan is not None else ())
+        self._places: dict[str, None] = dict.fromkeys(plan.not_enforced)
         self._deltas: dict[int, list[Delta]] = {}
         """Of each choice; only if the answer will be judged."""
 
@@ -259,7 +259,7 @@ class SchemaReport:
         message = self._message(response_id, choice, deltas)
         calls = [call["function"] for call in message.get("tool_calls", ())]
         calls += [message["function_call"]] if "function_call" in message else []
-        schemas = self._plan.schemas if self._plan is not None else {}
+        schemas = self._plan.schemas
         for call in calls:
             if fault := violation(schemas.get(call["name"], True), call["arguments"], budget):
                 yield f"the arguments of '{call['name']}': {fault}"
@@ -268,8 +268,6 @@ class SchemaReport:
             yield fault
 
     def _message(self, response_id: str, choice: int, deltas: Sequence[Delta]) -> JsonObject:
-        if self._plan is None:
-            return {"content": "".join(delta.text for delta in deltas)}
         answer = Answer(self._plan, response_id, choice)
         for delta in deltas:
             answer.add(delta)
@@ -290,7 +288,7 @@ class SchemaReport:
     def _own(self, place: str) -> str:
         """A place in the sampling parameters, as one in the client's fields."""
         param, _, path = place.partition("#")
-        if param == STRUCTURED_OUTPUTS and self._plan is not None and self._plan.has_grammar:
+        if param == STRUCTURED_OUTPUTS and self._plan.has_grammar:
             return self._plan.own_place(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place
         if param == STRUCTURED_OUTPUTS and path.startswith("/json/"):
             return self._in_schema_field(path.removeprefix("/json")) or place

@@ -31,7 +31,7 @@ class _Choice:
     finish_reason: str = DEFAULT_FINISH_REASON
     stop_reason: int | str | None = None
     answer: Answer | None = None
-    """Reads a chat's answer that is more than text."""
+    """Of a chat."""
 
     def add(self, delta: Delta) -> None:
         if self.answer is None:
@@ -50,12 +50,12 @@ class _Choice:
 
 
 async def whole_response(
-    generation: Generation, request: GenerationRequest, identity: Identity, plan: AnswerPlan | None = None
+    generation: Generation, request: GenerationRequest, identity: Identity, plan: AnswerPlan
 ) -> bytes:
-    """The response's body, once every choice has ended. plan: how a chat's answer is read. Raises TritonError when one
+    """The response's body, once every choice has ended. Raises TritonError when one
     failed."""
     choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
-    if plan is not None:
+    if request.is_chat:
         for index, choice in enumerate(choices):
             choice.answer = Answer(plan, identity.id, index)
     usage = Usage(request.n)
@@ -68,7 +68,7 @@ async def whole_response(
         choices[index].add(delta)
         usage.add(index, delta)
     for index, choice in enumerate(choices):
-        if choice.answer is not None and choice.answer.reports_reasoning:
+        if choice.answer is not None and choice.answer.reader.reports_reasoning:
             usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
     render = partial(_body, request, identity, choices, usage, prompts)
     return await generation.in_thread(render) if prompts else render()
@@ -102,7 +102,7 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
     form = request.logprobs
     rendered: JsonObject = {
         "index": index,
-        **(_message(choice) if request.is_chat else {"text": "".join(choice.parts)}),
+        **({"text": "".join(choice.parts)} if choice.answer is None else {"message": _message(choice, choice.answer)}),
         "logprobs": None if form is None else logprobs_renderer(form, is_chat=request.is_chat)(choice.positions),
         "finish_reason": choice.reason,
         "stop_reason": choice.stop_reason,
@@ -112,12 +112,10 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
     return rendered
 
 
-def _message(choice: _Choice) -> JsonObject:
-    text = "".join(choice.parts)
-    if choice.answer is None:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
-    message = choice.answer.message()
-    return {"message": message | {"content": text + (message["content"] or "")} if text else message}
+def _message(choice: _Choice, answer: Answer) -> JsonObject:
+    """With what it is to repeat before its own text."""
+    message, echo = answer.message(), "".join(choice.parts)
+    return message | {"content": echo + (message["content"] or "")} if echo else message
 
 
 def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:

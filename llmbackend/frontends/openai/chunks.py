@@ -187,11 +187,9 @@ class AnswerChunkWriter(ChunkWriter):
         return b"".join(chunks + [self._chunk(index, b'"delta":' + one) for one in others])
 
 
-def chunk_writer(
-    request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan | None
-) -> ChunkWriter:
+def chunk_writer(request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> ChunkWriter:
     """The plain one where the answer is text."""
-    if plan is None:
+    if not plan.reads_tokens:
         return ChunkWriter(request, identity, options)
     return AnswerChunkWriter(request, identity, options, plan)
 

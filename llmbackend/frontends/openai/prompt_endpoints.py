@@ -183,7 +183,7 @@ class PromptEndpoints(OpenAIEndpoints):
         release_body(http)
         return await unless_disconnected(http, self._all(request, target, plan))
 
-    async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan | None) -> list[bytes]:
+    async def _all(self, request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[bytes]:
         identity = Identity.of(request, target.model.fingerprint, request.request_id)
         rendered = []
         for prompt in request.prompts:
@@ -192,7 +192,7 @@ class PromptEndpoints(OpenAIEndpoints):
         return rendered
 
     async def _one(
-        self, request: GenerationRequest, target: Target, plan: AnswerPlan | None, prompt: Tensor, request_id: str
+        self, request: GenerationRequest, target: Target, plan: AnswerPlan, prompt: Tensor, request_id: str
     ) -> PromptDescription:
         wanted = (RETURN_PROMPT_TOKEN_IDS, RETURN_SAMPLING_PARAMETERS)
         try:

@@ -217,7 +217,7 @@ def _methods(known: Sequence[BaseRoute], scope: Scope) -> list[str]:
     return sorted({method for route in routes for method in route.methods or ()} - {"HEAD"})
 
 
-def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, plan: AnswerPlan | None) -> Writer:
+def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, plan: AnswerPlan) -> Writer:
     writer: Writer = chunk_writer(request, identity, form, plan)
     if form.interval_tokens > 1:
         writer = IntervalWriter(writer, form.interval_tokens)

@@ -13,7 +13,7 @@ import pytest
 from llmbackend.frontends.conversation.tools import Function, NamedTool, ToolKind, ToolUse
 from llmbackend.frontends.generation.answer import Identity
 from llmbackend.frontends.generation.parsers import REASONING_FORMATS, TOOL_CALL_FORMATS
-from llmbackend.frontends.generation.plan import AnswerPlan
+from llmbackend.frontends.generation.plan import TEXT, AnswerPlan
 from llmbackend.frontends.generation.request import STRUCTURED_OUTPUTS, LogprobForm
 from llmbackend.frontends.generation.sealed_reasoning import SealingKey
 from llmbackend.frontends.generation.tensors import PROMPT_IN_REASONING, Delta, TextToken
@@ -69,7 +69,7 @@ def deltas_of(all_tokens: list[TextToken], reason: str, random: Random) -> list[
     return [*deltas, Delta("", reason, [], 0, 0, True, usage=(5, 7, 2))]
 
 
-def state_of(plan: AnswerPlan | None, kind: ToolKind = "function", **options: Any) -> ResponseState:
+def state_of(plan: AnswerPlan, kind: ToolKind = "function", **options: Any) -> ResponseState:
     tools = {name: NamedTool(kind, name) for name in ("get_weather", "now", "f", "g")}
     return ResponseState(
         IDENTITY, plan, echo=orjson.dumps(ECHO), tools=tools, seal=KEY.seal, clock=lambda: 1_700_000_009.5, **options
@@ -132,7 +132,7 @@ def plain(text: str) -> list[Delta]:
 
 def test_the_order_of_a_text() -> None:
     reader = EventReader()
-    response = reader.read_all(events_of(streamed(state_of(None), plain("Hi"))))
+    response = reader.read_all(events_of(streamed(state_of(TEXT), plain("Hi"))))
     assert reader.kinds == [
         "response.created",
         "response.in_progress",
@@ -157,12 +157,12 @@ def test_the_order_of_a_text() -> None:
 
 
 def test_an_answer_of_nothing_is_an_empty_message() -> None:
-    response = EventReader().read_all(events_of(streamed(state_of(None), plain(""))))
+    response = EventReader().read_all(events_of(streamed(state_of(TEXT), plain(""))))
     assert [(one["type"], one["content"][0]["text"]) for one in response["output"]] == [("message", "")]
 
 
 def test_in_the_background_it_is_queued_first() -> None:
-    events = events_of(streamed(state_of(None, is_queued=True), plain("Hi")))
+    events = events_of(streamed(state_of(TEXT, is_queued=True), plain("Hi")))
     EventReader().read_all(events)
     assert [one["type"] for one in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
     assert [one["response"]["status"] for one in events[:3]] == ["queued", "queued", "in_progress"]
@@ -170,13 +170,13 @@ def test_in_the_background_it_is_queued_first() -> None:
 
 def test_what_is_cut_off_is_incomplete() -> None:
     deltas = [*plain("Hi")[:-1], Delta("", "length", [], 0, 0, True)]
-    response = EventReader().read_all(events_of(streamed(state_of(None), deltas)))
+    response = EventReader().read_all(events_of(streamed(state_of(TEXT), deltas)))
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert response["output"][0]["status"] == "incomplete" and response["completed_at"] is None
 
 
 def test_a_failure_is_the_last_event() -> None:
-    writer = ResponseWriter(state_of(None))
+    writer = ResponseWriter(state_of(TEXT))
     begun = writer.begin() + writer.delta(0, Delta("Hi", None, [], 0, 0, False))
     reader = EventReader()
     response = reader.read_all(events_of(begun + writer.fail(OpenAIError("it broke", status=500, kind="server_error"))))
@@ -186,7 +186,7 @@ def test_a_failure_is_the_last_event() -> None:
 
 
 def test_an_end_that_can_not_be_kept_is_a_failure_in_its_place() -> None:
-    writer = ResponseWriter(state_of(None))
+    writer = ResponseWriter(state_of(TEXT))
     told = writer.begin() + b"".join(writer.delta(0, delta) for delta in plain("Hi"))
     writer.end()
     failure = writer.fail(OpenAIError("the store is full", status=503, kind="service_unavailable_error"))
@@ -221,7 +221,7 @@ def test_log_probabilities_are_those_of_the_tokens_of_the_message() -> None:
 
 def test_log_probabilities_of_a_plain_text() -> None:
     deltas = [Delta("Hi", None, [entry("H"), entry("i")], 0, 0, False), Delta("", "stop", [entry("E")], 0, 0, True)]
-    response = EventReader().read_all(events_of(streamed(state_of(None, logprobs=LogprobForm(0)), deltas)))
+    response = EventReader().read_all(events_of(streamed(state_of(TEXT, logprobs=LogprobForm(0)), deltas)))
     part = response["output"][0]["content"][0]
     assert [one["token"] for one in part["logprobs"]] == ["H", "i", "E"]
     assert part["logprobs"][0]["top_logprobs"] == []

@@ -170,14 +170,6 @@ class BackgroundRun:
 _SEED_BITS: Final = 31
 _ROOM_INTERVAL_S: Final = 1.0
 """Between two looks whether there is room for a response that another server began."""
-_TEXT: Final = AnswerPlan(
-    tool_use=None,
-    tool_format=None,
-    reasoning_format=None,
-    includes_reasoning=False,
-    shows_special_tokens=False,
-)
-"""Reads an answer of text, token by token."""
 
 
 class _Continuation(msgspec.Struct, frozen=True):
@@ -243,8 +235,9 @@ class BackgroundResponses:
         generation = Generation(self._gate, made.request, target, identity.id, plan=made.plan, trace=trace)
         release_body(http)
         try:
-            queued, events = made.state.json(), made.writer.begin_events()
-            run = self._run(self._store.begin(self._document(prepared, made, continuation)), made)
+            document = prepared.document(current_owner(), identity, made.state, self._store, continuation)
+            events = made.writer.begin_events()
+            run = self._run(self._store.begin(document), made)
             run.log.append(events, b"")
             self._begin(run, generation)
         except BaseException:
@@ -259,7 +252,7 @@ class BackgroundResponses:
         except StoreError as error:
             run.log.on_failure(error)  # nobody would know of it
             raise
-        return Response(queued, headers=headers, media_type="application/json")
+        return Response(document.body, headers=headers, media_type="application/json")
 
     async def cancel(self, id: str) -> None:
         """Ends one that is in progress; no effect on another one. Raises StoreError."""
@@ -330,9 +323,7 @@ class BackgroundResponses:
     def _made(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Made:
         """Raises OpenAIError for what the model cannot do."""
         asked = prepared.request.generation
-        plan = plan_answer(asked, target) or replace(
-            _TEXT, shows_special_tokens=asked.sampling.get("skip_special_tokens") is False
-        )
+        plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, also text
         request = replace(
             asked,
             stream=asked.stream or WITH_USAGE,
@@ -341,21 +332,6 @@ class BackgroundResponses:
         )
         state = prepared.state(identity, plan, self._key, target)
         return _Made(prepared, request, plan, identity, state, ResponseWriter(state, cuts_at_tokens=True))
-
-    def _document(self, prepared: PreparedResponse, made: _Made, continuation: bytes) -> Document:
-        created_s = made.identity.created_s
-        return Document(
-            owner=current_owner(),
-            kind="response",
-            id=made.identity.id,
-            body=made.state.json(),
-            created_s=created_s,
-            expires_s=self._store.expires_s(created_s),
-            items=prepared.items,
-            parent=prepared.request.previous_response_id or "",
-            is_live=True,
-            continuation=continuation,
-        )
 
     def _run(self, log: LiveLog, made: _Made) -> BackgroundRun:
         tell = partial(made.prepared.tell_conversation, self._conversations, log.document.owner, made.state)

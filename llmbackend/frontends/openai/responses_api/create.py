@@ -81,7 +81,29 @@ class PreparedResponse:
             parts = [part[1:-1] for part in (self.items, answered) if len(part) > len(b"[]")]
             await conversations.append_answer(owner, id, b"[" + b",".join(parts) + b"]")
 
-    def state(self, identity: Identity, plan: AnswerPlan | None, key: SealingKey, target: Target) -> ResponseState:
+    def document(
+        self,
+        owner: str,
+        identity: Identity,
+        state: ResponseState,
+        store: ResponseStore,
+        continuation: bytes | None = None,
+    ) -> Document:
+        """The response as it is stored. continuation: of one that is still being made"""
+        return Document(
+            owner=owner,
+            kind="response",
+            id=identity.id,
+            body=state.json(),
+            created_s=identity.created_s,
+            expires_s=store.expires_s(identity.created_s),
+            items=self.items,
+            parent=self.request.previous_response_id or "",
+            is_live=continuation is not None,
+            continuation=continuation or b"",
+        )
+
+    def state(self, identity: Identity, plan: AnswerPlan, key: SealingKey, target: Target) -> ResponseState:
         request = self.request
         sampling = effective_sampling(request.generation.sampling, target.model.sampling_defaults)
         return ResponseState(
@@ -183,20 +205,8 @@ class ResponseCreation(OpenAIEndpoints):
 
         async def keep() -> None:
             await prepared.tell_conversation(self._conversations, owner, state)
-            if not request.store:
-                return
-            await store.put(
-                Document(
-                    owner=owner,
-                    kind="response",
-                    id=identity.id,
-                    body=state.json(),
-                    created_s=identity.created_s,
-                    expires_s=store.expires_s(identity.created_s),
-                    items=prepared.items,
-                    parent=request.previous_response_id or "",
-                )
-            )
+            if request.store:
+                await store.put(prepared.document(owner, identity, state, store))
 
         return keep
 

@@ -52,15 +52,14 @@ class OutputBuilder:
 
     def __init__(
         self,
-        plan: AnswerPlan | None,
+        plan: AnswerPlan,
         response_id: str,
         *,
         tools: Mapping[str, NamedTool] | None = None,
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
-        """plan: how the answer is read; None: as text
-        tools: those of the request, by the name that the model calls
+        """tools: those of the request, by the name that the model calls
         seal: makes the sealed form of reasoning; None: it is not asked for
         """
         self.items: list[OutputItem] = []
@@ -69,7 +68,8 @@ class OutputBuilder:
         self._response_id = response_id
         self._tools = tools or {}
         self._seal = seal
-        self._reader = None if plan is None else AnswerReader(plan, response_id, 0)
+        self._reader = AnswerReader(plan, response_id, 0)
+        self._is_text = not plan.reads_tokens
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
         self._pending: list[TokenEntries] = []
         """Of tokens whose text has not been shown yet."""
@@ -79,13 +79,12 @@ class OutputBuilder:
         self._happenings: list[Happening] = []
 
     @property
-    def num_reasoning_tokens(self) -> int | None:
-        """None: what is reasoning is not known."""
-        return None if self._reader is None else self._reader.num_reasoning_tokens
+    def num_reasoning_tokens(self) -> int:
+        return self._reader.num_reasoning_tokens
 
     def add(self, delta: Delta) -> list[Happening]:
         """What the next tokens do to the output."""
-        if self._reader is None:
+        if self._is_text:
             if delta.text or delta.logprobs:
                 self._add_text(MESSAGE, delta.text, delta.logprobs)
         elif self._logprobs is None:
@@ -93,7 +92,7 @@ class OutputBuilder:
                 self._add_event(event, [])
         else:
             for token in by_token(delta):
-                self._add_token(self._reader, token)
+                self._add_token(token)
         if (delta.finish_reason or delta.is_final) and self.finish_reason is None:
             self._finish(delta.finish_reason or DEFAULT_FINISH_REASON)
         happenings, self._happenings = self._happenings, []
@@ -105,18 +104,17 @@ class OutputBuilder:
             self._open.status = "incomplete"
             self._open = None
 
-    def _add_token(self, reader: AnswerReader, token: Delta) -> None:
+    def _add_token(self, token: Delta) -> None:
         """A token whose text is content gives its log probabilities to that, with those of the tokens before it whose
         text was held back until now. Tokens of reasoning, of calls and of markers give theirs to nothing."""
-        before = reader.num_reasoning_tokens
+        before = self.num_reasoning_tokens
         self._pending += token.logprobs
-        events = reader.read(token)
-        for event in events:
+        for event in self._reader.read(token):
             is_content = isinstance(event, ContentDelta)
             self._add_event(event, self._pending if is_content else [])
             self._pending = []
         is_marker = any(is_special for _, _, is_special in token.text_tokens)
-        if reader.num_reasoning_tokens > before or (is_marker and token.finish_reason is None):
+        if self.num_reasoning_tokens > before or (is_marker and token.finish_reason is None):
             self._pending = []
 
     def _add_event(self, event: Event, positions: list[TokenEntries]) -> None:
@@ -216,7 +214,7 @@ class ResponseState:
     def __init__(
         self,
         identity: Identity,
-        plan: AnswerPlan | None,
+        plan: AnswerPlan,
         *,
         echo: bytes = b"{}",
         tools: Mapping[str, NamedTool] | None = None,
@@ -225,8 +223,7 @@ class ResponseState:
         is_queued: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """plan: how the answer is read; None: as text
-        echo: JSON object of the fields that a response repeats of its request
+        """echo: JSON object of the fields that a response repeats of its request
         tools: those of the request, by the name that the model calls
         seal: makes the sealed form of reasoning; None: it is not asked for
         is_queued: whether it begins in the background
@@ -245,8 +242,7 @@ class ResponseState:
     def add(self, delta: Delta) -> list[Happening]:
         happenings = self.builder.add(delta)
         self._usage.add(0, delta)
-        if (num_reasoning_tokens := self.builder.num_reasoning_tokens) is not None:
-            self._usage.set_reasoning(0, num_reasoning_tokens)
+        self._usage.set_reasoning(0, self.builder.num_reasoning_tokens)
         return happenings
 
     def end(self) -> None:
