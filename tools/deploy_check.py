@@ -29,6 +29,7 @@ RAYCLUSTER_CRD = (
 )
 KINDS = {
     "ServingRuntime": "V1alpha1ServingRuntime",
+    "ClusterServingRuntime": "V1alpha1ClusterServingRuntime",
     "InferenceService": "V1beta1InferenceService",
     "RayCluster": "RayCluster",
 }

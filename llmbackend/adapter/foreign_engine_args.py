@@ -61,6 +61,7 @@ NO_EFFECT: Mapping[str, str] = _by_name(
             enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint engram_config mamba_backend
             mamba_block_size mamba_cache_mode mamba_cache_philox_rounds mamba_ssu_algorithm replayssm_buffer_len
             use_replayssm""",
+        "prompts are always split into chunks, which changes no answer": "enable_chunked_prefill",
         "steps are bounded by max_num_batched_tokens and max_num_seqs only": """
             disable_async_output_proc disable_hybrid_kv_cache_manager kv_sharing_fast_prefill
             long_prefill_token_threshold_adaptive max_long_partial_prefills max_num_active_seqs
@@ -163,7 +164,6 @@ _ONLY: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
         "prefill_context_parallel_size": (1,),
     },
     "devices are set by --device and instance groups": {"device_ids": (None,)},
-    "prompts are always split into chunks": {"enable_chunked_prefill": (True, None)},
     "prompts are text or tokens": {"enable_prompt_embeds": (False,)},
     "requests cannot prescribe the tokens of their answers": {"enable_trace_replay": (False,)},
     "answers have log probabilities of the model's own distribution": {
