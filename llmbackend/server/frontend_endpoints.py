@@ -23,7 +23,7 @@ from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
-from llmbackend.frontends.passing_on.edge import FrontendEdge
+from llmbackend.frontends.passing_on import FrontendEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.remote_server import RemoteServer
 

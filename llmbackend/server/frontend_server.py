@@ -32,8 +32,7 @@ from llmbackend.frontends.http.routing import with_routed_paths
 from llmbackend.frontends.http.site_check import SiteCheck
 from llmbackend.frontends.http_app import create_http_app, with_cors, with_request_ids
 from llmbackend.frontends.inference_gate import InferenceGate
-from llmbackend.frontends.journals.resumable_http import make_again
-from llmbackend.frontends.journals.resumable_streams import ResumableStreams
+from llmbackend.frontends.journals.resumable_streams import ResumableStreams, make_again
 from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits
 from llmbackend.frontends.operations.probes import create_metrics_app
@@ -46,7 +45,7 @@ from .process import DescriptorRoom, fitted
 if TYPE_CHECKING:
     from llmbackend.frontends.http.tunnel import Tunnels
     from llmbackend.frontends.page_proxy import PageProxy
-    from llmbackend.frontends.passing_on.edge import Edge
+    from llmbackend.frontends.passing_on import Edge
 
 
 STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"

@@ -16,7 +16,7 @@ from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.limits import FrontendLimits
-from llmbackend.frontends.passing_on.edge import HostEdge
+from llmbackend.frontends.passing_on import HostEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint

@@ -11,9 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Message, Receive, Scope, Send
 
-from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.access_control import AccessControl, HttpAccess
 from llmbackend.frontends.access.api_keys import KeyRing, unnamed_keys
-from llmbackend.frontends.access.http_access import HttpAccess
 from llmbackend.frontends.access.permissions import NO_RESTRICTIONS
 from llmbackend.frontends.access.rate_limit import NO_LIMITS
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY, AccessMetrics

@@ -15,9 +15,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.access.access_control import AccessControl, HttpAccess
 from llmbackend.frontends.access.api_keys import KeyRing, unnamed_keys
-from llmbackend.frontends.access.http_access import HttpAccess
 from llmbackend.frontends.access.permissions import (
     CATEGORY_OF_RPC,
     NO_RESTRICTIONS,

@@ -16,8 +16,7 @@ import typer
 
 from llmbackend.cli.flags.clients import AccessFlags
 from llmbackend.frontends.access.rate_limit import Limits
-from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings, exposure
-from llmbackend.frontends.access.tls import TlsFiles
+from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings, TlsFiles, exposure
 
 OPEN = {"http_address": "0.0.0.0", "grpc_address": "0.0.0.0"}
 

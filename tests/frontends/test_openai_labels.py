@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 
-from llmbackend.frontends.access.http_access import HttpAccess
+from llmbackend.frontends.access.access_control import HttpAccess
 from llmbackend.frontends.access.permissions import NO_RESTRICTIONS
 from llmbackend.frontends.access.request_identity import AccessMetrics
 from llmbackend.frontends.openai.router import create_openai_router

@@ -13,7 +13,7 @@ import httpx
 from llmbackend.core.errors import unavailable
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.grpc import resumable
-from llmbackend.frontends.journals.resumable_http import make_again
+from llmbackend.frontends.journals.resumable_streams import make_again
 from llmbackend.frontends.journals.stream_copies import StreamCopies
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import mock_llm_host

@@ -19,8 +19,7 @@ import typer
 
 from llmbackend.frontends.access.permissions import parse_restrictions
 from llmbackend.frontends.access.rate_limit import Limits
-from llmbackend.frontends.access.settings import AccessSettings
-from llmbackend.frontends.access.tls import TlsFiles
+from llmbackend.frontends.access.settings import AccessSettings, TlsFiles
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, IdempotencyLimits, StoreSettings
 from llmbackend.frontends.limits import FrontendLimits, GrpcLimits, HttpLimits, InferenceLimits, networks
 

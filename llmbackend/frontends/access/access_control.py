@@ -1,37 +1,313 @@
-"""The access control of one server: the checks that its settings ask for, and none where they ask for none.
+"""The access control of one server: API keys, restricted APIs, roles and rate limits, checked on HTTP and on gRPC.
 
-For: the server process. Does not know: flags. Invariant: a check that has nothing to do is not installed, so that it
-costs nothing.
+For: the server process. Does not know: flags, what is behind a path or an RPC. Invariants: a check that has nothing to
+do is not installed, so that it costs nothing; a request that is refused ends before its body or message is read;
+nothing is kept of one that has ended; the access log holds method, path, status, key name and time, and the labels that
+a request gives itself (`user`), never a header, a query or another part of a body; no refusal repeats what the client
+sent.
+Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's RespondIfRestricted;
+UNAVAILABLE and its text for restricted protocols are Triton's, the other codes as gRPC's documentation describes them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import ssl
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote
 
 import grpc
 from prometheus_client import CollectorRegistry
-from starlette.types import ASGIApp
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 
-from .api_keys import KeyFile, KeyRing, parse_keys, unnamed_keys
-from .grpc_access import GrpcAccess
-from .http_access import HttpAccess
+from ..http.errors import INVALID_REQUEST, anthropic_error_body, error_body, is_anthropic, is_openai, openai_error_body
+from ..http.request_scope import LABELS
+from ..http.responses import JSON, TEXT, plain
+from .api_keys import (
+    NO_KEY,
+    NO_KEY_ANTHROPIC,
+    WRONG_KEY,
+    KeyFile,
+    KeyRing,
+    bearer_token,
+    parse_keys,
+    presented_key,
+    unnamed_keys,
+)
 from .keyed_server import KeyedServer
-from .rate_limit import Account
-from .request_identity import AccessMetrics, KeyTotals
-from .settings import AccessSettings
-from .tls import GrpcCertificate, HttpCertificate
+from .permissions import (
+    CATEGORY_OF_RPC,
+    OPEN_PATHS,
+    OPEN_RPCS,
+    OPERATOR_RPCS,
+    Category,
+    Restrictions,
+    Role,
+    begins_no_inference,
+    category_of,
+    needs_operator,
+    role_needed,
+)
+from .rate_limit import Account, Refusal
+from .request_identity import REQUEST_IDENTITY, AccessMetrics, KeyTotals, RequestIdentity
+from .settings import AccessSettings, GrpcCertificate, HttpCertificate
 
 if TYPE_CHECKING:
     from ..shared_counts import SharedCounts
 
+
 log = logging.getLogger(__name__)
+_LOGGED_PATH_CHARACTERS: Final = 200
+
+
+class HttpAccess:
+    """An ASGI application around another one. Without `keys` every client is admitted."""
+
+    def __init__(
+        self, app: ASGIApp, keys: KeyRing | None, restrictions: Restrictions, metrics: AccessMetrics, log_requests: bool
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._restrictions = restrictions
+        self._metrics = metrics
+        self._log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        request = _CheckedRequest(scope, send)
+        try:
+            refusal = self._check(request)
+            await (refusal or self._app)(scope, receive, request.send)
+        finally:
+            REQUEST_IDENTITY.set(None)
+            if self._log_requests:
+                _log(request)
+
+    def _check(self, request: _CheckedRequest) -> Response | None:
+        """The refusal, or None: then the request's identity is set and the application may go on."""
+        path = request.path
+        account: Account | None = None
+        if self._keys is not None and path not in OPEN_PATHS:
+            key = presented_key(request.headers, is_anthropic=request.is_anthropic)
+            account = request.account = None if key is None else self._keys.find(key)
+            if account is None:
+                self._metrics.decided(None, "http", "unauthenticated")
+                return _unauthenticated(request, has_key=key is not None)
+        category = category_of(path)
+        header = self._restrictions.missing_header(category, request.headers)
+        if header is not None:
+            self._metrics.decided(account, "http", "restricted")
+            return _restricted(request, header)
+        return None if account is None else self._admit(request, account, category)
+
+    def _admit(self, request: _CheckedRequest, account: Account, category: Category | None) -> Response | None:
+        """Checks the role first. Rate limits apply to what begins an inference."""
+        if account.role is not Role.OPERATOR and needs_operator(request.path, category):
+            self._metrics.decided(account, "http", "forbidden")
+            return _forbidden(request, account)
+        identity = RequestIdentity(account, "http", self._metrics)
+        if category is not Category.INFERENCE or begins_no_inference(request.path):
+            self._metrics.decided(account, "http", "accepted")
+        else:
+            refusal = identity.take_first()
+            if refusal is not None:
+                return _rate_limited(request, refusal, account)
+            request.limited = account
+        REQUEST_IDENTITY.set(identity)
+        return None
+
+
+class _CheckedRequest:
+    """One request: what is checked of it, and what the access log says about it."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self.began_s = time.perf_counter()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.headers = {name.decode("latin-1"): value for name, value in reversed(scope["headers"])}
+        self.is_anthropic = is_anthropic(self.path, self.headers.get("anthropic-version"))
+        self.account: Account | None = None
+        self.limited: Account | None = None
+        self.status = 0
+        self.scope = scope
+        self._send = send
+
+    def send(self, message: Message) -> Awaitable[None]:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.limited is not None and (added := self.limited.headers()):
+                message = {**message, "headers": [*message["headers"], *added]}
+        return self._send(message)
+
+
+def _log(request: _CheckedRequest) -> None:
+    name = "-" if request.account is None else request.account.name
+    path = quote(request.path[:_LOGGED_PATH_CHARACTERS])
+    elapsed_ms = (time.perf_counter() - request.began_s) * 1e3
+    labels = request.scope.get(LABELS, "")
+    log.info("%s %s %s key=%s %.1f ms%s", request.method, path, request.status or "-", name, elapsed_ms, labels)
+
+
+def _unauthenticated(request: _CheckedRequest, has_key: bool) -> Response:
+    message = WRONG_KEY if has_key else NO_KEY_ANTHROPIC if request.is_anthropic else NO_KEY
+    response = _error(request, 401, message, INVALID_REQUEST, "invalid_api_key")
+    response.headers["www-authenticate"] = 'Bearer error="invalid_token"' if has_key else "Bearer"
+    return response
+
+
+def _restricted(request: _CheckedRequest, header: str) -> Response:
+    message = f"This API is restricted, expecting header '{header}'"
+    if is_openai(request.path):
+        return _error(request, 403, message, "authentication_error", "invalid_auth")
+    return plain(error_body(message), 403, TEXT)
+
+
+def _forbidden(request: _CheckedRequest, account: Account) -> Response:
+    message = role_needed(account.name, account.role)
+    return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
+
+
+def _rate_limited(request: _CheckedRequest, refusal: Refusal, account: Account) -> Response:
+    response = _error(request, 429, refusal.message, refusal.kind, "rate_limit_exceeded")
+    response.headers["retry-after"] = refusal.retry_after
+    response.raw_headers.extend(account.headers())
+    return response
+
+
+def _error(request: _CheckedRequest, status: int, message: str, kind: str, code: str) -> Response:
+    """In the shape of the request's API; `kind` and `code` are OpenAI's."""
+    if request.is_anthropic:
+        body = anthropic_error_body(status, message)
+    elif is_openai(request.path):
+        body = openai_error_body(message, kind, code)
+    else:
+        body = error_body(message)
+    return plain(body, status, JSON)
+
+
+Handler = Any  # grpc.RpcMethodHandler, which the type stubs do not describe in full
+Context = grpc.aio.ServicerContext[Any, Any]
+_STATUS_NAMES: Final[dict[Any, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
+_KINDS: Final = ("unary_unary", "unary_stream", "stream_stream")
+
+
+class GrpcAccess(grpc.aio.ServerInterceptor):
+    """Without `keys` every client is admitted."""
+
+    def __init__(
+        self, keys: KeyRing | None, restrictions: Restrictions, metrics: AccessMetrics, log_requests: bool
+    ) -> None:
+        self._keys = keys
+        self._restrictions = restrictions
+        self._metrics = metrics
+        self._log_requests = log_requests
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        headers = {key: _bytes(value) for key, value in reversed(handler_call_details.invocation_metadata)}
+        handler, account = self._check(method, headers, handler)
+        return _logged(handler, method, account) if self._log_requests else handler
+
+    def _check(self, method: str, headers: dict[str, bytes], handler: Handler) -> tuple[Handler, Account | None]:
+        """The handler to use, and the account that calls."""
+        account: Account | None = None
+        if self._keys is not None and method not in OPEN_RPCS:
+            key = bearer_token(headers)
+            account = None if key is None else self._keys.find(key)
+            if account is None:
+                self._metrics.decided(None, "grpc", "unauthenticated")
+                text = NO_KEY if key is None else WRONG_KEY
+                return _refusing(grpc.StatusCode.UNAUTHENTICATED, text), None
+        category = CATEGORY_OF_RPC.get(method)
+        header = self._restrictions.missing_header(category, headers)
+        if header is not None:
+            self._metrics.decided(account, "grpc", "restricted")
+            text = f"This protocol is restricted, expecting header '{header}'"
+            return _refusing(grpc.StatusCode.UNAVAILABLE, text), account
+        if account is not None:
+            handler = self._admit(account, method, category, handler)
+        return handler, account
+
+    def _admit(self, account: Account, method: str, category: Category | None, handler: Handler) -> Handler:
+        """Checks the role first. Rate limits apply to inference only, in a stream to each request (keyed_server.py)."""
+        if account.role is not Role.OPERATOR and method in OPERATOR_RPCS:
+            self._metrics.decided(account, "grpc", "forbidden")
+            return _refusing(grpc.StatusCode.PERMISSION_DENIED, role_needed(account.name, account.role))
+        identity = RequestIdentity(account, "grpc", self._metrics)
+        if category is not Category.INFERENCE:
+            self._metrics.decided(account, "grpc", "accepted")
+            return _identified(handler, identity)
+        refusal = None if handler.stream_stream is not None else identity.take_first()
+        if refusal is not None:
+            return _refusing(
+                grpc.StatusCode.RESOURCE_EXHAUSTED, refusal.message, (("retry-after", refusal.retry_after),)
+            )
+        return _identified(handler, identity)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode("utf-8", "replace") if isinstance(value, str) else value
+
+
+def _refusing(code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()) -> Handler:
+    """A handler that ends the call. It is a stream in both directions for every kind of call, so that it runs before
+    any message is read."""
+
+    async def refuse(requests: Any, context: Context) -> None:
+        await context.abort(code, text, trailers)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+def _wrapped(handler: Handler, wrap: Callable[[Any], Any]) -> Handler:
+    return handler._replace(**{kind: wrap(call) for kind in _KINDS if (call := getattr(handler, kind)) is not None})
+
+
+def _identified(handler: Handler, identity: RequestIdentity) -> Handler:
+    def wrap(call: Callable[[Any, Context], Awaitable[Any]]) -> Any:
+        async def with_identity(request: Any, context: Context) -> Any:
+            REQUEST_IDENTITY.set(identity)  # the call has a task, and so a context, of its own
+            return await call(request, context)
+
+        return with_identity
+
+    return _wrapped(handler, wrap)
+
+
+def _logged(handler: Handler, method: str, account: Account | None) -> Handler:
+    began_s = time.perf_counter()
+    name = "-" if account is None else account.name
+
+    def wrap(call: Callable[[Any, Context], Awaitable[Any]]) -> Any:
+        async def logged(request: Any, context: Context) -> Any:
+            status = "OK"
+            try:
+                return await call(request, context)
+            except asyncio.CancelledError:
+                status = "CANCELLED"
+                raise
+            except Exception:
+                status = _STATUS_NAMES.get(context.code(), "UNKNOWN")
+                raise
+            finally:
+                elapsed_ms = (time.perf_counter() - began_s) * 1e3
+                log.info("gRPC %s %s key=%s %.1f ms", method, status, name, elapsed_ms)
+
+        return logged
+
+    return _wrapped(handler, wrap)
 
 
 class AccessControl:

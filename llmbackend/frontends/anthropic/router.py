@@ -39,7 +39,7 @@ from ..http.request_body import release_body
 from ..http.request_scope import LABELS, unless_disconnected
 from ..http.routing import CatchAll, post
 from ..inference_gate import InferenceGate
-from ..journals.resumable_http import refuse_resuming
+from ..journals.resumable_streams import refuse_resuming
 from ..openai.endpoints import OpenAIEndpoints
 from ..openai.router import DEFAULT_MAX_BODY_BYTES
 from ..operations.probes import load_headers

@@ -40,8 +40,14 @@ from ..http.routing import Endpoints, post
 from ..inference import Inference
 from ..inference_gate import InferenceGate, are_large
 from ..journals.journal import Recording
-from ..journals.resumable_http import begin_recording, come_back, is_resumable, last_event_id, open_stream
-from ..journals.resumable_streams import ResumableStreams
+from ..journals.resumable_streams import (
+    ResumableStreams,
+    begin_recording,
+    come_back,
+    is_resumable,
+    last_event_id,
+    open_stream,
+)
 from ..operations.probes import load_headers
 from .http_types import GenerateRequest, GenerateResponse, model_name_of, model_of, model_paths
 from .infer_codec import flatten, has_nan_or_inf, json_from_tensor, tensor_from_json

@@ -37,14 +37,14 @@ from ..http.routing import CatchAll, get, post
 from ..inference_gate import InferenceGate
 from ..journals.journal import Recording
 from ..journals.response_store import ResponseStore
-from ..journals.resumable_http import (
+from ..journals.resumable_streams import (
+    ResumableStreams,
     begin_recording,
     come_back,
     is_resumable,
     last_event_id,
     open_stream,
 )
-from ..journals.resumable_streams import ResumableStreams
 from ..operations.probes import load_headers
 from ..protocol_options import NO_DEFAULTS, RequestDefaults
 from .bodies import whole_response

@@ -38,7 +38,7 @@ from ...http.routing import post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import ResponseStore, current_owner
-from ...journals.resumable_http import refuse_resuming
+from ...journals.resumable_streams import refuse_resuming
 from ...operations.probes import load_headers
 from ..endpoints import OpenAIEndpoints, decode_cost, json_answer, read_body
 from .conversations import Conversations

@@ -1,0 +1,478 @@
+"""Requests that a frontend process does not answer itself, answered by its host's HTTP application and gRPC server.
+
+For: the network side of a server, which has no Edge where one process does everything. Does not know: paths, keys, what
+an RPC does; how either side is started. Invariants: one of the two decides about a request: the frontend process about
+its own, the host about those that are passed on to it; bodies and messages go both ways as they come, and of each no
+more than a piece is held; metadata, deadline, cancellation, status with its details and trailers are those of the one
+RPC on both sides; a client that leaves ends its request at the host; a host that is gone is a 503 or UNAVAILABLE,
+unless this process knows the answer, too, and within a response the end of the client's connection. Each HTTP request
+has a connection of its own: on a unix socket one costs less than a tenth of a millisecond, and none is ever found
+closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar
+
+import grpc
+import httptools
+from google.protobuf.message import DecodeError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from tritonclient.grpc import service_pb2 as pb
+
+from .errors import RETRY_AFTER_S
+from .grpc.messages import UNPARSABLE
+from .grpc.resumable import RESUMABLE, RESUME_FROM
+from .http.errors import refusing
+from .http.request_scope import PRESENCE, ClientPresence, headers_as_sent
+from .http.responses import HOP_BY_HOP, ForwardedResponse
+from .http.tunnel import Tunnels
+
+MODEL_STREAM_INFER: Final = "/inference.GRPCInferenceService/ModelStreamInfer"
+_RPCS: Final = frozenset({"/inference.GRPCInferenceService/ModelInfer", MODEL_STREAM_INFER})
+_PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+_MODEL_PREFIX: Final = "/v2/models/"
+_MODEL_WORDS: Final = frozenset({"infer", "generate", "generate_stream"})
+_KNOWN_RPCS: Final = frozenset(
+    {f"/inference.GRPCInferenceService/{name}" for name in ("ServerLive", "ServerReady", "ModelReady")}
+    | {f"/inference.GRPCInferenceService/{name}" for name in ("ServerMetadata", "ModelMetadata")}
+    | {"/grpc.health.v1.Health/Check"}
+)
+_KNOWN_PATHS: Final = frozenset({"/v2", "/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
+_KNOWN_MODEL: Final = re.compile(r"/v2/models/(?!stats$)[^/]+(/versions/[^/]+)?(/ready)?|/v1/models(/.+)?")
+_KEPT: Final = frozenset({b"x-resumable-stream", b"last-event-id", b"idempotency-key"})
+
+
+def is_own_request(scope: Scope) -> bool:
+    """Whether a request over HTTP is answered in this process."""
+    if scope["method"] != "POST":
+        return False
+    path: str = scope["path"]
+    if path not in _PATHS and not (path.startswith(_MODEL_PREFIX) and path.rpartition("/")[2] in _MODEL_WORDS):
+        return False
+    return all(name not in _KEPT for name, _ in scope["headers"])
+
+
+def is_own_rpc(method: str) -> bool:
+    """Whether an RPC is answered in this process, if it keeps nothing. method: as gRPC names it, `/service/name`."""
+    return method in _RPCS
+
+
+def is_known_request(scope: Scope) -> bool:
+    """Whether a request over HTTP can be answered here in the place of a host that is away."""
+    path: str = scope["path"]
+    return scope["method"] == "GET" and (path in _KNOWN_PATHS or _KNOWN_MODEL.fullmatch(path) is not None)
+
+
+def is_known_rpc(method: str) -> bool:
+    """The same of an RPC, which has one request and one response."""
+    return method in _KNOWN_RPCS
+
+
+CLIENT_ADDRESS: Final = b"x-llmbackend-client-address"
+
+
+def address_header(scope: Scope) -> tuple[bytes, bytes]:
+    """The header that tells the host who sent the request of `scope`."""
+    address, port = scope.get("client") or ("", 0)
+    return CLIENT_ADDRESS, f"{address} {port}".encode()
+
+
+def from_frontends(app: ASGIApp) -> ASGIApp:
+    """`app`, for requests that frontend processes pass on: it sees their clients' addresses."""
+
+    async def addressed(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = scope["headers"]
+        told = next((value for name, value in headers if name == CLIENT_ADDRESS), b"")
+        address, _, port = told.decode("latin-1").rpartition(" ")
+        if address:
+            scope["client"] = (address, int(port))
+        scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_ADDRESS]
+        await app(scope, receive, send)
+
+    return addressed
+
+
+log = logging.getLogger(__name__)
+P = TypeVar("P", bound=asyncio.BaseProtocol)
+HOST_IS_GONE: Final = "the server process behind this frontend cannot be reached"
+_REFUSING: Final = refusing(503, HOST_IS_GONE)
+_PIECE_BYTES: Final = 64 << 10
+_NOT_PASSED_ON: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}
+
+
+class HostApplication:
+    """An ASGI application, and where websockets go (see `Tunnels`)."""
+
+    def __init__(self, socket_path: Path, websocket_path: str = "") -> None:
+        """socket_path: where the host's application listens. websocket_path: beginning of the targets of its
+        websockets, "" where it has none."""
+        self._path = str(socket_path)
+        self._websocket_path = websocket_path.encode()
+
+    def behind(self, app: ASGIApp) -> ASGIApp:
+        """`app` for its own requests, the host's application for all others; `app` in the place of a host that is
+        away, for what it knows."""
+
+        async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["type"] != "http" or is_own_request(scope):
+                await app(scope, receive, send)
+            else:
+                await self._pass_on(scope, receive, send, app if is_known_request(scope) else _REFUSING)
+
+        return dispatched
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._pass_on(scope, receive, send, _REFUSING)
+
+    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, in_its_place: ASGIApp) -> None:
+        """in_its_place: answers where the host is away"""
+        response = ForwardedResponse(send, has_body=scope["method"] != "HEAD")
+        try:
+            reader, writer = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
+            await self._exchange(scope, receive, response, reader, writer)
+        except (OSError, httptools.HttpParserError) as error:
+            presence: ClientPresence = scope[PRESENCE]
+            if presence.is_lost:
+                return
+            if in_its_place is _REFUSING or response.has_begun:
+                log.warning("%s: %s", HOST_IS_GONE, error)
+            if response.has_begun:
+                await presence.disconnect()
+                return
+            await in_its_place(scope, receive, send)
+
+    async def _exchange(
+        self, scope: Scope, receive: Receive, response: ForwardedResponse, reader: StreamReader, writer: StreamWriter
+    ) -> None:
+        presence: ClientPresence = scope[PRESENCE]
+        abort = writer.transport.abort
+        presence.when_lost(abort)
+        sending = asyncio.create_task(_send_request(scope, receive, writer))
+        try:
+            while not response.is_complete:
+                await response.take(await reader.read(_PIECE_BYTES))
+        finally:
+            presence.forget(abort)
+            sending.cancel()
+            abort()
+
+    # --- websockets -------------------------------------------------------------------------------------------------
+
+    def takes_websocket(self, target: bytes) -> bool:
+        return bool(self._websocket_path) and target.startswith(self._websocket_path)
+
+    def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Never one: the host refuses by itself."""
+        return ""
+
+    async def connect(self, make_protocol: Callable[[], P]) -> P:
+        try:
+            _, protocol = await asyncio.get_running_loop().create_unix_connection(make_protocol, self._path)
+        except OSError:
+            raise ConnectionError(HOST_IS_GONE) from None
+        return protocol
+
+    def left(self) -> None:
+        """Nothing is counted here."""
+
+
+async def _send_request(scope: Scope, receive: Receive, writer: StreamWriter) -> None:
+    """Sends the request. Where the client's part of the body ends too early, or the host reads no more, the response
+    tells."""
+    names = {name for name, _ in scope["headers"]}
+    is_chunked = b"content-length" not in names and b"transfer-encoding" in names
+    writer.write(_head(scope, is_chunked))
+    try:
+        await writer.drain()
+        if is_chunked or b"content-length" in names:
+            await _send_body(receive, writer, is_chunked)
+    except ConnectionError:
+        return
+
+
+async def _send_body(receive: Receive, writer: StreamWriter, is_chunked: bool) -> None:
+    is_more = True
+    while is_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            writer.transport.abort()
+            return
+        is_more = message.get("more_body", False)
+        piece = message.get("body", b"")
+        if piece:
+            writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if is_chunked else piece)
+        if is_chunked and not is_more:
+            writer.write(b"0\r\n\r\n")
+        await writer.drain()
+
+
+def _head(scope: Scope, is_chunked: bool) -> bytes:
+    target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
+    lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
+    lines += [b"%b: %b" % pair for pair in headers_as_sent(scope) if pair[0].lower() not in _NOT_PASSED_ON]
+    lines += [b"%b: %b" % address_header(scope), b"connection: close"]
+    lines += [b"transfer-encoding: chunked"] if is_chunked else []
+    return b"\r\n".join((*lines, b"", b""))
+
+
+_OPTIONS: Final = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_metadata_size", 16 << 20),
+    ("grpc.absolute_max_metadata_size", 16 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.default_authority", "localhost"),
+)
+_OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
+_KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
+"""Of the first request of a ModelStreamInfer whose responses the host keeps."""
+_IN_THEIR_NAMES: Final = b"resum"
+Context = grpc.aio.ServicerContext[Any, Any]
+Continuation = Callable[[Any], Awaitable[Any]]
+InItsPlace = Callable[[], Awaitable[Any]]
+"""Finds this process's own handler."""
+_AGAIN: Final = (("retry-after", RETRY_AFTER_S),)
+
+
+class HostRpcs(grpc.aio.ServerInterceptor):
+    """The outermost interceptor. `kept_streams` is the innermost one."""
+
+    def __init__(self, socket_path: Path) -> None:
+        """socket_path: where the host's gRPC server listens. To be made on the event loop."""
+        self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
+        self.kept_streams = _KeptStreams(self.pass_on)
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        method = handler_call_details.method
+        if is_own_rpc(method):
+            return await continuation(handler_call_details)
+        in_its_place = partial(continuation, handler_call_details) if is_known_rpc(method) else None
+        # A stream in both directions is on the wire what every kind of RPC is.
+        return grpc.stream_stream_rpc_method_handler(partial(self._pass_on_one, method, in_its_place))
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _pass_on_one(
+        self, method: str, in_its_place: InItsPlace | None, requests: AsyncIterator[bytes], context: Context
+    ) -> None:
+        """An RPC with one request, which goes out in one piece: a host that refuses it before it has read it does not
+        make the sending fail."""
+        async for request in requests:
+            start: Any = self._channel.unary_stream(method)
+            here = None if in_its_place is None else partial(_answer_here, in_its_place, request, context)
+            return await self._answer(partial(start, request), context, here)
+        await context.abort(grpc.StatusCode.INTERNAL, UNPARSABLE)
+
+    async def pass_on(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
+        """An RPC with a stream of requests."""
+        start: Any = self._channel.stream_stream(method)
+        await self._answer(partial(start, requests), context)
+
+    async def _answer(
+        self, start: Callable[..., Any], context: Context, here: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """here: answers in the place of a host that is gone"""
+        metadata = [
+            pair
+            for pair in context.invocation_metadata() or ()
+            if pair[0] not in _OF_THE_CHANNEL and not pair[0].startswith(("grpc-", ":"))
+        ]
+        call = start(timeout=context.time_remaining(), metadata=metadata)
+        has_begun = False
+        try:
+            await context.send_initial_metadata(await call.initial_metadata() or ())
+            async for message in call:
+                has_begun = True
+                await context.write(message)
+            context.set_trailing_metadata(await call.trailing_metadata() or ())
+        except grpc.aio.AioRpcError as error:
+            if not self._is_gone(error):
+                await context.abort(error.code(), error.details() or "", error.trailing_metadata() or ())
+            elif here is None or has_begun:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, HOST_IS_GONE, _AGAIN)
+            else:
+                await here()
+        finally:
+            call.cancel()
+
+    def _is_gone(self, error: grpc.aio.AioRpcError) -> bool:
+        """Whether the host ended, rather than saying so itself."""
+        is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
+        return error.code() is grpc.StatusCode.UNAVAILABLE and not is_connected
+
+
+async def _answer_here(find: InItsPlace, request: bytes, context: Context) -> None:
+    """An RPC with one request and one response, by this process's own handler, or the refusal of access control."""
+    handler = await find()
+    if handler.unary_unary is None:
+        await handler.stream_stream(None, context)
+        return
+    response = await handler.unary_unary(handler.request_deserializer(request), context)
+    await context.write(handler.response_serializer(response))
+
+
+class _KeptStreams(grpc.aio.ServerInterceptor):
+    """Passes a ModelStreamInfer on whose first request asks the host to keep its responses, or for such responses. It
+    is behind access control, so that a call that is refused ends before a message is read."""
+
+    def __init__(self, pass_on: Callable[[str, AsyncIterator[bytes], Context], Awaitable[None]]) -> None:
+        self._pass_on = pass_on
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method != MODEL_STREAM_INFER or handler is None:
+            return handler
+
+        async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
+            first = [request async for request in _first_of(requests)]
+            together = _chained(first, requests)
+            if first and _is_kept(first[0]):
+                await self._pass_on(MODEL_STREAM_INFER, together, context)
+            else:
+                await handler.stream_stream(_parsed(handler.request_deserializer, together), context)
+
+        return handler._replace(stream_stream=stream, request_deserializer=None)
+
+
+def _is_kept(request: bytes) -> bool:
+    if _IN_THEIR_NAMES not in request:
+        return False
+    try:
+        parameters = pb.ModelInferRequest.FromString(request).parameters
+    except DecodeError:
+        return False
+    return any(name in parameters for name in _KEPT_PARAMETERS)
+
+
+async def _first_of(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async for request in requests:
+        yield request
+        return
+
+
+async def _chained(first: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    for request in first:
+        yield request
+    async for request in rest:
+        yield request
+
+
+async def _parsed(parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield parse(request)
+
+
+Announce = Callable[[], Awaitable[object]]
+"""Returns once every frontend knows of the host's models and settings as they are now."""
+_CHANGING_PATHS: Final = ("/v2/repository/models/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+_TRACE_SETTING: Final = "/trace/setting"
+_CHANGING_RPCS: Final = frozenset(
+    f"/inference.GRPCInferenceService/{name}"
+    for name in ("RepositoryModelLoad", "RepositoryModelUnload", "TraceSetting")
+)
+
+
+def announcing(app: ASGIApp, announce: Announce) -> ASGIApp:
+    """`app`, whose responses to changes begin when they are known."""
+
+    async def known(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_known(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                await announce()
+            await send(message)
+
+        await app(scope, receive, send_known if _changes(scope) else send)
+
+    return known
+
+
+def _changes(scope: Scope) -> bool:
+    path: str = scope["path"]
+    return scope["method"] == "POST" and (path.startswith(_CHANGING_PATHS) or path.endswith(_TRACE_SETTING))
+
+
+class AnnouncingRpcs(grpc.aio.ServerInterceptor):
+    """The same for RPCs."""
+
+    def __init__(self, announce: Announce) -> None:
+        self._announce = announce
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler_call_details.method not in _CHANGING_RPCS or handler is None or handler.unary_unary is None:
+            return handler
+
+        async def known(request: Any, context: Any) -> Any:
+            try:
+                return await handler.unary_unary(request, context)
+            finally:
+                await self._announce()
+
+        return handler._replace(unary_unary=known)
+
+
+class Edge(Protocol):
+    def around(self, app: ASGIApp) -> ASGIApp:
+        """`app`, which has its access control already, as connections shall see it."""
+
+    def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
+        """Where websockets go; `pages`: the process's own."""
+
+    def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
+        """All of a gRPC server, outermost first; `access`: those of access control. On the event loop."""
+
+    async def close(self) -> None: ...
+
+
+class FrontendEdge:
+    """Of a frontend process: what it does not answer itself goes to the host."""
+
+    def __init__(self, http_socket: Path, grpc_socket: Path, websocket_path: str) -> None:
+        self._application = HostApplication(http_socket, websocket_path)
+        self._grpc_socket = grpc_socket
+        self._rpcs: HostRpcs | None = None
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        return self._application.behind(app)
+
+    def tunnels(self, pages: Tunnels | None) -> Tunnels:
+        return self._application
+
+    def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
+        self._rpcs = HostRpcs(self._grpc_socket)
+        return (self._rpcs, *access, self._rpcs.kept_streams)
+
+    async def close(self) -> None:
+        if self._rpcs is not None:
+            await self._rpcs.close()
+
+
+class HostEdge:
+    """Of the host: its requests come from frontend processes."""
+
+    def __init__(self, announce: Announce) -> None:
+        self._announce = announce
+
+    def around(self, app: ASGIApp) -> ASGIApp:
+        return from_frontends(announcing(app, self._announce))
+
+    def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
+        return pages
+
+    def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
+        return (*access, AnnouncingRpcs(self._announce))
+
+    async def close(self) -> None:
+        """Nothing is open."""
