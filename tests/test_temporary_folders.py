@@ -50,7 +50,7 @@ kept._unpack(archive)
 """
 ADAPTER = """
 from contextlib import suppress
-from llmbackend.adapter.lora_files import AdapterCopies
+from llmbackend.adapter.lora import AdapterCopies
 from llmbackend.core.backend_api import TritonError
 kept = AdapterCopies()
 with suppress(TritonError):

@@ -35,7 +35,11 @@ class Term(NamedTuple):
 
 
 _API, _ADAPTER, _ENGINE = "core/backend_api.py", "adapter/", "engine/"
-_INSTANCE, _MODEL, _TASKS = _ADAPTER + "model_instance_state.py", _ADAPTER + "model_state.py", _ADAPTER + "task_map.py"
+_INSTANCE, _MODEL, _TASKS = (
+    _ADAPTER + "model_instance_state.py",
+    _ADAPTER + "model_state.py",
+    _ADAPTER + "tasks/task_map.py",
+)
 _MANAGER, _STEP, _SCHEDULER = _ENGINE + "llm_manager.py", _ENGINE + "step.py", _ENGINE + "scheduling/scheduler.py"
 _KV = _ENGINE + "memory/kv_cache.py"
 
@@ -95,11 +99,9 @@ TERMS: dict[str, tuple[Term, ...]] = {
         Term("Operation", _ENGINE + "llm_manager.py", "Operation"),
         Term("InferRequest", _ENGINE + "messages.py", "InferRequest"),
         Term("ModelState", _MODEL, "ModelState", "its queue and map are one object, `tasks`"),
-        Term(
-            "request queue", _ADAPTER + "task_queue.py", "TaskQueue", "`ModelState.requests` of the design; in the map"
-        ),
+        Term("request queue", _TASKS, "TaskQueue", "`ModelState.requests` of the design; in the map"),
         Term("infer-task map", _TASKS, "TaskMap", "the design's `ModelState.infer_tasks`"),
-        Term("InferTask", _ADAPTER + "infer_task.py", "InferTask"),
+        Term("InferTask", _ADAPTER + "tasks/infer_task.py", "InferTask"),
         Term("ModelInstanceState", _INSTANCE, "ModelInstanceState"),
         Term("ModelInstanceState::enqueue", _INSTANCE, "ModelInstanceState.enqueue"),
         Term("getRequests", _INSTANCE, "ModelInstanceState._get_requests"),

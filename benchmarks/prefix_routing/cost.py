@@ -24,10 +24,9 @@ from unittest import mock
 import numpy as np
 
 from llmbackend.adapter.model_state import ModelState
-from llmbackend.adapter.placement import Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.prefix_routing import PrefixRouting
-from llmbackend.adapter.task_map import EngineAssignment, TaskMap
+from llmbackend.adapter.tasks.placement import Placement, PrefixIndex
+from llmbackend.adapter.tasks.prefix_routing import PrefixRouting
+from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse

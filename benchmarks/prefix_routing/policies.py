@@ -10,9 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmbackend.adapter.placement import Place, Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.task_map import EngineAssignment, TaskMap
+from llmbackend.adapter.tasks.placement import Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.engine.memory.block_journal import prefix_hashes
 from llmbackend.engine.messages import InferRequest, StepResult
 from llmbackend.waiting.queue_policy import QueuePolicies

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from llmbackend.adapter.placement import Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.task_map import EngineAssignment, TaskMap
+from llmbackend.adapter.tasks.placement import Placement, PrefixIndex
+from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.engine.memory.block_journal import prefix_hashes
 from llmbackend.engine.messages import BlockChanges, InferRequest, SamplingParams, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies

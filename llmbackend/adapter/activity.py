@@ -30,8 +30,8 @@ from llmbackend.engine.messages import ModelInfo
 from llmbackend.engine.reports import ROW_KINDS, BlockMap, EngineReport, EngineState, StepReport
 from llmbackend.engine.start.load_progress import LoadProgress
 
-from .infer_task import InferTask
-from .task_map import TaskMap
+from .tasks.infer_task import InferTask
+from .tasks.task_map import TaskMap
 
 NO_ENGINE = "engine"
 """Why requests wait while their engine starts or comes back."""

@@ -8,7 +8,10 @@ failed Initialize.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
 
 from llmbackend.core.activity.messages import InstanceDescription
 from llmbackend.core.backend_api import (
@@ -20,9 +23,11 @@ from llmbackend.core.backend_api import (
     ModelInstance,
     Request,
     check_api_version,
+    internal,
     unavailable,
 )
 
+from .device_placement import DevicePlacement
 from .engine_args import with_parameters
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
@@ -101,10 +106,36 @@ def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
         state.shutdown()
 
 
-def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
-    from .load_forecast import model_forecast
+@dataclass(frozen=True, slots=True)
+class _FirstInstance:
+    """What of the model's first instance decides its engine's device."""
 
-    return model_forecast(model)
+    name: str
+    kind: InstanceGroupKind
+    device_id: int
+
+
+def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
+    """What a model would be, and what its engines would take, without starting one; an error has the text that starting
+    an engine would give."""
+    from llmbackend.engine.load_forecast import forecast
+
+    state: ModelState = model.state
+    groups = list(model.config.instance_group)
+    group = groups[0]
+    kind = InstanceGroupKind(type(group).Kind.Name(group.kind))
+    first = _FirstInstance(f"{group.name}_0", kind, group.gpus[0] if group.gpus else 0)
+    placed = DevicePlacement().place(state.arguments.engine, cast(ModelInstance, first))
+    try:
+        engine = forecast(state.arguments.with_device_defaults(placed))
+    except (ValueError, OSError, RuntimeError) as error:
+        raise internal(f"the engine of '{first.name}' did not start: {error}") from error
+    return {
+        "model": state.arguments.engine.model,
+        "num_engines": sum(each.count * max(len(each.gpus), 1) for each in groups),
+        "engine": msgspec.to_builtins(engine),
+        **state.describe_text(),
+    }
 
 
 def TRITONBACKEND_ModelFinalize(model: Model) -> None:

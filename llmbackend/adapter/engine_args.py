@@ -27,10 +27,16 @@ from llmbackend.engine.llm_manager import STALL_TIMEOUT_S
 from llmbackend.engine.model.checkpoint_files import bad_checkpoint, check_directory
 
 from .device_placement import AUTO
-from .foreign_engine_args import GPU_ONLY, NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, translate_tensorrtllm
+from .foreign_engine_args import (
+    GPU_ONLY,
+    NO_EFFECT,
+    ONLY_VALUE,
+    ONLY_VALUE_BECAUSE,
+    translate_tensorrtllm,
+    with_present_names,
+)
+from .limits import MAX_MESSAGES_BYTES
 from .schemas import TENSOR_SCHEMA, is_tensorrtllm
-from .structured_outputs.engine_arguments import with_present_names
-from .text.chat import MAX_MESSAGES_BYTES
 
 logger = logging.getLogger(__name__)
 

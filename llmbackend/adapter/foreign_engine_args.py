@@ -1,4 +1,4 @@
-"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine does not have.
+"""Engine arguments of vLLM and parameters of TensorRT-LLM that this engine does not have, or has under another name.
 
 For: engine_args.py and the command line's flags. Does not know: files, models. Invariant: an argument is ignored only
 if that changes nothing that a client can see, or only with such values (ONLY_VALUE); others are used or refused by
@@ -8,9 +8,10 @@ Sources: vLLM's EngineArgs and AsyncEngineArgs 0.4 to 0.33; TensorRT-LLM's confi
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from llmbackend.core.backend_api import invalid_argument
 from llmbackend.engine.config import EngineConfig
@@ -303,3 +304,44 @@ def _use_kv_tokens(translated: dict[str, str]) -> None:
     given = translated.get("block_size", "")
     block_size = int(given) if given.isdecimal() and int(given) else EngineConfig(model="").block_size
     translated.setdefault("num_kv_blocks", str(-(-int(text) // block_size)))
+
+
+_STRUCTURED: Final = "structured_outputs_config"
+FORMER_NAMES: Final[Mapping[str, str]] = {
+    "guided_decoding_backend": "backend",
+    "guided_decoding_disable_fallback": "disable_fallback",
+    "guided_decoding_disable_any_whitespace": "disable_any_whitespace",
+    "guided_decoding_disable_additional_properties": "disable_additional_properties",
+}
+"""Former argument → its field in the configuration."""
+_PARSER, _PLUGIN = "reasoning_parser", "reasoning_parser_plugin"
+
+
+def with_present_names(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The engine arguments with one `structured_outputs_config`, without what it says of the reasoning's parser, which
+    is an argument of its own. Raises TritonError INVALID_ARG."""
+    rest = {name: value for name, value in values.items() if name not in FORMER_NAMES and name != _STRUCTURED}
+    former = {FORMER_NAMES[name]: values[name] for name in FORMER_NAMES if values.get(name) is not None}
+    config = former | _structured_outputs(values.get(_STRUCTURED), source)
+    if config.pop(_PLUGIN, None):
+        raise invalid_argument(
+            f"{source}: '{_PLUGIN}' of engine argument '{_STRUCTURED}' is set, expected none: parsers are built in"
+        )
+    parser = config.pop(_PARSER, None)
+    if parser and not rest.get(_PARSER):
+        rest[_PARSER] = parser
+    if config:
+        rest[_STRUCTURED] = config
+    return rest
+
+
+def _structured_outputs(value: object, source: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    try:
+        config = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise invalid_argument(f"{source}: engine argument '{_STRUCTURED}' is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise invalid_argument(f"{source}: engine argument '{_STRUCTURED}' is {json.dumps(config)}, expected an object")
+    return dict(config)

@@ -18,7 +18,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.messages import EngineStats, ModelInfo
 
-from .infer_task import InferTask
+from .tasks.infer_task import InferTask
 
 _LABELS = ("model", "version")
 _VLLM_LABELS = (*_LABELS, "model_name", "engine")

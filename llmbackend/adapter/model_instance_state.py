@@ -34,11 +34,11 @@ from llmbackend.engine.messages import AdapterResult, BlockChanges, EngineStats,
 from llmbackend.engine.reports import Watch
 
 from .activity import NO_ENGINE, InstanceReports
-from .conversion_pool import is_short
-from .infer_task import InferTask
-from .lora_changes import LoraChange, lora_change
+from .lora import LoraChange, lora_change
 from .model_state import ModelState
-from .task_map import NO_CONTROLS
+from .requests.conversion_pool import is_short
+from .tasks.infer_task import InferTask
+from .tasks.task_map import NO_CONTROLS
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,6 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .activity import NO_ENGINE, NO_ROW, received
-from .conversion_pool import Conversion, ConversionPool
 from .device_placement import DevicePlacement
 from .engine_args import (
     LORA_MODELS,
@@ -44,23 +43,22 @@ from .engine_args import (
     check_checkpoint,
     read_model_arguments,
 )
-from .engine_handle import EngineHandle
-from .infer_task import InferTask
-from .lora_changes import LoraChange
-from .lora_registry import LoraRegistry
+from .limits import ModelLimits
+from .lora import LoraChange, LoraRegistry
 from .metrics import LlmMetrics
-from .model_limits import ModelLimits
-from .prefix_routing import PrefixRouting
-from .resuming import Piece
+from .requests.conversion_pool import Conversion, ConversionPool
+from .requests.resuming import Piece
 from .schemas.sampling import AUTO, NO_DEFAULTS, VLLM_DEFAULTS, read_sampling_defaults
 from .schemas.schema import Schema
-from .task_map import EngineAssignment, TaskMap
+from .tasks.infer_task import InferTask
+from .tasks.prefix_routing import EngineHandle, PrefixRouting
+from .tasks.task_map import EngineAssignment, TaskMap
 from .text.chat import CONTENT_AS_PARTS
 from .text.tokenizer import NoTokenizer
 from .text.tokenizer_loading import TokenizerLoader
 
 if TYPE_CHECKING:
-    from .request_conversion import RequestConverter
+    from .requests.request_conversion import RequestConverter
 
 logger = logging.getLogger(__name__)
 _SENT_TOGETHER: Final = 32
@@ -153,7 +151,7 @@ class ModelState:
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
         self.metrics.engine_started(engine.index, engine.info, engine.config)
         tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
-        from .request_conversion import RequestConverter
+        from .requests.request_conversion import RequestConverter
 
         with self._lock:
             self._engines.append(engine)
@@ -168,7 +166,7 @@ class ModelState:
 
     def _prepare(self) -> None:
         """What requests need, while the engine loads. Raises TritonError."""
-        from . import request_conversion  # noqa: F401
+        from .requests import request_conversion  # noqa: F401
 
         if self._tokenizer is not None:
             self._tokenizer.load()

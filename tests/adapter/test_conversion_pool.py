@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
-from llmbackend.adapter.placement import Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.request_conversion import RequestConverter
-from llmbackend.adapter.task_map import TaskMap
+from llmbackend.adapter.requests.conversion_pool import MAX_THREADS, SHORT_BYTES, Conversion, ConversionPool, is_short
+from llmbackend.adapter.requests.request_conversion import RequestConverter
+from llmbackend.adapter.tasks.placement import Placement, PrefixIndex
+from llmbackend.adapter.tasks.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError, unavailable
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.activity import InstanceReports
-from llmbackend.adapter.conversion_pool import SHORT_BYTES
-from llmbackend.adapter.infer_task import InferTask
-from llmbackend.adapter.lora_registry import LoraRegistry
+from llmbackend.adapter.lora import LoraRegistry
 from llmbackend.adapter.metrics import LlmMetrics
 from llmbackend.adapter.model_instance_state import ModelInstanceState
 from llmbackend.adapter.model_state import ModelState
-from llmbackend.adapter.prefix_routing import PrefixRouting
-from llmbackend.adapter.task_map import TaskMap
+from llmbackend.adapter.requests.conversion_pool import SHORT_BYTES
+from llmbackend.adapter.tasks.infer_task import InferTask
+from llmbackend.adapter.tasks.prefix_routing import PrefixRouting
+from llmbackend.adapter.tasks.task_map import TaskMap
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import Call, LlmHost, llm_host
 

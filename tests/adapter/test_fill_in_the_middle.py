@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.adapter.text.fill_in_the_middle import FORMS, FimEncoder, FimForm, fim_encoder
+from llmbackend.adapter.requests.prompts import FORMS, FimEncoder, FimForm, fim_encoder
 from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NoTokenizer, TooManyTokensError
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import LlmHost, llm_host

@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter import lora_registry
-from llmbackend.adapter.lora_files import WEIGHTS, AdapterCopies
-from llmbackend.adapter.lora_registry import LoraRegistry
+from llmbackend.adapter import lora
+from llmbackend.adapter.lora import WEIGHTS, AdapterCopies, LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.messages import AdapterResult
 from llmbackend.waiting.timer import Timer
@@ -272,7 +271,7 @@ def test_a_load_that_engines_do_not_finish_is_refused_at_its_deadline(tmp_path: 
 def test_a_disk_that_hangs_keeps_a_bounded_number_of_threads(
     registry: Registry, disk: HangingDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lora_registry, "_MAX_READS", 2)
+    monkeypatch.setattr(lora, "_MAX_READS", 2)
     registry.begin("a")
     registry.begin("b")
     with pytest.raises(TritonError, match="'c' cannot be loaded now: 2 others are being read") as refused:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.placement import MAX_WAIT_S, REQUEST_TOKENS, WAKE_S, Place, Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.task_map import EngineAssignment, TaskMap
+from llmbackend.adapter.tasks.placement import MAX_WAIT_S, REQUEST_TOKENS, WAKE_S, Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.engine.messages import BlockChanges, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 from tests.adapter.test_task_map import make_task

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter.model_state import ModelState
-from llmbackend.adapter.prefix_index import PrefixIndex
+from llmbackend.adapter.tasks.placement import PrefixIndex
 from tests.helpers.core_host import version_of
 from tests.helpers.llm_host import MODEL, Call, LlmHost, llm_host
 from tests.helpers.waiting import eventually

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.prompts import MAX_DESCRIBED_TOKENS
+from llmbackend.adapter.requests.prompts import MAX_DESCRIBED_TOKENS
 from llmbackend.adapter.schemas.prompt_description import DESCRIPTION_OUTPUTS, described
 from llmbackend.adapter.schemas.schema import LlmInputs, OutputOptions, Prompt
 from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llmbackend.adapter.resuming import DeltaWriter, PieceRecord
+from llmbackend.adapter.requests.resuming import DeltaWriter, PieceRecord
 from llmbackend.core.backend_api import ErrorCode, Tensor, unavailable
 from llmbackend.core.messages import Resume
 from tests.helpers.llm_host import Call, LlmHost, llm_host

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.adapter.text.output_assembler import OutputAssembler
-from llmbackend.adapter.text.stop_strings import State, StopAutomaton, StopSequences, StopStrings
+from llmbackend.adapter.text.output_assembler import OutputAssembler, State, StopAutomaton, StopSequences, StopStrings
 from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.engine.messages import StepOutput
 

@@ -10,9 +10,8 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter.placement import Place, Placement
-from llmbackend.adapter.prefix_index import PrefixIndex
-from llmbackend.adapter.task_map import EngineAssignment, TaskMap
+from llmbackend.adapter.tasks.placement import Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput

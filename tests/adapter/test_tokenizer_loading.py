@@ -13,8 +13,13 @@ from transformers.models.auto import tokenization_auto
 
 from llmbackend.adapter.text import tokenizer_loading
 from llmbackend.adapter.text.tokenizer_files import WITHOUT_REMOTE_CODE, probe_texts, rebuilt, start_in
-from llmbackend.adapter.text.tokenizer_loading import REBUILT_MODEL_TYPES, TokenizerLoader, may_be_rebuilt
-from llmbackend.adapter.text.tokenizer_verdicts import MAX_VERDICTS, Verdicts
+from llmbackend.adapter.text.tokenizer_loading import (
+    MAX_VERDICTS,
+    REBUILT_MODEL_TYPES,
+    TokenizerLoader,
+    Verdicts,
+    may_be_rebuilt,
+)
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 from tests.helpers.llm_host import llm_host

@@ -14,9 +14,8 @@ from typer.core import TyperOption
 from typer.main import get_command
 
 from llmbackend.adapter.engine_args import OWN_PARAMETERS
-from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE
+from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE
 from llmbackend.adapter.schemas import sampling
-from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
 from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
 from llmbackend.cli.flags.engine import GIVEN_ELSEWHERE, EngineFlags
@@ -67,7 +66,7 @@ def test_the_folder_of_adapters_becomes_absolute(
 
 
 def test_every_argument_of_the_table_is_a_flag() -> None:
-    known = FIELDS | NO_EFFECT.keys() | ONLY_VALUE.keys() | OWN_PARAMETERS.keys() | FORMER.keys()
+    known = FIELDS | NO_EFFECT.keys() | ONLY_VALUE.keys() | OWN_PARAMETERS.keys() | FORMER_NAMES.keys()
     assert EngineFlags.parameters().keys() - {"spec_method", "spec_model", "spec_tokens"} == known - GIVEN_ELSEWHERE
 
 

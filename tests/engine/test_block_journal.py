@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from llmbackend.adapter.prefix_index import PrefixIndex
+from llmbackend.adapter.tasks.placement import PrefixIndex
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.memory.block_journal import BlockJournal, numbers, prefix_hashes
 from llmbackend.engine.memory.prefix_cache import PrefixCache

@@ -15,7 +15,7 @@ import openai
 import pytest
 from safetensors.torch import load_file, save_file
 
-from llmbackend.adapter.lora_files import AdapterCopies
+from llmbackend.adapter.lora import AdapterCopies
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from tests.frontends.test_lora_clients import CHECKPOINT, PROMPT, write_adapter

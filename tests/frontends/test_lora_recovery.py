@@ -17,9 +17,8 @@ import openai
 import pytest
 
 from llmbackend.adapter import model_state
-from llmbackend.adapter.conversion_pool import MAX_THREADS, SHORT_BYTES
-from llmbackend.adapter.lora_files import AdapterCopies
-from llmbackend.adapter.lora_registry import LoraRegistry
+from llmbackend.adapter.lora import AdapterCopies, LoraRegistry
+from llmbackend.adapter.requests.conversion_pool import MAX_THREADS, SHORT_BYTES
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from tests.frontends.test_lora_at_run_time import MODEL, change, error_of, load, text_of

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from llmbackend.adapter import generation_bounds
+from llmbackend.adapter import limits
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.frontends.generation import plan
 from tests.helpers.openai_live_server import serve_openai
@@ -173,7 +173,7 @@ LARGE = {"type": "object", "properties": {"a": {"enum": [f"{n:063}" for n in ran
 
 def test_a_schema_that_is_too_large_is_named(client: openai.OpenAI) -> None:
     """Not the input of the model that it comes into, whether a tool or the answer has it."""
-    assert plan.MAX_SAMPLING_JSON_BYTES == generation_bounds.MAX_SAMPLING_JSON_BYTES
+    assert plan.MAX_SAMPLING_JSON_BYTES == limits.MAX_SAMPLING_JSON_BYTES
     large = {"type": "function", "function": {"name": "large", "parameters": LARGE, "strict": True}}
     answer_form = {"type": "json_schema", "json_schema": {"name": "large", "schema": LARGE}}
     requests: list[tuple[str, dict[str, Any]]] = [

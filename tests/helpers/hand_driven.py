@@ -19,8 +19,8 @@ import pytest
 import zmq
 
 from llmbackend.adapter import model_instance_state, model_state
-from llmbackend.adapter.infer_task import InferTask
 from llmbackend.adapter.model_state import ModelState
+from llmbackend.adapter.tasks.infer_task import InferTask
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.config import EngineConfig

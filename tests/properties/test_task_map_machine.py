@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from llmbackend.adapter.fault_isolation import BLAME_THRESHOLD
-from llmbackend.adapter.infer_task import InferTask
+from llmbackend.adapter.tasks.fault_isolation import BLAME_THRESHOLD
+from llmbackend.adapter.tasks.infer_task import InferTask
 from llmbackend.core.backend_api import ErrorCode
 from llmbackend.engine.memory.block_journal import joined, numbers
 from tests.helpers.hand_driven import HandTurnedManager, World

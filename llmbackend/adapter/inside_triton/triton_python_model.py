@@ -24,8 +24,16 @@ from llmbackend.core.backend_api import Model, ModelInstance, ResponseFlag, Trit
 
 from .. import backend as entry_points
 from ..schemas import schema_for
-from .host import BackgroundPoller, TritonBackend, TritonInstance, TritonModel, parse_config
-from .requests import Channel, TritonRequest, error_response
+from .host import (
+    BackgroundPoller,
+    Channel,
+    TritonBackend,
+    TritonInstance,
+    TritonModel,
+    TritonRequest,
+    error_response,
+    parse_config,
+)
 
 logger = logging.getLogger(__name__)
 

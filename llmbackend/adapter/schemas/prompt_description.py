@@ -1,13 +1,14 @@
-"""What a prompt is, as outputs of a request that generates nothing: its tokens, their number, its text.
+"""What a prompt and its sampling parameters are, as outputs of a request that generates nothing.
 
-For: request conversion. Does not know: how the prompt was made. Invariant: no single call of the interpreter is in
-proportion to the prompt, so that other threads get their turn between two of them.
+For: request conversion. Does not know: how the prompt was made, how parameters are checked. Invariants: no single call
+of the interpreter is in proportion to the prompt, so that other threads get their turn between two of them; names and
+meanings of parameters are vLLM's SamplingParams'; a seed that the client did not choose is not told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from llmbackend.core.backend_api import Tensor
 
 from ..text.tokenizer import ModelTokenizer
+from .sampling import GenerationParams
 from .schema import LlmInputs, Prompt
 
 PROMPT_TOKENS: Final = "prompt_tokens"
@@ -48,3 +50,28 @@ def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_
 def _parts(ids: Sequence[int]) -> list[Sequence[int]]:
     """At least one."""
     return [ids[start : start + _TOKENS_PER_CALL] for start in range(0, max(len(ids), 1), _TOKENS_PER_CALL)]
+
+
+_OWN = (
+    "n",
+    "stop",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "bad_words",
+)
+
+
+def sampling_json(params: GenerationParams, sent: Mapping[str, Any]) -> bytes:
+    """The parameters as they hold, with the model's own defaults and cut to what has room, as a JSON object.
+
+    sent: what the request said
+    """
+    values: dict[str, Any] = {name: getattr(params.sampling, name) for name in params.sampling.__struct_fields__}
+    values |= {name: getattr(params, name) for name in _OWN}
+    values["seed"] = values["seed"] if sent.get("seed") not in (None, -1) else None
+    values["logit_bias"] = values["logit_bias"] or None
+    values["allowed_token_ids"] = values["allowed_token_ids"] or None
+    values["logprob_token_ids"] = values["logprob_token_ids"] or None
+    values["structured_outputs"] = sent.get("structured_outputs")
+    return msgspec.json.encode(values)

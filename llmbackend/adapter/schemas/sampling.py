@@ -25,7 +25,7 @@ from llmbackend.core.backend_api import TritonError, invalid_argument, shown, un
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.messages import SamplingParams
 
-from ..generation_bounds import (
+from ..limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_CHOICES,
     MAX_LOGIT_BIAS,

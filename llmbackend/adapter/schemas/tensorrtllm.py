@@ -25,7 +25,7 @@ from llmbackend.core.backend_api import (
 )
 from llmbackend.engine.messages import TokenLogprobs
 
-from ..generation_bounds import (
+from ..limits import (
     MAX_CHOICES,
     MAX_LOGIT_BIAS,
     MAX_SAMPLING_JSON_BYTES,
@@ -34,8 +34,7 @@ from ..generation_bounds import (
     check_at_most,
     check_stops,
 )
-from ..structured_outputs.bounds import Place
-from ..structured_outputs.constraint import Constraint, of_kind
+from ..structured_outputs.constraint import Constraint, Place, of_kind
 from ..text.output_assembler import Chunk
 from ..text.token_bias import TokenBias
 from ..text.tokenizer import ModelTokenizer

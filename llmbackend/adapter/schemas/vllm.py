@@ -35,7 +35,7 @@ from llmbackend.core.backend_api import (
 )
 from llmbackend.engine.messages import TokenLogprobs
 
-from ..generation_bounds import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
+from ..limits import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import REPLACEMENT, ModelTokenizer
 from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS, SAMPLING_PARAMETERS

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 
 from . import regular_expressions
-from .bounds import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, PROBE_MASKS, PROBES, Place
-from .constraint import Constraint
+from .constraint import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, PROBE_MASKS, PROBES, Constraint, Place
 from .embedded_grammars import ebnf
 from .json_schema import enforceable, parse_schema
 from .lark import Rules, is_lark, lark_grammar, literal

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from . import regular_expressions
-from .bounds import MAX_REGEX_LENGTH, Place
+from .constraint import MAX_REGEX_LENGTH, Place
 from .grammar_parser import Definitions, Node, is_terminal, names, parse_ebnf, parse_lark
 from .lark import NOTHING, Rules, literal, without
 from .regular_expressions import AS_IT_IS, IN_JSON, Spelling

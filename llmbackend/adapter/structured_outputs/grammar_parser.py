@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn
 
-from .bounds import MAX_DEPTH, MAX_GRAMMAR_CHARS, Place
+from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, Place
 
 _MAX_DEFINITIONS: Final = 512
 _MAX_NODES: Final = 4096

@@ -15,7 +15,7 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from .bounds import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, Place
+from .constraint import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, Place
 from .schema_keywords import Keywords, Schema, SchemaOptions, is_annotation
 from .schema_values import encodable, number_of
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .bounds import MAX_TAGS, Place
+from .constraint import MAX_TAGS, Place
 from .json_schema import enforceable
 from .schema_keywords import SchemaOptions
 

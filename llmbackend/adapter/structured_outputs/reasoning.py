@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from llmbackend.engine.messages import Reasoning
 
-from .bounds import Place
+from .constraint import Place
 
 MARKERS, BUDGET = "reasoning_markers", "thinking_token_budget"
 FIELDS: Final = (MARKERS, BUDGET)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn
 
-from .bounds import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
+from .constraint import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
 
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ANY = r"[\u{0}-\u{10ffff}]"

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from llmbackend.core.backend_api import TritonError
 
 from . import regular_expressions
-from .bounds import MAX_PROPERTIES, NotEnforcedError, Place
+from .constraint import MAX_PROPERTIES, NotEnforcedError, Place
 from .schema_values import (
     ANY_TEXT,
     COMPILED,

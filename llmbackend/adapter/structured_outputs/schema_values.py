@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from .bounds import Place
+from .constraint import Place
 
 EXACT = 1 << 53
 """Beyond it the compiler's numbers, which are doubles, are not the client's."""

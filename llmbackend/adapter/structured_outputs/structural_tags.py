@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
-from .bounds import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, Place
+from .constraint import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, Place
 from .embedded_grammars import IN_JSON_STRING, as_text, ebnf, embedded_lark, embedded_regex
 from .json_schema import enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, is_lark, without

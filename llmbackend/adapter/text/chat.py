@@ -7,17 +7,15 @@ is wrong with it is an INVALID_ARG of the request that names the field.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from llmbackend.core.backend_api import invalid_argument, shown, unsupported
 from llmbackend.core.json_text import count_outside_strings
 
-from ..generation_bounds import check_at_most
-from .called_arguments import called_arguments
+from ..limits import MAX_MESSAGES_BYTES, check_at_most
 
-MAX_MESSAGES_BYTES = 4 << 20
 MAX_VALUES = 1 << 16
 """JSON values in the text; parsing so many takes 10 to 30 ms, during which the parser holds the GIL."""
 MAX_TEMPLATE_CHARS = 64 << 10
@@ -262,3 +260,71 @@ def _normalise_call(index: int, call: Any) -> Any:
             f"'messages[{index}].tool_calls' must hold objects with a 'function' that has a 'name', got {shown(call)}"
         )
     return {**call, "function": {**function, "arguments": called_arguments(function.get("arguments"))}}
+
+
+UNREADABLE: Final = "arguments"
+"""The parameter whose value is a text of arguments that are no object."""
+
+
+def called_arguments(sent: object) -> object:
+    """The arguments of a call as it was sent: an object, its JSON text, or the text that a model wrote instead."""
+    if sent is None or sent == "":
+        return CalledArguments({})
+    if isinstance(sent, dict):
+        return CalledArguments(sent)
+    if not isinstance(sent, str):
+        return sent
+    try:
+        arguments = json.loads(sent)
+    except (ValueError, RecursionError):
+        arguments = None
+    return CalledArguments(arguments, sent) if isinstance(arguments, dict) else UnreadableArguments(sent)
+
+
+class CalledArguments(dict[str, Any]):
+    """An object that is its JSON text where a template puts it into text. Must not be changed."""
+
+    __slots__ = ("_text",)
+
+    def __init__(self, arguments: dict[str, Any], text: str | None = None) -> None:
+        super().__init__(arguments)
+        self._text = text
+
+    def __str__(self) -> str:
+        if self._text is None:
+            self._text = json.dumps(self, ensure_ascii=False)
+        return self._text
+
+    def __add__(self, other: str) -> str:
+        return str(self) + other
+
+    def __radd__(self, other: str) -> str:
+        return other + str(self)
+
+
+class UnreadableArguments(str):
+    """A text that is no JSON object, such as arguments that were cut off: the text itself, and to a template that goes
+    through an object's items, one parameter that has it."""
+
+    __slots__ = ()
+
+    def items(self) -> list[tuple[str, str]]:
+        return [(UNREADABLE, str(self))]
+
+    def keys(self) -> list[str]:
+        return [UNREADABLE]
+
+    def values(self) -> list[str]:
+        return [str(self)]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return str(self) if name == UNREADABLE else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((UNREADABLE,))
+
+    def __getitem__(self, name: Any) -> str:
+        return str(self) if name == UNREADABLE else str(self)[name]
+
+    def __str__(self) -> str:
+        return str.__str__(self)

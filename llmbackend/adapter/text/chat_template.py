@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from itertools import groupby
 from typing import Any
 
 import jinja2
@@ -23,9 +24,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from llmbackend.core.backend_api import TritonError, invalid_argument
 
-from .called_arguments import UnreadableArguments
-from .chat import CONTENT_AS_PARTS, SYSTEM_IS_ANYWHERE, Message, normalise_messages
-from .system_messages import has_all, later_texts, said_as_user
+from .chat import CONTENT_AS_PARTS, SYSTEM_IS_ANYWHERE, Message, UnreadableArguments, normalise_messages
 
 
 class _GenerationBlock(Extension):
@@ -180,3 +179,36 @@ def _environment() -> ImmutableSandboxedEnvironment:
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
+
+
+def later_texts(messages: Sequence[Message]) -> list[str]:
+    """Of system messages that another message stands before."""
+    return [text.strip() for _, text in _later(messages)]
+
+
+def has_all(prompt: str, texts: Iterable[str]) -> bool:
+    """Whether they are in the prompt in this order; in time that grows with the prompt alone."""
+    at = 0
+    for text in texts:
+        found = prompt.find(text, at)
+        if found < 0:
+            return False
+        at = found + len(text)
+    return True
+
+
+def said_as_user(messages: Sequence[Message]) -> list[Message]:
+    """The conversation with those messages as the user's."""
+    later = {index for index, _ in _later(messages)}
+    said: list[Message] = []
+    for is_user, group in groupby(enumerate(messages), lambda one: one[0] in later or one[1]["role"] == "user"):
+        members = list(group)
+        if not is_user or later.isdisjoint(index for index, _ in members):
+            said.extend(message for _, message in members)
+        else:
+            said.append({"role": "user", "content": "\n".join(message["content"] for _, message in members)})
+    return said
+
+
+def _later(messages: Sequence[Message]) -> list[tuple[int, str]]:
+    return [(index, one["content"]) for index, one in enumerate(messages) if index and one["role"] == "system"]

@@ -16,7 +16,7 @@ from typing import Final
 from llmbackend.core.backend_api import invalid_argument
 from llmbackend.engine.messages import BANNED_BIAS
 
-from ..generation_bounds import MAX_LOGIT_BIAS, check_at_most, check_stops
+from ..limits import MAX_LOGIT_BIAS, check_at_most, check_stops
 from .tokenizer import ModelTokenizer
 
 

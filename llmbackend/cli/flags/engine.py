@@ -21,8 +21,7 @@ from llmbackend.adapter.engine_args import (
     LORA_MODULES,
     OWN_PARAMETERS,
 )
-from llmbackend.adapter.foreign_engine_args import NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, SWITCHES
-from llmbackend.adapter.structured_outputs.engine_arguments import FORMER
+from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, SWITCHES
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
 
@@ -133,7 +132,7 @@ class EngineFlags:
         """One for each flag."""
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
-        found |= {name: _former_flag(name) for name in FORMER}
+        found |= {name: _former_flag(name) for name in FORMER_NAMES}
         found |= {name: _text_flag(name, _COMPUTE, "VALUE", _SPECULATION_HELP) for name in _SPECULATION}
         found |= {name: _inert_flag(name) for name in (*sorted(NO_EFFECT), *ONLY_VALUE)}
         return {

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.structured_outputs.bounds import CHECK_LIMITS
 from llmbackend.adapter.structured_outputs.compilation import why_not_followed
+from llmbackend.adapter.structured_outputs.constraint import CHECK_LIMITS
 from llmbackend.core.backend_api import TritonError
 from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
 from tests.helpers import byte_grammars

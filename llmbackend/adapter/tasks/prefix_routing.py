@@ -1,4 +1,4 @@
-"""What a model does so that requests go to the engines that have the beginnings of their prompts.
+"""The engines of a model, as it knows them, and how its requests go to those that have the beginnings of their prompts.
 
 For: ModelState, and the loops of its engines, which pass on what those say. Does not know: how an engine is chosen
 (placement.py), or when (TaskMap). Invariant: with one engine nothing is asked, hashed or kept.
@@ -7,17 +7,38 @@ For: ModelState, and the loops of its engines, which pass on what those say. Doe
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.engine.memory.block_journal import prefix_hashes
-from llmbackend.engine.messages import BlockChanges
+from llmbackend.engine.messages import BlockChanges, ModelInfo
 
 from .infer_task import InferTask
-from .placement import Place, Placement
-from .prefix_index import PrefixIndex
+from .placement import Place, Placement, PrefixIndex
+from .task_map import EngineAssignment
 
-if TYPE_CHECKING:
-    from .engine_handle import EngineHandle
+
+class EngineHandle:
+    """One instance's LlmManager, and what its model knows about it."""
+
+    info: ModelInfo
+    """Set when the engine has loaded its model."""
+
+    def __init__(self, index: int, config: EngineConfig, manager: LlmManager) -> None:
+        self.index = index
+        self.config = config
+        self.manager = manager
+        self.wakes_at_ns = 0
+        """When it looks again for requests that it left to others. Owner: its loop."""
+        self.assignment = EngineAssignment(manager.wake, lambda: manager.room, 1 << index)
+
+    def why_not_ready(self) -> str:
+        """Why the engine should get no requests; "" when it is ready."""
+        try:
+            self.manager.check_ready()
+        except RuntimeError as error:
+            return str(error)
+        return ""
 
 
 class PrefixRouting:

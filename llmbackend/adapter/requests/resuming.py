@@ -1,19 +1,86 @@
-"""Resumable requests: of what their responses were made, so that another host goes on behind the last one.
+"""Requests that go on behind what was sent before: by the tokens of `prior_output_ids`, or by the deltas of their
+responses, with which another host goes on behind the last one.
 
-For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, who keeps deltas. Invariant:
-all that a generation has beside its request is a function of its seed and of its engines' outputs; a response's delta
-holds these, so that the same outputs make the same responses again.
+For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, why a generation was
+interrupted, who keeps tokens and deltas. Invariants: all that a generation has beside its request is a function of its
+seed and of its engines' outputs; a response's delta holds these, so that the same outputs make the same responses
+again. Tokens that the interrupted generation cannot have sent are refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
 import msgspec
+import numpy.typing as npt
 
 from llmbackend.core.backend_api import ErrorCode, Resume, TritonError, invalid_argument
-from llmbackend.engine.messages import StepOutput
+from llmbackend.engine.messages import OutputEnd, StepOutput, stop_token_ids
+
+from ..schemas.sampling import GenerationParams
+from ..text.output_assembler import OutputAssembler
+
+INPUT: Final = "prior_output_ids"
+"""The input of the tokens."""
+
+
+def prior_output(
+    ids: npt.NDArray[Any], params: GenerationParams, *, is_seeded: bool, vocab_size: int, eos_token_ids: Collection[int]
+) -> StepOutput:
+    """The tokens `ids` as the output that they were, with the reason if they ended the generation.
+
+    is_seeded: whether the request names its seed, without which it cannot draw the same tokens again.
+    Raises TritonError INVALID_ARG naming the input.
+    """
+    sampling = params.sampling
+    _check_reproducible(params, is_seeded)
+    if ids.size > sampling.max_tokens:
+        raise _output_refused(f"has {ids.size} tokens, expected at most {sampling.max_tokens}, those of max_tokens")
+    wrong = ids[(ids < 0) | (ids >= vocab_size)]
+    if wrong.size:
+        raise _output_refused(f"holds {wrong[0]}, expected token ids from 0 to {vocab_size - 1}")
+    token_ids = tuple(ids.tolist())
+    end = OutputEnd(stop_token_ids(sampling, eos_token_ids), sampling.min_tokens, sampling.max_tokens)
+    _check_nothing_behind_end(token_ids, end)
+    reason = end.finish_reason(token_ids[-1], len(token_ids))
+    return StepOutput("", token_ids, reason, token_ids[-1] if reason == "stop" else None)
+
+
+def replay(prior: StepOutput, assembler: OutputAssembler) -> None:
+    """Brings a new assembler to where it was behind the tokens: what they show is not shown again. Raises TritonError
+    INVALID_ARG for tokens behind the end."""
+    assembler.replay(prior)
+    if assembler.num_tokens < len(prior.token_ids):
+        raise _behind_end(assembler.num_tokens, "complete a stop string")
+
+
+def _check_reproducible(params: GenerationParams, is_seeded: bool) -> None:
+    if params.best_of > 1:
+        raise _output_refused(f"is of one choice, expected 'n' and 'best_of' of 1, got {params.n} and {params.best_of}")
+    if params.sampling.temperature > 0 and not is_seeded:
+        raise invalid_argument(
+            f"sampling parameter 'seed' is missing, expected the one that the tokens of '{INPUT}' were drawn with "
+            f"(or a temperature of 0; it is {params.sampling.temperature})",
+            param="seed",
+        )
+
+
+def _check_nothing_behind_end(token_ids: tuple[int, ...], end: OutputEnd) -> None:
+    if end.stop_token_ids.isdisjoint(token_ids):
+        return
+    for index, token_id in enumerate(token_ids[:-1]):
+        if end.finish_reason(token_id, index + 1) == "stop":
+            raise _behind_end(index + 1, f"end with the stop token {token_id}")
+
+
+def _behind_end(num_tokens: int, why: str) -> TritonError:
+    return _output_refused(f"continues after the end of its generation: the first {num_tokens} tokens {why}")
+
+
+def _output_refused(text: str) -> TritonError:
+    return invalid_argument(f"input '{INPUT}' {text}", param=INPUT)
 
 
 class KnownError(msgspec.Struct, frozen=True, array_like=True):

@@ -20,25 +20,20 @@ from llmbackend.core.backend_api import ModelInstance, Request, Tensor, invalid_
 from llmbackend.engine.messages import InferRequest, Reasoning, StepOutput, own_stop_token_ids
 from llmbackend.waiting.queue_policy import QueuePolicies
 
-from .choices import CollectedChoices
-from .continuation import prior_output, replay
-from .generation_bounds import MAX_PROMPT_LOGPROBS
-from .infer_task import InferTask
-from .lora_registry import NO_LORAS, AdapterHandle, LoraRegistry
-from .model_limits import ModelLimits
+from ..limits import MAX_PROMPT_LOGPROBS, ModelLimits
+from ..lora import NO_LORAS, AdapterHandle, LoraRegistry
+from ..schemas.prompt_description import SAMPLING_PARAMETERS, described, sampling_json
+from ..schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
+from ..schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
+from ..structured_outputs.compilation import NO_GRAMMAR, Grammar, GrammarCompiler
+from ..structured_outputs.constraint import Constraint
+from ..tasks.infer_task import InferTask, RequestSpans, TracedInferTask
+from ..text.output_assembler import OutputAssembler
+from ..text.token_bias import TokenBias, banned_texts
+from ..text.tokenizer import ModelTokenizer
 from .prompts import PromptMaker
-from .response_sender import Choice, ResponseSender
-from .resuming import Known, PieceRecord
-from .schemas.prompt_description import SAMPLING_PARAMETERS, described
-from .schemas.sampling import NO_DEFAULTS, GenerationParams, parse_sampling_parameter, parse_sampling_parameters
-from .schemas.sampling_description import sampling_json
-from .schemas.schema import SEQUENCE_INDEX, LlmInputs, Prompt, Schema, TaskTimes
-from .structured_outputs.compilation import NO_GRAMMAR, Grammar, GrammarCompiler
-from .structured_outputs.constraint import Constraint
-from .text.output_assembler import OutputAssembler
-from .text.token_bias import TokenBias, banned_texts
-from .text.tokenizer import ModelTokenizer
-from .traced_task import RequestSpans, TracedInferTask
+from .response_sender import Choice, CollectedChoices, ResponseSender
+from .resuming import Known, PieceRecord, prior_output, replay
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from functools import partial
 from llmbackend.core.backend_api import Request, Tenant, TritonError, cancelled, internal, unavailable
 from llmbackend.waiting.timer import Alarm, Timer
 
-from .infer_task import InferTask
-from .schemas.schema import may_have_constraint, num_bytes
-from .task_map import TaskMap
+from ..schemas.schema import may_have_constraint, num_bytes
+from ..tasks.infer_task import InferTask
+from ..tasks.task_map import TaskMap
 
 logger = logging.getLogger(__name__)
 
