@@ -1,8 +1,5 @@
-"""The bundled demo model: where it lies, in a checkout and in an installed package alike.
-
-For: `llmbackend serve --demo`, and programs that embed a server or an engine. Does not know: what the model can do.
-Invariant: there is one copy of its files; in a checkout demo_repository is a link to model_repository.
-"""
+"""The path of the bundled demo model, in a checkout (where demo_repository is a link to model_repository) and in an
+installed package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Text on a terminal: control characters of others are shown instead of sent, and bars of block characters.
-
-For: every command that prints what a model, a server or a measurement says. Invariant: the only control characters that
-pass are newline and tab, so that a text cannot move the cursor, set the title or the clipboard, or reverse the text
-beside it; each character is judged alone, so that pieces of a stream need no memory of the last one.
-"""
+"""Text for a terminal: bars of block characters, and untrusted text in which newline and tab are the only control
+characters that pass."""
 
 from __future__ import annotations
 

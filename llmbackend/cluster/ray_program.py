@@ -1,8 +1,4 @@
-"""Ray's own `ray` program without its client server, which would listen on a port and is not used here.
-
-For: the Ray node (`python -m llmbackend.cluster.ray_program start …`). Does not know: what is started. Ray starts that
-server where it can import grpc, and has no flag against it.
-"""
+"""Ray's `ray` program without its client server, which would listen on a port and has no flag to turn it off."""
 
 from __future__ import annotations
 

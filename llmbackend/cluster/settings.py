@@ -1,7 +1,4 @@
-"""What `--cluster` and its flags say: one frozen object.
-
-For: the launcher. Does not know: how flags are spelled. Invariant: an address that exists is "auto" or host:port.
-"""
+"""What `--cluster` and its flags mean, as one frozen object."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Files beside models: Python files to import (backends, agents, strategies), and paths that configurations name.
-
-For: their loaders. Does not know: what is in a file. Invariant: each imported file has a module name of its own, so
-that files of the same name do not replace each other.
-"""
+"""Imports Python files beside models (backends, agents, strategies), each under a unique module name, and checks paths
+in configurations."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What a JSON text contains, counted before it is parsed.
-
-For: frontends, backends and the repository, which bound what a client's JSON makes a parser build. Does not know:
-limits. Invariant: `count_outside_strings` takes milliseconds for megabytes, mostly without the interpreter's lock.
-"""
+"""Counts what a JSON text contains before it is parsed, in milliseconds per megabyte and mostly without the
+interpreter's lock."""
 
 from __future__ import annotations
 

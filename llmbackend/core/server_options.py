@@ -1,8 +1,4 @@
-"""The options of a host, with the names and defaults of Triton's command line.
-
-For: the command line, which makes them, and InferenceServer. Does not know: where options come from. Invariant:
-never changed after the server is made.
-"""
+"""The options of a host, with the names and defaults of Triton's command line."""
 
 from __future__ import annotations
 

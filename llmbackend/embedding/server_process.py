@@ -1,8 +1,5 @@
-"""`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that ends with the program that started it.
-
-For: server.py. Does not know: flags. Invariant: when that program has ended, however it did, this one drains and ends:
-its standard input is a pipe that the program holds and never writes to.
-"""
+"""`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that drains and ends when its standard
+input, a pipe of the program that started it, closes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What glibc does with memory that the process has freed: keeps it for the next use, or gives it back to the system.
-
-For: engines. Does not know: what the memory was for. Invariant: process-wide settings are changed by
-`keep_freed_memory` alone; without glibc, nothing happens.
-"""
+"""Whether glibc keeps freed memory for the next use or returns it to the system; process-wide settings are changed only
+here."""
 
 from __future__ import annotations
 

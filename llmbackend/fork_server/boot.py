@@ -1,9 +1,5 @@
-"""Runs a module of a package that is given by its directory: `<python> boot.py PACKAGE DIRECTORY MODULE ARGUMENT…`.
-
-For: fork servers, and single functions that another interpreter must compute. Does not know: what the module does.
-Invariants: `MODULE.main(*arguments)` runs the host's code, whatever that environment has installed under the package's
-name; this directory is not on sys.path, so that no module here hides one of the environment's.
-"""
+"""Runs `MODULE.main(*arguments)` of a package given by its directory (`<python> boot.py PACKAGE DIRECTORY MODULE
+ARGUMENT…`), whatever is installed under the package's name."""
 
 from __future__ import annotations
 

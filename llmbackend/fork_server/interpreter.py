@@ -1,9 +1,4 @@
-"""Running a module of this package in another Python.
-
-For: fork servers, and functions that need a library of the engine's environment. Does not know: what the module does.
-Why: the host may run in a lean environment (a Triton stub's, with an old numpy and no torch) and the engine in another
-one. Invariant: both run this very code (see boot.py), and nothing else of this environment goes over.
-"""
+"""Runs a module of this package in another Python, because the host's environment may lack what the engine needs."""
 
 from __future__ import annotations
 

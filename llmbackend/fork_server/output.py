@@ -1,8 +1,4 @@
-"""What a process prints: passed on line by line, and the last lines kept.
-
-For: fork servers and their children. Does not know: processes, logs. Invariant: a line is passed on as soon as it is
-complete, or very long; the last ones are kept because they say why a process died.
-"""
+"""Passes on what a process prints, line by line, and keeps the last lines, which say why it died."""
 
 from __future__ import annotations
 

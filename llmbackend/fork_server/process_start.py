@@ -1,8 +1,4 @@
-"""When a process was started: how old this one is, and whether another is still the one that had its number.
-
-For: the report of a start, and files that name the process they belong to. Does not know: either. Invariant: where the
-system tells (Linux), the age includes what ran before this module was imported.
-"""
+"""When a process was started: its age, and whether a process id still belongs to the same process."""
 
 from __future__ import annotations
 

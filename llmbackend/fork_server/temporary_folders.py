@@ -1,9 +1,5 @@
-"""Temporary folders that live as long as their process; the folders of killed processes are removed by a later one.
-
-For: files that must not outlive their process. Does not know: what is in a folder. Invariants: a file in each folder
-names the process that owns it; a folder is removed by its owner, or after its owner has ended. Without /proc the
-folders of killed processes stay.
-"""
+"""Temporary folders that live as long as their process; those of killed processes are removed by a later one (needs
+/proc)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""EngineNews: what the server's feed says about engines, for all answers that are being generated.
-
-For: the chat page. Does not know: answers. Invariants: there is one stream of the feed for each key, however many
-answers are generated with it, because the feed has room for few viewers; it is open while somebody listens. Where there
-is no feed, or it breaks off, there is no news.
-"""
+"""EngineNews: what the server's feed says about engines, one stream per key for all answers that are being generated."""
 
 from __future__ import annotations
 

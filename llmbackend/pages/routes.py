@@ -1,8 +1,4 @@
-"""Which page is at which path, and the files that all pages share.
-
-For: main.py. Does not know: what a page shows. Invariant: each page's module is imported when it is first opened, so
-that one that fails leaves the others as they are.
-"""
+"""Which page is at which path, each imported when it is first opened, and the files that all pages share."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Checkpoints of the Hugging Face hub: the files that a server reads of one, downloaded or from the cache.
-
-For: `llmbackend serve ORG/NAME`. Does not know: flags, what is in the files. Invariants: a file that was downloaded
-before is not downloaded again, a connection that breaks is taken up where it broke, and an error says in one sentence
-what is missing. huggingface_hub reads HF_HOME, HF_HUB_CACHE, HF_ENDPOINT, HF_TOKEN, HF_HUB_OFFLINE; it is imported
-when it is needed.
-"""
+"""Downloads the files of a Hugging Face hub checkpoint that a server reads, or finds them in the cache; interrupted
+downloads continue."""
 
 from __future__ import annotations
 

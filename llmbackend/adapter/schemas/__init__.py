@@ -1,9 +1,5 @@
-"""Schemas: Triton tensors ↔ prompt and reply, and which one a model has.
-
-For: backend.py, engine_args.py and auto-complete inside Triton. Invariant: the choice depends on the configuration
-alone: the parameter `tensor_schema`, else the backend's name. "tensorrtllm" is the core form where the model
-declares the core form's tensors.
-"""
+"""Schemas that convert Triton tensors to a prompt and back; `tensor_schema` of the configuration, else the backend's
+name, selects one."""
 
 from __future__ import annotations
 

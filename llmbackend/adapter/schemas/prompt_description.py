@@ -1,9 +1,5 @@
-"""What a prompt and its sampling parameters are, as outputs of a request that generates nothing.
-
-For: request conversion. Does not know: how the prompt was made, how parameters are checked. Invariants: no single call
-of the interpreter is in proportion to the prompt, so that other threads get their turn between two of them; names and
-meanings of parameters are vLLM's SamplingParams'; a seed that the client did not choose is not told.
-"""
+"""Outputs that describe a prompt and its sampling parameters (vLLM's names), for a request that generates nothing;
+written so that no single interpreter call grows with the prompt."""
 
 from __future__ import annotations
 

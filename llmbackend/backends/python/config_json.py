@@ -1,9 +1,5 @@
-"""A ModelConfig as Triton's JSON: proto field names, defaults printed, 64-bit integers as numbers.
-
-For: `initialize(args)["model_config"]` and `auto_complete_config`. Does not know: where the configuration came from.
-Invariant: `config_from_dict(config_to_dict(c)) == c`.
-Source: transcript 04 of a real Triton (protobuf's own JSON would quote 64-bit integers).
-"""
+"""A ModelConfig as Triton's JSON: proto field names, explicit defaults, 64-bit integers as numbers (protobuf's own JSON
+quotes them)."""
 
 from __future__ import annotations
 

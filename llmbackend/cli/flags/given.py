@@ -1,8 +1,5 @@
-"""Which flags a server was started with, as operators may see them over the network.
-
-For: `llmbackend serve`. Does not know: what flags do. Invariant: a text is shown only for flags that are known to hold
-no secret, so that a flag that is added later shows none by mistake.
-"""
+"""The flags that a server was started with, as operators see them over the network; values are shown only for flags
+known to hold no secret."""
 
 from __future__ import annotations
 

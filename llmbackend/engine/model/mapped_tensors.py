@@ -1,8 +1,4 @@
-"""Tensors of safetensors files as views of the mapped files: nothing is read of one before it is used.
-
-For: what reads a checkpoint without transformers. Does not know: models, what tensors mean. Invariant: the views are
-never written to.
-"""
+"""Tensors of safetensors files as read-only views of the mapped files, which are read only when used."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What the other ranks of an engine on several machines are told: where rank 0 waits, and which part is theirs.
-
-For: who starts ranks, the process of each, and rank 0's. Does not know: how ranks are started, torch. Invariant: the
-key never leaves the machines that hold it: it is on standard input, and proved, not sent, when a rank comes.
-"""
+"""The order for a rank of an engine on several machines: its number, and where rank 0 waits; the key is proved at the
+meeting, never sent."""
 
 from __future__ import annotations
 

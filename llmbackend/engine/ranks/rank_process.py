@@ -1,9 +1,5 @@
-"""`python -m llmbackend.engine.ranks.rank_process`: a rank of an engine on several machines.
-
-For: `ranks/rank_keeper.py`, and whoever starts processes on other machines. The first line of standard input is a
-RankOrder as JSON. Does not know: what a rank computes. Invariant: it ends with rank 0, with its standard input, and
-when it can not go on; whoever started it starts the next one, which waits for the next rank 0.
-"""
+"""`python -m llmbackend.engine.ranks.rank_process`: a rank of an engine on several machines, which reads a RankOrder as
+JSON from the first line of standard input and exits with rank 0 or with its standard input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""Access to a server: API keys, roles, rate limits, restricted APIs and TLS (docs/security.md).
-
-For: the server process. Does not know: models. Begin with `access_control.AccessControl` and `settings.AccessSettings`.
-"""
+"""Access control (docs/security.md): API keys, roles, rate limits, restricted APIs and TLS."""

@@ -1,8 +1,5 @@
-"""The turns of a conversation, and the messages that chat templates read of them.
-
-For: the readers of the APIs' messages. Does not know: their forms, templates. Invariant: what was said in the
-same words gives the same messages over every API, and so the same prompt.
-"""
+"""The turns of a conversation and the messages that chat templates read; equal conversations give equal messages over
+every API."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Composer: where the viewer writes, chooses the model, sends and stops.
-
-For: page.py. Does not know: chats. Invariant: Enter sends, Shift+Enter and Enter within an input method do not; while
-an answer is generated the button stops it, and what was written stays, as it does while it may not be sent.
-"""
+"""Composer: where the viewer writes, chooses the model, sends and stops."""
 
 from __future__ import annotations
 

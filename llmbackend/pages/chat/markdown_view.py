@@ -1,8 +1,5 @@
-"""MarkdownView: one element with a model's Markdown, whose code is coloured as soon as the colours are known.
-
-For: turn_views.py. Does not know: turns. Invariants: a new text is shown at once, a longer version of it within
-`_WAIT_S`; the colours come from another process, which is asked about the newest version only.
-"""
+"""MarkdownView: an element with a model's Markdown, shown at once and coloured when the colours of its newest version
+are known."""
 
 from __future__ import annotations
 

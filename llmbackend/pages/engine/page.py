@@ -1,8 +1,5 @@
-"""The Engine page: what each engine does with each request, step by step, as it happens.
-
-For: routes.py. Does not know: the feed. The browser reads /v2/engine/events itself, with its user's key, and draws
-(view/, in JavaScript), so that this process has nothing to do while a page is open.
-"""
+"""The Engine page, whose script (view/) reads /v2/engine/events itself and draws, so that this process does nothing
+while the page is open."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Tables of the Operations page: rows of text, states with a sign, progress, and buttons; cards on narrow screens.
-
-For: the sections. Does not know: what rows are about. Invariants: what a row holds is shown as text, never as HTML; a
-state has a word and a sign beside its colour.
-"""
+"""Tables of the Operations page (cards on narrow screens), whose rows are shown as text, never as HTML."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The conversions of arguments that the C++ signatures of Triton's pb_utils make.
-
-For: every class and function of pb_utils. Does not know: what an argument is for. Invariants: text is str or bytes in
-UTF-8, because a model often takes a name from a BYTES tensor; results are of plain types, which a message to the host
-may hold; the error names the argument. Source: pybind11's casters for std::string and the integer types.
-"""
+"""The argument conversions of the C++ signatures of Triton's pb_utils: text may be str or UTF-8 bytes, because a model
+often takes a name from a BYTES tensor."""
 
 from __future__ import annotations
 

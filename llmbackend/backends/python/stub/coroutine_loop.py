@@ -1,8 +1,4 @@
-"""The event loop of one instance for `async def execute` and `async def is_ready`.
-
-For: the runner, which makes it for the first coroutine. Does not know: requests. Invariant: the loop's thread ends with
-`close`.
-"""
+"""The event loop of an instance for `async def execute` and `async def is_ready`, on a thread that ends with `close`."""
 
 from __future__ import annotations
 

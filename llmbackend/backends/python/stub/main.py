@@ -1,9 +1,5 @@
-"""The life of a stub process: answers the host's calls one after the other, until finalize or the host's end.
-
-For: the fork server, which imports this module and forks stubs. Does not know: models (the runner does). Invariant: a
-stub never outlives its host: the kernel kills it with the server, and the server with the host; and a thread of it
-exits at the end of file of its socket.
-"""
+"""The life of a stub process: it answers the host's calls one by one, until finalize or until its host is gone, which
+it never outlives."""
 
 from __future__ import annotations
 
