@@ -1,4 +1,4 @@
-"""EngineNews: what the server's feed says about engines, one stream per key for all answers that are being generated."""
+"""EngineNews: what the server's feed says about engines, one stream per key for all answers in progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event loop of an instance for `async def execute` and `async def is_ready`, on a thread that ends with `close`."""
+"""The event loop of an instance for `async def execute` and `async def is_ready`, on its own thread."""
 
 from __future__ import annotations
 
