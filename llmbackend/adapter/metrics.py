@@ -1,7 +1,7 @@
 """The model's metrics: vLLM's, and TensorRT-LLM's of KV-cache blocks.
 
 For: dashboards and autoscalers that read those names, and the host's ORCA header. Does not know: how they are served.
-Invariants: counters of an engine that was restarted go on from where they were; of KV blocks, used + free = max.
+Invariants: counters of an engine that was restarted continue from where they were; of KV blocks, used + free = max.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class LlmMetrics:
                 self._families[name].increment(grown, **self._labels_of(name))
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
-        """The engine was stopped and others go on: its requests and blocks are no longer counted."""
+        """The engine was stopped and others continue: its requests and blocks are no longer counted."""
         with self._lock:
             self._engines.pop(engine, None)
             engines = list(self._engines.values())

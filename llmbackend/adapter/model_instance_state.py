@@ -96,7 +96,7 @@ class ModelInstanceState:
             raise unavailable(str(error)) from error
 
     def kill_engine(self) -> int:
-        """Kills the engine's process, and returns its id; another engine goes on with its requests. Raises TritonError
+        """Kills the engine's process and returns its id; its requests continue in another engine. Raises TritonError
         UNAVAILABLE while there is none."""
         pid = self._engine.manager.kill_engine()
         if not pid:
@@ -133,7 +133,7 @@ class ModelInstanceState:
     # --- requests in, on the instance's thread ------------------------------------------------------------------------
 
     def enqueue(self, requests: Sequence[Request]) -> None:
-        """Takes ownership of `requests`; one that cannot be served is answered, the others go on."""
+        """Takes ownership of `requests`; one that cannot be served is answered, the others continue."""
         for request in requests:
             if self._model.schema.is_stop(request):
                 self._handle_stop_request(request)
@@ -256,7 +256,7 @@ class ModelInstanceState:
         return [(request_id, Operation.STOP) for request_id in controls.stop]
 
     def _engine_lost(self, request_ids: Sequence[str], cause: EngineDeadError) -> None:
-        """The dead engine's requests go on in the next engine that has room, except one that keeps killing engines."""
+        """The dead engine's requests continue in the next free engine, except one that keeps killing engines."""
         engine, model = self._engine, self._model
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
         logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)

@@ -69,7 +69,7 @@ class ModelState:
     """One model version. `_lock` owns `_engines` and `converter`.
 
     A task ends by its engine, a cancel, its deadline, or with the last engine. The tasks of an engine that stops or
-    dies go on in another one; they are answered with an error only when no engine will come back. A task is used by the
+    dies continue in another one; they get an error only when no engine will come back. A task is used by the
     loop of the engine that took it, or by the thread that popped it from the map.
     """
 
@@ -172,7 +172,7 @@ class ModelState:
             self._tokenizer.load()
 
     def stop_engine(self, engine: EngineHandle) -> None:
-        """Ends an engine; its unfinished requests go on in another one. When it was the last, they and the queued
+        """Ends an engine; its unfinished requests continue in another one. When it was the last, they and the queued
         requests are answered UNAVAILABLE."""
         with self._lock:
             if engine in self._engines:
@@ -234,7 +234,7 @@ class ModelState:
         return [engine.assignment for engine in tuple(self._engines)]
 
     def is_being_replaced(self, engine: EngineHandle) -> bool:
-        """Whether the engine was stopped while others go on, which then get its requests."""
+        """Whether the engine was stopped while others continue, which then get its requests."""
         with self._lock:
             return bool(self._engines) and engine not in self._engines
 

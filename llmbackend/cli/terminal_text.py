@@ -14,7 +14,7 @@ _SHOWN: Final = {
     **{code: f"<U+{code:04X}>" for code in (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))},
     0x2028: "\n",
     0x2029: "\n",
-    **dict.fromkeys(range(0xD800, 0xE000), "�"),  # halves of surrogate pairs, which can not be written
+    **dict.fromkeys(range(0xD800, 0xE000), "�"),  # halves of surrogate pairs, which cannot be written
 }
 
 

@@ -1,6 +1,6 @@
 """`python -m llmbackend.cluster.agent`: this machine's driver of Ray, between its host and the cluster.
 
-For: the launcher, which starts it and starts it again. It is a process of its own because Ray ends its drivers when the
+For: the launcher, which starts and restarts it. It is a separate process because Ray ends its drivers when the
 head is gone for long, and hosts must not end then. Does not know: tokens. Invariants: it ends with its standard input;
 it tells
 its parent on the descriptor of READY_DESCRIPTOR, in a line of JSON, that it is there or why it cannot be.

@@ -1,6 +1,6 @@
 """`llmbackend serve --cluster`: sees to this machine's Ray node, agent and host, and drains the machine when told to.
 
-For: the command line. Does not know: models, protocols, Ray's API. Invariants: what dies is started again, after pauses
+For: the command line. Does not know: models, protocols, Ray's API. Invariants: what dies is restarted, after pauses
 that grow while it dies soon; a first start that fails ends the command with the reason; SIGTERM and SIGINT lead to one
 drain, a second one ends everything at once; nothing that this command started is left behind, except by SIGKILL, and
 then the next launcher of the same run folder takes the node over.
@@ -214,7 +214,7 @@ class _Launcher:
         return self._folder / "agent.sock"
 
     async def _keep_node(self) -> None:
-        """A node that ends is started again: engines that outlive it are found by their actors' next lives here."""
+        """A node that ends is restarted: engines that outlive it are found by their actors' next lives here."""
         while True:
             await asyncio.sleep(NODE_CHECK_S)
             if self._node.is_running():

@@ -28,7 +28,7 @@ from .ray_node import THREADS_VARIABLE
 log = logging.getLogger(__name__)
 
 LASTED_S: Final = 60.0
-"""One that ran for so long is started again without a pause."""
+"""One that ran for so long is restarted without a pause."""
 
 
 class Child:

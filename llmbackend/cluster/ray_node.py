@@ -242,7 +242,7 @@ class RayNode:
 
     @property
     def _head_port(self) -> str:
-        """A head that is started again is where it was, for those that have joined."""
+        """A head that is restarted is where it was, for those that have joined."""
         return self.address.rpartition(":")[2] or str(self._settings.port)
 
     def _wait_for_start(self, address_file: Path, output: Path) -> None:

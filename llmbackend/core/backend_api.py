@@ -64,7 +64,7 @@ Ownership of requests
       with ResponseFlag.FINAL) and release each exactly once.
     - If Execute raises, the host still owns all of them and answers each with that error. The backend must not have
       sent or released anything.
-    - A request may be released as soon as its inputs are not needed any more. A ResponseFactory made before the release
+    - A request may be released as soon as its inputs are no longer needed. A ResponseFactory made before the release
       stays usable until it is closed.
 
 Sending
@@ -153,7 +153,7 @@ class ExecutionPolicy(Enum):
     """On which thread Execute is called. It returns when the instance can take another call."""
 
     BLOCKING = "BLOCKING"
-    """Each instance has a thread of its own."""
+    """Each instance has its own thread."""
     DEVICE_BLOCKING = "DEVICE_BLOCKING"
     """Instances on one GPU share a thread."""
 
@@ -291,7 +291,7 @@ class Model(Protocol):
         """
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload a model; its requests in flight run to their end. Raises TritonError as `load_model`."""
+        """Begins to unload a model; its requests in flight are finished. Raises TritonError as `load_model`."""
 
 
 class ModelInstance(Protocol):
@@ -386,7 +386,7 @@ class Request(Protocol):
 
     @property
     def resume(self) -> Resume | None:
-        """Whether and where the request goes on. Not in Triton's API; inside NVIDIA's Triton always None."""
+        """Whether and where the request continues. Not in Triton's API; inside NVIDIA's Triton always None."""
 
     @property
     def is_cancelled(self) -> bool: ...

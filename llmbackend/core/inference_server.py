@@ -349,7 +349,7 @@ class InferenceServer:
             raise unavailable(STOPPING) from None
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload a model and the ensembles that are made of it; requests in flight run to their end. With
+        """Begins to unload a model and the ensembles that are made of it; requests in flight are finished. With
         `unload_dependents` also the composing models of an ensemble that nothing else needs.
 
         Raises TritonError UNAVAILABLE unless the model control mode is explicit.

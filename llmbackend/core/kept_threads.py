@@ -2,7 +2,7 @@
 
 For: readiness probes. Does not know: what a job does. Invariants: a job that hangs delays no other while another thread
 can be started; where none can (a process limit), jobs wait for the existing threads, so that a server that has answered
-one probe goes on answering. Every job that `run` took is run, also after `close`. An executor would not do: the
+one probe keeps answering. Every job that `run` took is run, also after `close`. An executor would not do: the
 interpreter waits for its threads at exit, including those that hang.
 """
 

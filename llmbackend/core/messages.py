@@ -78,7 +78,7 @@ def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
 
 class Resume(msgspec.Struct, frozen=True):
     """Marks a request as resumable: each of its responses brings a delta. The same request with the deltas of all the
-    responses that came goes on behind the last of them, on any host that serves the same model.
+    responses that came continues after the last of them, on any host that serves the same model.
 
     deltas: of the responses that came, in their order; () = a new request
     replays: whether the responses of `deltas` are sent again first, one for each, with their deltas
@@ -133,7 +133,7 @@ class InferenceResponse(msgspec.Struct, frozen=True):
 
     request_id: the client's id
     outputs: a tuple, or Outputs; () where `error` is set
-    delta: what a resumable request needs to go on behind this response, known to its backend alone; b"" where the
+    delta: what a resumable request needs to continue after this response, known to its backend alone; b"" where the
         request is not resumable, or its backend cannot resume
     """
 

@@ -49,7 +49,7 @@ class MemoryType(Enum):
     been used and so is resident."""
 
     CPU = "CPU"
-    """Resident memory of the instance's process, including shared pages; without a process of its own, what the
+    """Resident memory of the instance's process, including shared pages; without its own process, what the
     instance is known to hold."""
     CPU_WEIGHTS = "CPU_WEIGHTS"
     CPU_KV_CACHE = "CPU_KV_CACHE"

@@ -4,7 +4,7 @@ An agent imports this module and nothing else of the host. It does not see how m
 `tritonrepoagent.h` (API 0.1). Names are kept: a C function `TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method
 `model.do_y(…)` here.
 
-A repository agent acts before a model is loaded, and is told how the load went on. It may check the model's files, or
+A repository agent acts before a model is loaded, and is told how the load ended. It may check the model's files, or
 bring them from elsewhere. A model names its agents in config.pbtxt:
 
     model_repository_agents { agents [ { name: "checksum" parameters { key: "MD5:1/model.py" value: "0123…" } } ] }

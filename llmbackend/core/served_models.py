@@ -31,7 +31,7 @@ _WAS_UNLOADED = (ModelReadyState.UNAVAILABLE, UNLOADED)
 @dataclass(frozen=True, slots=True)
 class ModelRow:
     """One model of a ModelTable. descriptions: of READY versions; decoupled: the versions that answer so; resumes:
-    whether requests can go on behind their responses so far."""
+    whether requests can continue after their responses so far."""
 
     key: str
     name: str

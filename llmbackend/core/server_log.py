@@ -64,7 +64,7 @@ class RecentLog:
             return list(self._lines)
 
     def follow(self, follower: Follower) -> None:
-        """`follower` gets the lines that come, as long as there is a log."""
+        """`follower` gets all further lines of the log."""
         with self._lock:
             self._followers.append(follower)
 

@@ -55,10 +55,10 @@ class Memory(Protocol):
     """What SharedMemoryManager needs of a region's memory. Offsets count from the beginning of the region."""
 
     def read(self, offset: int, byte_size: int) -> bytes:
-        """Raises TritonError when the memory does not exist any more."""
+        """Raises TritonError when the memory no longer exists."""
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Raises TritonError when the memory does not exist any more."""
+        """Raises TritonError when the memory no longer exists."""
 
     def close(self) -> None: ...
 

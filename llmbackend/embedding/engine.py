@@ -2,7 +2,7 @@
 
 For: programs that generate text in Python. Does not know: how a request is checked or computed: it is a host with one
 model of the `llm` backend, as a server's, so that parameters, defaults and errors are a server's, too. The model is
-computed in a process of its own: it has a core to itself, and when it dies another one goes on behind the last token.
+computed in its own process: it has a core to itself, and when it dies another one continues after the last token.
 Invariant: after `close` no process, thread or file is left.
 """
 

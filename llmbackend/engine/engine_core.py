@@ -304,7 +304,7 @@ class EngineCore:
         return plan if masks is None else replace(plan, masks=masks)
 
     def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
-        """A step, a row at a time: rows that fail alone get their own error, the others go on."""
+        """A step, a row at a time: rows that fail alone get their own error, the others continue."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}

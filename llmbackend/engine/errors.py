@@ -33,7 +33,7 @@ has ended, or could not be made."""
 
 
 class EngineDeadError(RuntimeError):
-    """The engine cannot be used any more. The message is fit for clients; `details` is for the log."""
+    """The engine can no longer be used. The message is fit for clients; `details` is for the log."""
 
     def __init__(self, message: str, kind: DeathKind, details: str = "") -> None:
         super().__init__(message)

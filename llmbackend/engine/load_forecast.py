@@ -31,7 +31,7 @@ class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes          the whole KV memory; pages are taken when they are used
     full_length_requests  how many requests of max_model_len tokens fit at once
     kernels           the CPU kernels that this machine would choose, and what was measured
-    weight_cache      where the packed weights are, or why they would be packed anew
+    weight_cache      where the packed weights are, or why they would be packed again
     """
 
     path: str

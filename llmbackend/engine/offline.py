@@ -2,7 +2,7 @@
 
 For: benchmarks, tests and programs that embed the engine. Does not know: queues, callbacks. Invariants: when `generate`
 ends, even early, the engine is idle: every row and block is free; a model that is not in the weight cache is packed by
-a process of its own, whose libraries and memory end with it.
+its own process, whose libraries and memory end with it.
 """
 
 from __future__ import annotations

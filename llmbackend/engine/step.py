@@ -229,7 +229,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner whose steps go on while the host prepares the next: for devices that work beside the host.
+    """A runner whose steps continue while the host prepares the next: for devices that work beside the host.
 
     Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
     table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. Among the tokens that a plan computes,
@@ -238,7 +238,7 @@ class OverlappingRunner(Runner, Protocol):
     table.num_pending_drafts says that a row may be shorter than the table does, the runner knows by how much: all that
     the plan computes and samples of the row comes as many positions earlier.
 
-    `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those go on with what they
+    `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those continue with what they
     were launched with, their results for the row are dropped, and what they write to its blocks is never read.
     `execute` is as `launch` and `collect`, but all of its drafts are in the table; it is called only when nothing is in
     flight. `close` may be called at any time.

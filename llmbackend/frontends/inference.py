@@ -75,7 +75,7 @@ class Mailbox:
             try:
                 listener(inferences)
             except Exception:
-                log.exception("the listener of an inference failed")  # the responses of others go on
+                log.exception("the listener of an inference failed")  # the responses of others continue
 
 
 class Backlog:

@@ -31,7 +31,7 @@ class Counts(Protocol):
 
 
 class LocalCounts:
-    """Of one process. Used on its event loop alone."""
+    """Of one process. Used only on its event loop."""
 
     def __init__(self) -> None:
         self._held: Counter[str] = Counter()
@@ -62,7 +62,7 @@ _BUCKET: Final = struct.Struct("<dd")
 _COUNT: Final = struct.Struct("<i")
 """Of one process."""
 _LOCK_TIMEOUT_S: Final = 0.02
-"""A process that is stopped while it has the lock must not stop the others: after this they go on without it, and a
+"""A process that is stopped while it has the lock must not stop the others: after this they continue without it, and a
 limit may be exceeded by what two of them take at the same moment."""
 _LOCK_ASKED_EVERY_S: Final = 20e-6
 

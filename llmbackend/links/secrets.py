@@ -66,7 +66,7 @@ class ClusterSecrets:
 
 
 class ClientCheck:
-    """Refuses clients that lack the cluster's key, at all secured servers of a context, on a thread of its own."""
+    """Refuses clients that lack the cluster's key, at all secured servers of a context, on its own thread."""
 
     def __init__(self, context: zmq.Context[Any], public_key: bytes) -> None:
         """public_key: the cluster's, in z85."""

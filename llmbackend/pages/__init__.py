@@ -1,1 +1,1 @@
-"""The web pages: a process of its own that speaks to the server over its public HTTP API alone. Begin with main.py."""
+"""The web pages: a separate process that uses only the server's public HTTP API. Begin with main.py."""

@@ -68,7 +68,7 @@ class Api:
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[ServerEvent]:
         """The events of a stream until its end. Raises ApiError. To close it cancels the request, unless `headers` ask
-        for a stream that can be come back to."""
+        for a stream that can be resumed."""
         request = self._request(method, path, body, None)  # it may be silent for as long as its request waits
         request.headers.update(headers or {})
         try:

@@ -136,7 +136,7 @@ class HostEndpoint:
 
     def leave(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
         """Blocks until every frontend knows that this host is about to end, and has moved the requests that others can
-        go on with; False when one has not within `timeout_s`. The others are still served, until `close`."""
+        continue with; False when one has not within `timeout_s`. The others are still served, until `close`."""
         return self._states.leave(timeout_s)
 
     def close(self) -> None:

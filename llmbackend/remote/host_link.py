@@ -242,8 +242,8 @@ class OpenRequest:
     number: of the latest submission
     link: of the host that has it; None = it waits for one
     acceptance: awaited by callers that need to know about a refusal
-    fingerprint: of the model that answers it; another one would go on in another way
-    model_resumes: whether it can go on with requests of other hosts
+    fingerprint: of the model that answers it; another one would continue in another way
+    model_resumes: whether it can continue with requests of other hosts
     is_resumable: whether its responses bring deltas, if the model gives any
     """
 
@@ -292,7 +292,7 @@ class OpenRequest:
 
     @property
     def resume(self) -> Resume | None:
-        """With which another host goes on behind what was delivered."""
+        """With which another host continues after what was delivered."""
         if not self.is_resumable:
             return None
         return self.request.resume if self._has_no_delta else Resume(tuple(self._deltas))
@@ -303,7 +303,7 @@ class OpenRequest:
         return self.request.model_version if self._whole is None else self._whole.model_version
 
     def can_move(self) -> bool:
-        """Whether another host can go on with it."""
+        """Whether another host can continue with it."""
         if self.is_cancelled or self.request.correlation_id:
             return False  # a sequence's state is in its host
         if not self.has_response:

@@ -277,7 +277,7 @@ class RemoteServer:
                 self._end(opened, unavailable(f"the request was not finished: {link.fault}"))
 
     def _move_from(self, link: HostLink) -> None:
-        """The host is about to end: what others can go on with goes there."""
+        """The host is about to end: what others can continue with goes there."""
         for opened in self._opened_on(link):
             if opened.can_move() and self._link_for(opened) not in (None, link):
                 del self._open[opened.number]
@@ -288,7 +288,7 @@ class RemoteServer:
         return [opened for opened in self._open.values() if opened.link is link]
 
     def _resumes(self, request: InferenceRequest) -> bool:
-        """Whether the request's model can go on with requests of other hosts."""
+        """Whether the request's model can continue with requests of other hosts."""
         found = (host.find(request.model_name, request.model_version) for host in self._attached_hosts())
         return any(model is not None and model.resumes for model in found)
 

@@ -27,7 +27,7 @@ class HostSocket(Protocol):
     endpoint: str
 
     def bind(self) -> None:
-        """Raises OSError when the endpoint can not be had; then there is nothing to close."""
+        """Raises OSError when the endpoint cannot be bound; then there is nothing to close."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class ConnectionOwner(NamedTuple):
     """What a connection calls, on its event loop.
 
     on_readable: there may be something to receive
-    on_fault: it does not come about, and why; it goes on trying
+    on_fault: it cannot be established, and why; it keeps trying
     on_end: it has ended, or has not come about; only `close` remains
     """
 

@@ -105,7 +105,7 @@ class FrontendEndpoints:
         self._access.reload()
 
     async def leave(self) -> None:
-        """gRPC accepts nothing more; what runs goes on until `stop`."""
+        """gRPC accepts nothing more; what runs continues until `stop`."""
         await self._endpoints.leave()
 
     async def stop(self, grace_s: float) -> None:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 GC_THRESHOLD_OBJECTS: Final = 10_000
 """As in the server process (serve.py)."""
 GONE: Final = 1
-"""Exit code where the parent is gone or the ports can not be had."""
+"""Exit code where the parent is gone or the ports cannot be bound."""
 
 
 def main() -> int:

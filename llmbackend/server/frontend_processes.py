@@ -1,8 +1,8 @@
 """The frontend processes of one machine: started, told what to do, started again when they die, drained.
 
 For: the host, and the launcher of a cluster. Does not know: what a frontend does, whether this process is its host.
-Invariants: one that dies is started again, after pauses that grow while it dies soon; what a process logs is in this
-process's log; with this process all of them end. Used on the event loop alone.
+Invariants: one that dies is restarted, after pauses that grow while it dies soon; what a process logs is in this
+process's log; with this process all of them end. Used only on the event loop.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 _LASTED_S: Final = 5.0
-"""One that served so long is started again without a pause."""
+"""One that served so long is restarted without a pause."""
 _END_TIMEOUT_S: Final = 5.0
 _LAST_LINES_S: Final = 1.0
 _LINE_BYTES: Final = 1 << 20
@@ -85,7 +85,7 @@ class FrontendProcesses:
             keeper.tell(Reload())
 
     def leave(self) -> None:
-        """gRPC accepts no more connections and calls, as the host is stopping; what runs goes on until `stop`."""
+        """gRPC accepts no more connections and calls, as the host is stopping; what runs continues until `stop`."""
         for keeper in self._keepers:
             keeper.leave()
 

@@ -30,7 +30,7 @@ from .process import in_thread
 from .settings import ServerSettings
 
 _ANNOUNCED_WITHIN_S = 5.0
-"""One that hangs for longer hears of a change when it goes on."""
+"""One that hangs for longer hears of a change when it continues."""
 _MANY = (1 << 31) - 1
 
 
@@ -71,7 +71,7 @@ class ProcessFrontends:
         self.metrics_port = self._private.metrics_port
 
     async def start(self) -> None:
-        """Raises OSError or RuntimeError when the ports can not be had."""
+        """Raises OSError or RuntimeError when the ports cannot be bound."""
         for endpoint in self._requests:
             endpoint.start()
         if self._member is not None:
@@ -93,7 +93,7 @@ class ProcessFrontends:
         await asyncio.gather(*(in_thread(endpoint.announce, _ANNOUNCED_WITHIN_S) for endpoint in self._requests))
 
     async def leave(self) -> None:
-        """Frontends move to other hosts, where there are any, with what these can go on with; so do the clients of
+        """Frontends move to other hosts, where there are any, with what these can continue with; so do the clients of
         resumable streams. gRPC accepts no more connections and calls on any port of this host."""
         self._processes.leave()
         await self._private.leave()

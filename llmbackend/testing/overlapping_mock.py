@@ -1,4 +1,4 @@
-"""The mock model on a device of its own: a thread that runs launched steps in order, while the host goes on.
+"""The mock model on a device of its own: a thread that runs launched steps in order, while the host continues.
 
 For: tests of steps in flight without an accelerator. Does not know: how fast its device is. Invariants: a step copies
 all it needs when it is launched, and never reads the host's table, which has changed by the time it runs; of a row the

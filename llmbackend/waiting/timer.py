@@ -29,7 +29,7 @@ _SLACK = 64
 class Deadlines(Generic[Item]):
     """Items by the time at which they are due. Not locked: its owner's lock guards it.
 
-    Adding, discarding and looking up the earliest are O(log n) amortised. A discarded item is not referenced any more,
+    Adding, discarding and looking up the earliest are O(log n) amortised. A discarded item is no longer referenced,
     so that no request is kept alive after it left.
     """
 

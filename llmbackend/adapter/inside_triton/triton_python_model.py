@@ -46,7 +46,7 @@ class TritonPythonModel:
     """One instance of one model. Triton calls execute on one thread, and finalize after the last response.
 
     It calls the entry points of backend.py in the order in which a host calls them. A stub that dies would leave every
-    stream in Triton open for ever. `finalize` returns when the engine's process is reaped, every request is answered
+    stream in Triton open forever. `finalize` returns when the engine's process is reaped, every request is answered
     and no thread of ours is left.
     """
 
@@ -178,7 +178,7 @@ def detach_log_handler(handler: logging.Handler) -> None:
 
 
 def complete_pb_utils_config(model_config: Any) -> Any:
-    """Adds to a pb_utils.ModelConfig what it does not declare, in a process of its own before the model is loaded.
+    """Adds to a pb_utils.ModelConfig what it does not declare, in its own process before the model is loaded.
 
     Changes nothing that the user configured. Raises TritonError for a declared tensor that does not fit.
     """

@@ -200,7 +200,7 @@ class FimForm:
     before_prefix: str
     before_suffix: str
     middle: str = ""
-    """At the end; "" = none: the suffix comes first, and the text goes on where the prefix ends."""
+    """At the end; "" = none: the suffix comes first, and the text continues where the prefix ends."""
     strips_space: bool = False
     """Whether the suffix is tokenised without the space that SentencePiece puts before a text."""
 

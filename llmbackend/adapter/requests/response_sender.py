@@ -99,7 +99,7 @@ class ResponseSender:
         return self._deltas is not None
 
     def take_known_pieces(self) -> tuple[Piece, ...]:
-        """What the responses before were made of, which its tasks must make again before they go on; once."""
+        """What the responses before were made of, which its tasks must make again before they continue; once."""
         pieces, self._known_pieces = self._known_pieces, ()
         return pieces
 

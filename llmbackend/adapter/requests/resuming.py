@@ -1,5 +1,5 @@
-"""Requests that go on behind what was sent before: by the tokens of `prior_output_ids`, or by the deltas of their
-responses, with which another host goes on behind the last one.
+"""Requests that continue after what was sent before: by the tokens of `prior_output_ids`, or by the deltas of their
+responses, with which another host continues after the last one.
 
 For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, why a generation was
 interrupted, who keeps tokens and deltas. Invariants: all that a generation has beside its request is a function of its

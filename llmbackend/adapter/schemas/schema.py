@@ -83,7 +83,7 @@ class LlmInputs:
     input_ids: npt.NDArray[Any] | None = None
     """Token ids: integers, one dimension."""
     prior_output_ids: npt.NDArray[Any] | None = None
-    """Tokens that the generation has sent before and goes on behind; never empty."""
+    """Tokens that the generation has sent before and continues after; never empty."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids, each of which ends the generation."""
     max_tokens_must_fit: bool = False

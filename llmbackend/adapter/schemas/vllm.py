@@ -94,7 +94,7 @@ INPUTS: dict[str, TensorType] = {
     "return_max_model_len": _FLAG,
     # The request is checked as a generation would be, and the answer has its sampling parameters as they would hold.
     "return_sampling_parameters": _FLAG,
-    # The tokens that an interrupted generation has sent: this request goes on behind them.
+    # The tokens that an interrupted generation has sent: this request continues after them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
     # All counts of a generation so far, with its first and its last response: others then have only their text.
     "return_usage": _FLAG,

@@ -185,7 +185,7 @@ class _Writer:
 
     def _check_goes_on(self, node: Node, followers: frozenset[str]) -> None:
         """A terminal is matched as far as it goes. Where it holds what the next text begins with, and that is more than
-        one character, it would go on over it."""
+        one character, it would continue over it."""
         end, escaped = self.around.end, self.around.spelling.escapes.keys()
         if END in followers and end and end[0] in self.held(node) and self._rules.special_marker(end) is None:
             self._place.wrong(
@@ -349,7 +349,7 @@ class _Followers:
 
 
 def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
-    """Beginnings of forbidden texts that what follows may go on with."""
+    """Beginnings of forbidden texts that what follows may continue with."""
     for text in forbidden:
         for length in range(1, len(text)):
             if text[length] in followers:

@@ -1,4 +1,4 @@
-"""Reads a grammar in Lark's notation or in EBNF as definitions, so that it can be written anew inside another grammar.
+"""Reads a grammar in Lark's notation or in EBNF as definitions, so that it can be written again inside another grammar.
 
 For: embedded_grammars.py. Does not know: how definitions are written. Invariant: what a notation has and this reader
 has not is refused by its line; a grammar that is read is complete: every name in it is defined.

@@ -2,7 +2,7 @@
 
 For: compilation.py and structural_tags.py. Does not know: where the schema came from. Invariants: every keyword is
 enforced, or says nothing about validity, or is named by its path: in a refusal where the request is strict, otherwise
-among those left out; the result is made anew and holds only keywords that this module wrote, so that no option of the
+among those left out; the result is made again and holds only keywords that this module wrote, so that no option of the
 compiler can be smuggled in; each `$ref` has its own definition.
 Source: JSON Schema 2020-12, and the spellings of the drafts before that differ.
 """

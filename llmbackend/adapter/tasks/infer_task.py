@@ -2,7 +2,7 @@
 
 For: turning an engine's outputs into a request's responses. Does not know: tensors, other generations, queues, the
 engine, where traces go. Invariants: it ends its part of the request exactly once. With the InferRequest and the tokens
-so far it holds all that another engine needs to go on. No text and no token goes into a trace, whose attributes are
+so far it holds all that another engine needs to continue. No text and no token goes into a trace, whose attributes are
 those of OpenTelemetry's GenAI conventions. Name and role are MindIE's.
 """
 
@@ -172,7 +172,7 @@ class InferTask:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the generation ended; None while it goes on."""
+        """Why the generation ended; None while it continues."""
         return self.assembler.finish_reason
 
     @property
@@ -189,7 +189,7 @@ class InferTask:
         self._sender.on_cancel(callback)
 
     def resume_request(self) -> InferRequest:
-        """The request with which an engine goes on after the tokens so far."""
+        """The request with which an engine continues after the tokens so far."""
         if not self.output_token_ids and not self._num_prompt_logprobs:
             return self.infer_request
         return msgspec.structs.replace(

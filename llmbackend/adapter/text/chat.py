@@ -67,7 +67,7 @@ class ChatRequest:
     template: str = ""
     """The request's own; "" = the model's."""
     continues_final_message: bool = False
-    """Whether the prompt ends within the last message, which the model goes on with."""
+    """Whether the prompt ends within the last message, which the model continues with."""
 
     def prompt_of(self, rendered: str) -> str:
         """The prompt, from all messages as the template rendered them. Raises TritonError INVALID_ARG."""
@@ -129,7 +129,7 @@ def _own_template(chat: dict[str, Any], bounds: ChatBounds) -> str:
 
 
 def _up_to_final_message(rendered: str, message: Message) -> str:
-    """Cuts what the template wrote behind the text of the last message. Where it trimmed that text, the prompt ends
+    """Cuts what the template wrote after the text of the last message. Where it trimmed that text, the prompt ends
     without the spaces. Source: transformers' apply_chat_template."""
     text = _content_text(-1, message.get("content"))
     bare = text.strip()
@@ -211,7 +211,7 @@ def normalise_messages(messages: Sequence[Message], as_parts: bool = False) -> l
     them.
 
     OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text. A model's text that is
-    no JSON object comes back as it is: its conversation goes on.
+    no JSON object comes back as it is: its conversation continues.
 
     Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
     """

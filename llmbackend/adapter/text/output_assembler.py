@@ -43,7 +43,7 @@ class Chunk(msgspec.Struct):
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
     text_tokens: list[TextToken] = []
     """All tokens with their text, where the request asks for them. Text is in the order of the tokens: what stands
-    before a special token is never in an entry behind it."""
+    before a special token is never in an entry after it."""
 
 
 class OutputAssembler:

@@ -1,1 +1,1 @@
-"""The `python` backend: runs a Triton `model.py` unchanged, each instance in a process of its own (the stub)."""
+"""The `python` backend: runs a Triton `model.py` unchanged, each instance in its own process (the stub)."""

@@ -2,7 +2,7 @@
 
 For: stub processes, whose models name metrics by number; one MetricUsers per backend, one ModelMetrics per model
 version. Does not know: Prometheus. Invariants: a metric lives as long as a model version that made it, so that an
-unloaded model leaves none in /metrics, a restarted instance goes on counting and a reload does not start at 0.
+unloaded model leaves none in /metrics, a restarted instance continues counting and a reload does not start at 0.
 Source: Triton's MetricFamily and Metric, which end with the Python objects; a process that was killed cannot end them.
 """
 

@@ -1,7 +1,7 @@
 """One model version: where its model.py is, how its processes start, the configuration that it completes.
 
 For: backend.py and the instances. Does not know: requests. Invariant: the process that ran auto_complete_config serves
-the first instance that asks; each further instance, and each restart, gets a process of its own.
+the first instance that asks; each further instance, and each restart, gets its own process.
 """
 
 from __future__ import annotations

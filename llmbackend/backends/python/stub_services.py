@@ -215,7 +215,7 @@ class StubServices:
             answer = (True, function(*arguments))
         except TritonError as error:
             answer = (False, error.message)
-        except Exception as error:  # a bug; the model must not wait for ever
+        except Exception as error:  # a bug; the model must not wait forever
             log.exception("a call of model '%s' to the host failed", self._model.name)
             answer = (False, f"{type(error).__name__}: {error}")
         self._outbox.post(("answer", question, answer, True))

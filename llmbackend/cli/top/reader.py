@@ -1,4 +1,4 @@
-"""Reads a server's feed on a thread of its own, and connects again when the server goes away.
+"""Reads a server's feed on its own thread, and connects again when the server goes away.
 
 For: the command. Does not know: what events mean. Invariants: events reach the queue in order; a connection that ends
 is told of by a Notice, and what is wrong for good (a refusal) by an ApiError, which is the last thing in the queue.

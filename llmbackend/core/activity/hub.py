@@ -82,7 +82,7 @@ class Reporter:
         return self._hub.kinds
 
     def report(self, activity: Activity) -> None:
-        """Does nothing where nobody watches events of this kind."""
+        """Does nothing if nobody watches events of this kind."""
         self._hub.report(self.source, activity)
 
 
@@ -200,7 +200,7 @@ class ActivityHub:
     # --- instances ----------------------------------------------------------------------------------------------------
 
     def add_instance(self, instance: WatchedInstance) -> None:
-        """It is told what is watched, now and at each change. May be called again, to tell it once more."""
+        """Tells it what is watched, now and at each change. May be called again to repeat this."""
         with self._viewers_lock:
             self._instances[instance] = None
             if self.kinds:
@@ -219,7 +219,7 @@ class ActivityHub:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def report(self, source: Source, activity: Activity | LogActivity) -> None:
-        """Does nothing where nobody watches events of this kind."""
+        """Does nothing if nobody watches events of this kind."""
         if KIND_OF[type(activity)] not in self.kinds:
             return
         data = to_json(activity)

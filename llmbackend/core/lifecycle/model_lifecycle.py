@@ -1,7 +1,7 @@
 """Loads and unloads models: the only way from one state of a version to another. Source: Triton's model life cycle.
 
 For: model loading and the server. Does not know: repositories, protocols. Invariants: a new version serves before the
-old one stops; a model is finalised only when its last in-flight handle is closed, on a thread of its own; a load that a
+old one stops; a model is finalised only when its last in-flight handle is closed, on its own thread; a load that a
 newer operation overtook undoes itself. Texts are those of golden transcripts 06, 07, 50, 51.
 """
 
@@ -144,7 +144,7 @@ class ModelLifecycle:
             self.versions.end_load(load)
 
     def unload(self, name: str) -> None:
-        """Begins to unload every version; unknown models are ignored. In-flight requests run to their end."""
+        """Begins to unload every version; unknown models are ignored. In-flight requests are finished."""
         self._retire(self.versions.stop_serving(name))
 
     def close(self, timeout_s: float) -> bool:

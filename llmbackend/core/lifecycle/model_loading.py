@@ -341,7 +341,7 @@ def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[st
 
 
 class RepositoryPoller:
-    """Polls on a thread of its own, since a load may take minutes."""
+    """Polls on its own thread, since a load may take minutes."""
 
     def __init__(self, loader: ModelLoader, interval_s: float) -> None:
         self._loader = loader

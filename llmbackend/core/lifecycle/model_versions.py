@@ -72,7 +72,7 @@ class ModelEntry:
                 version.reason = errors[number].status if number in errors else UNLOADED
 
     def swap_in(self, spec: ModelSpec, models: Mapping[int, LoadedModel]) -> list[LoadedModel]:
-        """Serves `models` and nothing else. Returns the models that are replaced or not wanted any more."""
+        """Serves `models` and nothing else. Returns the models that are replaced or no longer wanted."""
         retired: list[LoadedModel] = []
         for number, version in self.versions.items():
             if number in models:
@@ -185,7 +185,7 @@ class ModelVersions:
             self._is_closing = True
 
     def note_without_versions(self, name: str) -> None:
-        """A model that has no version to load is known from now on, until it is unloaded; one that serves goes on."""
+        """Remembers a model without a version to load until it is unloaded; a serving model keeps serving."""
         with self._lock:
             self._models.setdefault(name, ModelEntry({}))
 

@@ -201,7 +201,7 @@ class InstanceSet:
         return list(groups.values())
 
     def _remove(self, instances: Sequence[LoadedInstance]) -> None:
-        """Idle instances are finalised on return, busy ones later, each on a thread of its own."""
+        """Idle instances are finalised on return, busy ones later, each on its own thread."""
         idle = [removal for instance in instances if (removal := self._begin_removal(instance)) is not None]
         for removal in idle:
             removal.join()

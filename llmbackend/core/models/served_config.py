@@ -66,7 +66,7 @@ def _is_set(message: Message, path: str) -> bool:
 
 
 SMALL_FILE_BYTES = 64 << 10
-"""Files up to this size count with their content in a fingerprint, larger ones with name and size alone."""
+"""A fingerprint covers the content of files up to this size, and only name and size of larger ones."""
 
 
 class ServedConfig:

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "warmup"
 HANDLES_GRACE_S = 5.0
-"""How long a backend may hold on to a request after its last response before the load goes on."""
+"""How long a backend may hold on to a request after its last response before the load continues."""
 LENGTH_BYTES = 4
 """The length before a string's bytes; Triton also takes it for the size of an element without a datatype."""
 _NO_ID = request_tag("")

@@ -152,7 +152,7 @@ class AgentChain:
     """
 
     def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
-        """release: called once for each agent, when the model does not use it any more."""
+        """release: called once for each agent when the model no longer uses it."""
         self._release = release
         self._lock = threading.RLock()
         self._models: list[LoadedAgentModel] = []
@@ -166,7 +166,7 @@ class AgentChain:
         return self._models[-1].location
 
     def add(self, model: LoadedAgentModel) -> None:
-        """Adds an agent: initialises it for this model and tells it LOAD. Raises the agent's TritonError."""
+        """Adds an agent: initialises it for this model and sends it LOAD. Raises the agent's TritonError."""
         self._models.append(model)
         model.agent.call("ModelInitialize", model)
         model.act(Action.LOAD)
@@ -256,7 +256,7 @@ class AgentManager:
         return chain
 
     def _release(self, agent: LoadedAgent) -> None:
-        """A model does not use the agent any more; the agent of the last one is finalised."""
+        """A model no longer uses the agent; after the last one the agent is finalised."""
         with self._lock:
             agent.users -= 1
             if agent.users:

@@ -129,7 +129,7 @@ def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> s
 
 
 def _sizes(dims: Sequence[int]) -> list[int]:
-    """The elements before, between and behind the dimensions of variable size: [8, 6] for [2, 4, -1, 6]."""
+    """The elements before, between and after the dimensions of variable size: [8, 6] for [2, 4, -1, 6]."""
     sizes = [1]
     for dim in dims:
         if dim == VARIABLE:

@@ -237,7 +237,7 @@ class ResponseChannel:
                 self._count = count
 
     def count_now(self) -> None:
-        """Counts what was reported before FINAL: the request goes on, and will be reported again."""
+        """Counts what was reported before FINAL: the request continues and will be reported again."""
         with self._lock:
             count, self._count, self._is_counted = self._count, None, False
         if count is not None:

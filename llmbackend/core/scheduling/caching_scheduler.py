@@ -1,7 +1,7 @@
 """A scheduler with the response cache before it: a cached response is sent at once, without queueing the request.
 
 For: models with `response_cache { enable: true }` on a server with a cache. Does not know: what a cache is made of, how
-the scheduler behind it works. Invariants: a request is answered from the cache or goes on to the scheduler, never both;
+the scheduler behind it works. Invariants: a request is answered from the cache or by the scheduler, never by both;
 only a single, successful, final response is cached; a failure of the cache costs a hit, never a request.
 Source: CacheLookUp and DelegateResponse in Triton's dynamic_batch_scheduler.cc; golden transcript 44.
 """
@@ -61,7 +61,7 @@ class CachingScheduler(DelegatingScheduler):
 
     def enqueue(self, request: QueuedRequest) -> None:
         """Raises TritonError as the inner scheduler does; if the cache looks up on its own threads, fails the request
-        with that error instead. A request that goes on behind earlier responses is not looked up."""
+        with that error instead. A request that continues after earlier responses is not looked up."""
         if request.resume is not None and request.resume.deltas:
             super().enqueue(request)
         elif self._cache.is_remote:

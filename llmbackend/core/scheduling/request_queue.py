@@ -54,7 +54,7 @@ class PriorityQueue:
         return self._count
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        """In the order in which they are served."""
+        """In serving order."""
         for number in self._order:
             yield from self._levels[number].waiting
             yield from self._levels[number].delayed
@@ -98,8 +98,8 @@ class PriorityQueue:
         return self._deadlines.earliest_ns()
 
     def take_expired(self, now_ns: int) -> list[QueuedRequest]:
-        """Removes and returns the requests to reject because their time is over; those to delay are moved behind the
-        others of their level."""
+        """Removes and returns the requests that expired and are to be rejected; those to delay are moved after the others
+        of their level."""
         rejected = []
         for request in self._deadlines.pop_due(now_ns):
             number = self._policies.level(request.priority)
@@ -176,7 +176,7 @@ class RequestQueue:
         return self._await_batch(take=False) is not None
 
     def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none (any more)."""
+        """The batch that is ready now; empty when there is none."""
         with self._changed:
             count, _ = self._ready_count() if self._queue else (0, None)
             batch = self._pop(count)

@@ -34,7 +34,7 @@ class BatchSource(Batches, Protocol):
         """Blocks until `take_batch` would have one; False when stopped and empty."""
 
     def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none (any more)."""
+        """The batch that is ready now; empty when there is none."""
 
 
 @runtime_checkable

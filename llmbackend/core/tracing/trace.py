@@ -192,7 +192,7 @@ class Trace:
         return report
 
     def enter(self) -> bool:
-        """One more model takes part. False when the trace is complete already."""
+        """Adds a model. False when the trace is already complete."""
         with self._lock:
             if not self._open:
                 return False
@@ -207,7 +207,7 @@ class Trace:
         try:
             self.sink.complete(self)
         except Exception:
-            log.exception("a trace is lost")  # the request goes on
+            log.exception("a trace is lost")  # the request continues
         self._on_complete()
 
 

@@ -74,7 +74,7 @@ class LoraSlots:
 
 
 def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
-    """None where the config enables no adapters. One slot is more than adapters may be served: one that is loaded anew
+    """None where the config enables no adapters. One slot is more than adapters may be served: one that is loaded again
     is there beside the former one, which requests still have."""
     if not config.enable_lora:
         return None

@@ -72,7 +72,7 @@ class HostTier:
         self.num_reloaded += 1
 
     def discard(self, number: int) -> None:
-        """A kept text is not registered any more."""
+        """A kept text is no longer registered."""
         host_block = number - self._first
         del self._kept[host_block]
         self._free.append(host_block)

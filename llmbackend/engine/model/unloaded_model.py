@@ -129,7 +129,7 @@ def meta_model(config: EngineConfig, opened: OpenedCheckpoint, dtype: torch.dtyp
 
 
 def _attention_of(model: Any) -> tuple[Mapping[nn.Module, LayerShape], Mapping[nn.Module, AttentionOptions]]:
-    """Both empty where the model can not be run without weights. Raises ValueError for one that is not supported."""
+    """Both empty where the model cannot be run without weights. Raises ValueError for one that is not supported."""
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("batched_mm")  # others read values, or multiply bfloat16 alone
     try:

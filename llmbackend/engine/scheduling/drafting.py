@@ -127,7 +127,7 @@ class Speculator:
         source = self._find(state, tokens, num_tokens)
         if source < 0:
             return 0
-        # Text that repeats at a short distance goes on repeating: the copy may reach into what it has copied.
+        # Text that repeats at a short distance continues repeating: the copy may reach into what it has copied.
         tokens[num_tokens : num_tokens + limit] = np.resize(tokens[source:num_tokens], limit)
         return limit
 
@@ -221,7 +221,7 @@ class Drafter:
         return StepPlan(plan.rows, scheduled, plan.sample_rows, drafts)
 
     def _forced(self, plan: StepPlan) -> Int32Array | None:
-        """Writes what constraints force into the table, behind the tokens of rows that generate; how many of each."""
+        """Writes what constraints force into the table, after the tokens of rows that generate; how many of each."""
         drafts: Int32Array = np.zeros(len(plan.rows), np.int32)
         room = min(self._max_step_tokens - plan.num_tokens, self._max_step_samples - len(plan.rows))
         for i in (plan.sample_rows & (plan.num_scheduled_tokens == 1)).nonzero()[0].tolist():
@@ -236,7 +236,7 @@ class Drafter:
         return drafts
 
     def _guess(self, plan: StepPlan) -> Int32Array | None:
-        """Writes guesses into the table, behind the tokens of rows that generate; how many of each."""
+        """Writes guesses into the table, after the tokens of rows that generate; how many of each."""
         assert self._speculator is not None
         room = self._max_guess_step_tokens - plan.num_tokens
         rows = plan.rows.tolist()
@@ -262,7 +262,7 @@ class Drafter:
         return constraint.num_possible(self._table.token_ids[row, num_tokens : num_tokens + num_guesses].tolist())
 
     def _known(self, row: int) -> RowConstraint | None:
-        """The row's constraint behind its known tokens; None also where these do not follow it: the masks say so."""
+        """The row's constraint after its known tokens; None also where these do not follow it: the masks say so."""
         constraint = self._rows.constraints.get(row)
         if constraint is None:
             return None

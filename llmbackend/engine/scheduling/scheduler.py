@@ -4,7 +4,7 @@ For: the engine core. Does not know: logits, finish rules, processes. One idea: 
 with num_computed_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are that one chase,
 under one token budget per step: requests that generate first, then running prompts, then waiting ones, each in the
 order of (priority, arrival). What the prefix cache has of a waiting request counts as computed when it is admitted. A
-request whose next block a running one computes waits for that; those behind it may overtake it, but take neither the
+request whose next block a running one computes waits for that; those after it may overtake it, but take neither the
 row nor the blocks that it needs.
 
 A prompt is long while more of its tokens are missing than a threshold. Long prompts leave half of a step's budget for
@@ -118,7 +118,7 @@ class Scheduler:
         self._kv_cache.register(rows, num_tokens)
 
     def invalidate(self, sequence: Sequence) -> None:
-        """The sequence failed: the blocks that it computed or found in the prefix cache are not shared any more."""
+        """The sequence failed: the blocks that it computed or found in the prefix cache are no longer shared."""
         if sequence.row >= 0:
             self._kv_cache.invalidate(sequence.row)
 
@@ -299,7 +299,7 @@ class Scheduler:
         return self._long_waiting if self._is_long(sequence) else self._waiting
 
     def _take_prefix(self, head: Sequence, num_tokens: int, prefix: Prefix) -> int:
-        """Starts the sequence behind its cached prefix; returns the tokens of that."""
+        """Starts the sequence after its cached prefix; returns the tokens of that."""
         num_hit = self._kv_cache.take(head.row, prefix)
         self._table.num_computed_tokens[head.row] = num_hit
         if head.num_cached_tokens < 0:
@@ -360,7 +360,7 @@ class Scheduler:
 
 
 def _take(wanted: int, context: int, budget: StepBudget, part: StepBudget | None) -> int:
-    """Spends the budget on a prompt's next tokens, behind `context` others; returns how many. part: a part of the
+    """Spends the budget on a prompt's next tokens, after `context` others; returns how many. part: a part of the
     budget that limits them, too."""
     chunk = budget.room(context, wanted)
     if part is not None:

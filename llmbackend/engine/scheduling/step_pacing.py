@@ -66,7 +66,7 @@ class StepBudget:
         return StepBudget((self.tokens + 1) // 2, self._seconds / 2, self._token_s)
 
     def room(self, context: int, wanted: int) -> int:
-        """How many of a prompt's next `wanted` tokens fit, behind `context` others."""
+        """How many of a prompt's next `wanted` tokens fit, after `context` others."""
         if self.is_spent:
             return 0
         room = min(self.tokens, wanted)
@@ -121,7 +121,7 @@ class StepPacer:
         self._learn(work.chunks, prompts_s, num_tokens)
 
     def token_s(self, context: int) -> float:
-        """Seconds that a token of a prompt adds to a step, behind `context` others."""
+        """Seconds that a token of a prompt adds to a step, after `context` others."""
         expected = self._expected(_bucket(context))
         return self._seconds_for_prompts() / FIRST_CHUNK if expected is None else expected
 

@@ -93,7 +93,7 @@ class HttpAccess:
                 _log(request)
 
     def _check(self, request: _CheckedRequest) -> Response | None:
-        """The refusal, or None: then the request's identity is set and the application may go on."""
+        """The refusal, or None: then the request's identity is set and the application may continue."""
         path = request.path
         account: Account | None = None
         if self._keys is not None and path not in OPEN_PATHS:

@@ -160,7 +160,7 @@ class KeyFile:
 
 
 class KeyRing:
-    """All valid keys and their accounts. Used on the event loop alone.
+    """All valid keys and their accounts. Used only on the event loop.
 
     The file is checked for changes when a key is presented, at most once a second. An account survives a reload that
     changes neither its key, its limits nor its role.

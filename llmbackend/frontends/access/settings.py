@@ -91,7 +91,7 @@ class TlsFiles:
 
 
 class HttpCertificate:
-    """What new connections of the HTTP port get. Used on the event loop alone."""
+    """What new connections of the HTTP port get. Used only on the event loop."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files

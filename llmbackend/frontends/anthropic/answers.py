@@ -367,7 +367,7 @@ class MessageWriter:
         return b"".join(events)
 
     def _message_start(self) -> bytes:
-        """Once, with a ping behind it, as Anthropic's server sends one."""
+        """Once, with a ping after it, as Anthropic's server sends one."""
         if self._has_begun:
             return b""
         self._has_begun = True

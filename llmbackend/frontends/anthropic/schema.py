@@ -199,7 +199,7 @@ class PromptFields(UnservedFields):
     output_config: OutputConfig | None = None
     output_format: JsonFormat | None = Field(None, description="The older form of output_config.format.")
     cache_control: Annotated[Any, DescribedBy(CacheControl | None)] = None
-    """Every prefix is cached as long as there is room."""
+    """Every prefix is cached while there is room."""
     chat_template_kwargs: AnyObject | None = Field(None, description="Variables of the chat template (a vLLM extra).")
 
 

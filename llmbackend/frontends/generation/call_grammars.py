@@ -136,7 +136,7 @@ def _sequence(*elements: JsonObject) -> JsonObject:
 
 def _arguments(function: Function) -> JsonObject:
     """The schema of a function's arguments, which are an object whatever the schema says, and have no members that the
-    function does not know, which a small model would go on inventing."""
+    function does not know, which a small model would keep inventing."""
     schema = function.parameters
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -253,7 +253,7 @@ def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar, *, is
 
 
 def value_end(name: str, grammar: CallGrammar) -> str:
-    """What stands behind a parameter's value."""
+    """What stands after a parameter's value."""
     return f"{grammar.value_end}{name}{grammar.name_closes}" if grammar.name_closes else grammar.value_end
 
 

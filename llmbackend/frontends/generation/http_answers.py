@@ -40,7 +40,7 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
 
     def ping(self) -> bytes:
-        """Says that the stream goes on, while nothing happens."""
+        """Says that the stream continues, while nothing happens."""
         ...
 
     def fail(self, error: OpenAIError) -> bytes:

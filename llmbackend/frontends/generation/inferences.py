@@ -1,7 +1,7 @@
 """What a request asks of the host: its generation, one inference per prompt, or a description of a prompt.
 
 For: endpoints and writers. Does not know: JSON or HTTP. Invariants: `close` is called however a request ends, which
-cancels the inferences that are not over. A Generation is used on the event loop alone; responses reach it through the
+cancels the inferences that are not over. A Generation is used only on the event loop; responses reach it through the
 mailbox, which wakes the loop once per engine step, and are merged in order of arrival. The inferences share one
 backlog, so that what waits for their one client is bounded together. A prompt is described as a generation of the same
 request would have it.

@@ -29,7 +29,7 @@ _PATH = re.compile(
 """Where in a grammar of calls something stands, as the model says it."""
 _PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
-"""Arguments stand in one line: that is how templates show calls. A small model would else go on inventing spaces until
+"""Arguments stand in one line: that is how templates show calls. A small model would else keep inventing spaces until
 its length is reached."""
 
 
@@ -169,7 +169,7 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 
 
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """Where one call is all that there may be, the answer ends behind it: no tokens are spent on what nobody gets. Not
+    """Where one call is all that there may be, the answer ends after it: no tokens are spent on what nobody gets. Not
     where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}

@@ -228,7 +228,7 @@ class GenerationRequest:
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
     prior_output_ids: tuple[int, ...] = ()
-    """Tokens that an interrupted generation of the same request has sent: it goes on behind them. Such a request has
+    """Tokens that an interrupted generation of the same request has sent: it continues after them. Such a request has
     one choice, and a seed unless its temperature is 0."""
 
     @property

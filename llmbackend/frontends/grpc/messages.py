@@ -41,7 +41,7 @@ _CHUNK_BYTES: Final = 1 << 20
 
 
 class Field(NamedTuple):
-    """A field of a message. start, end: where it is, with its tag; value: where what is behind its tag and length
+    """A field of a message. start, end: where it is, with its tag; value: where what is after its tag and length
     begins."""
 
     number: int
@@ -73,7 +73,7 @@ def fields(data: memoryview) -> Iterator[Field]:
 
 
 def read_varint(data: memoryview, offset: int) -> tuple[int, int]:
-    """The number at `offset`, and the offset behind it. Raises DecodeError."""
+    """The number at `offset`, and the offset after it. Raises DecodeError."""
     if offset < len(data) and (byte := data[offset]) < 0x80:  # nearly always
         return byte, offset + 1
     value = 0

@@ -1,4 +1,4 @@
-"""Requests of ModelStreamInfer that a client can come back to: parameter `resumable`, then `resume_from`.
+"""Requests of ModelStreamInfer that a client can resume: parameter `resumable`, then `resume_from`.
 
 For: StreamSession, and the copies of streams. Does not know: connections. Invariants: as of ResumableStreams; what a
 client gets of such a request is what it gets of any other, and with each response the parameters `stream_id` and

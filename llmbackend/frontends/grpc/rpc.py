@@ -98,7 +98,7 @@ def close_when_sent(trace: RequestTrace, context: Context) -> None:
 
 
 class StreamWriter:
-    """Used on the event loop alone.
+    """Used only on the event loop.
 
     It runs gRPC's coroutines of writes itself, as a task would: `send` runs one up to the future that it waits for.
     Raises nothing: `on_failure` gets the exception when the call has ended or a write has failed, and `on_stall` is

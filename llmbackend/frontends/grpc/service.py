@@ -106,7 +106,7 @@ class InferenceRpcs(DescriptionRpcs):
         protocol: ProtocolOptions,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of requests that a client can come back to; None: they are another process's."""
+        """streams: of requests that a client can resume; None: they are another process's."""
         super().__init__(server)
         self._streams = streams
         self._gate = gate

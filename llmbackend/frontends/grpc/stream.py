@@ -159,7 +159,7 @@ _Source = _Answer | _Refusal | JournalAnswer
 
 
 class StreamSession:
-    """One call of ModelStreamInfer. Used on the event loop alone.
+    """One call of ModelStreamInfer. Used only on the event loop.
 
     Messages are written where responses arrive, without a task, one at a time. While one waits for the client's flow
     control, no more than a backlog of responses is held, over all requests of the stream, and a client that reads
@@ -174,7 +174,7 @@ class StreamSession:
         forward: HeaderForward,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of requests that a client can come back to; None: they are another process's."""
+        """streams: of requests that a client can resume; None: they are another process's."""
         self._gate = gate
         self._streams = streams
         self._context = context

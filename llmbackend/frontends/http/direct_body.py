@@ -135,7 +135,7 @@ _DIRECT_BODY: Final = "llmbackend.direct_body"
 
 
 class DirectBody:
-    """Of one request. Used on the event loop alone."""
+    """Of one request. Used only on the event loop."""
 
     __slots__ = ("_cycle", "_flow")
 

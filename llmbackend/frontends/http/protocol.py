@@ -302,7 +302,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def shutdown(self) -> None:
-        """A request whose body is still arriving cannot be served any more."""
+        """A request whose body is still arriving can no longer be served."""
         if self._receiving == "body" and self._may_answer:
             self._end(503, STOPPING)
         else:
@@ -384,7 +384,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._receiving == "body" and self.cycle.response_complete:  # its client may go on sending for a while
+        if self._receiving == "body" and self.cycle.response_complete:  # its client may keep sending for a while
             self._clock.start(self._limits.linger_s, self._end_of_lingering)
         self._watch_closing()
 

@@ -49,7 +49,7 @@ class Tunnel(asyncio.Protocol):
         connections.add(self)
 
     async def open(self, head: bytes, refuse: Callable[[str], bytes]) -> None:
-        """`head`: the client's request, to be sent first. `refuse`: a response with why it can not be sent."""
+        """`head`: the client's request, to be sent first. `refuse`: a response with why it cannot be sent."""
         try:
             far = await self._tunnels.connect(lambda: _FarSide(self._transport, self._tunnels))
         except Exception as error:

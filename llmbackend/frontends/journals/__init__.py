@@ -1,4 +1,4 @@
-"""What outlives a connection: journals of streams that clients come back to, and stored responses.
+"""What outlives a connection: journals of resumable streams, and stored responses.
 
 Begin with response_store.py.
 """

@@ -60,11 +60,11 @@ class Document:
     items: bytes = b"[]"
     """JSON: a list of what the document was made from (a response's input items), or consists of."""
     parent: str = ""
-    """The document that this one goes on behind; "" for none."""
+    """The document that this one continues after; "" for none."""
     is_live: bool = False
     """Whether it is still being written. A live document is not evicted."""
     continuation: bytes = b""
-    """What another process needs to go on with a live document, besides the progress in its log; b"": none can."""
+    """What another process needs to continue with a live document, besides the progress in its log; b"": none can."""
 
     @property
     def size_bytes(self) -> int:
@@ -91,7 +91,7 @@ class Append:
     """The number of the first of `events`."""
     events: tuple[bytes, ...]
     progress: bytes
-    """What led to the events, for a process that goes on with the document."""
+    """What led to the events, for a process that continues with the document."""
 
     @property
     def size_bytes(self) -> int:
@@ -293,7 +293,7 @@ class MemoryStorage(OwnStorage):
 
 
 class Commits:
-    """The only user of a Storage. Used on the event loop alone."""
+    """The only user of a Storage. Used only on the event loop."""
 
     def __init__(self, storage: Storage, clock_s: Callable[[], float] = time.time) -> None:
         self._storage = storage

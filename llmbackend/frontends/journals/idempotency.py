@@ -71,7 +71,7 @@ class _Answer(KeptAnswer):
 
 
 class IdempotentRequests:
-    """The answers of one server. Used on its event loop alone."""
+    """The answers of one server. Used only on its event loop."""
 
     def __init__(self, limits: IdempotencyLimits, kept: KeptAnswers) -> None:
         """kept: the server's store"""

@@ -1,6 +1,6 @@
 """Journal: the numbered events of one stream, which any number of readers follow; and the record of a resumable stream.
 
-Invariants: events have the numbers 0, 1, 2 …; a reader gets each event behind its place once, in order, and then the
+Invariants: events have the numbers 0, 1, 2 …; a reader gets each event after its place once, in order, and then the
 end; what the journal holds is bounded: older events are read from where they were committed, or are gone, which a
 reader is told. A record holds all that another host needs to make a stream again with the same events; it grows only,
 its deltas have the order in which their events were made, and of two records that with the higher epoch counts.
@@ -39,7 +39,7 @@ class Events:
 
 
 class Journal:
-    """Used on the event loop alone."""
+    """Used only on the event loop."""
 
     def __init__(self, max_bytes: int, next_number: int = 0, load: LoadEvents | None = None) -> None:
         """next_number: of the first event that will be published here. load: where events are that are not held."""
@@ -170,7 +170,7 @@ class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
     owner: str = ""
     """Its API key, as `current_owner` names it; "" where there are none."""
     path: str
-    """Of the requests that may come back to it."""
+    """Of the requests that may resume it."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     request: bytes = b""
     """The body of the request that began it."""
@@ -190,7 +190,7 @@ class StreamRecord(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """The record of one stream, as its endpoint writes it. Used on the event loop alone.
+    """The record of one stream, as its endpoint writes it. Used only on the event loop.
 
     An endpoint that begins a stream, or makes one again, asks it for `identity` and `resume`, tells it each `delta` as
     it reads responses, and reads the responses of several inferences in the order of `takes`.
@@ -204,7 +204,7 @@ class Recording:
         self.request = b""
         """To be set by the endpoint of a new stream."""
         self.opened: Callable[[], None] = lambda: None
-        """Called when its stream may be come back to."""
+        """Called when its stream may be resumed."""
         self._order = deque(() if known is None else (index for index, _ in known.deltas))
         self._new: list[StreamDelta] = []
 

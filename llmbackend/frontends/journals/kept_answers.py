@@ -1,4 +1,4 @@
-"""Answers that are kept so that clients can come back to them: how long, for whose readers, and how much of them.
+"""Answers that are kept so that clients can resume them: how long, for whose readers, and how much of them.
 
 For: resumable streams and retried requests; a server has one store for both. Does not know: what an answer says, how it
 is made. Invariants: an answer that is being made continues without readers for the grace, then it is forgotten, which
@@ -27,7 +27,7 @@ class KeptAnswer:
     """Owner: the store that lists it."""
 
     owner: str
-    """The API key that may come back to it, as `current_owner` names it."""
+    """The API key that may resume it, as `current_owner` names it."""
     key: str
     """Among the answers of its kind and owner."""
     journal: Journal

@@ -22,7 +22,7 @@ from .documents import Append, Commits, Delete, Document, Kind, Put, Storage, St
 from .journal import Journal
 
 MAX_LINEAGE = 4096
-"""Documents that one goes on behind, at most."""
+"""Documents that one continues after, at most."""
 HELD_EVENT_BYTES = 4 << 20
 """Events of a live document that are in memory; readers that are further behind read them from the store."""
 _WATCH_INTERVAL_S = 0.25
@@ -40,7 +40,7 @@ class NotStoredError(Exception):
 
 
 class LineageTooLongError(Exception):
-    """What a document goes on behind is more than may be read; the text says how much may."""
+    """What a document continues after is more than may be read; the text says how much may."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Producer(Protocol):
     """What makes live documents."""
 
     async def take_over(self, document: Document) -> None:
-        """A live document of a server that has ended: goes on with it, or puts it as one that has ended."""
+        """A live document of a server that has ended: continues with it, or puts it as one that has ended."""
 
     async def suspend(self) -> None:
         """Leaves its live documents as they are."""
@@ -149,7 +149,7 @@ class ResponseStore:
         await self.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
-        """The document and those that it goes on behind, the oldest first. Raises NotStoredError,
+        """The document and those that it continues after, the oldest first. Raises NotStoredError,
         LineageTooLongError, StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
@@ -201,7 +201,7 @@ class ResponseStore:
         return log
 
     def _lost(self, id: str) -> None:
-        """Another server has taken the document over, because this one gave no sign of life; its readers here go on
+        """Another server has taken the document over, because this one gave no sign of life; its readers here continue
         with what that one writes."""
         if (log := self._live.pop(id, None)) is not None:
             log.lost()

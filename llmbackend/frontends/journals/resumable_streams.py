@@ -1,8 +1,8 @@
-"""Streams that a client can come back to: who may read them, how they move to another host, and their way over HTTP.
+"""Streams that a client can resume: who may read them, how they move to another host, and their way over HTTP.
 
 For: generate_stream, the streams under /v1, and requests of ModelStreamInfer. Does not know: what an event says, except
 for its end. Invariants: as of KeptAnswers; a stream that did not ask to be resumable costs nothing here; a client that
-comes back gets each event behind the last one that it has once, in order, or an error that says why it cannot; an event
+comes back gets each event after the last one that it has once, in order, or an error that says why it cannot; an event
 is shown once the hosts that copy the stream have what it was made of; what a stream holds is bounded; the id of an
 event is the stream's name and the event's number.
 Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
@@ -41,7 +41,7 @@ another stream."""
 
 
 class StreamGoneError(TritonError):
-    """There is no such stream, or not any more."""
+    """There is no such stream, or it is no longer kept."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.NOT_FOUND)
@@ -62,11 +62,11 @@ class Copies(Protocol):
         """More of a stream. `then` is called when it is copied, or cannot be; in the order of the calls."""
 
     def end(self, key: str) -> None:
-        """Nobody can come back to it any more."""
+        """It can no longer be resumed."""
 
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
         """The record of a stream that another host began, which is this host's from now on; None where no host has it
-        for this owner and path. Raises TritonError UNAVAILABLE where a host that may have it can not be asked."""
+        for this owner and path. Raises TritonError UNAVAILABLE where a host that may have it cannot be asked."""
 
     async def make_again(self, record: StreamRecord) -> None:
         """Has the stream's endpoint make it again, under the next epoch; returns when it is opened here. Raises
@@ -85,7 +85,7 @@ class ResumableStream(KeptAnswer):
 
 
 class ResumableStreams:
-    """The resumable streams of one server. Used on its event loop alone."""
+    """The resumable streams of one server. Used only on its event loop."""
 
     def __init__(self, kept: KeptAnswers | None = None, copies: Copies | None = None) -> None:
         """kept: the server's store; copies: None: streams end with this host."""
@@ -163,8 +163,8 @@ class ResumableStreams:
         return stream, after
 
     def leave(self) -> None:
-        """Before the server ends: streams that other hosts have copies of end here, and go on where their clients come
-        back to."""
+        """Before the server ends: streams with copies on other hosts end here, and continue where their clients resume
+        them."""
         copies, self.copies = self.copies, None
         if copies is not None and copies.are_made:
             for stream in self._kept.all(ResumableStream):
@@ -200,7 +200,7 @@ class ResumableStreams:
             await copies.make_again(record)
 
     def give_away(self, key: str, owner: str, path: str) -> bool:
-        """Ends a stream that another host goes on with; whether there was one for this owner and path."""
+        """Ends a stream that another host continues with; whether there was one for this owner and path."""
         stream = self._kept.find(ResumableStream, owner, key)
         if stream is None or stream.head.path != path:
             return False

@@ -211,7 +211,7 @@ class SqliteStorage(OwnStorage):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        if _identity(self._path) != self._file:  # SQLite would go on with a file that nobody can open again
+        if _identity(self._path) != self._file:  # SQLite would continue with a file that nobody can open again
             raise StoreError(f"the response store '{self._path}' was removed or replaced; restart the server")
         try:
             yield

@@ -151,7 +151,7 @@ class _Growing:
 
 
 class StreamCopies:
-    """The Copies of one host's ResumableStreams, and what it holds for other hosts. Used on the event loop alone."""
+    """The Copies of one host's ResumableStreams, and what it holds for other hosts. Used only on the event loop."""
 
     def __init__(self, peers: Peers, makers: Mapping[str, Maker], streams: Streams) -> None:
         """makers: by the beginning of a stream's path, the longest first."""

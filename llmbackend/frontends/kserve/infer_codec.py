@@ -1,4 +1,4 @@
-"""The /infer messages of KServe v2: JSON with raw tensors behind it, in and out.
+"""The /infer messages of KServe v2: JSON with raw tensors after it, in and out.
 
 For: the /infer handler. Does not know: HTTP, the event loop, regions of shared memory. Invariants: every raw byte of a
 request belongs to exactly one input; each input has exactly one source of data, each requested output one destination.

@@ -64,7 +64,7 @@ _PARSER: Final = _make_parser()
 
 
 def last_block(text: str) -> int:
-    """Where the last block of `text` begins: what stands before it stays as it is when the text goes on."""
+    """Where the last block of `text` begins: what stands before it stays as it is when the text continues."""
     tokens = [token for token in _PARSER.parse(text) if token.map is not None and token.level == 0]
     line = tokens[-1].map[0] if tokens and tokens[-1].map else 0
     begin = 0

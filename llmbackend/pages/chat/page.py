@@ -2,7 +2,7 @@
 
 For: routes.py. Does not know: how turns look, where chats are stored, how a request is written. Invariants: at most one
 answer is generated at a time on one page; a chat is stored after each change, and an answer every second while it is
-generated, so that a page that is loaded again shows it and goes on with it.
+generated, so that a page that is loaded again shows it and continues with it.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class ChatPage:
         button.props("outline no-caps").classes("thread__example")
 
     def _show_turns(self, begin: int) -> None:
-        """Shows the turns from `begin` on anew. Each is one element of the thread, at its index."""
+        """Shows the turns from `begin` again. Each is one element of the thread, at its index."""
         for element in self._thread.default_slot.children[begin:]:
             element.delete()
         with self._thread:
@@ -276,7 +276,7 @@ class ChatPage:
             self._generation.leave()
 
     async def _answer(self, begin: int, base: Turn | None = None) -> None:
-        """Has the model answer the last turn, or go on with `base`. begin: of the new turns; the one before may look
+        """Has the model answer the last turn, or continue with `base`. begin: of the new turns; the one before may look
         otherwise."""
         self._show_turns(max(begin - 1, 0))
         self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))

@@ -1,7 +1,7 @@
 """The Operations page: reads the feed of the open page's viewer, and does what the viewer asks for.
 
 For: routes.py. Does not know: how sections show things. Invariants: the page works with whatever the viewer's key may
-see, and says what it may not; when the server can not be reached it says so and tries again at growing intervals; one
+see, and says what it may not; when the server cannot be reached it says so and tries again at growing intervals; one
 feed is open for each page that is seen, and none for one that was closed or whose tab is hidden: the engines make no
 reports for it.
 """

@@ -67,7 +67,7 @@ class LoadStage:
 
 @dataclass
 class ServerState:
-    """Of one open page; used on its event loop alone."""
+    """Of one open page; used only on its event loop."""
 
     models: list[ModelVersion] = field(default_factory=list)
     instances: dict[tuple[str, str, str], Instance] = field(default_factory=dict)

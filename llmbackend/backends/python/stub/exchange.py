@@ -2,7 +2,7 @@
 
 For: InferenceRequest and InferenceResponseSender, which share it, and the runner. Does not know: the host's objects, of
 which it names one by number. Invariants: after FINAL nothing is sent; the host is told of the end exactly once, also
-when the model drops the request, so that no client waits for ever.
+when the model drops the request, so that no client waits forever.
 Source: Triton's response sender, and the texts of its refusals.
 """
 

@@ -55,7 +55,7 @@ class _ForkRelay:
 
     def open(self) -> None:
         """Before each fork."""
-        if self._connector is not None:  # also in a forked process that forks, where the lock may be held for ever
+        if self._connector is not None:  # also in a forked process that forks, where the lock may be held forever
             return
         with self._lock:
             if self._connector is None:

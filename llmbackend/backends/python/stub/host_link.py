@@ -69,7 +69,7 @@ class HostLink:
         self.phase = "load"
         """The current call of the host: load, auto_complete, initialize, execute (from then on), finalize."""
         self.not_ready_reason: Callable[[], str] = str
-        """Why the model is not ready, "" = it is; runs on a thread of its own."""
+        """Why the model is not ready, "" = it is; runs on its own thread."""
         self._socket = events
         self._sending = threading.RLock()  # reentrant: the garbage collector may run code that posts
         self._is_foreign = False

@@ -117,7 +117,7 @@ class Runner:
         return tells_readiness
 
     def _not_ready_reason(self) -> str:
-        """Why the model's `is_ready` denies it. On a thread of its own, beside execute."""
+        """Why the model's `is_ready` denies it. On its own thread, beside execute."""
         try:
             answer = self._model.is_ready()
             if inspect.iscoroutine(answer):
@@ -171,7 +171,7 @@ class Runner:
         return self._run_coroutine(returned, requests) if inspect.iscoroutine(returned) else returned
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
-        """A decoupled model's coroutine goes on after execute; any other is waited for."""
+        """A decoupled model's coroutine continues after execute; any other is waited for."""
         loop = self._coroutine_loop()
         if not self._decoupled:
             return loop.run(coroutine)

@@ -72,7 +72,7 @@ class EnsembleValues:
         return all((name, origin) in self._values for name in names)
 
     def take(self, names: Iterable[str], origin: Origin) -> dict[str, Value]:
-        """The values of that origin, each used once more."""
+        """The values of that origin; each counts another use."""
         taken = {name: self._values[name, origin] for name in names}
         for name, value in taken.items():
             value.uses_left -= 1

@@ -143,7 +143,7 @@ def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], i
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""A backend that waited so long goes on, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
+"""A backend that has waited this long continues, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
 
 
 class StepOwner(Protocol):
@@ -157,7 +157,7 @@ class StepOwner(Protocol):
 
     def responded(self, step_request: StepRequest, response: InferenceResponse | None, flags: ResponseFlag) -> None: ...
     def make_room(self, step_request: StepRequest) -> None:
-        """Blocks the thread of the step's backend while steps behind it have all requests that they may have."""
+        """Blocks the thread of the step's backend while later steps have as many requests as they may have."""
 
     def wants(self, step_request: StepRequest) -> bool:
         """Whether what it still makes can be part of the ensemble's responses."""

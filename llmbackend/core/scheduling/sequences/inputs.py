@@ -120,7 +120,7 @@ def _id_bytes(correlation_id: int | str, size: int) -> bytes:
 class SequenceStates:
     """The states of one sequence; its requests that a backend has refer to it, too.
 
-    START initialises them anew. By design different from Triton: a state without initial value is zeros (Triton:
+    START initialises them again. By design different from Triton: a state without initial value is zeros (Triton:
     uninitialised memory); one with a variable dimension starts in the shape of its initial value (Triton: its bytes, in
     the shape [1]).
     """

@@ -182,7 +182,7 @@ class SequenceBatch(ABC):
 
     @abstractmethod
     def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none (any more)."""
+        """The batch that is ready now; empty when there is none."""
 
     @abstractmethod
     def stop(self) -> None:

@@ -58,7 +58,7 @@ class EngineLocator(Protocol):
 
 
 class EngineUsers:
-    """The supervisors of this process that the locator serves: a model that is loaded anew has two for a while, which
+    """The supervisors of this process that the locator serves: a model that is loaded again has two for a while, which
     have one engine. Any thread."""
 
     def __init__(self, locator: EngineLocator) -> None:

@@ -260,7 +260,7 @@ class JsonCallReader:
                 pass
         except NotACall:
             if self._has_started:
-                return  # the call stands; what is held behind its arguments is content
+                return  # the call stands; what is held after its arguments is content
             if self._name is None or not reader.is_at_end:
                 raise
             start(reader, self._sink, self._name, self._id)  # cut off between name and arguments
@@ -270,7 +270,7 @@ class JsonCallReader:
         reader.hold()
 
     def _read_field(self) -> Reading[bool]:
-        """Reads one field and the comma behind it; False at the object's end."""
+        """Reads one field and the comma after it; False at the object's end."""
         reader = self._reader
         yield from reader.skip_space()
         if (yield from reader.one_of(("}",))):

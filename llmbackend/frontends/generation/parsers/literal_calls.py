@@ -54,7 +54,7 @@ class LiteralCallReader:
                 yield from self._read_value(0)
                 key, separator = (yield from self._read_next_key()), ", "
         except NotACall:
-            return  # what is held behind the last complete literal is content
+            return  # what is held after the last complete literal is content
         self._sink.arguments("{}" if separator == "{" else "}")
         end(reader, self._sink)
 

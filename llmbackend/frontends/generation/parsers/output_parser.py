@@ -64,7 +64,7 @@ class MarkedCallsReader:
         """What may stand behind a section's begin."""
         again = (begin for begin in self._calls if begin or not table.list_begin)
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
-        """What may stand behind a call."""
+        """What may stand after a call."""
         reader.boundaries = frozenset(_texts(table))
         reader.value_ends = markers(frozenset(_value_ends(table)))
 
@@ -86,7 +86,7 @@ class MarkedCallsReader:
                 marker = None
 
     def _read_beginning(self) -> Reading[str | None]:
-        """The reasoning, if there is any, and the marker behind it, if one is."""
+        """The reasoning, if there is any, and the marker after it, if one is."""
         options = (*self._begins, *self._table.bare_begin)
         reasoning = self._reasoning
         if reasoning is None:
@@ -119,7 +119,7 @@ class MarkedCallsReader:
         return marker
 
     def _read_section(self, marker: str) -> Reading[bool]:
-        """Behind its marker, which is held. False where content goes on with what is held."""
+        """After its marker, which is held. False where content continues with what is held."""
         reader, table = self._reader, self._table
         option: str | None = marker
         options: tuple[str, ...] = self._first
@@ -154,7 +154,7 @@ class MarkedCallsReader:
         return self._sink.num_calls > num_calls and options != self._first and reader.is_at_end
 
     def _read_call(self, call: CallSyntax) -> Reading[str | None]:
-        """Reads a call. Returns the option behind it if that had to be read with it."""
+        """Reads a call. Returns the option after it if that had to be read with it."""
         reader, sink = self._reader, self._sink
         if isinstance(call, JsonCall):
             yield from JsonCallReader(reader, sink, call, self._schemas.keys()).read()
@@ -255,7 +255,7 @@ class MessagesReader:
         return (yield from self._read_text(self._content, is_new=False))
 
     def _read_message(self, header: str) -> Reading[str]:
-        """From the beginning of its header to the marker behind its text."""
+        """From the beginning of its header to the marker after its text."""
         reader, table = self._reader, self._table
         reader.hold()
         while not header.endswith(table.message):

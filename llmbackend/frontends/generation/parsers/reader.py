@@ -1,7 +1,7 @@
 """Reads a model's output symbol by symbol while it arrives: characters, and special tokens, each of them one symbol.
 
-For: the machine's parts, which are generators: they yield where the output so far is used up, and go on when there is
-more. Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
+For: the machine's parts, which are generators: they yield where the output so far is used up, and continue with more.
+ Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
 text was cut; each symbol is read once, so the work is linear in the output; what is held is bounded by MAX_HELD_CHARS.
 """
 
@@ -90,7 +90,7 @@ class Reader:
     # What is held back.
 
     def hold(self, text: str = "", is_special: bool = False) -> None:
-        """From here on what is read is kept, behind `text`, until `drop` or `release`."""
+        """From here on what is read is kept, after `text`, until `drop` or `release`."""
         self._held = [(text, is_special)] if text else []
         self._num_held_chars = len(text)
 
@@ -150,7 +150,7 @@ class Reader:
     def one_of(self, options: Collection[str]) -> Reading[str | None]:
         """Reads one of these texts, whether its parts are characters or special tokens; the longest that is there.
 
-        None when none is there, behind what was read of them. "" as an option is one when nothing else begins here.
+        None when none is there, after what was read of them. "" as an option is one when nothing else begins here.
         """
         read, found = "", "" if "" in options else None
         while True:
@@ -197,7 +197,7 @@ class Reader:
 
     def _read_marker(self, markers: Markers, pending: str, emit: Callable[[str], None]) -> Reading[str]:
         """A marker that begins with the next symbol, a special token, or with pending text before it; "" where none
-        does, behind what was read of it. What was read is held."""
+        does, after what was read of it. What was read is held."""
         begin = pending + self.text
         if not markers.behind(begin):
             emit(pending)

@@ -27,7 +27,7 @@ _MAX_PARTS = 64
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
 _JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
-"""What Python reads with a warning: other escapes, and a number with a word behind it."""
+"""What Python reads with a warning: other escapes, and a number with a word after it."""
 _MAX_LITERAL_CHARS = 4096
 """Python literals are read up to this length: they are a model's mistake for JSON."""
 

@@ -70,7 +70,7 @@ class TaggedCall:
     may_omit_value_end: bool = False
     """Whether a value also ends where the next key begins or the call ends."""
     json_begin: str = ""
-    """Stands before a JSON object of all arguments, where the model writes one instead of tags; what stands behind it
+    """Stands before a JSON object of all arguments, where the model writes one instead of tags; what stands after it
     is among the section's `call_end`."""
     end: tuple[str, ...] = ()
     """What ends the call, besides what ends its section."""
@@ -113,7 +113,7 @@ CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls in sections behind a marker, or at the output's beginning without one; other text is content.
+    """Calls in sections after a marker, or at the output's beginning without one; other text is content.
 
     White space next to a call is layout.
     """
@@ -121,7 +121,7 @@ class MarkedCalls:
     begin: tuple[str, ...] = ()
     """Markers, each of which opens a section."""
     bare_begin: tuple[str, ...] = ()
-    """Texts that open a section only as the first of the output (or behind its reasoning), and belong to it."""
+    """Texts that open a section only as the first of the output (or after its reasoning), and belong to it."""
     calls: tuple[CallSyntax, ...]
     """The ways in which a call may be written; they begin differently."""
     list_begin: str = ""
@@ -130,7 +130,7 @@ class MarkedCalls:
     separators: tuple[str, ...] = (",",)
     """May stand between calls."""
     call_end: tuple[str, ...] = ()
-    """Texts behind a call that say nothing."""
+    """Texts after a call that say nothing."""
     end: tuple[str, ...] = ()
     """What closes a section. Optional in what the model writes."""
 
@@ -173,7 +173,7 @@ class CallGrammar:
     """Stands for `key_end` before a value that is written as JSON; "" = the same."""
     value_end: str = ""
     name_closes: str = ""
-    """Where not "": behind `value_end`, the parameter's name once more, and this."""
+    """Where not "": after `value_end`, the parameter's name once more, and this."""
     text_excludes: tuple[str, ...] = ()
     """What the text of a string may not hold, as it would end there."""
     text_quote: str | None = ""
@@ -223,7 +223,7 @@ class ReasoningFormat:
     ended_by: tuple[str, ...] = ()
     """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
     content_begin: tuple[str, ...] = ()
-    """Read behind the reasoning or calls, and at the output's beginning. Optional in what the model writes."""
+    """Read after the reasoning or calls, and at the output's beginning. Optional in what the model writes."""
     content_end: tuple[str, ...] = ()
     """Read anywhere in content."""
     messages: Messages | None = None

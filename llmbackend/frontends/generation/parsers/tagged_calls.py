@@ -2,7 +2,7 @@
 
 For: the sections of calls. Does not know: what stands around a call. Invariants: a value that can only be a string is
 passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a string if it is longer. A call whose
-parameters are not all read has no end, and what is read behind them is content.
+parameters are not all read has no end, and what is read after them is content.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class TaggedCallReader:
         self._ends = (*call.end, *section_ends)
         self._own_ends = call.end
         self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
-        """What may stand behind the header or a parameter."""
+        """What may stand after the header or a parameter."""
         self._has_any = False
         """Whether the call has had a parameter."""
         as_text = frozenset((call.key_begin, *call.end)) if call.may_omit_value_end else frozenset()

@@ -61,7 +61,7 @@ def decode_deltas(steps: Iterable[bytes]) -> list[Delta]:
 
 
 class BackgroundRun:
-    """Used on the event loop alone."""
+    """Used only on the event loop."""
 
     def __init__(
         self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
@@ -173,7 +173,7 @@ _ROOM_INTERVAL_S: Final = 1.0
 
 
 class _Continuation(msgspec.Struct, frozen=True):
-    """What another server needs to go on with a response, besides its tokens."""
+    """What another server needs to continue with a response, besides its tokens."""
 
     body: Any
     """The request's JSON."""
@@ -201,7 +201,7 @@ class _Made:
 
 
 class BackgroundResponses:
-    """Used on the event loop alone. The Producer of its store."""
+    """Used only on the event loop. The Producer of its store."""
 
     def __init__(
         self,
@@ -264,7 +264,7 @@ class BackgroundResponses:
     # --- a Producer of the store ------------------------------------------------------------------------------------
 
     async def take_over(self, document: Document) -> None:
-        """Its readers find its log at once; the generation goes on when all of it is ready."""
+        """Its readers find its log at once; the generation continues when all of it is ready."""
         log, progress = await self._store.resume(document)
         task = asyncio.get_running_loop().create_task(self._resume(document, log, progress))
         self._resuming[document.id] = task

@@ -51,7 +51,7 @@ from .response_state import ResponseState
 from .schema import ResponsesBody
 
 _MAX_HISTORY_BYTES = 8 << 20
-"""Of the stored responses that a request goes on behind: twice the largest body by default."""
+"""Of the stored responses that a request continues after: twice the largest body by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class PreparedResponse:
     request: ResponsesRequest
     body: JsonObject
     identity_suffix: str
-    """Drawn: what the response's id has behind its prefix."""
+    """Drawn: what the response's id has after its prefix."""
     echo: bytes
     """JSON of what the response repeats of its request."""
     items: bytes
     """JSON of the input items as they are stored."""
     history: History
-    """What it goes on from."""
+    """What it continues from."""
 
     @property
     def id(self) -> str:

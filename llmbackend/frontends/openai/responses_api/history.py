@@ -1,4 +1,4 @@
-"""What a request goes on from, out of the store: the items of earlier responses, and items that it refers to.
+"""What a request continues from, out of the store: the items of earlier responses, and items that it refers to.
 
 For: the endpoint that creates responses. Does not know: how items become a prompt. Invariant: a client gets at its own
 responses only; documents are parsed off the event loop.

@@ -215,7 +215,7 @@ class CustomInput:
         return _of_other_form("".join(self._arguments))
 
     def _open(self, text: str) -> str:
-        """Reads the opening; returns what stands behind it."""
+        """Reads the opening; returns what stands after it."""
         for index, char in enumerate(text):
             if self._is_other_form:
                 return ""

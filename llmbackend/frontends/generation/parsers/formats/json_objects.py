@@ -1,4 +1,4 @@
-"""Formats whose calls have JSON arguments: in one object with the name, or behind a header with the name.
+"""Formats whose calls have JSON arguments: in one object with the name, or after a header with the name.
 
 A format is stated as the text that its models write, with `…` for the name and the arguments. Sources: the models' chat
 templates; vLLM's parsers for xLAM, InternLM and LongCat. Families that write the same text share a format.
@@ -29,7 +29,7 @@ def _json(
     form: JsonCall | None = None,
 ) -> ToolCallFormat:
     """What stands before the object, apart from the bracket of a list, is the marker that begins a section of calls;
-    what stands behind it is the marker that ends the section.
+    what stands after it is the marker that ends the section.
 
     trigger: None: the marker that begins a section
     takes_list: whether a list is read, although a grammar writes none
@@ -66,7 +66,7 @@ _LLAMA3 = _json(
     bare_begin=("{",),
     form=JsonCall(other_keys=("type",), only_known_names=True),
 )
-# Command R7B and Command A. The ids that the model writes count the calls of a conversation, as its template does anew
+# Command R7B and Command A. The ids that the model writes count the calls of a conversation, as its template does again
 # each time: they are left out. Citations (`<co>`), which only a template option asks for, stay in the text.
 _COHERE3 = _json(
     "cohere_command3",
@@ -76,7 +76,7 @@ _COHERE3 = _json(
     end="\n]<|END_ACTION|>",
     form=JsonCall(name_key="tool_name", id_key=""),
 )
-# GigaChat 3 writes a call as a message of its own, GigaChat 3.1 behind a marker, which is what a grammar enforces.
+# GigaChat 3 writes a call as a message of its own, GigaChat 3.1 after a marker, which is what a grammar enforces.
 _GIGACHAT_MESSAGE = "function call<|role_sep|>\n"
 # The arguments stand in a code block (V3 and R1), or as they are (V3.1).
 _CALLS, _CALLS_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"

@@ -27,7 +27,7 @@ def _python(
         ),
         grammar=CallGrammar.of(
             "…(…)",
-            "…=…, ",  # Python allows the comma behind the last argument, too
+            "…=…, ",  # Python allows the comma after the last argument, too
             begin=begin + opening,
             separator=separator,
             end=closing + end,

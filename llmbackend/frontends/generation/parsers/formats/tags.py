@@ -38,7 +38,7 @@ def _tagged(
     trigger: None: what begins the section
     text_excludes: what a string cannot hold, besides the tag that ends it
     more_begins: what begins a section, too, but is not written by a grammar
-    call_end: texts behind a call that say nothing
+    call_end: texts after a call that say nothing
     read: fields of TaggedCall that differ from what is written, mostly because more is read
     """
     grammar = CallGrammar.of(
