@@ -98,7 +98,7 @@ class PriorityQueue:
         return self._deadlines.earliest_ns()
 
     def take_expired(self, now_ns: int) -> list[QueuedRequest]:
-        """Removes and returns the requests that expired and are to be rejected; those to delay are moved after the others
+        """Removes and returns the expired requests to reject; those to delay are moved after the others
         of their level."""
         rejected = []
         for request in self._deadlines.pop_due(now_ns):

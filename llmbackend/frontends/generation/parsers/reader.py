@@ -1,7 +1,7 @@
 """Reads a model's output symbol by symbol while it arrives: characters, and special tokens, each of them one symbol.
 
 For: the machine's parts, which are generators: they yield where the output so far is used up, and continue with more.
- Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
+Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
 text was cut; each symbol is read once, so the work is linear in the output; what is held is bounded by MAX_HELD_CHARS.
 """
 
