@@ -211,8 +211,8 @@ def check_checkpoint(engine: EngineConfig) -> None:
         return
     if "build_config" in _read_object(path / "config.json"):
         raise invalid_argument(
-            f"engine argument 'model' is '{model}', an engine that TensorRT-LLM has built and that it alone can run: "
-            "name the Hugging Face checkpoint that it was built from"
+            f"engine argument 'model' is '{model}', an engine built by TensorRT-LLM, which only TensorRT-LLM can run: "
+            "give the Hugging Face checkpoint that it was built from"
         )
     if engine.load_format == "dummy":
         return

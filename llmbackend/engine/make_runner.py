@@ -138,7 +138,7 @@ class SharedParts:
             if packed is not None:
                 note(f"weights from {cached.directory}")
                 return packed
-            note(f"weights packed anew: {cached.why_not or f'none of this model were in {cached.directory}'}")
+            note(f"weights packed: {cached.why_not or f'none of this model were in {cached.directory}'}")
             if self._draft is None:
                 self._draft = cached.draft()
                 self._writers = os.memfd_create("llmbackend-writers", os.MFD_CLOEXEC)

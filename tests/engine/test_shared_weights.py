@@ -91,7 +91,7 @@ def image_of(directory: Path) -> Path:
 def test_engines_share_what_the_first_process_packed(make_supervisor: MakeSupervisor, tmp_path: Path) -> None:
     first, second = make_supervisor(), make_supervisor()
     info = load(first)
-    assert any("packed anew" in path for path in info.paths) and not info.needs_torch
+    assert any("weights packed: " in path for path in info.paths) and not info.needs_torch
     assert {"pack", "verify", "write packed weights", "program"} <= {part.name for part in info.parts}
     assert [part.name for part in load(second).parts] == ["program"], "the fork server has everything"
     tokens = tokens_of(first)
