@@ -23,9 +23,11 @@ from trials.fuzz.exchange import HttpAnswer, HttpInput, complaint
 
 from .attacks import BY_NAME
 from .attacks.attack import GrpcSent, HttpSent, Sent
+from .served import KEY
 from .worker import messages
 
 SHOWN_CHARACTERS = 60
+_AUTHORIZATION = ("authorization", f"Bearer {KEY}")
 _SERVICE = "/inference.GRPCInferenceService/"
 _WHOLE_BYTES = 64 << 10
 """Of an answer; errors are shorter."""
@@ -69,7 +71,8 @@ class _Sender:
     def post(self, path: str, body: object) -> dict[str, Any]:
         connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
         with contextlib.closing(connection):
-            connection.request("POST", path, json.dumps(body).encode(), {"content-type": "application/json"})
+            headers = dict([("content-type", "application/json"), _AUTHORIZATION])
+            connection.request("POST", path, json.dumps(body).encode(), headers)
             response = connection.getresponse()
             text = response.read()
         assert response.status == 200, text[:300]
@@ -81,7 +84,7 @@ class _Sender:
             return self._in_chunks(sent, expected)
         connection = http.client.HTTPConnection(self._http, timeout=self._timeout_s)
         with contextlib.closing(connection):
-            headers = {"content-type": "application/json"} | sent.headers
+            headers = dict([("content-type", "application/json"), _AUTHORIZATION]) | sent.headers
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # refused before the body was whole
                 connection.request(sent.method, sent.path, sent.body, headers)
             response = connection.getresponse()
@@ -97,6 +100,7 @@ class _Sender:
     def _in_chunks(self, sent: HttpSent, expected: str) -> Answer:
         """What the first of the connections is answered first."""
         head = f"{sent.method} {sent.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"{': '.join(_AUTHORIZATION)}\r\n" if sent.has_key else ""
         body = b"".join(b"1\r\n%c\r\n" % byte for byte in sent.body)
         request = b"%bTransfer-Encoding: chunked\r\n\r\n%b0\r\n\r\n" % (head.encode(), body)
         with ThreadPoolExecutor(sent.connections) as pool:
@@ -119,10 +123,13 @@ class _Sender:
             try:
                 if sent.is_stream:
                     call: Any = channel.stream_stream(_SERVICE + sent.rpc)
-                    first = next(call(_once(sent.message), timeout=self._timeout_s, compression=how), b"")
+                    responses = call(
+                        _once(sent.message), timeout=self._timeout_s, compression=how, metadata=[_AUTHORIZATION]
+                    )
+                    first = next(responses, b"")
                     return Answer(_shown("OK", first[:200].decode(errors="replace")))
                 unary: Any = channel.unary_unary(_SERVICE + sent.rpc)
-                answered = unary(sent.message, timeout=self._timeout_s, compression=how)
+                answered = unary(sent.message, timeout=self._timeout_s, compression=how, metadata=[_AUTHORIZATION])
                 return Answer(f"OK ({len(answered)} bytes)")
             except grpc.RpcError as error:
                 code = error.code()

@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 import grpc
 from tritonclient.grpc import service_pb2 as pb
 
-from .served import STEADY
+from .served import KEY, STEADY
 
 _TOKENS = 2000
 _PROBE_EVERY_S = 0.01
@@ -128,7 +128,8 @@ class _Bystanders:
         reader, writer = await self._connect()
         try:
             head = f"POST /v2/models/{STEADY}/generate_stream HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            head += f"authorization: Bearer {KEY}\r\ncontent-length: {len(body)}\r\n\r\n"
+            writer.write(head.encode() + body)
             self._sse.begin()
             events = 0
             while line := await reader.readline():
@@ -157,7 +158,7 @@ class _Bystanders:
                 "/inference.GRPCInferenceService/ModelStreamInfer",
                 request_serializer=pb.ModelInferRequest.SerializeToString,
                 response_deserializer=pb.ModelStreamInferResponse.FromString,
-            )(iter([request]))
+            )(iter([request]), metadata=[("authorization", f"Bearer {KEY}")])
             self._rpc.begin()
             async for response in call:
                 self._rpc.end()

@@ -1,6 +1,7 @@
 """The server that is attacked: models for bystanders and for agents, and models that give back what they are sent.
 
-For: the run. Does not know: attacks. Invariant: it is one real `llmbackend serve` with the default limits.
+For: the run. Does not know: attacks. Invariant: it is one real `llmbackend serve` with the default limits, which
+asks for a key.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from tests.helpers.server_process import ServerProcess, start_server, stop_server, write_mock_model
 
+KEY = "of-all-clients-but-one"
 STEADY = "steady"
 AGENT = "agent"
 """Its chat template takes tools."""
@@ -52,6 +54,7 @@ def served(arguments: Sequence[str] = (), token_ms: float = 5) -> Iterator[Serve
                 server = start_server(
                     *("--model-repository", str(repository), "--backend-directory", str(backends)),
                     *("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm=true"),
+                    *("--api-key", KEY),
                     *arguments,
                     log=log,
                 )

@@ -7,6 +7,7 @@ not run is not in the table.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from .table import ClusterRow, print_report, print_row
 LONGEST_TOKENS = 150
 """Of an answer: one that thinks for 1,000 tokens would hold up the end of each round."""
 KILLED_LIMIT_S = 1.0
-"""Of the pause of 99 % of kills, on the mock model."""
+"""Of the pause of 99 % of kills, on the mock model, on a machine that does nothing else."""
 
 
 RAY_KINDS = (Kind.NODE, Kind.ACTOR, Kind.ENGINE, Kind.HOST, Kind.FRONTEND)
@@ -157,6 +158,7 @@ async def run_cluster(choice: Choice) -> int:
         if (rounds := [one for one in act.rounds if choice.only.lower() in one.name.lower()])
     ]
     of_all = sum(one.times for _, rounds in chosen for one in rounds)
+    print(f"-- load average of the last minute: {os.getloadavg()[0]:.1f}, on {os.cpu_count()} processors", flush=True)
     rows: list[ClusterRow] = []
     for act, rounds in chosen:
         await _play(act, [_scaled(one, choice.kills, of_all) for one in rounds], rows)

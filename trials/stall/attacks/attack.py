@@ -25,6 +25,7 @@ class HttpSent:
     headers: dict[str, str] = field(default_factory=dict)
     closes: Callable[[], None] | None = None
     method: str = "POST"
+    has_key: bool = True
     connections: int = 0
     """That send the body three times, in chunks of one byte, at the same time; 0: one request with a Content-Length."""
 

@@ -41,8 +41,14 @@ def _in_chunks(size: int) -> list[Sent]:
     return [HttpSent("/v2/models/steady/generate", body + b" " * (size - len(body)), connections=_CONNECTIONS)]
 
 
+def _without_a_key(size: int) -> list[Sent]:
+    """Each is refused at once, so they come over and over."""
+    return [HttpSent("/v2/models/steady/generate", b" " * size, has_key=False, connections=_CONNECTIONS)] * 30
+
+
 GENERATE_ATTACKS = (
     Attack("generate in chunks of one byte", _in_chunks, most_bytes=MAX_CHUNKS, expected="200"),
+    Attack("generate in chunks without a key", _without_a_key, MAX_CHUNKS, expected="401"),
     Attack("generate in too many chunks", _in_chunks, most_bytes=2 * MAX_CHUNKS, expected="[24]00"),
     Attack("generate long prompt", _generate(_prompt)),
     Attack("generate_stream long prompt", _generate(_prompt, "generate_stream")),
