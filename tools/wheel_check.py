@@ -46,7 +46,7 @@ def check_contents(wheel: Path) -> None:
 def install(wheel: Path, environment: Path, python: str) -> None:
     began_s = time.monotonic()
     subprocess.run([python, "-m", "venv", environment], check=True)
-    pip = [str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [str(environment / "bin" / "python"), "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), str(wheel)], check=True)
     print(f"ok   installed in {time.monotonic() - began_s:.0f} s")
 

@@ -48,13 +48,15 @@ def served(arguments: Sequence[str] = (), token_ms: float = 5) -> Iterator[Serve
             _write_echo(repository, datatype)
         (backends / "echo").mkdir(parents=True)
         (backends / "echo" / "backend.py").write_text(_ECHO)
-        log_path = Path(directory) / "server.log"
+        keys, log_path = Path(directory) / "keys.txt", Path(directory) / "server.log"
+        keys.touch(0o600)
+        keys.write_text(f"all:{KEY} role=operator\n")
         try:
             with log_path.open("w") as log:
                 server = start_server(
                     *("--model-repository", str(repository), "--backend-directory", str(backends)),
                     *("--model-control-mode", "explicit", "--load-model", "*", "--allow-client-shm=true"),
-                    *("--api-key", KEY),
+                    *("--api-key-file", str(keys)),
                     *arguments,
                     log=log,
                 )

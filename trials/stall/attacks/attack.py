@@ -58,7 +58,7 @@ class Attack:
     name: str
     make: Callable[[int], list[Sent]]
     most_bytes: int = 1 << 40
-    expected: str = ""
+    expected: str = "^(?!40[13])"
 
     def sent(self, size: int, post: Post) -> list[Sent]:
         """post: for requests that come before the attack's time."""
