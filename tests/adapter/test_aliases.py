@@ -180,5 +180,5 @@ def test_a_parameter_that_cannot_be_followed_is_refused(tmp_path: Path, name: st
 
 def test_an_engine_that_tensorrtllm_built_is_told_from_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"pretrained_config": {}, "build_config": {}}')
-    with pytest.raises(TritonError, match="an engine that TensorRT-LLM has built"):
+    with pytest.raises(TritonError, match="an engine built by TensorRT-LLM"):
         check_checkpoint(EngineConfig(model=str(tmp_path)))
