@@ -68,7 +68,7 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, caplo
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(run())
-    assert any("frontend 1" in text and "hangs and is killed" in text for text in caplog.messages)
+    assert any("frontend 1" in text and "hangs; killing it" in text for text in caplog.messages)
     endpoint.close()
     assert server.stop(10)
     claims.close()

@@ -35,7 +35,7 @@ from trials.chaos.specs import Lengths, StreamSpec, make_specs
 MODEL = "mock"
 MAX_FAULTS = 3
 """Of one sequence: fewer deaths in a row than give an engine up."""
-BLAMED = "times while it ran it"
+BLAMED = "times while running it"
 BROKEN_LOGITS = "not finite"
 STRUCK_ALONE = "injected fault"
 """A second exception came while the rows of a step that had raised one ran one by one."""
