@@ -39,7 +39,7 @@ class RequestDefaults:
     return_tokens_as_token_ids: bool = False
     """Where log probabilities are asked for."""
     force_include_usage: bool = False
-    """Whether every stream ends with its usage, asked for or not."""
+    """Whether every chunk of a stream has the usage so far, asked for or not."""
     stream_interval_tokens: int = 1
     """Tokens of a choice that go out together in a stream."""
 

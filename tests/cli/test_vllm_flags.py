@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import os
 import re
 import signal
 import socket
@@ -189,6 +190,14 @@ def test_logs_and_traces(settings: Settings) -> None:
     assert (trace.level, trace.rate, trace.mode) == (TraceLevel.TIMESTAMPS, 1, "opentelemetry")
     assert trace.open_telemetry.url == "http://127.0.0.1:4318/v1/traces"
     assert settings("mock", "--enable-log-requests").access.log_requests
+
+
+def test_the_key_of_vllms_variable(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "one")
+    assert settings("mock").access.api_keys == ("one",)
+    assert "VLLM_API_KEY" not in os.environ
+    monkeypatch.setenv("VLLM_API_KEY", "one")
+    assert settings("mock", "--api-key", "two").access.api_keys == ("two",)
 
 
 def test_other_names_of_own_flags(settings: Settings) -> None:

@@ -78,11 +78,13 @@ class AccessFlags:
     ] = False
 
     def settings(self) -> AccessSettings:
+        # Engines and models need not see the keys. As in vLLM, a flag wins over VLLM_API_KEY.
+        keys, vllm_key = os.environ.pop("LLMBACKEND_API_KEYS", ""), os.environ.pop("VLLM_API_KEY", "")
         try:
             return AccessSettings(
                 api_key_file=self.api_key_file,
-                api_keys=tuple(self.api_key or ()),
-                environment_keys=os.environ.pop("LLMBACKEND_API_KEYS", ""),  # engines and models need not see them
+                api_keys=tuple(self.api_key or ([vllm_key] if vllm_key else ())),
+                environment_keys=keys,
                 default_limits=Limits(self.api_key_rpm, self.api_key_tpm, self.api_key_max_concurrent_requests),
                 share_caches=self.share_caches_between_api_keys,
                 http_restrictions=parse_restrictions(self.http_restricted_api or (), "api"),

@@ -56,7 +56,7 @@ class VllmServerFlags:
         bool, typer.Option("--return-tokens-as-token-ids", help="Log probabilities name tokens as token_id:7.")
     ] = False
     enable_force_include_usage: Annotated[
-        bool, typer.Option("--enable-force-include-usage", help="Every stream of /v1 ends with its usage.")
+        bool, typer.Option("--enable-force-include-usage", help="Every chunk of a stream of /v1 has the usage so far.")
     ] = False
     stream_interval: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")

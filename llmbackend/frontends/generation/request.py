@@ -79,9 +79,10 @@ class LogprobForm:
 
     def others(self, entries: TokenEntries) -> list[tuple[str, dict[str, Any]]]:
         """What is told of a position besides the chosen token. That one is in `entries` even when it is not among the
-        most likely ones: its rank tells."""
+        most likely ones: its rank tells. Beside tokens that were asked for by their ids it is told, too."""
         if self.token_ids:
-            return [(token_id, entries[token_id]) for token_id in self.token_ids if token_id in entries]
+            ids = dict.fromkeys((next(iter(entries)), *self.token_ids))
+            return [(token_id, entries[token_id]) for token_id in ids if token_id in entries]
         ranked = sorted(entries.items(), key=lambda item: int(item[1]["rank"]))
         return [item for item in ranked if item[1]["rank"] <= self.top][: self.top]
 

@@ -51,7 +51,7 @@ def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
             added["stream_interval"] = defaults.stream_interval_tokens
         options = body.get("stream_options") or {}
         if defaults.force_include_usage and isinstance(options, dict):
-            body = body | {"stream_options": options | {"include_usage": True}}
+            body = body | {"stream_options": options | {"include_usage": True, "continuous_usage_stats": True}}
     return {**added, **body}
 
 

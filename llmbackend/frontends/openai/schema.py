@@ -7,6 +7,7 @@ Responses API a further model.
 Source: OpenAI's API reference for names and ranges, vLLM's SamplingParams for the extras.
 """
 
+import itertools
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainValidator, StringConstraints, WithJsonSchema
@@ -115,13 +116,18 @@ class StreamOptions(ClosedObject):
     include_obfuscation: Annotated[Any, Only(False)] = None
 
 
+_MAX_NAMED = 64
+"""Keys that are looked at for one error that names all wrong ones."""
+
+
 def _check_token_bias(value: object) -> object:
     """In Python, since a call in C for hundreds of thousands of items keeps the interpreter's lock too long."""
     if not isinstance(value, dict):
         raise refuse("logit_bias", "an object", value)
     for token, bias in value.items():
         if not (token.isascii() and token.isdigit()):
-            raise refuse("logit_bias", "token ids as keys", token)
+            wrong = [key for key in itertools.islice(value, _MAX_NAMED) if not (key.isascii() and key.isdigit())]
+            raise refuse("logit_bias", "token ids as keys", wrong if token in wrong else token)
         if type(bias) not in (int, float) or not -100 <= bias <= 100:
             raise refuse(f"logit_bias.{token}", "a number from -100 to 100", bias)
     return value
