@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from llmbackend.fork_server.temporary_folders import OwnedFolder, remove_abandoned
+from llmbackend.fork_server.process_resources import OwnedFolder, remove_abandoned
 
 PROGRAM = """
 import sys
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 folder = OwnedFolder("host")
 (folder.path / "content").mkdir()
 print(folder.path, flush=True)

@@ -65,8 +65,7 @@ def _plain(section: Section, device: Any) -> None:
 def _device(section: Section) -> Any:
     import torch
 
-    from llmbackend.engine.gpu.cpu_device import CpuDevice
-    from llmbackend.engine.gpu.device import CudaDevice
+    from llmbackend.engine.gpu.device import CpuDevice, CudaDevice
 
     return CudaDevice(torch.device(section.device)) if section.on_gpu else CpuDevice()
 

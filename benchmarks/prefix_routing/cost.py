@@ -32,8 +32,7 @@ from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.repository.model_files import ModelIdentifier
 from llmbackend.core.server_options import ServerOptions
-from llmbackend.engine.memory.block_journal import BlockJournal, prefix_hashes
-from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.memory.prefix_cache import BlockJournal, PrefixCache, prefix_hashes
 from llmbackend.engine.messages import BlockChanges, InferRequest, SamplingParams
 from llmbackend.waiting.queue_policy import QueuePolicies
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmbackend.adapter.tasks.placement import Place, Placement, PrefixIndex
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
-from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import InferRequest, StepResult
 from llmbackend.waiting.queue_policy import QueuePolicies
 

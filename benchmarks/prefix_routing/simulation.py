@@ -26,7 +26,7 @@ from typing import Any
 
 from llmbackend.adapter.tasks.placement import Placement, PrefixIndex
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
-from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import BlockChanges, InferRequest, SamplingParams, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
 

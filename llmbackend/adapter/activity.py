@@ -26,9 +26,9 @@ from llmbackend.core.activity.messages import (
     StepParts,
 )
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.load_progress import LoadProgress
 from llmbackend.engine.messages import ModelInfo
 from llmbackend.engine.reports import ROW_KINDS, BlockMap, EngineReport, EngineState, StepReport
-from llmbackend.engine.start.load_progress import LoadProgress
 
 from .tasks.infer_task import InferTask
 from .tasks.task_map import TaskMap

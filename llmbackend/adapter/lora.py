@@ -31,7 +31,7 @@ import msgspec
 
 from llmbackend.core.backend_api import ErrorCode, Request, TritonError, internal, invalid_argument, unavailable
 from llmbackend.engine.messages import AdapterResult
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.waiting.timer import Alarm, Timer
 
 from .schemas.schema import LoraError

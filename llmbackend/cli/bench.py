@@ -25,9 +25,9 @@ from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import EngineStats, InferRequest, ModelInfo, SamplingParams
 from llmbackend.engine.offline import OfflineEngine, make_served_runner
+from llmbackend.fork_server.process_resources import process_age_s
 from llmbackend.server.process import peak_rss_mb, tree_pss_mb
 
-from ..fork_server.process_start import process_age_s
 from ..server.start_failure import flag_of
 from .bench_plots import Measured, print_plots, write_svg
 from .command_line import bad_option

@@ -22,7 +22,7 @@ import ray
 import ray.util
 
 from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder, read_record
-from llmbackend.engine.ranks.rank_order import RankMeeting
+from llmbackend.engine.rank_order import RankMeeting
 
 from .messages import EngineSpec, EngineState
 from .model_cache import Fetch, LocalFiles, ModelFilesError, local_files

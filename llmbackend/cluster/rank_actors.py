@@ -23,9 +23,9 @@ from ray._private.state import available_resources_per_node
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.gpu.parallel.rank_process import RankKeeper
 from llmbackend.engine.process.served.served_order import with_paths
-from llmbackend.engine.ranks.rank_keeper import RankKeeper
-from llmbackend.engine.ranks.rank_order import RankMeeting, RankOrder
+from llmbackend.engine.rank_order import RankMeeting, RankOrder
 
 from .messages import EngineSpec
 from .model_cache import ModelFilesError, local_files

@@ -25,6 +25,7 @@ from llmbackend.waiting.wakeup import Wakeup
 
 from .config import EngineConfig
 from .errors import EngineDeadError
+from .load_progress import LoadProgress
 from .messages import (
     AdapterLoad,
     AdapterResult,
@@ -38,11 +39,9 @@ from .messages import (
     StepResult,
     Vocabulary,
 )
-from .process.engine_sources import EngineSource, ForkedEngines
 from .process.served.locating import remote_engines
-from .process.supervisor import Supervisor
+from .process.supervisor import EngineSource, ForkedEngines, Supervisor
 from .reports import EngineHistory, EngineReport, EngineState, Watch
-from .start.load_progress import LoadProgress
 
 
 class Operation(IntEnum):

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from llmbackend.testing.faults import Faults, with_faults
 
 from .config import EngineConfig
+from .load_progress import note, part, report
 from .messages import ModelPrepared
-from .start import lean_imports
-from .start.load_progress import report
-from .start.start_parts import note, part
+from .model import lean_imports
 from .step import Runner
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from .cpu.packed_decoder import PackedModel, PackingPlace
     from .gpu.parallel.followers import Followers
-    from .ranks.rank_order import RankMeeting
+    from .rank_order import RankMeeting
     from .weight_cache.cache import Draft
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,8 @@ from typing import Final, Literal
 import msgspec
 
 from .kv_groups import KVGroups
+from .load_progress import LoadProgress, StartPart, text_of
 from .reports import EngineReport, Watch
-from .start.load_progress import LoadProgress
-from .start.start_parts import StartPart, text_of
 
 
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):

@@ -51,7 +51,7 @@ class RowTable:
     block_table          block_tables[0], the only one where all layers are one group
 
     prompt_logprobs: by row, for rows that need logprobs of their prompt; a step gives those of the tokens whose
-    predecessors it computes (sampling/prompt_logprobs.py).
+    predecessors it computes (sampling/sampler.py).
 
     During `execute` a row's block tables are valid for positions below num_computed_tokens + the tokens scheduled;
     later entries are stale. Where a group of layers has a window, an entry may be -1, whose positions none of the

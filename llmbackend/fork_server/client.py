@@ -9,6 +9,7 @@ of it is left.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import logging
@@ -26,9 +27,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import llmbackend
+
+from . import boot
 from .host_policy import NO_POLICY, HostPolicy
-from .interpreter import HOST_PACKAGE, command
-from .output import OutputReader
 from .server import ENDS_WITH_SERVER, MAX_ORDER_BYTES, NUMBER
 
 logger = logging.getLogger(__name__)
@@ -39,6 +41,29 @@ SERVER_END_TIMEOUT_S: Final = 2.0
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
+
+
+THIS_PYTHON = ""
+"""Stands for the interpreter that runs this."""
+HOST_PACKAGE = ("llmbackend", str(Path(llmbackend.__file__).parent))
+"""Name and directory of this package."""
+_NOT_FOR_OTHERS = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
+
+
+def is_this(interpreter: str) -> bool:
+    return interpreter in (THIS_PYTHON, sys.executable)
+
+
+def command(interpreter: str, module: str, package: tuple[str, str] = HOST_PACKAGE) -> list[str]:
+    """The beginning of a command that calls `main` of a module of `package`; its arguments follow."""
+    return [interpreter or sys.executable, "-u", boot.__file__, *package, module]
+
+
+def environment(interpreter: str) -> dict[str, str]:
+    """The variables for a process of that interpreter."""
+    if is_this(interpreter):
+        return dict(os.environ)
+    return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_OTHERS}
 
 
 def restart_pause_s(num_failures: int) -> float:
@@ -347,3 +372,40 @@ def how_it_ended(returncode: int) -> str:
         return f"ended by signal {signal.Signals(-returncode).name}"
     except ValueError:
         return f"ended by signal {-returncode}"
+
+
+END_TIMEOUT_S = 1.0
+NUM_LINES_KEPT = 20
+MAX_LINE_BYTES = 1 << 16
+
+
+class OutputReader:
+    """Reads the pipe `output_fd`, which it owns, on a thread of its own."""
+
+    def __init__(self, output_fd: int, write: Callable[[str], object], thread_name: str) -> None:
+        """`write` is called on the thread with each line, its end of line included. Raises RuntimeError when there can
+        be no more threads; `output_fd` is closed then."""
+        self._output = os.fdopen(output_fd, "rb")
+        self._write = write
+        self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES_KEPT)
+        self._thread = threading.Thread(target=self._read, name=thread_name, daemon=True)
+        try:
+            self._thread.start()
+        except BaseException:
+            self._output.close()
+            raise
+
+    @property
+    def last_lines(self) -> str:
+        return "\n".join(self._last_lines)
+
+    def wait(self) -> None:
+        """Until all that an ended process has printed is passed on; not for another process that holds its pipe."""
+        self._thread.join(END_TIMEOUT_S)
+
+    def _read(self) -> None:
+        with self._output:
+            while line := self._output.readline(MAX_LINE_BYTES):
+                text = line.decode(errors="replace")
+                self._last_lines.append(text.rstrip())
+                self._write(text)

@@ -20,7 +20,7 @@ import httptools
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 
 from .http.responses import HOP_BY_HOP, ForwardedResponse
 from .http.site_check import SiteCheck

@@ -19,7 +19,7 @@ from typing import Final, NoReturn, ParamSpec, TypeVar
 
 import msgspec
 
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 from llmbackend.frontends.limits import FrontendLimits
 
 

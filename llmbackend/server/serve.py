@@ -20,13 +20,12 @@ import uvloop
 
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.fork_server.process_start import process_age_s
+from llmbackend.fork_server.process_resources import process_age_s, remove_abandoned
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
-from ..fork_server.temporary_folders import remove_abandoned
 from .ports import ClaimedPorts, PortTakenError, PortWish
 from .process import (
     exit_now,

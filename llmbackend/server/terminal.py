@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 from llmbackend import __version__
 from llmbackend.core.config.model_config import SERVED_MODEL_NAME
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.engine.start.load_progress import LoadProgress
-from llmbackend.engine.start.load_progress import logger as progress_log
+from llmbackend.engine.load_progress import LoadProgress
+from llmbackend.engine.load_progress import logger as progress_log
 
 from .ports import UNIX
 from .process import in_thread

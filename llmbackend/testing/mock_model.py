@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.messages import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
-from llmbackend.engine.sampling.prompt_logprobs import prompt_spans
 from llmbackend.engine.sampling.rows import splitmix64, uniform
+from llmbackend.engine.sampling.sampler import prompt_spans
 from llmbackend.engine.step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 from llmbackend.engine.token_masks import FORBIDDEN, BadWords, TokenMasks, Words, as_bools
 

@@ -31,7 +31,9 @@ REQUEST: dict[str, Any] = {"text_input": "Count from 1 to 100", "parameters": SA
 
 
 def ranks_in(folder: Path) -> list[int]:
-    return [pid for pid, command in processes_of(folder).items() if "llmbackend.engine.ranks.rank_process" in command]
+    return [
+        pid for pid, command in processes_of(folder).items() if "llmbackend.engine.gpu.parallel.rank_process" in command
+    ]
 
 
 def test_a_split_model_gives_one_machines_text_and_survives_a_rank(tmp_path: Path) -> None:

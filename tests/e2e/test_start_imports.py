@@ -45,7 +45,7 @@ def at_ready(record):
     return True
 
 seen = []
-logging.getLogger("llmbackend.engine.start.load_progress").addFilter(at_order)
+logging.getLogger("llmbackend.engine.load_progress").addFilter(at_order)
 logging.getLogger("llmbackend.server.terminal").addFilter(at_ready)
 from llmbackend.cli.main import main
 from llmbackend.server import terminal

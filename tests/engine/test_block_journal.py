@@ -12,8 +12,7 @@ import pytest
 
 from llmbackend.adapter.tasks.placement import PrefixIndex
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.memory.block_journal import BlockJournal, numbers, prefix_hashes
-from llmbackend.engine.memory.prefix_cache import PrefixCache
+from llmbackend.engine.memory.prefix_cache import BlockJournal, PrefixCache, numbers, prefix_hashes
 from llmbackend.engine.messages import BlockChanges, InferRequest
 from tests.helpers.mock_engine import FaultyRunner, Outcomes, make_core, make_request
 
@@ -153,7 +152,7 @@ def test_blocks_behind_a_forgotten_one_are_not_found_until_they_are_computed_aga
 def test_hashes_are_the_same_in_every_process_and_depend_on_all_before() -> None:
     salt, text = ("tenant", "", "ä"), list(range(1000, 1050))
     code = (
-        "from llmbackend.engine.memory.block_journal import prefix_hashes\n"
+        "from llmbackend.engine.memory.prefix_cache import prefix_hashes\n"
         f"print(list(prefix_hashes({salt!r}, {text!r}, 16)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

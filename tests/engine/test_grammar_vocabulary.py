@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from llguidance import LLMatcher
 
-from llmbackend.engine.grammars.vocabulary import make_tokenizer
+from llmbackend.engine.grammars.grammar_compiler import make_tokenizer
 from llmbackend.engine.messages import ModelInfo, Vocabulary
 
 TOKENIZER = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "tokenizer.json"

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from llmbackend.engine.memory.block_journal import Salt
 from llmbackend.engine.memory.kv_cache import KVCacheManager
+from llmbackend.engine.memory.prefix_cache import Salt
 from llmbackend.engine.step import RowTable
 
 

@@ -13,7 +13,7 @@ import zmq
 
 from llmbackend.engine.config import EngineConfig, KVEventsConfig
 from llmbackend.engine.engine_core import EngineCore
-from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import InferRequest
 from tests.helpers.mock_engine import Outcomes, make_core, make_request
 

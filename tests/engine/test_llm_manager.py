@@ -19,7 +19,7 @@ import pytest
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import Operation, StatusType
 from llmbackend.engine.messages import InferRequest, StepOutput
-from llmbackend.engine.process.engine_sources import ForkedEngines
+from llmbackend.engine.process.supervisor import ForkedEngines
 from llmbackend.engine.process.transport import ProcessTransport
 from tests.helpers.manager_owner import Owner
 from tests.helpers.mock_engine import Outcome, expect_oracle, make_core, make_request, random_requests, run_to_end

@@ -13,8 +13,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner
 from llmbackend.engine.cpu.packed_decoder import PackedModel
 from llmbackend.engine.load_forecast import LoadForecast, forecast
+from llmbackend.engine.load_progress import collecting
 from llmbackend.engine.model.module_runner import pack_or_run
-from llmbackend.engine.start.start_parts import collecting
 from tests.helpers.tiny_models import FAMILIES, random_model
 
 pytestmark = pytest.mark.slow

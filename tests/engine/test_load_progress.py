@@ -18,9 +18,9 @@ from rich.console import Console
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import RUNNERS
+from llmbackend.engine.load_progress import LoadProgress, counted, report, reporting_to, show
+from llmbackend.engine.load_progress import logger as progress_log
 from llmbackend.engine.process.transport import EngineForkServer, make_transport
-from llmbackend.engine.start.load_progress import LoadProgress, counted, report, reporting_to, show
-from llmbackend.engine.start.load_progress import logger as progress_log
 from llmbackend.server.terminal import LoadLines, handled_by, load_bars
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.fake_clock import FakeClock
@@ -157,7 +157,7 @@ class Hub(BaseHTTPRequestHandler):
 DOWNLOAD = """
 import json
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.start.load_progress import reporting_to
+from llmbackend.engine.load_progress import reporting_to
 from llmbackend.engine.model.loader import hub_files
 told = []
 with reporting_to(told.append):

@@ -14,8 +14,7 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.messages import EngineInput
-from llmbackend.engine.process.engine_sources import FORK_SERVERS, ForkedEngines
-from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.engine.process.supervisor import FORK_SERVERS, ForkedEngines, Supervisor
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers import preparing_runners
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request

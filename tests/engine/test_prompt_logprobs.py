@@ -10,7 +10,7 @@ import pytest
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, TokenLogprobs
-from llmbackend.engine.sampling.prompt_logprobs import token_logprobs
+from llmbackend.engine.sampling.sampler import token_logprobs
 from llmbackend.testing.mock_model import MockRunner, mock_logits
 from llmbackend.testing.overlapping_mock import OverlappingMockRunner
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, run_counted, run_to_end

@@ -15,8 +15,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams
-from llmbackend.engine.process.engine_sources import ForkedEngines
-from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.engine.process.supervisor import ForkedEngines, Supervisor
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.supervised_engines import load, pid_of, server_pid_of
 

@@ -8,10 +8,10 @@ import time
 import msgspec
 import pytest
 
+from llmbackend.engine import load_progress
+from llmbackend.engine.load_progress import StartPart, collecting, note, part, text_of
 from llmbackend.engine.messages import ModelInfo
-from llmbackend.engine.start import start_parts
-from llmbackend.engine.start.start_parts import StartPart, collecting, note, part, text_of
-from llmbackend.fork_server.process_start import process_age_s, started_ticks
+from llmbackend.fork_server.process_resources import process_age_s, started_ticks
 
 
 def test_a_part_does_not_count_the_parts_within_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +53,7 @@ def test_nothing_is_collected_where_nobody_collects() -> None:
     note("unheard")
     with part("read"):
         pass
-    assert start_parts._start.get() is None
+    assert load_progress._start.get() is None
 
 
 def test_the_summary_names_what_there_is() -> None:

@@ -28,7 +28,7 @@ from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import LlmManager
 from llmbackend.engine.messages import EngineInput, ModelInfo, StepResult
-from llmbackend.engine.process import engine_process, engine_sources
+from llmbackend.engine.process import engine_process, supervisor
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
 from llmbackend.fork_server import client
 from llmbackend.testing.mock_model import MockRunner
@@ -179,7 +179,7 @@ class World:
         self._patch.setattr(model_instance_state, "LlmManager", HandTurnedManager)
         self._patch.setattr(model_state, "Timer", ManualTimer)
         self._patch.setattr(
-            engine_sources, "make_transport", lambda fork_server, *_: SteppedTransport(self, fork_server.config)
+            supervisor, "make_transport", lambda fork_server, *_: SteppedTransport(self, fork_server.config)
         )
         self._patch.setattr(client, "FIRST_PAUSE_S", 0.0)
         self._patch.setattr(ModelState, "submit", self._submit_of(ModelState.submit))

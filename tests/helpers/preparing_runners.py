@@ -18,7 +18,7 @@ from pathlib import Path
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import ModelPrepared
-from llmbackend.engine.ranks.rank_order import RankMeeting
+from llmbackend.engine.rank_order import RankMeeting
 from llmbackend.engine.step import Runner
 from llmbackend.testing.faults import Faults
 

@@ -6,8 +6,7 @@ For: tests of starts and restarts. Does not know: which models.
 from __future__ import annotations
 
 from llmbackend.engine.messages import ModelInfo
-from llmbackend.engine.process.engine_sources import ForkedEngines
-from llmbackend.engine.process.supervisor import Supervisor
+from llmbackend.engine.process.supervisor import ForkedEngines, Supervisor
 from llmbackend.engine.process.transport import ProcessTransport
 
 

@@ -16,7 +16,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from llmbackend.adapter.tasks.fault_isolation import BLAME_THRESHOLD
 from llmbackend.adapter.tasks.infer_task import InferTask
 from llmbackend.core.backend_api import ErrorCode
-from llmbackend.engine.memory.block_journal import joined, numbers
+from llmbackend.engine.memory.prefix_cache import joined, numbers
 from tests.helpers.hand_driven import HandTurnedManager, World
 from tests.helpers.llm_host import Call
 from tests.helpers.llm_requests import MAX_MODEL_LEN, NUM_KINDS, answer, undisturbed

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from llmbackend.engine.memory.block_journal import numbers
+from llmbackend.engine.memory.prefix_cache import numbers
 from llmbackend.engine.messages import BlockChanges
 
 REQUEST_TOKENS: Final = 128
@@ -155,7 +155,7 @@ _BLOCKS_AT_A_TIME = 4096
 class PrefixIndex:
     """Which engine has the KV of which beginnings of texts.
 
-    Engines are bits of an int. A block is entered under its hash (memory/block_journal.py), which stands for all of a
+    Engines are bits of an int. A block is entered under its hash (memory/prefix_cache.py), which stands for all of a
     text up to that block, and an engine that has a block has all before it: so the longest beginning that anyone has is
     found by bisection. Invariants: after an engine's message the index has exactly the blocks that the engine then had;
     apart from that it has what engines are computing for requests that they took, until their first tokens are there.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.llm_manager import LlmManager
-from llmbackend.engine.memory.block_journal import prefix_hashes
+from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import BlockChanges, ModelInfo
 
 from .infer_task import InferTask

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from llmbackend.fork_server.interpreter import command, environment, is_this
+from llmbackend.fork_server.client import command, environment, is_this
 
 logger = logging.getLogger(__name__)
 

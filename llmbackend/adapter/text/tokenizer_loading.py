@@ -34,7 +34,7 @@ from llmbackend.engine.weight_cache.cache_folder import (
     limit_bytes_of,
     usable_directory,
 )
-from llmbackend.fork_server.interpreter import is_this
+from llmbackend.fork_server.client import is_this
 
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer
 from .tokenizer_files import (

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from llmbackend.core.backend_api import internal, invalid_argument
 from llmbackend.fork_server.client import ForkServer, Program
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 
 from .stub_process import output_log
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llmbackend.core.backend_api import internal
-from llmbackend.fork_server.client import ForkServer
+from llmbackend.fork_server.client import ForkServer, OutputReader
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
-from llmbackend.fork_server.output import OutputReader
 
 from .stub.packets import Message, Packet, PacketReader, encode
 

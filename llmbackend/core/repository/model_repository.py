@@ -27,7 +27,7 @@ from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, OverrideError, TritonError, internal, invalid_argument
 from llmbackend.core.json_text import json_depth
 from llmbackend.core.messages import LoadParameters
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 
 from .model_files import (
     SEPARATOR,

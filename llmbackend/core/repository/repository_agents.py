@@ -20,7 +20,7 @@ from llmbackend.core.config.model_config import read_config
 from llmbackend.core.errors import TritonError, internal, invalid_argument, unavailable
 from llmbackend.core.files import import_file
 from llmbackend.core.repoagent_api import API_VERSION, Action
-from llmbackend.fork_server.temporary_folders import OwnedFolder
+from llmbackend.fork_server.process_resources import OwnedFolder
 
 from .model_files import config_path
 

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ..kernels.library import Epilogue, Kind, LinearOp, NativeKernels, Rows, Step, Type, op_pointers
 from ..kernels.weights import TYPE_OF, NewMemory, PackedWeight, WeightStore
-from ..start.load_progress import counted
+from ..load_progress import counted
 from .native_memory import release_pages
 
 

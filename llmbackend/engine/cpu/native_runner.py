@@ -14,12 +14,11 @@ from ..adapter_loads import refuse_adapter
 from ..config import EngineConfig
 from ..errors import ProgramUnsupportedError
 from ..kernels.library import NativeKernels, load
+from ..load_progress import note
 from ..messages import InferRequest, ModelInfo
 from ..sampling.native_sampling import NativeSampling
-from ..sampling.prompt_logprobs import PIECE_TOKENS
 from ..sampling.rows import SamplingRows
-from ..sampling.sampler import HostSteps, Sampler
-from ..start.start_parts import note
+from ..sampling.sampler import PIECE_TOKENS, HostSteps, Sampler
 from ..step import FlatStep, Int32Array, RowTable, SampledTokens, StepPlan, flatten
 from .decoder_program import DecoderProgram, Float32Array
 from .native_memory import BLOCK_MULTIPLE, FilePages, num_kv_blocks

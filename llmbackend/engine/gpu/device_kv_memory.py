@@ -136,7 +136,7 @@ def _block_bytes(part: torch.Tensor) -> torch.Tensor:
 def _moves(parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> _Moves:
     if not staged.is_cuda:
         return _TorchMoves(parts, ends, staged)
-    from .kernels.move_blocks import BlockMoves  # Triton, which only a GPU's torch brings
+    from .kernels.fused import BlockMoves  # Triton, which only a GPU's torch brings
 
     return BlockMoves(parts, ends, staged)
 

@@ -22,10 +22,10 @@ from ..sampling.rows import RowEdits, SampleLogprobs, SamplingRows, sampled_toke
 from ..step import Int32Array, RowTable, SampledTokens, StepPlan
 from ..token_masks import PendingMasks, TokenMasks, all_tokens
 from .device import Device
+from .device_rows import DeviceRows
 from .kernels import narrowing, ranked_sampling, sampling
 from .kernels.ranking import CANDIDATES, LOWEST_KEY
 from .kernels.sampling import BLOCK, NUM_WORDS, RECORD
-from .rows.device_rows import DeviceRows
 
 _BLOCKS_AT_ONCE = sampling.BLOCKS_AT_ONCE
 """Blocks of the vocabulary for one program that only copies or summarises."""

@@ -25,9 +25,9 @@ import torch
 
 from ..step import StepPlan
 from .device import Device, Graph
+from .device_rows import DeviceRows, Padded, StepShape
 from .program import GpuProgram
-from .rows.device_rows import DeviceRows, Padded, StepShape
-from .rows.row_messages import num_sequences
+from .row_messages import num_sequences
 
 logger = logging.getLogger(__name__)
 

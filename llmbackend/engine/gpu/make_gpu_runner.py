@@ -1,9 +1,11 @@
-"""From a loaded model to a runner on an accelerator: the kernels, the program and its verification, KV memory, graphs.
+"""From a loaded model to a runner on an accelerator: the kernels, the program and its verification, KV memory, graphs,
+and the steps that run before its first request.
 
 For: make_model_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the
 program's buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the
-limit that the config states, so that no step of a running engine meets a full device. Nothing of Triton is imported
-where it is not wanted.
+limit that the config states, so that no step of a running engine meets a full device. A step of a running engine needs
+no kernel that those first steps did not, so that no request waits for a compiler; they write to the first KV block
+alone. Nothing of Triton is imported where it is not wanted.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import msgspec
+import numpy as np
 import torch
 from torch import nn
 
@@ -25,19 +29,18 @@ from ..messages import ModelInfo
 from ..model.compatibility import MAX_PROBE_TOKENS
 from ..model.decoder_description import Decoder
 from ..model.loader import LoadedModel
-from ..step import LookupLengths
+from ..step import Int32Array, LookupLengths, RowTable, Runner, StepPlan
 from . import device_kv_memory as kv_memory
 from .device import CudaDevice, Device
-from .device_kv_memory import HostBlocks
+from .device_kv_memory import HostBlocks, block_bytes, num_kv_blocks
+from .device_rows import DeviceRows, Padded, StepMessages
 from .gpu_runner import GpuRunner, HostSampling, RunnerParts, StepSampler
 from .graphs import StepGraphs, graph_bytes, ladder, mixed_ladder
 from .lora import DeviceAdapters, slots_for
 from .ops.ops import LayerCache, Ops
 from .ops.torch_ops import TorchOps
 from .program import WHOLE, GpuProgram, Stages, library_matmul
-from .rows.device_rows import DeviceRows, Padded, StepMessages
-from .rows.row_messages import max_sequences
-from .warm_up import warm_up
+from .row_messages import max_sequences
 from .weights.dense import Matmul
 
 logger = logging.getLogger(__name__)
@@ -265,3 +268,85 @@ def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> StepSa
     from .device_sampler import DeviceSampler
 
     return DeviceSampler(*limits, loaded.device, max_sequences(config))
+
+
+_SIZES = 1, 17, 65, 257
+"""Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py,
+kernels/int4_matmul.py)."""
+
+
+def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
+    """The memory it used counts as used from then on (Device.memory). Raises torch.OutOfMemoryError."""
+    runner = GpuRunner(parts, info)
+    if parts.adapters is not None:
+        parts.messages.expect_adapters()
+    for step in (_largest(config, info.max_model_len), *_kinds(config, info.max_model_len)):
+        _run(runner, config, step)
+
+
+def run_largest(runner: Runner, config: EngineConfig) -> None:
+    """The largest step alone. Raises torch.OutOfMemoryError."""
+    _run(runner, config, _largest(config, runner.info.max_model_len))
+
+
+class _Step(NamedTuple):
+    counts: Int32Array
+    """Tokens of each row."""
+    drafts: Int32Array
+    """How many of them."""
+    length: int
+    """Of all rows, drafts included."""
+
+
+def _largest(config: EngineConfig, max_model_len: int) -> _Step:
+    """As many tokens and samples as a step can have."""
+    num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
+    counts = np.clip(_shares(config.max_num_batched_tokens, num_rows), 1, max(max_model_len - 1, 1))
+    drafts = np.minimum(_shares(max_sequences(config) - num_rows, num_rows), counts - 1)
+    return _Step(counts, drafts, int(counts.max()))
+
+
+def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[_Step]:
+    """Decoded tokens and drafts, and a prompt's end, behind as many keys as can be. (The sampled token has a place of
+    its own.)"""
+    length = max_model_len - 1
+    for size in _SIZES:
+        decoded = _shares(size, min(size, config.max_num_seqs))
+        if size <= min(max_sequences(config), config.max_num_batched_tokens) and int(decoded.max()) <= length:
+            yield _Step(decoded, decoded - 1, length)
+        if size < min(config.max_num_batched_tokens, length):
+            yield _Step(np.array([size + 1], np.int32), np.zeros(1, np.int32), length)
+
+
+def _shares(total: int, count: int) -> Int32Array:
+    """`total` in `count` parts, the larger ones first."""
+    shares: Int32Array = total // count + (np.arange(count, dtype=np.int32) < total % count).astype(np.int32)
+    return shares
+
+
+def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
+    num_rows = len(step.counts)
+    table = RowTable(num_rows, step.length, config.block_size, runner.info.kv_groups.count)
+    table.num_tokens[:] = step.length - step.drafts
+    table.num_computed_tokens[:] = step.length - step.counts
+    drafts = step.drafts if step.drafts.any() else None
+    rows = np.arange(num_rows, dtype=np.int32)
+    runner.execute(StepPlan(rows, step.counts, np.ones(num_rows, np.bool_), drafts), table)
+
+
+_COPIES = 4
+"""Bytes that attention copies for each byte of a layer's KV that a step reads: the rows' blocks, padded by up to a
+third, once in the model's dtype and once in float32."""
+
+
+def num_module_blocks(config: EngineConfig, loaded: LoadedModel, device: Device, trial: Runner) -> int:
+    """trial: the model with one KV block. Raises ValueError when one sequence of max_model_len tokens does not fit,
+    torch.OutOfMemoryError when the largest step does not."""
+    device.trim()
+    run_largest(trial, config)
+    device.synchronize()
+    layers = loaded.layer_shapes
+    with_copies = block_bytes(layers, config.block_size, loaded.dtype) * (len(layers) + _COPIES) // len(layers)
+    num_blocks = num_kv_blocks(config, loaded.max_model_len, with_copies, device.memory(), 0)
+    # More than all rows at full length need is never used.
+    return min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // config.block_size))

@@ -29,9 +29,8 @@ import numpy as np
 
 from ..kv_groups import KVGroups
 from ..step import BoolArray, Int32Array, RowTable
-from .block_journal import BlockJournal, Salt
 from .host_tier import HostTier
-from .prefix_cache import Key, Parent, Prefix, PrefixCache
+from .prefix_cache import BlockJournal, Key, Parent, Prefix, PrefixCache, Salt
 from .window_parts import FREED_BLOCK, WindowParts
 
 NEVER = np.iinfo(np.int32).max

@@ -20,8 +20,8 @@ import zmq
 
 from ..config import KVEventsConfig
 from ..messages import BlockChanges
-from .block_journal import BlockJournal, FoundBlock
 from .kv_cache import KVCacheManager
+from .prefix_cache import BlockJournal, FoundBlock
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from ..cpu.linear import pack_linears, swap_linears
 from ..errors import CheckpointError, ProgramUnsupportedError
 from ..gpu.device import check_gpu
 from ..gpu.weights.dense import check_device, join_neighbours, quantize_linears
+from ..gpu.weights.stored import mapped_tensors
 from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels, Type
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
-from ..start.load_progress import bar_hook, download_bar, report
-from ..start.start_parts import part
+from ..load_progress import bar_hook, download_bar, part, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
 from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
@@ -42,7 +42,6 @@ from .decoder_description import Decoder, describe
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
-from .mapped_tensors import mapped_tensors
 from .rotary import fix_frequencies, max_model_len
 
 logger = logging.getLogger(__name__)

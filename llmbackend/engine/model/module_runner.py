@@ -17,6 +17,8 @@ import msgspec
 import numpy as np
 import torch
 
+from llmbackend.fork_server.process_resources import keep_freed_memory
+
 from ..adapter_loads import refuse_adapter
 from ..attention.interface import AttentionContext, active_context
 from ..attention.native_attention import NativePagedAttention, native_kv_memory
@@ -26,15 +28,12 @@ from ..cpu.native_memory import check_kv_dtype, num_kv_blocks
 from ..cpu.native_runner import NativeRunner
 from ..cpu.packed_decoder import PackedModel, PackingPlace
 from ..errors import ProgramUnsupportedError
-from ..freed_memory import keep_freed_memory
-from ..gpu.cpu_device import CpuDevice
-from ..gpu.device import CudaDevice, Device, noticing_loss, use_gpu
+from ..gpu.device import CpuDevice, CudaDevice, Device, noticing_loss, use_gpu
 from ..gpu.triton_needs import naming_what_triton_needs
+from ..load_progress import note
 from ..messages import InferRequest, ModelInfo
-from ..sampling.prompt_logprobs import Float32Array
-from ..sampling.sampler import HostSteps
+from ..sampling.sampler import Float32Array, HostSteps
 from ..sampling.torch_sampling import TorchSampler
-from ..start.start_parts import note
 from ..step import FlatStep, Int32Array, RowTable, Runner, SampledTokens, StepPlan, flatten
 from .loader import LoadedModel, device_of, library_choice, load_model, with_module_adapters
 from .packing import pack_model
@@ -182,7 +181,7 @@ def _on_gpu(config: EngineConfig, start_s: float) -> Runner:
 
 def run_modules_on(device: Device, config: EngineConfig, loaded: LoadedModel) -> ModelRunner:
     """On an accelerator, with as much KV memory as it has room for. Raises ValueError or torch.OutOfMemoryError."""
-    from ..gpu.warm_up import num_module_blocks
+    from ..gpu.make_gpu_runner import num_module_blocks
 
     check_kv_dtype(config)
     loaded = with_module_adapters(config, loaded)

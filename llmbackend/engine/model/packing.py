@@ -35,7 +35,7 @@ from ..cpu.packed_decoder import (
 from ..errors import ProgramUnsupportedError
 from ..kernels.library import Type
 from ..kernels.weights import PackedWeight, WeightStore
-from ..start.start_parts import part
+from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mlp, Norm, Projection

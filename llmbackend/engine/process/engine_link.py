@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from .. import load_progress
 from ..config import EngineConfig
 from ..errors import EngineDeadError
+from ..load_progress import LoadProgress
 from ..messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
-from ..ranks.rank_order import RankMeeting
-from ..start import load_progress
-from ..start.load_progress import LoadProgress
+from ..rank_order import RankMeeting
 
 
 class EngineOrder(msgspec.Struct, frozen=True):

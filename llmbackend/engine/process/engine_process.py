@@ -23,16 +23,15 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from llmbackend.fork_server.process_start import process_age_s
+from llmbackend.fork_server.process_resources import process_age_s
 from llmbackend.testing.faults import Faults, FaultyLink, Link
 
 from ..config import EngineConfig
 from ..engine_core import EngineCore
 from ..errors import is_shortage
+from ..load_progress import LoadProgress, Start, StartPart, collecting, reporting_to
 from ..messages import EngineInput, EngineStarted, ModelPrepared
-from ..ranks.rank_order import RankMeeting
-from ..start.load_progress import LoadProgress, reporting_to
-from ..start.start_parts import Start, StartPart, collecting
+from ..rank_order import RankMeeting
 from ..step import Runner
 from .engine_link import EngineOrder
 

@@ -29,16 +29,14 @@ from typing import Final, TypeVar
 import msgspec
 import zmq
 
-from llmbackend.fork_server.client import ForkedProcess, ForkServer, Program, how_it_ended
+from llmbackend.fork_server.client import ForkedProcess, ForkServer, OutputReader, Program, environment, how_it_ended
 from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
-from llmbackend.fork_server.interpreter import environment
-from llmbackend.fork_server.output import OutputReader
 
 from ..config import EngineConfig
 from ..errors import LOST_RANK_EXIT_CODE, DeathKind, EngineDeadError, is_shortage
+from ..load_progress import LoadProgress
 from ..messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
-from ..ranks.rank_order import RankMeeting
-from ..start.load_progress import LoadProgress
+from ..rank_order import RankMeeting
 from .engine_link import EngineOrder, Transport
 
 logger = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from llmbackend.engine.gpu.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
 from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, Ops, StepLayout
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
-from llmbackend.engine.gpu.rows.device_rows import DeviceRows, Padded, StepMessage, StepMessages, section_words
-from llmbackend.engine.gpu.rows.row_messages import num_sequences
+from llmbackend.engine.gpu.row_messages import num_sequences
 from llmbackend.engine.step import PENDING_TOKEN, RowTable, StepPlan, flatten
 from tests.helpers.gpu.fake_device import FakeDevice
 

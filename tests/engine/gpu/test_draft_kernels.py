@@ -11,7 +11,7 @@ import torch
 from llmbackend.engine.gpu.ops.ops import Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
-from llmbackend.engine.gpu.rows.row_messages import NUM_FIELDS, drafted_rows
+from llmbackend.engine.gpu.row_messages import NUM_FIELDS, drafted_rows
 from llmbackend.engine.scheduling.steps_in_flight import num_accepted, num_equal_drafts
 from llmbackend.engine.step import NO_TOKEN, PENDING_TOKEN, LookupLengths, RowTable, SampledTokens, StepPlan, look_up
 

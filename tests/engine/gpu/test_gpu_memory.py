@@ -13,8 +13,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu import device_kv_memory
 from llmbackend.engine.gpu.device import GraphPool, Memory
 from llmbackend.engine.gpu.device_kv_memory import num_kv_blocks
+from llmbackend.engine.gpu.device_rows import Padded
 from llmbackend.engine.gpu.graphs import StepGraphs, ladder, mixed_ladder
-from llmbackend.engine.gpu.rows.device_rows import Padded
 from llmbackend.engine.kv_groups import KVGroups
 from tests.helpers.gpu.fake_device import FakeDevice
 from tests.helpers.gpu.gpu_engines import GreedyOnDevice, config_for, gpu_runner

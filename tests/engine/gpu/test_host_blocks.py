@@ -15,7 +15,7 @@ import torch
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu import device_kv_memory
 from llmbackend.engine.gpu.device_kv_memory import HostBlocks
-from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
+from llmbackend.engine.gpu.kernels.fused import BlockMoves
 from llmbackend.engine.gpu.ops.ops import LayerCache
 from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.module_runner import make_model_runner

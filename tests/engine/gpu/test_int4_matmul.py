@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llmbackend.engine.errors import UnshardableError
-from llmbackend.engine.gpu.kernels.int4_matmul import choose_tile, int4_matmul
+from llmbackend.engine.gpu.kernels.matmul import choose_int4_tile, int4_matmul
 from llmbackend.engine.gpu.weights.int4 import Int4Weight
 from tests.helpers.gpu.compile_kernels import compile_in_process
 from tests.helpers.gpu.int4_launches import launch_int4
@@ -125,7 +125,9 @@ def test_no_rows_are_no_product() -> None:
 
 
 def test_tiles_of_exact_products_are_of_one_kind_of_instruction() -> None:
-    assert all(choose_tile(count, torch.bfloat16, exact=True).columns >= 64 for count in (1, 16, 17, 64, 65, 256, 257))
+    assert all(
+        choose_int4_tile(count, torch.bfloat16, exact=True).columns >= 64 for count in (1, 16, 17, 64, 65, 256, 257)
+    )
 
 
 @pytest.mark.timeout(600)  # another process imports torch and compiles

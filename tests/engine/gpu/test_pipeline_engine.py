@@ -18,11 +18,11 @@ import torch
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
+from llmbackend.engine.gpu.parallel.rank_process import RankKeeper
 from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput, InferRequest
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport
-from llmbackend.engine.ranks.rank_keeper import RankKeeper
-from llmbackend.engine.ranks.rank_order import RankMeeting, RankOrder
+from llmbackend.engine.rank_order import RankMeeting, RankOrder
 from llmbackend.waiting.wakeup import Wakeup
 from tests.helpers.gpu.gpu_engines import gpu_runner, mixed_requests, tokens_of
 from tests.helpers.gpu.split_engines import (

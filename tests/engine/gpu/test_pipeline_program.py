@@ -23,13 +23,11 @@ from llmbackend.engine.errors import UnshardableError
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.parallel import parts
 from llmbackend.engine.gpu.parallel.collectives import RankPlace, Ranks, StageGroup
-from llmbackend.engine.gpu.parallel.parts import load_part
+from llmbackend.engine.gpu.parallel.parts import load_part, trial_of
 from llmbackend.engine.gpu.program import GpuProgram
-from llmbackend.engine.model import stored_model
 from llmbackend.engine.model.decoder_description import Experts
 from llmbackend.engine.model.loader import LoadedModel
 from llmbackend.engine.model.rotary import restore_buffers
-from llmbackend.engine.model.trial import trial_of
 from tests.helpers.gpu.tiny_models import FAMILIES, WITH_EXPERTS, save
 from tests.helpers.gpu.tiny_programs import all_logits, caches, load, program, prompts
 
@@ -186,7 +184,7 @@ def test_a_description_that_is_not_that_of_the_modules_is_found(
         model.get_input_embeddings().embed_scale *= 2
 
     with monkeypatch.context() as patch:
-        patch.setattr(stored_model, "restore_buffers", restore_wrongly)
+        patch.setattr(parts, "restore_buffers", restore_wrongly)
         with pytest.raises(ValueError, match="its description without weights is not that of its modules"):
             parts_of(tmp_path, 2)
 

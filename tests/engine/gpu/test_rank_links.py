@@ -16,7 +16,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.gpu.parallel import links
 from llmbackend.engine.gpu.parallel.followers import meet_followers
 from llmbackend.engine.gpu.parallel.links import Loaded, RankListener, Stop, connect, watch
-from llmbackend.engine.ranks.rank_order import RankMeeting, RankOrder
+from llmbackend.engine.rank_order import RankMeeting, RankOrder
 
 KEY = "0123456789abcdef" * 2
 

@@ -14,8 +14,8 @@ import pytest
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import why_modules
 from llmbackend.engine.kernels import library
-from llmbackend.engine.weight_cache import image_key
-from llmbackend.engine.weight_cache.image_key import NoKeyError, key_of
+from llmbackend.engine.weight_cache import cache
+from llmbackend.engine.weight_cache.cache import NoKeyError, key_of
 from tests.helpers.packed_models import write_checkpoint
 
 
@@ -94,7 +94,7 @@ def test_other_kernels_or_another_processor_change_the_key(
         patch.setattr(library, "available", lambda: ("generic",))
         assert key(checkpoint) != before
     with monkeypatch.context() as patch:
-        patch.setattr(image_key, "_processor", lambda: "another")
+        patch.setattr(cache, "_processor", lambda: "another")
         assert key(checkpoint) != before
     kernels = tmp_path / "kernels"
     kernels.mkdir()
@@ -108,8 +108,8 @@ def test_other_kernels_or_another_processor_change_the_key(
 def test_other_libraries_change_the_key(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, package: str, version: str
 ) -> None:
-    before, version_of = key(checkpoint), image_key._version
-    monkeypatch.setattr(image_key, "_version", lambda name: version if name == package else version_of(name))
+    before, version_of = key(checkpoint), cache._version
+    monkeypatch.setattr(cache, "_version", lambda name: version if name == package else version_of(name))
     assert key(checkpoint) != before
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.kernels.move_blocks import BlockMoves
+from llmbackend.engine.gpu.kernels.fused import BlockMoves
 from llmbackend.engine.gpu.ops.ops import LayerCache, NormSpec, RotarySpec, StepLayout
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
-from llmbackend.engine.gpu.rows.row_messages import NUM_FIELDS
+from llmbackend.engine.gpu.row_messages import NUM_FIELDS
 from llmbackend.engine.step import LookupLengths
 
 BF16 = torch.bfloat16

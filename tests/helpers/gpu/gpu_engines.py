@@ -15,9 +15,9 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu import make_gpu_runner as gpu_start
 from llmbackend.engine.gpu.device import Device
+from llmbackend.engine.gpu.device_rows import DeviceRows
 from llmbackend.engine.gpu.gpu_runner import GpuRunner, StepSampler, StepSampling
 from llmbackend.engine.gpu.make_gpu_runner import choose, start
-from llmbackend.engine.gpu.rows.device_rows import DeviceRows
 from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model.loader import load_model
 from llmbackend.engine.sampling.torch_sampling import TorchSampler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmbackend.engine.gpu.kernels.int4_matmul import int4_matmul
+from llmbackend.engine.gpu.kernels.matmul import int4_matmul
 from llmbackend.engine.gpu.weights.int4 import Int4Weight
 
 ROWS = (1, 17, 65, 257)

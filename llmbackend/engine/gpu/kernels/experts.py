@@ -18,8 +18,7 @@ import triton.language as tl
 from ..ops.ops import Activation, ExpertRoom, ExpertSpec
 from ..weights.experts import DenseExperts, ExpertProjection, Int4Experts
 from . import fused
-from .int4_matmul import half_of, sum_of_slabs
-from .matmul import Tile, dot_dtype, own_place
+from .matmul import Tile, dot_dtype, half_of, own_place, sum_of_slabs
 
 _AT_ONCE = 1024
 """Pairs that a program reads together when it looks for an expert's."""
@@ -177,7 +176,7 @@ class _Groups:
 
 
 def choose_tile(num_tokens: int, dtype: torch.dtype, is_packed: bool = False) -> Tile:
-    """By the tokens of a step, as for plain products (warm_up.py runs one of each). Few tokens leave an expert with one
+    """By the tokens of a step, as for plain products (`warm_up` runs one of each). Few tokens leave an expert with one
     or two of them: narrow tiles, limited by reading weights."""
     if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
         return Tile(rows=16, columns=32, depth=32, warps=4, stages=2)

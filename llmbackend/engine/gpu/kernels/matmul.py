@@ -1,12 +1,21 @@
-"""Products of matrices in kernels: batch-invariant ones, ones in 8 bits, and their operand types.
+"""Products of matrices in kernels: batch-invariant ones, ones in 8 bits, ones by numbers of 4 bits, and operand types.
 
 For: attention; programs in batch-invariant mode in place of the vendor's library, which chooses kernels, and with them
-the order of sums, by shape; weights in whole numbers on a GPU, whose library gives unscaled sums (float8 works, too).
-Does not know: models, how numbers were rounded. Invariants: an element of the output is one sum over k in ascending
-steps of 16, from zero, in one program, with scales and bias applied at the end; the number of rows changes only what is
-computed beside it, and never splits k. On Hopper every tile is at least 64 rows high, so that few rows and many use the
-same instruction (wgmma, of other widths); before it there is one instruction (mma.sync). In float32 an element is a
-chain of fma; sums of whole numbers are exact. Nothing is allocated and nothing read back.
+the order of sums, by shape; weights in whole numbers on a GPU, whose library gives unscaled sums (float8 works, too);
+weights of checkpoints in 4 bits. Does not know: models, formats of checkpoints, how numbers were rounded.
+
+Invariants: an element of the output is one sum over k in ascending steps of 16, from zero, in one program, with scales
+and bias applied at the end; the number of rows changes only what is computed beside it, and never splits k. On Hopper
+every tile is at least 64 rows high, so that few rows and many use the same instruction (wgmma, of other widths); before
+it there is one instruction (mma.sync). In float32 an element is a chain of fma; sums of whole numbers are exact.
+Nothing is allocated and nothing read back.
+
+4 bits: the layout is that of weights/int4.py: a row's numbers lie in blocks of 2 * SLAB, and byte j of a block holds
+number j and, in its upper half, number SLAB + j, so that a byte's halves are rows of two products and nothing is moved
+between threads. The output is computed as weight · xᵀ: tensor cores take the unpacked weights from registers as their
+left operand, and few tokens make a narrow product instead of an empty one. Numbers less their zero are exact in 16
+bits; each slab's sum is multiplied by its group's scale in float32, and slabs are added in ascending order, in one
+program; with `exact` every tile is of one kind of instruction, so that a row's result depends on no other row.
 """
 
 from __future__ import annotations
@@ -196,3 +205,142 @@ def scaled_matmul(
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None,
         SUM=tl.int32 if x.dtype == torch.int8 else tl.float32, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Int4Tile:
+    """rows x columns of the output, computed in steps of two slabs along k."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+
+
+def choose_int4_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Int4Tile:
+    """Few rows are limited by reading and unpacking weights: on Hopper 64 columns is the least for its own instruction
+    (wgmma), and 32, by the older one, make twice as many programs."""
+    if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
+        return Int4Tile(rows=16, columns=32, warps=4, stages=2)
+    if num_rows <= 16:
+        return (
+            Int4Tile(rows=16, columns=64, warps=4, stages=6)
+            if exact
+            else Int4Tile(rows=16, columns=32, warps=2, stages=6)
+        )
+    if num_rows <= 64:
+        return Int4Tile(rows=64, columns=64, warps=8, stages=4)
+    if num_rows <= 256:
+        return Int4Tile(rows=64, columns=128, warps=8, stages=4)
+    return Int4Tile(rows=128, columns=128, warps=8, stages=4)
+
+
+@triton.jit
+def sum_of_slabs(
+    x, x_there, data, scale, zero, row, inside, k, group_size, groups_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, HAS_ZERO: tl.constexpr, IS_FLOAT: tl.constexpr,
+    HALF: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """float32 [COLUMNS, ROWS]: the weight's rows (row, where inside) times those whose pointers x [1, ROWS] has (where
+    x_there)."""
+    step = tl.arange(0, SLAB)
+    x += step[:, None]
+    data += row.to(tl.int64)[:, None] * (tl.cdiv(k, 2 * SLAB) * SLAB) + step[None, :]
+    total = tl.zeros([COLUMNS, ROWS], tl.float32)
+    for start in range(0, k, 2 * SLAB):
+        both = tl.load(data + start // 2, mask=inside[:, None], other=0).to(tl.uint16)
+        for upper in tl.static_range(2):
+            first = start + upper * SLAB
+            place = first // group_size * groups_stride + row
+            there = inside & (first < k)
+            numbers = (both >> (4 * upper)) & 15
+            if IS_FLOAT:
+                weight = _floats(numbers, HALF)
+                factor = _powers(tl.load(scale + place, mask=there, other=0))
+            else:
+                weight = _less_zero(numbers, zero + place, there, COLUMNS, HAS_ZERO, HALF)
+                factor = tl.load(scale + place, mask=there, other=0.0).to(tl.float32)
+            a = tl.load(x + first, mask=x_there[None, :] & (step < k - first)[:, None], other=0.0)
+            total += tl.dot(weight.to(DOT), a.to(DOT), input_precision="ieee") * factor[:, None]
+    return total
+
+
+@triton.jit
+def _less_zero(numbers, zero, there, COLUMNS: tl.constexpr, HAS_ZERO: tl.constexpr, HALF: tl.constexpr):
+    """A number q as the last bits of a large one's fraction is that one plus q."""
+    LARGE: tl.constexpr = 128 if HALF == tl.bfloat16 else 1024  # noqa: SIM300
+    BITS: tl.constexpr = 0x4300 if HALF == tl.bfloat16 else 0x6400  # noqa: SIM300
+    if HAS_ZERO:
+        least = (tl.load(zero, mask=there, other=0).to(tl.float32) + LARGE).to(HALF)
+    else:
+        least = tl.full([COLUMNS], LARGE + 8, HALF)
+    return (numbers | BITS).to(HALF, bitcast=True) - least[:, None]
+
+
+@triton.jit
+def _floats(numbers, HALF: tl.constexpr):
+    """What the bits of e2m1 stand for: as sign and lowest bits of exponent and highest of fraction they are that number
+    divided by a power of two, also where it is subnormal."""
+    SHIFT: tl.constexpr = 6 if HALF == tl.bfloat16 else 9  # noqa: SIM300
+    POWER: tl.constexpr = 2.0**126 if HALF == tl.bfloat16 else 2.0**14  # noqa: SIM300
+    bits = ((numbers & 8) << 12) | ((numbers & 7) << SHIFT)
+    return bits.to(HALF, bitcast=True) * POWER
+
+
+@triton.jit
+def _powers(scales):
+    """float32 of e8m0: 2 to the power of the number less 127."""
+    bits = scales.to(tl.int32) << 23
+    return tl.where(bits == 0, 0x400000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["scale", "zero", "bias"])
+def int4_matmul_kernel(
+    x, data, scale, zero, bias, out, num_rows, n, k, group_size, groups_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """One tile per program."""
+    row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
+    inside = column < n
+    total = sum_of_slabs(
+        x + row.to(tl.int64)[None, :] * k, row < num_rows, data, scale, zero, column, inside, k, group_size,
+        groups_stride, ROWS, COLUMNS, SLAB, HAS_ZERO, IS_FLOAT, HALF, DOT,
+    )  # fmt: skip
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[:, None]
+    place_out = out + row.to(tl.int64)[None, :] * n + column[:, None]
+    tl.store(place_out, total.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & inside[:, None])
+
+
+def int4_matmul(
+    x: torch.Tensor,
+    data: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None,
+    group_size: int,
+    slab: int,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    exact: bool = False,
+    is_float: bool = False,
+) -> None:
+    """out [T, n] = x [T, k] · weightᵀ + bias [n], for a weight of these parts of an Int4Weight. x in bfloat16, float16
+    or float32, contiguous."""
+    (num_rows, k), n = x.shape, data.shape[0]
+    if num_rows == 0:
+        return
+    tile = choose_int4_tile(num_rows, x.dtype, exact)
+    grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
+    int4_matmul_kernel[grid](
+        x, data, scale, scale if zero is None else zero, scale if bias is None else bias, out,
+        num_rows, n, k, group_size, scale.stride(0),
+        ROWS=tile.rows, COLUMNS=tile.columns, SLAB=slab, GROUP=8, HAS_ZERO=zero is not None, HAS_BIAS=bias is not None,
+        IS_FLOAT=is_float, HALF=half_of(x.dtype), DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def half_of(dtype: torch.dtype) -> tl.dtype:
+    """The type of 16 bits in which numbers are unpacked. The interpreter subtracts bits of bfloat16 as integers."""
+    return tl.bfloat16 if dtype == torch.bfloat16 and not knobs.runtime.interpret else tl.float16

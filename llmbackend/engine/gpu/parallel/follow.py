@@ -1,6 +1,6 @@
 """What the process of rank 1 or up does: loads its part, meets the others, and repeats rank 0's calls until the end.
 
-For: processes that rank 0 forked, and those that others started (`ranks/rank_process.py`). Does not know: requests,
+For: processes that rank 0 forked, and those that others started (`rank_process.py`). Does not know: requests,
 schedules. Invariant: a rank that can not go on tells rank 0 why, and ends.
 """
 
@@ -21,7 +21,7 @@ from llmbackend import __version__
 from ...config import EngineConfig
 from ...errors import LOST_RANK_EXIT_CODE
 from ...model.loader import LoadedModel
-from ...ranks.rank_order import RankOrder, fingerprint_of
+from ...rank_order import RankOrder, fingerprint_of
 from ...step import OverlappingRunner, RowTable
 from ...token_masks import TokenMasks, num_words
 from . import collectives

@@ -28,7 +28,7 @@ import msgspec
 
 from ...config import EngineConfig
 from ...errors import LOST_RANK_EXIT_CODE
-from ...start.load_progress import report
+from ...load_progress import report
 from .links import Failed, FromFollower, Loaded, Message, RankListener, Stop
 
 logger = logging.getLogger(__name__)

@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 
 from ...messages import InferRequest
-from ...ranks.rank_order import RankMeeting
+from ...rank_order import RankMeeting
 from ...step import PENDING_TOKEN, Int32Array, RowTable, StepPlan
-from ..rows.row_messages import BlockTableMirror
+from ..row_messages import BlockTableMirror
 
 logger = logging.getLogger(__name__)
 

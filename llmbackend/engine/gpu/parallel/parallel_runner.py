@@ -28,14 +28,13 @@ from ...config import EngineConfig
 from ...errors import ProgramUnsupportedError
 from ...messages import InferRequest, ModelInfo, TokenLogprobs
 from ...model.loader import LoadedModel
-from ...ranks.rank_order import RankMeeting, fingerprint_of
+from ...rank_order import RankMeeting, fingerprint_of
 from ...step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 from ...token_masks import PendingMasks, TokenMasks
-from ..cpu_device import CpuDevice
-from ..device import CudaDevice, Device, Memory
+from ..device import CpuDevice, CudaDevice, Device, Memory
+from ..device_rows import DeviceRows
 from ..gpu_runner import GpuRunner, StepSampler, StepSampling
 from ..make_gpu_runner import choose, start
-from ..rows.device_rows import DeviceRows
 from ..triton_needs import naming_what_triton_needs
 from . import collectives
 from .collectives import LOOPBACK, RankPlace, Ranks

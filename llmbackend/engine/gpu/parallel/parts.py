@@ -3,36 +3,58 @@
 For: every rank, before it meets the others. Does not know: processes, steps. Invariants: a rank reads only its part of
 plain weights, and quantises what it cut out; weights that the checkpoint holds in 8 bits or less, or that are drawn at
 random, are made whole in host memory, cut, and freed before the program is built; what the program is made of has been
-compared with the model's own modules, as a small model of the same config (`model/trial.py`) where the weights are
-never in one place.
+compared with the model's own modules, as a small model of the same config (`trial_of`) where the weights are never in
+one place. What the loader refuses before it reads weights is refused here with the same text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
+import math
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import torch
+import transformers
+from safetensors import SafetensorError
 from torch import nn
+from transformers import GenerationConfig
 
+from ...attention.interface import AttentionOptions
 from ...config import EngineConfig
-from ...errors import ProgramUnsupportedError
-from ...model.compatibility import MAX_PROBE_TOKENS
-from ...model.loader import LoadedModel, load_model
-from ...model.stored_model import open_stored_model
-from ...model.trial import trial_of
-from ...start import lean_imports
+from ...errors import CheckpointError, ProgramUnsupportedError
+from ...model import lean_imports
+from ...model.checkpoint_files import bad_checkpoint, read_headers
+from ...model.compatibility import MAX_PROBE_TOKENS, CheckedModel, architecture_name, check_calls, check_model
+from ...model.decoder_description import Attention, Decoder
+from ...model.loader import (
+    LoadedModel,
+    OpenedCheckpoint,
+    check_stored_tensors,
+    describe_or_why,
+    dtype_of,
+    eos_token_ids,
+    files_of,
+    load_model,
+    open_checkpoint,
+    random_model,
+)
+from ...model.rotary import fix_frequencies, restore_buffers
+from ...model.unloaded_model import meta_model
 from .. import device_kv_memory as kv_memory
 from ..device import check_gpu, use_gpu
 from ..make_gpu_runner import choose
 from ..program import GpuProgram
 from ..triton_needs import naming_what_triton_needs
-from ..weights.dense import QuantizedLinear, check_device
+from ..weights.dense import Quantization, QuantizedLinear, check_device, is_quantizable, join_neighbours
 from ..weights.experts import QuantizedExperts
-from ..weights.stored import StoredLinear
+from ..weights.stored import StoredLinear, StoredWeight, mapped_tensors
 from .collectives import RankPlace, Ranks
 from .sharding import Sharding
 
@@ -135,3 +157,175 @@ def _drop_weights(model: nn.Module) -> None:
             del module.stored
     for parameter in model.parameters():
         parameter.data = torch.empty(0)
+
+
+def open_stored_model(config: EngineConfig) -> LoadedModel:
+    """Raises ValueError or OSError with a text for the user, and ProgramUnsupportedError for a checkpoint that must be
+    read whole."""
+    transformers.utils.logging.disable_progress_bar()
+    opened = open_checkpoint(config, dense=True)
+    if opened.int4 is not None:
+        raise ProgramUnsupportedError("its weights are in 4 bits")
+    files = files_of(config)
+    _check(config, opened, files)
+    dtype = dtype_of(config, opened)
+    model = meta_model(config, opened, dtype)
+    try:
+        recorder, _, _ = check_calls(model)
+    except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
+        raise ProgramUnsupportedError("its layers are not known without weights") from error
+    names = {id(parameter): name for name, parameter in _parameters(model)}
+    try:
+        _take_tensors(model, mapped_tensors(files), dtype, config.quantization)
+    except (SafetensorError, OSError) as error:
+        raise bad_checkpoint(config.model, error) from error
+    restore_buffers(model)
+    fix_frequencies(model, opened.max_model_len)
+    with contextlib.suppress(OSError):  # it has none
+        model.generation_config = GenerationConfig.from_pretrained(config.model)
+    options = {module: _with_values(each, names, model) for module, each in recorder.options.items()}
+    decoder, why_modules = describe_or_why(model, options, opened.max_model_len, with_experts=True)
+    return LoadedModel(
+        model=model,
+        layer_shapes=recorder.shapes,
+        dtype=dtype,
+        device=torch.device("cpu"),
+        vocab_size=int(opened.hf_config.get_text_config(decoder=True).vocab_size),
+        max_model_len=opened.max_model_len,
+        eos_token_ids=eos_token_ids(model, opened.hf_config),
+        model_type=str(opened.hf_config.model_type),
+        linear_kind="torch",
+        checked=CheckedModel(recorder.shapes, options, (), torch.empty(0)),
+        kernels=None,
+        store=None,
+        decoder=decoder,
+        why_modules=why_modules,
+        adapters=None,
+    )
+
+
+def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) -> None:
+    """As the loader."""
+    try:
+        tensors = read_headers(files) if opened.tensors is None else opened.tensors
+        check_stored_tensors(config, opened, tensors)
+    except CheckpointError as error:
+        raise bad_checkpoint(config.model, error) from error
+
+
+@torch.no_grad()
+def _take_tensors(
+    model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quantization: Quantization | None
+) -> None:
+    """Gives the model's modules the tensors: vectors in its type, matrices as they are."""
+    tied = {name for name, _ in _parameters(model)} - tensors.keys()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
+    unknown = [name for name in tied if not (is_tied and _owner(model, name) is head)]
+    if unknown or any(tensors[name].shape != each.shape for name, each in _parameters(model) if name in tensors):
+        name = architecture_name(model.config)
+        raise ProgramUnsupportedError(f"the tensors of its files are not those of {name}")
+    for name, parameter in list(_parameters(model)):
+        module, attribute = _owner(model, name), name.rpartition(".")[2]
+        if name in tensors:
+            tensor = tensors[name].to(dtype) if parameter.dim() == 1 else tensors[name]
+            setattr(module, attribute, nn.Parameter(tensor, requires_grad=False))
+    if is_tied:
+        head.weight = embedding.weight
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child is not head:
+                bias = cast("nn.Parameter | None", child.bias)
+                kind = quantization if is_quantizable(name, child, head) else None
+                setattr(parent, name, StoredLinear(StoredWeight((child.weight.detach(),), dtype, kind), bias))
+
+
+def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.Module) -> AttentionOptions:
+    """What a layer asked for while it had no memory. names: of its parameters then. Raises ProgramUnsupportedError."""
+    if options.sinks is None:
+        return options
+    if id(options.sinks) not in names:
+        raise ProgramUnsupportedError("its attention sinks are not known without weights")
+    return replace(options, sinks=model.get_parameter(names[id(options.sinks)]))
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Those that are shared by two modules twice."""
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+MIN_LAYERS = 2
+VOCAB_SIZE = 128
+_ROUNDING = 1e-2
+"""Of a factor that is measured in the model's type."""
+
+
+def trial_of(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
+    """A small model of the checkpoint's kind on the device, checked and described. loaded: the real one, not split.
+
+    Raises ValueError for a model that is not supported, ProgramUnsupportedError when the small model's description says
+    something else than the real one's.
+    """
+    assert loaded.decoder is not None
+    hf_config = _small(open_checkpoint(config, dense=True).hf_config)
+    model = random_model(config, hf_config, loaded.dtype, device).eval()
+    fix_frequencies(model, loaded.max_model_len)
+    _spread(model, config.seed)
+    join_neighbours(model)
+    checked = check_model(model)
+    decoder, why_modules = describe_or_why(model, checked.options, loaded.max_model_len, with_experts=True)
+    if decoder is None:
+        raise ProgramUnsupportedError(why_modules)
+    _compare(decoder, loaded.decoder)
+    return replace(
+        loaded,
+        model=model,
+        layer_shapes=checked.shapes,
+        device=device,
+        vocab_size=VOCAB_SIZE,
+        checked=checked,
+        decoder=decoder,
+    )
+
+
+def _small(hf_config: Any) -> Any:
+    hf_config = copy.deepcopy(hf_config)
+    text_config = hf_config.get_text_config(decoder=True)
+    kinds = list(getattr(text_config, "layer_types", None) or ())
+    last_new = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
+    text_config.num_hidden_layers = min(max(last_new, MIN_LAYERS), int(text_config.num_hidden_layers))
+    if kinds:
+        text_config.layer_types = kinds[: text_config.num_hidden_layers]
+    text_config.vocab_size = min(VOCAB_SIZE, int(text_config.vocab_size))
+    text_config.pad_token_id = text_config.bos_token_id = text_config.eos_token_id = None
+    return hf_config
+
+
+@torch.no_grad()
+def _spread(model: torch.nn.Module, seed: int) -> None:
+    """Random numbers of a size at which every part of a layer shows in the logits."""
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        numbers = torch.randn(parameter.shape, generator=draw)
+        if parameter.dim() == 1:
+            parameter.add_((0.3 * numbers).to(parameter))
+        else:
+            parameter.copy_(numbers / parameter.shape[-1] ** 0.5)
+
+
+def _compare(small: Decoder, real: Decoder) -> None:
+    """What is not read from the files, and would be wrong if a module without memory was completed wrongly."""
+    pairs = zip(small.layers, real.layers, strict=False)
+    factors = math.isclose(small.embedding_factor, real.embedding_factor, rel_tol=_ROUNDING)
+    if not factors or not all(_same_rotation(a.attention, b.attention) for a, b in pairs):
+        raise ProgramUnsupportedError("its description without weights is not that of its modules")
+
+
+def _same_rotation(small: Attention, real: Attention) -> bool:
+    if small.cos_sin is None or real.cos_sin is None:
+        return small.cos_sin is real.cos_sin
+    return torch.equal(small.cos_sin.cpu(), real.cos_sin)

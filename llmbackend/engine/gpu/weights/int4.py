@@ -81,7 +81,7 @@ class Int4Weight:
         if not has_kernel(self.data.device):
             out.copy_(functional.linear(x, self.dense(x.dtype), bias))
             return
-        from ..kernels.int4_matmul import int4_matmul  # Triton, which only a GPU's torch brings
+        from ..kernels.matmul import int4_matmul  # Triton, which only a GPU's torch brings
 
         parts = self.data, self.scale, self.zero, self.group_size, self.slab
         int4_matmul(x, *parts, bias, out, self.exact, self.is_float)

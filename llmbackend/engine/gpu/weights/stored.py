@@ -8,10 +8,12 @@ with a file.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from .dense import DenseWeight, Quantization, QuantizedWeight
@@ -79,3 +81,13 @@ class StoredLinear(nn.Module):
         super().__init__()
         self.stored = stored
         self.bias = bias
+
+
+def mapped_tensors(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
+    """All by name, as views of the mapped files, which are never written to: nothing is read of one before it is used.
+    Raises SafetensorError or OSError."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files:
+        with safe_open(path, "pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return tensors

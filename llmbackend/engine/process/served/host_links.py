@@ -1,21 +1,25 @@
-"""The engine's end of its links to any number of hosts, and to its keeper.
+"""The process of a served engine, and its links to any number of hosts and to its keeper.
 
-For: the process of a served engine, whose thread owns it. Does not know: how a step is computed; how engines are
-started. Invariants: a host is told about its own requests alone; one that has gone, is silent for longer than the
-heartbeat timeout, or sends what cannot be read is dropped, and its requests end; nothing that a host does ends the
-engine. What is for all hosts is encoded once, and sent at most every REPORT_INTERVAL_S beside a host's own outputs, so
-that a host costs time only for its requests.
+For: the keeper's fork server (`prepare`). Does not know: how a step is computed; how engines are started. Invariants: a
+host is told about its own requests alone; one that has gone, is silent for longer than the heartbeat timeout, or sends
+what cannot be read is dropped, and its requests end; nothing that a host does ends the engine. Hosts are answered from
+before the load on; a load that fails is told to hosts for FAILED_LOAD_S, before the keeper hears of it and starts
+another process; the process never outlives its keeper. What is for all hosts is encoded once, and sent at most every
+REPORT_INTERVAL_S beside a host's own outputs, so that a host costs time only for its requests.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -26,8 +30,19 @@ from llmbackend.links.sockets import HANDSHAKE_FAILURES, Monitor, new_socket
 
 from ...config import EngineConfig
 from ...engine_core import EngineCore
-from ...messages import AdapterResult, EngineInput, EngineStarted, EngineStats, RequestEvent, StepOutput, StepResult
+from ...messages import (
+    AdapterResult,
+    EngineInput,
+    EngineStarted,
+    EngineStats,
+    ModelPrepared,
+    RequestEvent,
+    StepOutput,
+    StepResult,
+)
 from ...reports import Watch
+from ...step import Runner
+from ..engine_process import EngineProgram, end_at_once, end_with_host, load
 from .attached_host import AttachedHost, owner_of
 from .remote_messages import STARTED, WELCOME, Head, Hello, Welcome, boot_id, refusal
 from .served_order import KeptState, ServedProcessOrder
@@ -355,3 +370,45 @@ class HostLinks:
             if now_s >= self._warning_at_s + _WARNING_INTERVAL_S:
                 self._warning_at_s = now_s
                 logger.warning("a peer was refused: it does not have the cluster's CURVE key")
+
+
+FAILED_LOAD_S: Final = 10.0
+
+_decode_process_order = msgspec.json.Decoder(ServedProcessOrder).decode
+
+
+class ServedEngineProgram(EngineProgram):
+    def __call__(self, order: bytes, *descriptors: int) -> None:
+        """An engine. descriptors: the lifeline, and the listening socket."""
+        lifeline_fd, listen_fd = descriptors
+        os.set_inheritable(listen_fd, False)
+        engine = _decode_process_order(order)
+        make = self._parts.in_own_process(engine.is_whole, lifeline_fd, engine.meeting)
+        make_runner = partial(_make_runner, make, self._config)
+        end_with_host(lifeline_fd)
+        logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
+        links = HostLinks(engine.config, engine, ClusterSecrets.load(engine.secrets_folder), listen_fd)
+        core = load(self._config, make_runner, links, self._before)
+        if core is not None:
+            gc.collect()
+            gc.freeze()
+            links.serve(core)
+        elif links.has_failed:
+            links.answer_for(FAILED_LOAD_S)
+        else:
+            links.answer_until_left(GOODBYE_TIMEOUT_S)
+        links.close()
+        if core is None:
+            end_at_once()
+
+
+def _make_runner(make: Callable[[], Runner | ModelPrepared], config: EngineConfig) -> Runner | ModelPrepared:
+    """Raises ValueError where a folder that another machine has is missing on this one."""
+    if os.path.isabs(config.model) and not os.path.isdir(config.model):
+        raise ValueError(f"engine argument 'model' is '{config.model}', which is not a folder on this machine")
+    return make()
+
+
+def prepare(runners: str, config_json: str) -> ServedEngineProgram:
+    """In the fork server, as engine_process.prepare."""
+    return ServedEngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)

@@ -25,8 +25,8 @@ from llmbackend.links.sockets import ConnectionEvent, HandshakeFailure, Monitor,
 
 from ...config import EngineConfig
 from ...errors import EngineDeadError
+from ...load_progress import LoadProgress
 from ...messages import EngineInput, EngineStarted, ModelInfo, ModelPrepared, StepResult
-from ...start.load_progress import LoadProgress
 from ..engine_link import Transport
 from ..transport import DESCRIPTORS_OF_AN_ENGINE, require_descriptors
 from .locating import EngineAddress, RemoteEngines

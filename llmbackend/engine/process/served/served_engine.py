@@ -34,8 +34,8 @@ from llmbackend.links.sockets import Monitor
 from llmbackend.waiting.wakeup import Wakeup
 
 from ...errors import EngineDeadError
+from ...load_progress import LoadProgress
 from ...messages import EngineStarted, EngineStats, StepResult
-from ...start.load_progress import LoadProgress
 from ..supervisor import Supervisor
 from ..transport import CLOSE_TIMEOUT_S, EngineForkServer, ProcessTransport
 from .served_order import (
@@ -63,7 +63,7 @@ _encode_json = msgspec.json.encode
 class ServedForkServer(EngineForkServer):
     """Its engines serve hosts at the listening socket, which the caller closes."""
 
-    program = f"{__package__}.served_process"
+    program = f"{__package__}.host_links"
 
     def __init__(self, order: ServedEngineOrder, listener: socket.socket) -> None:
         super().__init__(with_paths(order.config, order.paths), order.runners, order.meeting)

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import msgspec
 
-from llmbackend.fork_server.process_start import started_ticks
+from llmbackend.fork_server.process_resources import started_ticks
 
 from ...config import EngineConfig
-from ...ranks.rank_order import RankMeeting
+from ...rank_order import RankMeeting
 from .locating import ENGINE_HEARTBEAT_TIMEOUT_S
 
 

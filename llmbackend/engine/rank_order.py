@@ -7,7 +7,7 @@ import hashlib
 
 import msgspec
 
-from ..config import EngineConfig
+from .config import EngineConfig
 
 MIN_KEY_LENGTH = 32
 
@@ -38,7 +38,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
 
 
 class RankOrder(msgspec.Struct, frozen=True):
-    """`python -m llmbackend.engine.ranks.rank_process` reads it as JSON. Raises ValueError.
+    """`python -m llmbackend.engine.gpu.parallel.rank_process` reads it as JSON. Raises ValueError.
 
     config   rank 0's; `model`, `device` and `num_threads` may be this machine's
     rank     1 .. config.num_ranks - 1

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...config import EngineConfig
-from ...step import PENDING_TOKEN, BoolArray, Int32Array, RowTable, StepPlan
+from ..config import EngineConfig
+from ..step import PENDING_TOKEN, BoolArray, Int32Array, RowTable, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from ...step import PENDING_TOKEN, Int32Array, LookupLengths, RowTable, StepPlan
-from ..device import Device, Event
-from ..ops.ops import NO_ADAPTER, Ops, StepLayout
+from ..step import PENDING_TOKEN, Int32Array, LookupLengths, RowTable, StepPlan
+from .device import Device, Event
+from .ops.ops import NO_ADAPTER, Ops, StepLayout
 from .row_messages import NO_CHANGES, NUM_FIELDS, BlockTableMirror, StepSequences, drafted_rows, num_sequences
 
 NUM_SECTIONS = 6

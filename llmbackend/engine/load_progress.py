@@ -1,8 +1,9 @@
-"""How far the load of a model has come: from deep in the loader to the host, which may show it.
+"""How far the load of a model has come, what each part of it takes, and which ways it chose: from deep in the loader to
+the host and its log.
 
-For: the loader and its parts, which report; the engine's loop, which passes reports on; the host, where this module's
-logger shows them. Does not know: sockets, screens. Invariants: a report without a listener costs nothing; no part of a
-load depends on one.
+For: the loader and its parts, which report; the engine's process and loop, which pass reports on; the host, where this
+module's logger shows them. Does not know: sockets, screens. Invariants: a report without a listener costs nothing; no
+part of a load depends on one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import io
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, TypeVar
 
@@ -142,3 +143,76 @@ def bar_hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[s
     if options.get("desc") == "Loading weights" and args and isinstance(args[0], Collection):
         return CountedBar(bar, "reading weights", args[0])
     return bar
+
+
+class StartPart(msgspec.Struct, frozen=True, array_like=True):
+    """One thing that was done, and its duration without the parts within it."""
+
+    name: str
+    seconds: float
+
+
+class Start:
+    """A start so far. One thread writes to it."""
+
+    def __init__(self, parts: tuple[StartPart, ...] = ()) -> None:
+        self.parts = parts
+        """In the order of their ends."""
+        self.notes: tuple[str, ...] = ()
+        self._inner_s = 0.0
+        """Of the parts within the one that is being measured."""
+
+    def begin(self, earlier: Start) -> None:
+        """What was done for it before."""
+        self.parts, self.notes = earlier.parts + self.parts, earlier.notes + self.notes
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        outer_s, self._inner_s = self._inner_s, 0.0
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            took_s = time.perf_counter() - start_s
+            self.parts += (StartPart(name, took_s - self._inner_s),)
+            self._inner_s = outer_s + took_s
+
+
+_start: ContextVar[Start | None] = ContextVar("start", default=None)
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[Start]:
+    """What this thread does meanwhile."""
+    start = Start()
+    token = _start.set(start)
+    try:
+        yield start
+    finally:
+        _start.reset(token)
+
+
+@contextlib.contextmanager
+def part(name: str) -> Iterator[None]:
+    """What is done inside is a part of the start."""
+    start = _start.get()
+    if start is None:
+        yield
+        return
+    with start.measure(name):
+        yield
+
+
+def note(text: str) -> None:
+    """Which way was chosen, and why; for the log."""
+    start = _start.get()
+    if start is not None:
+        start.notes += (text,)
+
+
+def text_of(parts: Sequence[StartPart]) -> str:
+    """For the log: "read image 0.31 s, program 0.04 s". What took no time is left out."""
+    seconds: dict[str, float] = {}
+    for each in parts:
+        seconds[each.name] = seconds.get(each.name, 0.0) + each.seconds
+    return ", ".join(f"{name} {took_s:.2f} s" for name, took_s in seconds.items() if took_s >= 0.005)

@@ -1,31 +1,34 @@
-"""RankKeeper: keeps one rank of an engine on several machines alive on this machine, one process after the other.
+"""`python -m llmbackend.engine.gpu.parallel.rank_process`: a rank of an engine on several machines; and its RankKeeper.
 
-For: who owns a machine's part of an engine, such as an actor of a cluster. Does not know: rank 0, models. A rank ends
-with rank 0; the next one loads its part and waits for the next rank 0. Invariants: at most one process exists at a
-time; it ends with `close`, and with this process.
+For: who owns a machine's part of an engine, such as an actor of a cluster. Does not know: rank 0, what a rank computes.
+The first line of standard input is a RankOrder as JSON. Invariants: a rank ends with rank 0, with its standard input,
+and when it cannot go on; the next one loads its part and waits for the next rank 0; at most one process exists at a
+time; it ends with `close`, and with the process that keeps it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import subprocess
+import sys
 import threading
 import time
 
 import msgspec
 
-from llmbackend.fork_server.client import restart_pause_s
-from llmbackend.fork_server.interpreter import command, environment
+from llmbackend.fork_server.client import command, environment, restart_pause_s
 
-from .rank_order import RankOrder
+from ...model import lean_imports
+from ...rank_order import RankOrder
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 5.0
 MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
-_PROGRAM = "llmbackend.engine.ranks.rank_process"
+_PROGRAM = "llmbackend.engine.gpu.parallel.rank_process"
 _LIVED_S = 30.0
 """A process that lived so long is no failure in a row."""
 
@@ -93,3 +96,31 @@ class RankKeeper:
         with contextlib.suppress(OSError):
             process.stdin.close()
         return code
+
+
+def main() -> None:
+    """Exit code 0: rank 0 told it to end; 1: it can not take part."""
+    try:
+        order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
+    except (msgspec.DecodeError, ValueError) as error:
+        sys.exit(f"the order of a rank, the first line of standard input, is invalid: {error}")
+    logging.basicConfig(level=logging.INFO, format=f"rank {order.rank} %(process)d %(levelname)s %(message)s")
+    threading.Thread(target=_end_with_input, name="stdin", daemon=True).start()
+    lean_imports.import_for(order.config.model)
+    from .follow import follow_order
+
+    try:
+        follow_order(order)
+    except (OSError, ValueError) as error:
+        logger.error("%s", error)
+        sys.exit(1)
+
+
+def _end_with_input() -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

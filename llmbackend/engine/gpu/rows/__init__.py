@@ -1,1 +1,0 @@
-"""What a step on a device knows of its rows."""

@@ -1,1 +1,0 @@
-"""What an engine's process does until its model is loaded."""

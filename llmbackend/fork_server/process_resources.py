@@ -1,0 +1,106 @@
+"""What a process has beside its work: when it was started, temporary folders, and memory that it has freed.
+
+For: any process of a server. Does not know: what it does. Invariants: the age of a process includes, where the system
+tells (Linux), what ran before this module was imported; a file in each temporary folder names the process that owns it,
+and the folder is removed by its owner, or by a later process after its owner has ended (without /proc it stays).
+Without glibc nothing happens to freed memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from typing import Final
+
+_OWNER: Final = ".owner"
+_PREFIX: Final = "llmbackend-"
+
+
+class OwnedFolder:
+    """Accessible to this user only. Removed by `remove`, or when the interpreter exits."""
+
+    def __init__(self, kind: str) -> None:
+        """kind: part of its name. Raises OSError."""
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
+        self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the disk is full: then only this process can remove it
+            new = self.path / f"{_OWNER}.new"
+            new.write_text(_identity(os.getpid()))
+            new.rename(self.path / _OWNER)  # complete whenever it is read
+
+
+def remove_abandoned() -> None:
+    """Removes this user's folders whose owner has ended without removing them."""
+    for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
+            if owner.lstat().st_uid == os.getuid() and _has_ended(owner.read_text()):
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+def _has_ended(identity: str) -> bool:
+    """False also for a process of another PID namespace, which is invisible here."""
+    namespace, pid, _ = identity.split()
+    return namespace == _namespace() != "" and _identity(int(pid)) != identity
+
+
+def _identity(pid: int) -> str:
+    """Of the process that has this id now; differs from that of any earlier process with the same id."""
+    return f"{_namespace() or '-'} {pid} {started_ticks(pid)}"
+
+
+def _namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+_IMPORTED_S = time.perf_counter()
+_START_TIME: Final = 19
+"""Field of /proc/<pid>/stat, counted from behind the process's name."""
+
+
+def started_ticks(pid: int) -> int:
+    """When the process was started, in the system's clock ticks since boot; 0 = there is none, or no /proc."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_START_TIME])
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def process_age_s() -> float:
+    """Of this process; without /proc, since this module was imported."""
+    if ticks := started_ticks(os.getpid()):
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.perf_counter() - _IMPORTED_S
+
+
+# From glibc's malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_MAX_INT = 2**31 - 1
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep large freed buffers for the next allocation; does nothing where there is no mallopt.
+
+    By default a buffer of more than 32 MiB, such as a step's logits, goes back to the kernel when it is freed, and the
+    next one costs a page fault per 4 KiB.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
+
+
+def give_back_freed_memory() -> None:
+    """After work that leaves much garbage behind, which would stay in the process. Takes some milliseconds."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
