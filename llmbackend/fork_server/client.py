@@ -42,7 +42,6 @@ FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
 
-
 THIS_PYTHON = ""
 """Stands for the interpreter that runs this."""
 HOST_PACKAGE = ("llmbackend", str(Path(llmbackend.__file__).parent))

@@ -1,10 +1,4 @@
-"""What a process has beside its work: when it was started, temporary folders, and memory that it has freed.
-
-For: any process of a server. Does not know: what it does. Invariants: the age of a process includes, where the system
-tells (Linux), what ran before this module was imported; a file in each temporary folder names the process that owns it,
-and the folder is removed by its owner, or by a later process after its owner has ended (without /proc it stays).
-Without glibc nothing happens to freed memory.
-"""
+"""What any process has beside its work: its age, temporary folders that end with it, freed memory."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -36,13 +35,6 @@ def peak_rss_mb() -> float:
         return int(text.partition("\nVmHWM:")[2].split()[0]) * 1024 / 1e6
     # Not on Linux, where this is the parent's peak if that was higher.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
-
-
-def give_back_freed() -> None:
-    """Returns to the system what the start has freed, tens of megabytes behind a large tokenizer; where the C library
-    can."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def descendants(pid: int | None = None) -> list[int]:

@@ -29,7 +29,6 @@ from ..core.server_log import ServerLog
 from .ports import ClaimedPorts, PortTakenError, PortWish
 from .process import (
     exit_now,
-    give_back_freed,
     in_thread,
     kill_children,
     raise_limit,
@@ -172,7 +171,7 @@ def _announce(
     announce(server, page_url(urls, settings) | urls, process_age_s(), settings.is_on_one_port)
     tell_ready(ready_descriptor, urls)
     with contextlib.suppress(RuntimeError):  # out of threads: the server works without it
-        in_thread(give_back_freed)
+        in_thread(give_back_freed_memory)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
         log.warning("%s", warning)

@@ -156,7 +156,7 @@ from llmbackend.server import serve
 in_thread = serve.in_thread
 
 def full(function, *arguments):
-    if function is serve.give_back_freed:
+    if function is serve.give_back_freed_memory:
         raise RuntimeError("can't start new thread")
     return in_thread(function, *arguments)
 
