@@ -78,7 +78,6 @@ def process_age_s() -> float:
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_MAX_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
@@ -90,7 +89,7 @@ def keep_freed_memory() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        mallopt(_M_TRIM_THRESHOLD, _MAX_INT)
+        mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def give_back_freed_memory() -> None:

@@ -20,7 +20,7 @@ import uvloop
 
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.fork_server.process_resources import process_age_s, remove_abandoned
+from llmbackend.fork_server.process_resources import give_back_freed_memory, process_age_s, remove_abandoned
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
