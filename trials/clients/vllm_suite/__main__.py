@@ -3,8 +3,8 @@
 For: people who change the OpenAI, Responses and Messages APIs or the flags of `vllm serve`. Does not know: what the
 tests check. SOURCE is vLLM's unpacked source package, MODEL a real checkpoint with a chat template (`python -m
 tools.real_models`), which stands for every model that the tests name. Needs pytest-asyncio and regex, too. Invariants:
-vLLM's files are copied, never changed; a test that fails for a reason of its own is in explained.toml, and a test there
-that passes is a failure.
+vLLM's files are copied, never changed; a test that fails for a reason of its own is in explained.toml. Answers are
+sampled, so that some of these tests pass in one run and fail in the next.
 """
 
 from __future__ import annotations
@@ -102,15 +102,12 @@ def main() -> int:
             total.passed += outcome.passed
             total.skipped += outcome.skipped
             total.failed |= outcome.failed
-    surprises = [name for name in total.passed if _reason(name, explained)]
     unexplained = {name: text for name, text in total.failed.items() if not _reason(name, explained)}
     for name, text in unexplained.items():
         print(f"FAILED {name}: {text}")
-    for name in surprises:
-        print(f"PASSED, but is explained: {name}")
     known = len(total.failed) - len(unexplained)
     print(f"{len(total.passed)} passed, {len(total.failed)} failed ({known} explained), {len(total.skipped)} skipped")
-    return 1 if unexplained or surprises else 0
+    return 1 if unexplained else 0
 
 
 def _reason(name: str, explained: dict[str, str]) -> str:
