@@ -23,7 +23,7 @@ from llmbackend.frontends.access.settings import AccessSettings
 from llmbackend.frontends.journals.documents import Capacity, Document, MemoryStorage, Put, StoreError, Write
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
-from llmbackend.frontends.openai.responses_api.http_types import ResponseObject
+from llmbackend.frontends.openai.responses_api.schema import ResponseObject
 from llmbackend.frontends.openapi import PlainJsonSchema
 from tests.helpers.fake_llm_server import MODEL as FAKE_MODEL
 from tests.helpers.fake_llm_server import FakeLlmServer

@@ -166,7 +166,6 @@ def test_the_echo_has_what_was_sent() -> None:
     [
         ({"input": None}, "input", "missing_required_parameter"),
         ({"input": []}, "input", "missing_required_parameter"),
-        ({"input": 5}, "input", "invalid_value"),
         ({"input": [5]}, "input[0]", "invalid_value"),
         ({"input": [{}]}, "input[0].type", "missing_required_parameter"),
         ({"input": [{"type": "foo"}]}, "input[0].type", "invalid_value"),
@@ -222,9 +221,6 @@ def test_the_echo_has_what_was_sent() -> None:
         ({"context_management": [{"type": "compaction"}]}, "context_management", "unsupported_parameter"),
         ({"request_id": "mine"}, "request_id", "unsupported_parameter"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "unsupported_parameter"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
-        ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
-        ({"temperature": 3}, "temperature", "invalid_value"),
         ({"n": 2}, "n", "unknown_parameter"),
     ],
 )  # fmt: skip

@@ -30,10 +30,9 @@ from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
 from ..endpoints import OpenAIEndpoints, json_answer
 from ..fields import Metadata
-from .http_types import ConversationDeleted, ConversationObject, ItemList, StoredItem
 from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
-from .schema import INCLUDABLE
+from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemList, StoredItem
 
 _MAX_ITEMS = 100
 PAGE_PARAMETERS: tuple[JsonObject, ...] = (

@@ -1,19 +1,22 @@
-"""The body of a create-response request: one model for validation, for errors and for /openapi.json.
+"""The bodies of create-response requests, and the JSON that endpoints of responses and conversations answer, as types.
 
-For: parsing.py, which reads bodies, and /openapi.json. Does not know: templates, the store, the
-host. Invariant: as of schema.py beside it: a field has an effect, or is a label, or is refused by name with the reason.
+For: parsing.py, which reads bodies, the endpoints, and /openapi.json. Does not know: templates, the store, the host.
+Invariants: as of schema.py beside this room: a field has an effect, or is a label, or is refused by name with the
+reason; an answer has the members that response_state.py writes and no others (`make fuzz` compares them).
 Source: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex sends.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import BeforeValidator, ConfigDict, Field, WithJsonSchema, with_config
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ...generation.request import STRUCTURED_OUTPUTS
 from ...generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
 from ...http.errors import JsonObject, OpenAIError, missing, refuse, requires
+from ...http.routing import Count
 from ..fields import Effort, Labels, constraint_of
 from ..schema import (
     TEMPLATE_NAMES,
@@ -26,6 +29,7 @@ from ..schema import (
     needs,
 )
 from .items import Input
+from .response_state import Status
 from .tools import ToolChoiceField, Tools
 
 _NO_SUMMARIES = "models do not summarize reasoning, which is returned whole; only 'auto' is accepted"
@@ -210,3 +214,165 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
 
 def _excluded(field: str, other: str) -> OpenAIError:
     return OpenAIError(f"'{other}' and '{field}' are mutually exclusive", param=field)
+
+
+class OutputTextPart(TypedDict):
+    type: Literal["output_text"]
+    text: str
+    annotations: list[dict[str, Any]]
+    logprobs: list[dict[str, Any]]
+
+
+class ReasoningTextPart(TypedDict):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class _Output(TypedDict):
+    id: str
+    status: Literal["in_progress", "completed", "incomplete"]
+
+
+class MessageOutput(_Output):
+    type: Literal["message"]
+    role: Literal["assistant"]
+    content: list[OutputTextPart]
+
+
+class ReasoningOutput(_Output):
+    type: Literal["reasoning"]
+    summary: list[dict[str, Any]]
+    content: list[ReasoningTextPart]
+    encrypted_content: NotRequired[str | None]
+
+
+class _Call(_Output):
+    call_id: str
+    name: str
+    namespace: NotRequired[str]
+
+
+class FunctionCallOutput(_Call):
+    type: Literal["function_call"]
+    arguments: str
+
+
+class CustomToolCallOutput(_Call):
+    type: Literal["custom_tool_call"]
+    input: str
+
+
+class ToolSearchCallOutput(_Output):
+    type: Literal["tool_search_call"]
+    call_id: str
+    execution: Literal["client"]
+    arguments: Any
+
+
+class InputDetails(TypedDict):
+    cached_tokens: Count
+    cache_write_tokens: Literal[0]
+
+
+class OutputDetails(TypedDict):
+    reasoning_tokens: Count
+
+
+class ResponseUsage(TypedDict):
+    input_tokens: Count
+    input_tokens_details: InputDetails
+    output_tokens: Count
+    output_tokens_details: OutputDetails
+    total_tokens: Count
+
+
+class ConversationId(TypedDict):
+    id: str
+
+
+class ResponseError(TypedDict):
+    code: str
+    message: str
+
+
+class IncompleteDetails(TypedDict):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(TypedDict):
+    id: str
+    object: Literal["response"]
+    created_at: Count
+    model: str
+    background: bool
+    conversation: ConversationId | None
+    frequency_penalty: float
+    instructions: str | None
+    max_output_tokens: Count | None
+    max_tool_calls: Count | None
+    metadata: dict[str, Any]
+    parallel_tool_calls: bool
+    presence_penalty: float
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    prompt_cache_retention: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: str
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: Count
+    top_p: float
+    truncation: str
+    user: str | None
+    status: Status
+    completed_at: Count | None
+    error: ResponseError | None
+    incomplete_details: IncompleteDetails | None
+    output: list[MessageOutput | ReasoningOutput | FunctionCallOutput | CustomToolCallOutput | ToolSearchCallOutput]
+    usage: ResponseUsage | None
+
+
+class ResponseDeleted(TypedDict):
+    id: str
+    object: Literal["response.deleted"]
+    deleted: Literal[True]
+
+
+class InputTokens(TypedDict):
+    object: Literal["response.input_tokens"]
+    input_tokens: Count
+
+
+class CompactBody(TypedDict):
+    model: str
+
+
+class ConversationObject(TypedDict):
+    id: str
+    object: Literal["conversation"]
+    created_at: int
+    metadata: dict[str, Any]
+
+
+class ConversationDeleted(TypedDict):
+    id: str
+    object: Literal["conversation.deleted"]
+    deleted: Literal[True]
+
+
+@with_config(extra="allow")
+class StoredItem(TypedDict):
+    type: str
+    id: NotRequired[str]
+
+
+class ItemList(TypedDict):
+    object: Literal["list"]
+    data: list[StoredItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

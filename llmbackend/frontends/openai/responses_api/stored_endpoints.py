@@ -23,8 +23,7 @@ from ..endpoints import OpenAIEndpoints, json_answer
 from .background import BackgroundResponses
 from .conversations import PAGE_PARAMETERS, page, read_page_query
 from .events import journal_stream
-from .http_types import ItemList, ResponseDeleted, ResponseObject
-from .schema import ENCRYPTED_REASONING, INCLUDABLE
+from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
 
 _PARAMETERS = ("include", "include[]", "include_obfuscation", "starting_after", "stream")
 _MAX_DIGITS = 9
