@@ -29,7 +29,7 @@ from llmbackend.core.backend_api import (
 )
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation, StatusType
+from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation
 from llmbackend.engine.messages import AdapterResult, BlockChanges, EngineStats, InferRequest, RequestEvent, StepOutput
 from llmbackend.engine.reports import Watch
 
@@ -73,7 +73,7 @@ class ModelInstanceState:
             send_responses=self._send_responses,
             control_signal=self._control_signal,
             stats=self._on_stats,
-            status_response=self._on_status,
+            status_response=self._on_refused,
             engine_lost=self._engine_lost,
             vocabulary=self._model.vocabulary,
             adapters=self._model.loras.wanted,
@@ -300,15 +300,8 @@ class ModelInstanceState:
             logger.error("an invariant of model '%s' is broken: %s", self._model.name, leaked)
             self._metrics.invariant_broken()
 
-    def _on_status(self, request_id: str, error: str, kind: StatusType) -> None:
-        """Answers a request that the engine refused. A control operation that failed is only logged."""
-        if not error:
-            return
-        if kind is not StatusType.REQUEST_ENQUEUE_STATUS:
-            logger.debug("request %s: %s", request_id, error)  # it ended by itself meanwhile
-            return
-        task = self._tasks.pop(request_id)
-        if task is not None:
+    def _on_refused(self, request_id: str, error: str) -> None:
+        if (task := self._tasks.pop(request_id)) is not None:
             self._model.fail(task, invalid_argument(error))
 
     # --- one task's output --------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from llmbackend.server.process import take_ready_descriptor
 
 from .engine_watch import NAME as REGISTRY
 from .engine_watch import EngineWatch, HostRegistry
-from .messages import AgentNews, AgentOrder, EngineLost, FromAgent, FromHost, HostServing, Peer, Peers, Wants
+from .messages import AgentNews, AgentOrder, FromAgent, FromHost, HostServing, Peer, Peers, Wants
 from .rank_actors import DETACHED, NAMESPACE, answer
 
 log = logging.getLogger(__name__)
@@ -99,10 +99,7 @@ class Agent:
         writer.close()
 
     def _take(self, message: FromHost) -> None:
-        if isinstance(message, EngineLost):
-            if (watch := self._engines.get(message.key)) is not None:
-                self._run(watch.lost(message))
-        elif isinstance(message, HostServing):
+        if isinstance(message, HostServing):
             self._run(self._serves(message.endpoint))
         else:
             self._set_wants(message)

@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 
 from .engine_actor import EngineActor
-from .messages import EngineLost, EngineSpec, EngineState, Peer, Versions, WantedEngine
+from .messages import EngineSpec, EngineState, Peer, Versions, WantedEngine
 from .model_cache import ModelFilesError, manifests
 from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, room_problem
 
@@ -118,9 +118,6 @@ class EngineWatch:
         if self._actor is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 await answer(self._actor.release.remote(self._host))
-
-    async def lost(self, loss: EngineLost) -> None:
-        log.warning("%s: the host lost process %d: %s", loss.key, loss.incarnation, loss.cause)
 
     async def _watch(self) -> None:
         while True:

@@ -32,7 +32,7 @@ from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.server.frontend_settings import ClusterMember
 from llmbackend.server.settings import ServerSettings
 
-from .messages import EngineLost, EngineState, FromAgent, FromHost, HostServing, Peer, WantedEngine, Wants, engine_key
+from .messages import EngineState, FromAgent, FromHost, HostServing, Peer, WantedEngine, Wants, engine_key
 
 log = logging.getLogger(__name__)
 
@@ -77,10 +77,6 @@ class AgentLocator:
     def on_change(self, callback: Callable[[], None]) -> None:
         with self._lock:
             self._callbacks.append(callback)
-
-    def lost(self, index: int, config: EngineConfig, incarnation: int, cause: str) -> None:
-        with self._lock:
-            self._send(EngineLost(engine_key(index, config), incarnation, cause))
 
     def release(self, index: int, config: EngineConfig) -> None:
         with self._lock:

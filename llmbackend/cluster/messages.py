@@ -39,14 +39,6 @@ class Wants(msgspec.Struct, frozen=True, tag=True):
     engines: tuple[WantedEngine, ...]
 
 
-class EngineLost(msgspec.Struct, frozen=True, tag=True):
-    """Host → agent: the host saw the engine hang or end."""
-
-    key: str
-    incarnation: int
-    cause: str
-
-
 class HostServing(msgspec.Struct, frozen=True, tag=True):
     """Host → agent: where frontends of other machines reach it."""
 
@@ -88,7 +80,7 @@ class Peers(msgspec.Struct, frozen=True, tag=True):
     peers: tuple[Peer, ...]
 
 
-FromHost = Wants | EngineLost | HostServing
+FromHost = Wants | HostServing
 FromAgent = EngineState | Peers
 
 

@@ -45,24 +45,17 @@ from .reports import EngineHistory, EngineReport, EngineState, Watch
 
 
 class Operation(IntEnum):
-    """STOP ends a request. RELEASE_KV gives back its KV too; here every end does, so both are an abort."""
-
     STOP = 1
-    RELEASE_KV = 2
-
-
-class StatusType(IntEnum):
-    CONTROL_SIGNAL_STATUS = 0
-    REQUEST_ENQUEUE_STATUS = 1
+    """Ends a request, and gives back its KV."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerCallbacks:
     """get_requests(n)                     drains at most n requests from the shared queue; this engine has room for n
     send_responses(outputs)             gets all outputs of a step at once
-    control_signal()                    drains the requests to stop; one that is not live is answered with an error
+    control_signal()                    drains the requests to stop; one that is not live has ended meanwhile
     stats(stats)                        after each batch of steps
-    status_response(id, error, type)    for each pulled request and control signal; error "" = accepted
+    status_response(id, error)          for each pulled request that is refused
     engine_lost(request_ids, cause)     the engine has ended, and with it these requests, in the order in which they
                                         were pulled; get_requests may give them out again, to the next engine. After
                                         an exception of get_requests the owner may have given out more, and after one
@@ -85,7 +78,7 @@ class ManagerCallbacks:
     send_responses: Callable[[Sequence[StepOutput]], None]
     control_signal: Callable[[], Sequence[tuple[str, Operation]]]
     stats: Callable[[EngineStats], None]
-    status_response: Callable[[str, str, StatusType], None]
+    status_response: Callable[[str, str], None]
     engine_lost: Callable[[Sequence[str], EngineDeadError], None]
     vocabulary: Callable[[], Vocabulary | None] = lambda: None
     adapters: Callable[[], Mapping[str, str]] | None = None
@@ -388,23 +381,16 @@ class LlmManager:
         room = self.room
         accepted = []
         for request in self._on.get_requests(room) if room > 0 else ():
-            known = request.request_id in self._live
-            error = f"request_id '{request.request_id}' is already running, expected a unique id" if known else ""
-            self._call(self._on.status_response, request.request_id, error, StatusType.REQUEST_ENQUEUE_STATUS)
-            if not known:
+            if request.request_id in self._live:
+                error = f"request_id '{request.request_id}' is already running, expected a unique id"
+                self._call(self._on.status_response, request.request_id, error)
+            else:
                 self._live[request.request_id] = None
                 accepted.append(request)
         return accepted
 
     def _pull_aborts(self) -> list[str]:
-        abort = []
-        for request_id, operation in self._call(self._on.control_signal) or ():
-            live = request_id in self._live
-            error = "" if live else f"{operation.name}: request_id '{request_id}' is not running, it may have finished"
-            if live:
-                abort.append(request_id)
-            self._call(self._on.status_response, request_id, error, StatusType.CONTROL_SIGNAL_STATUS)
-        return abort
+        return [request_id for request_id, _ in self._call(self._on.control_signal) or () if request_id in self._live]
 
     def _lose_engine(self, error: EngineDeadError) -> None:
         """The owner gets back what was live; the first load is not tried again."""

@@ -191,7 +191,7 @@ def test_an_engine_that_is_not_up_yet_is_waited_for(
     owner.submit(request := make_request("r"))
     expect_all(owner, [request])
     owner.manager.shutdown()
-    assert locator.released == [0] and not locator.losses
+    assert locator.released == [0]
 
 
 @pytest.mark.parametrize("is_located", [False, True])
@@ -264,7 +264,6 @@ def test_streams_of_two_hosts_survive_kills_of_their_engine(
         expect_all(owner, its)
         assert {error.kind for _, error in owner.deaths} == {"disconnect"}
     assert incarnations == sorted(set(incarnations))
-    assert {(index, incarnation) for index, incarnation, _ in locator.losses} >= {(0, one) for one in incarnations[:-1]}
 
 
 def test_an_engine_that_is_stopped_is_replaced_long_before_a_step_may_end(
@@ -387,13 +386,6 @@ def test_an_engine_ends_with_its_parent_or_when_no_host_is_left(
     engine.leave()
     assert engine.process.wait(WAIT_S) == 0
     assert not is_alive(engine.news.pid)
-
-
-def test_a_process_can_be_replaced_by_command(serve: ServeEngine) -> None:
-    engine = serve()
-    engine.command(replace=engine.news.incarnation - 1)  # one that is no more
-    engine.command(replace=engine.news.incarnation)
-    assert engine.read_news().incarnation == engine.news.incarnation + 1
 
 
 # --- refusals ---------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import msgspec
 
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
-from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation, StatusType
+from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation
 from llmbackend.engine.messages import BlockChanges, EngineStats, InferRequest, StepOutput, Vocabulary
 from tests.helpers.mock_engine import Outcome
 
@@ -26,7 +26,7 @@ class Owner:
         self.queue: list[InferRequest] = []
         self.controls: list[tuple[str, Operation]] = []
         self.outcomes: dict[str, Outcome] = {}
-        self.statuses: list[tuple[str, str, StatusType]] = []
+        self.refusals: dict[str, str] = {}
         self.stats: list[EngineStats] = []
         self.rooms: list[int] = []
         self.deaths: list[tuple[tuple[str, ...], EngineDeadError]] = []
@@ -46,7 +46,7 @@ class Owner:
             send_responses=self.send_responses,
             control_signal=self.control_signal,
             stats=self.stats.append,
-            status_response=lambda *status: self.statuses.append(status),
+            status_response=self.refusals.__setitem__,
             engine_lost=self.engine_lost,
             vocabulary=self.vocabulary,
             blocks_changed=self.blocks_changed,

@@ -50,11 +50,6 @@ class ServedEngine:
         assert self.process.stdout is not None
         return msgspec.json.decode(self.process.stdout.readline(), type=ServedEngineNews)
 
-    def command(self, **command: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(command) + b"\n")
-        self.process.stdin.flush()
-
     def kill(self) -> ServedEngineNews:
         """Kills the engine's process; the next one's."""
         os.kill(self.news.pid, signal.SIGKILL)
@@ -81,7 +76,6 @@ class FixedLocator:
 
     def __init__(self, *addresses: EngineAddress | None) -> None:
         self.addresses = list(addresses)
-        self.losses: list[tuple[int, int, str]] = []
         self.released: list[int] = []
         self.num_asked = 0
         self._callback: Callable[[], None] = lambda: None
@@ -92,9 +86,6 @@ class FixedLocator:
 
     def on_change(self, callback: Callable[[], None]) -> None:
         self._callback = callback
-
-    def lost(self, index: int, config: EngineConfig, incarnation: int, cause: str) -> None:
-        self.losses.append((index, incarnation, cause))
 
     def release(self, index: int, config: EngineConfig) -> None:
         self.released.append(index)

@@ -277,7 +277,6 @@ class Supervisor:
         """Reaps the engine and sets when the next one starts: at once, unless this one finished no step."""
         if self._transport is not None:
             self._transport.close(force=True)
-            self._source.lost(error)
         self._transport = self._info = None
         self._num_preparations = 0
         self._is_load_due = False
@@ -349,9 +348,6 @@ class EngineSource(Protocol):
     def load_whole(self) -> bool:
         """Engines load the checkpoint themselves from now on. Whether they did not before."""
 
-    def lost(self, error: EngineDeadError) -> None:
-        """The engine of the last transport cannot be used any more."""
-
     def close(self) -> None: ...
 
 
@@ -373,9 +369,6 @@ class ForkedEngines:
         assert self.fork_server is not None
         was_whole, self.fork_server.is_whole = self.fork_server.is_whole, True
         return not was_whole
-
-    def lost(self, error: EngineDeadError) -> None:
-        """The fork server knows."""
 
     def close(self) -> None:
         if self.fork_server is not None:

@@ -50,9 +50,6 @@ class EngineLocator(Protocol):
         """`callback`, cheap and for any thread, is called when `locate` may answer otherwise, until this process
         ends."""
 
-    def lost(self, index: int, config: EngineConfig, incarnation: int, cause: str) -> None:
-        """This host saw the engine hang or end, or can no longer reach it: others may still. Never blocks."""
-
     def release(self, index: int, config: EngineConfig) -> None:
         """This host needs it no more. Never blocks."""
 

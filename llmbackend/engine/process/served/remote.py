@@ -82,11 +82,6 @@ class RemoteTransport(Transport):
         for item in (self._socket, self._monitor.socket, wake_fd):
             self._poller.register(item, zmq.POLLIN)
 
-    @property
-    def incarnation(self) -> int:
-        """Of the engine's process: as the locator said, then as the engine does."""
-        return self._address.incarnation
-
     def launch(self) -> None:
         self._socket.connect(self._address.endpoint)
         self._socket.send(_encode(hello(self._host_id, self._config)), zmq.NOBLOCK)
@@ -213,23 +208,17 @@ class EnginesElsewhere:
         self._config = config
         self._index = index
         self._wake = wake
-        self._transport: RemoteTransport | None = None
         engines.users.enter(index, config, wake)
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> Transport | None:
         address = self._engines.locator.locate(self._index, self._config)
         if address is None:
             return None
-        self._transport = RemoteTransport(self._engines, address, self._config, wake_fd, progress)
-        return self._transport
+        return RemoteTransport(self._engines, address, self._config, wake_fd, progress)
 
     def load_whole(self) -> bool:
         """Its keeper decides how it loads."""
         return False
-
-    def lost(self, error: EngineDeadError) -> None:
-        if self._transport is not None:
-            self._engines.locator.lost(self._index, self._config, self._transport.incarnation, str(error))
 
     def close(self) -> None:
         self._engines.users.leave(self._index, self._config, self._wake)

@@ -40,7 +40,6 @@ from ..supervisor import Supervisor
 from ..transport import CLOSE_TIMEOUT_S, EngineForkServer, ProcessTransport
 from .served_order import (
     KeptState,
-    ServedEngineCommand,
     ServedEngineNews,
     ServedEngineOrder,
     ServedProcessOrder,
@@ -56,7 +55,6 @@ BACKLOG: Final = 1024
 """Hosts that may wait for the next process."""
 
 _decode_state = msgspec.msgpack.Decoder(KeptState).decode
-_decode_command = msgspec.json.Decoder(ServedEngineCommand).decode
 _encode_json = msgspec.json.encode
 
 
@@ -138,25 +136,27 @@ class KeptEngines:
     def __init__(self, order: ServedEngineOrder, listener: socket.socket) -> None:
         self.fork_server = ServedForkServer(order, listener)
         self._silence_s = SILENCES * order.heartbeat_timeout_s
-        self.transport: KeptTransport | None = None
+        self._transport: KeptTransport | None = None
+
+    @property
+    def num_hosts(self) -> int:
+        """Of the latest process, by its last report."""
+        return 0 if self._transport is None else self._transport.num_hosts
 
     def make_transport(self, wake_fd: int, progress: Callable[[LoadProgress], None]) -> KeptTransport:
-        self.transport = KeptTransport(self.fork_server, self._silence_s, wake_fd, progress)
-        return self.transport
+        self._transport = KeptTransport(self.fork_server, self._silence_s, wake_fd, progress)
+        return self._transport
 
     def load_whole(self) -> bool:
         was_whole, self.fork_server.is_whole = self.fork_server.is_whole, True
         return not was_whole
-
-    def lost(self, error: EngineDeadError) -> None:
-        self.transport = None
 
     def close(self) -> None:
         self.fork_server.close()
 
 
 class Keeper:
-    """The main thread owns it; `stop`, `parent_ended` and `replace` are for any."""
+    """The main thread owns it; `stop` and `parent_ended` are for any."""
 
     def __init__(self, order: ServedEngineOrder, listener: socket.socket, tell: Callable[[ServedEngineNews], None]):
         """tell: of each process that was started."""
@@ -170,7 +170,6 @@ class Keeper:
         self._attached_at_s = 0.0
         """When a host was seen last, from the parent's end on."""
         self._is_orphan = self._is_stopped = False
-        self._to_replace: int | None = None
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -180,16 +179,11 @@ class Keeper:
         self._attached_at_s, self._is_orphan = time.monotonic(), True
         self._wakeup.set()
 
-    def replace(self, incarnation: int) -> None:
-        self._to_replace = incarnation
-        self._wakeup.set()
-
     def run(self) -> None:
         """Until it is stopped, or an orphan that nobody needs."""
         try:
             while not (self._is_stopped or self._is_over()):
                 self._wakeup.clear()
-                self._kill_replaced()
                 with contextlib.suppress(EngineDeadError):  # the supervisor has logged it
                     self._supervisor.receive(is_busy=True)
                 self._tell_of_process()
@@ -203,15 +197,9 @@ class Keeper:
         if not self._order.outlives_parent:
             return True
         now_s = time.monotonic()
-        if self._engines.transport is not None and self._engines.transport.num_hosts:
+        if self._supervisor.info is not None and self._engines.num_hosts:
             self._attached_at_s = now_s
         return now_s > self._attached_at_s + self._order.orphan_timeout_s
-
-    def _kill_replaced(self) -> None:
-        incarnation, self._to_replace = self._to_replace, None
-        transport = self._engines.transport
-        if transport is not None and incarnation == self._engines.fork_server.incarnation:
-            transport.kill()
 
     def _tell_of_process(self) -> None:
         pid = self._supervisor.pid or 0
@@ -246,12 +234,8 @@ def _tell(news: ServedEngineNews, record_file: str = "") -> None:
         os.write(1, _encode_json(news) + b"\n")
 
 
-def _read_commands(keeper: Keeper) -> None:
-    for line in sys.stdin.buffer:
-        try:
-            keeper.replace(_decode_command(line).replace)
-        except msgspec.DecodeError as error:
-            logger.warning("a command that cannot be read: %s", error)
+def _wait_for_parent(keeper: Keeper) -> None:
+    sys.stdin.buffer.read()
     keeper.parent_ended()
 
 
@@ -268,7 +252,7 @@ def main() -> int:
         keeper = Keeper(order, listener, partial(_tell, record_file=order.record_file))
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: keeper.stop())
-        threading.Thread(target=_read_commands, args=(keeper,), name="parent", daemon=True).start()
+        threading.Thread(target=_wait_for_parent, args=(keeper,), name="parent", daemon=True).start()
         keeper.run()
     if order.record_file:
         Path(order.record_file).unlink(missing_ok=True)

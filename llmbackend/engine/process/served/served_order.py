@@ -117,12 +117,6 @@ class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     error: str = ""
 
 
-class ServedEngineCommand(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A later line of standard input. replace: the incarnation to kill, if it is still the one that runs."""
-
-    replace: int
-
-
 class EngineRecord(msgspec.Struct, frozen=True):
     """pid    of the command that keeps the engine
     start  of that process, as the system counts it: process ids are used again
