@@ -91,7 +91,8 @@ def _best_of(api: Endpoint) -> None:
 
 @promise("the most likely tokens at each position of the prompt, whole and streamed; more of them for a larger number")
 def _prompt_logprobs(api: Endpoint) -> None:
-    assert "prompt_logprobs" not in api.ask().json | api.ask().choices[0]
+    plain = api.ask()
+    assert (plain.json if api.is_chat else plain.choices[0])["prompt_logprobs"] is None
     for top in (1, 3):
         answer = api.ask(prompt_logprobs=top, return_token_ids=True)
         of_prompt = answer.json if api.is_chat else answer.choices[0]
@@ -108,14 +109,16 @@ def _prompt_logprobs(api: Endpoint) -> None:
     assert api.refusal(prompt_logprobs=21)["param"] == "prompt_logprobs"
 
 
-@promise("logprobs of these tokens, in place of the most likely ones")
+@promise("logprobs of the chosen token and of these, in place of the most likely ones")
 def _logprob_token_ids(api: Endpoint) -> None:
     for ids in ([7, 8], [300]):
         asked = {"logprobs": True if api.is_chat else 0, "return_tokens_as_token_ids": True, "logprob_token_ids": ids}
         logprobs = api.ask(**asked).choices[0]["logprobs"]
         names = [f"token_id:{token}" for token in ids]
         if api.is_chat:
-            assert all([one["token"] for one in entry["top_logprobs"]] == names for entry in logprobs["content"])
+            for entry in logprobs["content"]:
+                shown = [one["token"] for one in entry["top_logprobs"]]
+                assert shown == list(dict.fromkeys([entry["token"], *names]))
         else:
             assert all(set(best) >= set(names) for best in logprobs["top_logprobs"])
     assert api.refusal(logprob_token_ids=[7])["param"] == "logprob_token_ids"

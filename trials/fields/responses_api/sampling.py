@@ -124,13 +124,14 @@ def _spaces_between_special_tokens(api: Responses) -> None:
     assert spaced.strip() == " ".join(["<pad>"] * MAX_OUTPUT_TOKENS) and joined.strip() == "<pad>" * MAX_OUTPUT_TOKENS
 
 
-@promise("log probabilities of these tokens, in place of the most likely ones")
+@promise("log probabilities of the chosen token and of these, in place of the most likely ones")
 def _logprob_token_ids(api: Responses) -> None:
     asked: dict[str, Any] = {"include": ["message.output_text.logprobs"]}
     for ids in ([300, 301], [400]):
         answer = api.ask(**asked, logprob_token_ids=ids)
         entries = answer.of("message")[0]["content"][0]["logprobs"]
-        assert entries and all(len(entry["top_logprobs"]) == len(ids) for entry in entries)
+        assert entries and all(len(entry["top_logprobs"]) == 1 + len(ids) for entry in entries)
+        assert all(entry["top_logprobs"][0]["token"] == entry["token"] for entry in entries)
 
 
 @promise("the reasoning ends after so many tokens, with its end marker")
