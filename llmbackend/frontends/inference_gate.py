@@ -18,7 +18,7 @@ from starlette.requests import Request
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
 from llmbackend.core.outputs import Outputs
-from llmbackend.core.requests.request_bounds import string_count_bound
+from llmbackend.core.requests.request_validation import string_count_bound
 from llmbackend.core.tensors import RawTensor, Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from llmbackend.core.errors import invalid_argument
 from llmbackend.core.messages import NO_FLAGS, InferenceRequest, RequestFlag, Resume
-from llmbackend.core.requests.request_bounds import check_request
+from llmbackend.core.requests.request_validation import check_request
 from llmbackend.core.tensors import RawTensor
 from llmbackend.core.tracing.manager import HeaderLookup
 from llmbackend.core.tracing.trace import RequestTrace, Trace, TraceLevel

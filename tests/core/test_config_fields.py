@@ -28,7 +28,7 @@ ACTED_ON = {
     "default_model_filename": "backends/pytorch/backend.py",
     "dynamic_batching": "core/scheduling/dynamic_batcher.py core/models/model.py waiting/queue_policy.py",
     "ensemble_scheduling": "core/scheduling/ensembles/graph.py",
-    "input": "core/config/model_config_rules.py core/models/served_config.py core/requests/request_bounds.py "
+    "input": "core/config/model_config_rules.py core/models/served_config.py core/requests/request_validation.py "
     "core/scheduling/dynamic_batcher.py",
     "instance_group": "core/models/instance_set.py core/models/model_instance.py core/scheduling/rate_limiter.py",
     "max_batch_size": "core/models/served_config.py",

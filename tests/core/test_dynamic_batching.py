@@ -17,7 +17,7 @@ from llmbackend.core.config.model_config_rules import validate_config
 from llmbackend.core.errors import ErrorCode, TritonError, internal
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.statistics import FailureReason, Statistics
+from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import ValidRequest
 from llmbackend.core.requests.response_channel import Reaper, ResponseChannel

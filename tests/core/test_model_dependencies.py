@@ -13,7 +13,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.config.model_config_rules import validate_scheduling
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.repository.model_dependencies import circles, in_levels
+from llmbackend.core.lifecycle.ensembles import circles, in_levels
 from tests.helpers.core_host import STAGE, WAIT_S, Repository, send, serving, version_of, x
 from tests.helpers.ensemble_host import AB_TO_Y, X_TO_Y, X_TO_YZ, chain, ensemble, part, step, tensors
 from tests.helpers.waiting import eventually

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.metrics.statistics import Statistics
+from llmbackend.core.metrics.model_metrics import Statistics
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import ValidRequest
 from llmbackend.core.requests.response_channel import Reaper, ResponseChannel

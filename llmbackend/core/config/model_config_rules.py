@@ -26,7 +26,7 @@ from tritonclient.grpc.model_config_pb2 import (
 )
 
 from ..errors import TritonError, invalid_argument
-from ..requests.request_bounds import VARIABLE, reshape_fault
+from ..requests.request_validation import VARIABLE, reshape_fault
 
 PLATFORM = "ensemble"
 _StepsOfTensor = dict[str, set[int]]

@@ -25,12 +25,11 @@ from ..errors import ErrorCode, LoadError, TritonError, internal, invalid_argume
 from ..host_services import HostServices
 from ..messages import LoadParameters
 from ..models.model import LoadedModel
-from ..repository.model_dependencies import ModelDependencies, circles, in_levels, parts_of
 from ..repository.model_files import ModelNames, ModelSource
 from ..repository.model_repository import ModelRepository, ModelSpec, check_model_name
 from ..repository.repository_agents import AgentManager
 from ..server_options import ServerOptions
-from .ensemble_validation import Faults, validate_ensemble
+from .ensembles import Faults, ModelDependencies, circles, in_levels, parts_of, validate_ensemble
 from .model_lifecycle import ModelLifecycle
 from .model_versions import ModelReadyState
 

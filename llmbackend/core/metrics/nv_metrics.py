@@ -20,8 +20,7 @@ from prometheus_client.core import Metric
 
 from .metric_family import number_text
 from .metrics_options import MetricsOptions
-from .model_metrics import FIRST_RESPONSE, Latencies, Summaries, Summary
-from .statistics import FailureReason, Statistics
+from .model_metrics import FIRST_RESPONSE, FailureReason, Latencies, Statistics, Summaries, Summary
 
 MODEL_READY = "llmbackend:model_ready"
 

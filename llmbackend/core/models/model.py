@@ -28,8 +28,7 @@ from ..errors import TritonError, unsupported
 from ..host_services import HostServices
 from ..kept_threads import KeptThreads
 from ..messages import InferenceHandle, InferenceRequest, LoadParameters, ResponseCallback
-from ..metrics.model_metrics import Latencies, metric_tags
-from ..metrics.statistics import Statistics
+from ..metrics.model_metrics import Latencies, Statistics, metric_tags
 from ..model_to_model import ModelHost
 from ..repository.model_repository import ModelSpec
 from ..requests.queued_request import QueuedRequest

@@ -34,7 +34,7 @@ from ..activity.messages import (
 from ..backend_api import InstanceGroupKind, MemoryUsage, Model, Request, ResponseFactory
 from ..backend_manager import LoadedBackend
 from ..errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
-from ..metrics.statistics import FailureReason, PhaseTimes
+from ..metrics.model_metrics import FailureReason, PhaseTimes
 from ..requests.queued_request import BackendResponseFactory, QueuedRequest
 from ..requests.response_channel import ChannelOwner, ResponseChannel
 from ..scheduling.scheduler import Batches, BatchSource

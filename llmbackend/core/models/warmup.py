@@ -21,7 +21,7 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import internal, invalid_argument, request_tag, unsupported
 from llmbackend.core.files import path_inside
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.statistics import PhaseTimes
+from llmbackend.core.metrics.model_metrics import PhaseTimes
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import RequestValidator, ValidRequest
 from llmbackend.core.requests.response_channel import ResponseChannel

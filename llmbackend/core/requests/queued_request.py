@@ -16,7 +16,7 @@ from typing import Protocol
 from llmbackend.core.backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
 from llmbackend.core.errors import TritonError, invalid_argument, request_tag
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.statistics import FailureReason
+from llmbackend.core.metrics.model_metrics import FailureReason
 from llmbackend.core.tracing.trace import RequestTrace
 
 from .request_validation import ValidRequest

@@ -19,7 +19,7 @@ from typing import Protocol
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.metrics.statistics import PhaseTimes, Statistics
+from llmbackend.core.metrics.model_metrics import PhaseTimes, Statistics
 
 log = logging.getLogger(__name__)
 

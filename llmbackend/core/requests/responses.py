@@ -24,7 +24,7 @@ from llmbackend.core.messages import InferenceRequest, InferenceResponse, Respon
 from llmbackend.core.metrics.model_metrics import FirstResponse, Histogram
 from llmbackend.core.tensors import Tensor
 
-from .request_bounds import Reshape, output_reshapes
+from .request_validation import Reshape, output_reshapes
 
 Transform = Callable[[InferenceResponse], InferenceResponse]
 """Makes a response without an error from one. May raise TritonError."""

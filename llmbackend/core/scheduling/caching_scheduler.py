@@ -19,7 +19,7 @@ from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.caching import CacheKeys, ResponseCache, pack, unpack
 from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
 from llmbackend.core.messages import InferenceResponse, ResponseCallback
-from llmbackend.core.metrics.statistics import FailureReason
+from llmbackend.core.metrics.model_metrics import FailureReason
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.response_channel import ChannelOwner
 

@@ -26,7 +26,7 @@ from llmbackend.waiting.timer import MAX_SLEEP_S, Timer
 from ..backend_api import Model, Request
 from ..errors import TritonError, internal, invalid_argument, not_found, unsupported
 from ..files import import_file
-from ..metrics.statistics import Statistics
+from ..metrics.model_metrics import Statistics
 from ..requests.queued_request import QueuedRequest
 from .request_queue import RequestQueue
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
-from llmbackend.core.metrics.statistics import FailureReason, Statistics
+from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
 from llmbackend.waiting.timer import Deadlines, Timer

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.errors import invalid_argument
-from llmbackend.core.requests.request_bounds import (
+from llmbackend.core.requests.request_validation import (
     MAX_PARAMETERS,
     MAX_TENSORS,
     check_count,

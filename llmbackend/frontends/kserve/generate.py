@@ -25,7 +25,7 @@ from llmbackend.core.messages import (
     TensorMetadata,
 )
 from llmbackend.core.outputs import OutputLayout, Outputs
-from llmbackend.core.requests.request_bounds import MAX_PARAMETERS, check_count, check_id
+from llmbackend.core.requests.request_validation import MAX_PARAMETERS, check_count, check_id
 from llmbackend.core.tensors import Tensor
 from llmbackend.core.tracing.trace import RequestTrace
 

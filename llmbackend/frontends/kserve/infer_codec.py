@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from llmbackend.core.errors import TritonError, internal, invalid_argument
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.requests.request_bounds import (
+from llmbackend.core.requests.request_validation import (
     MAX_PARAMETERS,
     MAX_TENSORS,
     check_count,

@@ -20,7 +20,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from ...backend_api import ResponseFlag
 from ...errors import TritonError, internal
 from ...messages import InferenceHandle, InferenceResponse, RequestFlag
-from ...metrics.statistics import PhaseTimes
+from ...metrics.model_metrics import PhaseTimes
 from ...tensors import Tensor, reshaped
 
 ModelKey = tuple[str, int]

@@ -21,7 +21,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from ...backend_api import RequestFlag, ResponseFlag
 from ...errors import TritonError, cancelled, internal, invalid_argument, request_tag, unavailable
 from ...messages import InferenceHandle, InferenceRequest, InferenceResponse, held_bytes
-from ...metrics.statistics import FailureReason, PhaseTimes
+from ...metrics.model_metrics import FailureReason, PhaseTimes
 from ...model_to_model import ModelHandle, ModelHost
 from ...requests.queued_request import QueuedRequest
 from ...tensors import Tensor

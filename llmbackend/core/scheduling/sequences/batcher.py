@@ -21,7 +21,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.backend_api import RequestFlag
 from llmbackend.core.errors import TritonError, cancelled, invalid_argument, shown_id, unavailable
 from llmbackend.core.messages import Tenant
-from llmbackend.core.metrics.statistics import FailureReason
+from llmbackend.core.metrics.model_metrics import FailureReason
 from llmbackend.core.requests.queued_request import NOT_RESCHEDULABLE, QueuedRequest
 from llmbackend.core.requests.response_channel import ChannelOwner
 from llmbackend.core.scheduling.scheduler import BatchSource

@@ -19,7 +19,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.core.backend_api import ResponseFlag
 from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.statistics import FailureReason, Statistics
+from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
 from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.core.requests.request_validation import ValidRequest
 from llmbackend.core.requests.response_channel import ChannelOwner, Reaper, ResponseChannel
