@@ -61,6 +61,15 @@ def _truncate_prompt_tokens(api: Endpoint) -> None:
         assert (cut.json if api.is_chat else cut.choices[0])["prompt_token_ids"] == ids[-keep:]
 
 
+@promise("which end of a prompt that is too long is left out")
+def _truncation_side(api: Endpoint) -> None:
+    whole = api.ask(return_token_ids=True)
+    ids = (whole.json if api.is_chat else whole.choices[0])["prompt_token_ids"]
+    for side, kept in (("left", ids[-3:]), ("right", ids[:3])):
+        cut = api.ask(truncate_prompt_tokens=3, truncation_side=side, return_token_ids=True)
+        assert (cut.json if api.is_chat else cut.choices[0])["prompt_token_ids"] == kept
+
+
 @promise("the text between it and the prompt is generated, where the tokenizer has tokens for that; else it is refused")
 def _suffix(api: Endpoint) -> None:
     asked: JsonObject = {"model": WORDS, "prompt": "word5 word6", "return_token_ids": True}
@@ -119,5 +128,6 @@ CHAT_PROMPTS: dict[str, Row] = {
 COMPLETION_PROMPTS: dict[str, Row] = {"prompt": _prompt, "echo": _echo, "suffix": _suffix}
 PROMPTS: dict[str, Row] = {
     "truncate_prompt_tokens": _truncate_prompt_tokens,
+    "truncation_side": _truncation_side,
     "add_special_tokens": _add_special_tokens,
 }

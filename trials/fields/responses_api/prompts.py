@@ -90,6 +90,13 @@ def _truncate_prompt_tokens(api: Responses) -> None:
         assert api.ask(truncate_prompt_tokens=keep).usage["input_tokens"] == keep
 
 
+@promise("which end of a prompt that is too long is left out")
+def _truncation_side(api: Responses) -> None:
+    cut = {side: api.ask(truncate_prompt_tokens=5, truncation_side=side) for side in ("left", "right")}
+    assert cut["left"].text == api.ask(truncate_prompt_tokens=5).text != cut["right"].text
+    assert all(answer.usage["input_tokens"] == 5 for answer in cut.values())
+
+
 @promise("whether the prompt begins with the tokenizer's own token")
 def _add_special_tokens(api: Responses) -> None:
     counts = [api.ask(model=WORDS, add_special_tokens=value).usage["input_tokens"] for value in (True, False)]
@@ -112,6 +119,7 @@ PROMPTS: dict[str, Row] = {
     "background": _background,
     "metadata": _metadata,
     "truncate_prompt_tokens": _truncate_prompt_tokens,
+    "truncation_side": _truncation_side,
     "add_special_tokens": _add_special_tokens,
     "model": _model,
 }
