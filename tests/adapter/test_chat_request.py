@@ -209,3 +209,12 @@ def test_other_json_than_an_object_is_text(text: str) -> None:
     call = {"type": "function", "function": {"name": "weather", "arguments": text}}
     template = ChatTemplate("{{ messages[0].tool_calls[0].function.arguments }}", {})
     assert template.render([{"role": "assistant", "content": "", "tool_calls": [call]}]) == text
+
+
+def test_a_value_that_is_known_is_not_parsed_again_but_checked_alike() -> None:
+    value = {"messages": [HI], "tools": [{}]}
+    text = json.dumps(value).encode()
+    assert read_chat(text, BOUNDS, value).messages is value["messages"]
+    assert read_chat(text, BOUNDS, value) == read_chat(text, BOUNDS)
+    with pytest.raises(TritonError, match="has 11 messages, expected at most 10"):
+        read_chat(json.dumps([HI] * 11).encode(), BOUNDS, [HI] * 11)

@@ -109,7 +109,7 @@ class PromptMaker:
             if inputs.text_input is not None:
                 return Prompt(inputs.text_input, self._encode(inputs.text_input, adds is not False, keep, bounds))
             if inputs.messages is not None:
-                rendered = self._render(inputs.messages, bounds)
+                rendered = self._render(inputs.messages, inputs.parsed_messages, bounds)
                 return Prompt(rendered, self._encode(rendered, bool(adds), keep, bounds))
             assert inputs.input_ids is not None
             ids = self._checked_ids(inputs.input_ids if keep is None else inputs.input_ids[keep], bounds)
@@ -146,7 +146,7 @@ class PromptMaker:
             self._check_below(error.num_tokens, bounds)
             raise
 
-    def _render(self, text: bytes, bounds: PromptBounds) -> str:
+    def _render(self, text: bytes, value: Any, bounds: PromptBounds) -> str:
         chat_bounds = ChatBounds(
             bounds.max_messages,
             bounds.max_chars,
@@ -154,7 +154,7 @@ class PromptMaker:
             self._limits.max_messages_bytes,
             self._limits.trusts_request_templates,
         )
-        chat = read_chat(text, chat_bounds)
+        chat = read_chat(text, chat_bounds, value)
         options = {**self._limits.template_options, **chat.options}
         return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, options, chat.template))
 

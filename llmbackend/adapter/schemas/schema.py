@@ -80,6 +80,8 @@ class LlmInputs:
     text_input: str | None = None
     messages: bytes | None = None
     """JSON."""
+    parsed_messages: Any = None
+    """Their value, where the host has it; None: it must be parsed."""
     input_ids: npt.NDArray[Any] | None = None
     """Token ids: integers, one dimension."""
     prior_output_ids: npt.NDArray[Any] | None = None

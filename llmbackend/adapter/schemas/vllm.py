@@ -192,6 +192,7 @@ class VllmSchema:
             sampling=sampling,
             text_input=text_of(tensors[source]) if source == "text_input" else None,
             messages=single(tensors[source]) if source == "messages" else None,
+            parsed_messages=getattr(tensors[source], "value", None) if source == "messages" else None,
             input_ids=tensors[source].data.ravel() if source == "input_ids" else None,
             prior_output_ids=_prior_output_ids(request),
             max_tokens_must_fit=MAX_TOKENS_MUST_FIT in request.parameters,

@@ -1,9 +1,4 @@
-"""Reasoning as the engine sees it: markers and a budget of a request → sequences of tokens.
-
-For: request_conversion.py. Does not know: which formats there are: the frontend names the markers. Invariant: the
-result depends on the request's parameters and its prompt alone.
-Source: vLLM's `thinking_token_budget` for the budget's name.
-"""
+"""Reasoning as the engine sees it: a request's markers and budget (by vLLM's names) as sequences of tokens."""
 
 from __future__ import annotations
 

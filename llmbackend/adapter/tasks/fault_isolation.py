@@ -1,8 +1,4 @@
-"""Which request kills engines: found without failing other requests.
-
-For: TaskMap, which keeps one FaultIsolation for each engine. Does not know: queues, engines' processes. Invariant: a
-blamed request was the only unproven one at two deaths or more, with no success in between.
-"""
+"""Which request kills engines, found without failing others: a blamed one was alone unproven at two deaths or more."""
 
 from __future__ import annotations
 

@@ -74,14 +74,14 @@ class ChatRequest:
         return _up_to_final_message(rendered, self.messages[-1]) if self.continues_final_message else rendered
 
 
-def read_chat(text: bytes, bounds: ChatBounds) -> ChatRequest:
-    """Parses and checks the input. Raises TritonError INVALID_ARG naming what is wrong, or too large and by how
-    much.
+def read_chat(text: bytes, bounds: ChatBounds, value: Any = None) -> ChatRequest:
+    """Parses and checks the input. Raises TritonError INVALID_ARG naming what is wrong, or too large and by how much.
 
-    The result may be too long for the context, but not by orders of magnitude: every message is at least a token, and
-    no token has more characters than the longest of the vocabulary.
+    value: what `text` stands for, where that is known; it must not change. The result may be too long for the context,
+    but not by orders of magnitude: every message is at least a token, and no token has more characters than the longest
+    of the vocabulary.
     """
-    chat = _parsed(text, bounds)
+    chat = _parsed(text, bounds, value)
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
         if not isinstance(chat.get(name), kind | None):
             raise invalid_argument(f"'{name}' of {_INPUT} must be a JSON {_JSON_NAMES[kind]}, got {shown(chat[name])}")
@@ -144,13 +144,13 @@ def _up_to_final_message(rendered: str, message: Message) -> str:
     return rendered[: found + len(whole if rendered.startswith(whole, found) else bare)]
 
 
-def _parsed(text: bytes, bounds: ChatBounds) -> dict[str, Any]:
+def _parsed(text: bytes, bounds: ChatBounds, value: Any) -> dict[str, Any]:
     """The object with `messages` and other fields; the input may also be just the list of messages."""
     check_at_most(_INPUT, len(text), bounds.max_bytes, "bytes")
     if text.count(b"{") + text.count(b"[") + text.count(b",") > MAX_VALUES:
         check_at_most(_INPUT, count_outside_strings(text, b"{[,"), MAX_VALUES, "JSON values")
     try:
-        value: Any = json.loads(text.decode())
+        value = json.loads(text.decode()) if value is None else value
     except UnicodeDecodeError as error:
         raise invalid_argument(f"{_INPUT} is not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:

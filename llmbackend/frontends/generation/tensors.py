@@ -148,7 +148,7 @@ def prior_output_ids_tensor(token_ids: Sequence[int]) -> Tensor:
 def messages_tensor(messages: Sequence[dict[str, Any]], template_options: dict[str, Any]) -> Tensor:
     """A list of messages, or an object of messages and options of the chat template where there are some."""
     value = {"messages": messages, **template_options} if template_options else messages
-    return Tensor.text(MESSAGES, orjson.dumps(value))
+    return JsonTensor.of_value(MESSAGES, value, orjson.dumps(value))
 
 
 def option_inputs(
