@@ -99,7 +99,9 @@ TERMS: dict[str, tuple[Term, ...]] = {
         Term("Operation", _ENGINE + "llm_manager.py", "Operation"),
         Term("InferRequest", _ENGINE + "messages.py", "InferRequest"),
         Term("ModelState", _MODEL, "ModelState", "its queue and map are one object, `tasks`"),
-        Term("request queue", _TASKS, "TaskQueue", "`ModelState.requests` of the design; in the map"),
+        Term(
+            "request queue", "waiting/level_queue.py", "LevelQueue", "`ModelState.requests` of the design; in the map"
+        ),
         Term("infer-task map", _TASKS, "TaskMap", "the design's `ModelState.infer_tasks`"),
         Term("InferTask", _ADAPTER + "tasks/infer_task.py", "InferTask"),
         Term("ModelInstanceState", _INSTANCE, "ModelInstanceState"),

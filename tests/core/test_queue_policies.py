@@ -255,9 +255,9 @@ def test_the_queue_does_what_a_list_would(operations: list[tuple[str, int, int]]
             size = sum(other.priority == number for other in waiting + delayed)
             if number == 1 and size >= 3:
                 with pytest.raises(TritonError):
-                    queue.append(request)
+                    queue.enqueue(request)
             else:
-                queue.append(request)
+                queue.enqueue(request)
                 waiting.append(request)
         elif operation == "tick":
             now_ns += number * 1000
@@ -287,7 +287,7 @@ def test_the_queue_forgets_a_request_that_has_left() -> None:
     queue = PriorityQueue(POLICIES)
     for leave in (lambda one: queue.pop_first(), queue.remove, lambda one: queue.take_expired(10**9)):
         request = make_request(3, 1, 0)
-        queue.append(request)
+        queue.enqueue(request)
         leave(request)
         request.release()
         reference = weakref.ref(request)

@@ -143,7 +143,7 @@ class TaskMapMachine(RuleBasedStateMachine):
         tasks = self.world.state.tasks
         open_ids = {client.task.request_id for client in self.all if client.task and not client.call.num_finals}
         assert set(tasks._tasks) == open_ids, "the map holds a request that is over, or lost one that is not"
-        queued = {task.request_id for lane in tasks._queue._lanes.values() for task in lane.values()}
+        queued = {task.request_id for task in tasks._queue}
         assert len(tasks._queue) == len(queued)
         assert queued | set(tasks._engine_of) == open_ids and not queued & set(tasks._engine_of)
         for manager in self.world.managers:

@@ -69,7 +69,7 @@ class InferTask:
         self.times = times
         self.timeout_us = sender.timeout_us
         self.is_delayed = False
-        """Owner: TaskQueue. It waited longer than its level's timeout."""
+        """Owner: TaskMap. It waited longer than its level's timeout."""
         self.is_suspect = False
         """Owner: FaultIsolation. An engine died before this request was proven harmless."""
         self.isolated_deaths: list[DeathKind] = []

@@ -8,15 +8,15 @@ that was popped is nowhere else.
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Final
 
 from llmbackend.core.backend_api import Tenant, TritonError
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.messages import StepOutput
+from llmbackend.waiting.level_queue import LevelQueue
 from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .fault_isolation import FaultIsolation
@@ -96,7 +96,8 @@ class TaskMap:
         self.get = self._tasks.get
         """The task of a request, None when it has ended."""
         self._engine_of: dict[str, EngineAssignment] = {}
-        self._queue = TaskQueue()
+        self._queue: LevelQueue[InferTask] = LevelQueue()
+        """The requests that no engine has yet; those of a dead engine go before all others."""
         self._reserved: Counter[int] = Counter()
         """Places by priority level, for requests that are being converted."""
 
@@ -152,7 +153,7 @@ class TaskMap:
         """Queues an admitted task, unless it has ended already."""
         with self._lock:
             if task.request_id in self._tasks:
-                self._queue.append(task)
+                self._queue.append(task, *task.lane)
 
     def reserve(self, level: int) -> str:
         """Reserves a place in the queue for a request that is not a task yet; or returns why the queue is too full."""
@@ -187,7 +188,7 @@ class TaskMap:
                 return False
             if self._policies.policy(task.infer_request.priority).reject:
                 return True
-            self._queue.delay(task)
+            task.is_delayed = self._queue.delay(task)
             return False
 
     # --- engines ------------------------------------------------------------------------------------------------------
@@ -263,7 +264,7 @@ class TaskMap:
             for task in lost:
                 self._unassign(task)
                 task.lost_ns = task.lost_ns or now_ns
-            self._queue.put_back(lost)
+            self._put_back(lost)
             return LostTasks(lost, blamed)
 
     def hand_over(self, engine: EngineAssignment, successor: EngineAssignment) -> None:
@@ -273,7 +274,7 @@ class TaskMap:
             for task in left:
                 self._unassign(task)
                 engine.isolation.discard(task.request_id)
-            self._queue.put_back(left)
+            self._put_back(left)
             successor.pending_stops.extend(engine.pending_stops)
             engine.pending_stops.clear()
             engine.stopped_ids.clear()
@@ -344,6 +345,11 @@ class TaskMap:
             if owner is engine:
                 controls.stop.append(request_id)
 
+    def _put_back(self, tasks: Sequence[InferTask]) -> None:
+        """Before all others of their lanes, in this order."""
+        for task in reversed(tasks):
+            self._queue.put_back(task, *task.lane)
+
     def _unassign(self, task: InferTask) -> None:
         """The task goes back into the queue."""
         del self._engine_of[task.request_id]
@@ -360,62 +366,3 @@ class TaskMap:
         if task is not None:
             self._queue.remove(task)
         return task
-
-
-class TaskQueue:
-    """The requests that no engine has yet, in the order in which engines take them.
-
-    A lower priority level goes first, as in Triton. Within a level it is first come, first served; but requests of a
-    dead engine go before all others, and requests that waited longer than their level's timeout (action DELAY) go last.
-    Every operation is O(1), but for looking at several requests. Owner: TaskMap, under whose lock every call is made.
-    """
-
-    def __init__(self) -> None:
-        self._lanes: dict[tuple[int, bool], OrderedDict[str, InferTask]] = {}
-        self._size = 0
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __contains__(self, task: InferTask) -> bool:
-        return task.request_id in self._lanes.get(task.lane, ())
-
-    def num_in_level(self, level: int) -> int:
-        return sum(len(self._lanes.get((level, delayed), ())) for delayed in (False, True))
-
-    def append(self, task: InferTask) -> None:
-        self._lanes.setdefault(task.lane, OrderedDict())[task.request_id] = task
-        self._size += 1
-
-    def put_back(self, tasks: Sequence[InferTask]) -> None:
-        """Puts the tasks before all others of their level, in this order."""
-        for task in reversed(tasks):
-            self.append(task)
-            self._lanes[task.lane].move_to_end(task.request_id, last=False)
-
-    def first(self, count: int) -> Iterator[InferTask]:
-        """The first `count` tasks in order. Those that were given may be removed meanwhile."""
-        for lane in sorted(self._lanes):
-            some = list(islice(self._lanes[lane].values(), count))
-            yield from some
-            count -= len(some)
-            if not count:
-                return
-
-    def remove(self, task: InferTask) -> bool:
-        """Returns whether the task was queued."""
-        lane = self._lanes.get(task.lane, OrderedDict())
-        if lane.pop(task.request_id, None) is None:
-            return False
-        if not lane:
-            del self._lanes[task.lane]
-        self._size -= 1
-        return True
-
-    def delay(self, task: InferTask) -> bool:
-        """Moves a task behind all others of its level; returns whether it was queued."""
-        if not self.remove(task):
-            return False
-        task.is_delayed = True
-        self.append(task)
-        return True

@@ -8,91 +8,42 @@ Source: Triton's default scheduler and PriorityQueue (scheduler_utils.cc); golde
 
 from __future__ import annotations
 
-import bisect
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
 from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
 from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.waiting.queue_policy import QueuePolicies, QueuePolicy
+from llmbackend.waiting.level_queue import LevelQueue
+from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Deadlines, Timer
 
 from .scheduler import BatchSource
 
-Line = OrderedDict[QueuedRequest, None]
-"""Requests in order of arrival, with O(1) removal anywhere (a dict finds its first entry slowly after deletions)."""
 
-
-class _Level:
-    def __init__(self, policy: QueuePolicy) -> None:
-        self.policy = policy
-        self.waiting: Line = OrderedDict()
-        self.delayed: Line = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self.waiting) + len(self.delayed)
-
-
-class PriorityQueue:
-    """Requests by level, then arrival; delayed ones last in their level. RequestQueue's lock guards it.
-
-    A level exists only while requests wait at it, however many a configuration names.
-    """
+class PriorityQueue(LevelQueue[QueuedRequest]):
+    """With the limits and deadlines of each level. RequestQueue's lock guards it."""
 
     def __init__(self, policies: QueuePolicies) -> None:
+        super().__init__()
         self._policies = policies
-        self._levels: dict[int, _Level] = {}
-        self._order: list[int] = []
         self._deadlines: Deadlines[QueuedRequest] = Deadlines()
-        self._count = 0
 
-    def __len__(self) -> int:
-        return self._count
-
-    def __iter__(self) -> Iterator[QueuedRequest]:
-        """In serving order."""
-        for number in self._order:
-            yield from self._levels[number].waiting
-            yield from self._levels[number].delayed
-
-    def append(self, request: QueuedRequest) -> None:
+    def enqueue(self, request: QueuedRequest) -> None:
         """Raises TritonError UNAVAILABLE when the request's level is full."""
-        number = self._policies.level(request.priority)
-        level = self._levels.get(number) or _Level(self._policies.policy(number))
-        policy = level.policy
-        if policy.max_queue_size and len(level) >= policy.max_queue_size:
+        level = self._policies.level(request.priority)
+        policy = self._policies.policy(level)
+        if policy.max_queue_size and self.num_in_level(level) >= policy.max_queue_size:
             raise unavailable(f"{request_tag(request.id)}Exceeds maximum queue size")
-        if number not in self._levels:
-            self._levels[number] = level
-            bisect.insort(self._order, number)
-        level.waiting[request] = None
-        self._count += 1
-        deadline_ns = policy.deadline_ns(request.queue_start_ns, request.timeout_us)
-        if deadline_ns:
+        self.append(request, level)
+        if deadline_ns := policy.deadline_ns(request.queue_start_ns, request.timeout_us):
             self._deadlines.add(request, deadline_ns)
 
     def remove(self, request: QueuedRequest) -> bool:
-        """Returns whether the request was queued."""
-        number = self._policies.level(request.priority)
-        level = self._levels.get(number)
-        line = next((line for line in (level.waiting, level.delayed) if request in line), None) if level else None
-        if level is None or line is None:
-            return False
-        del line[request]
-        self._forget(request, number, level)
-        return True
-
-    def pop_first(self) -> QueuedRequest:
-        """Removes and returns the next request. Raises IndexError when there is none."""
-        number = self._order[0]
-        level = self._levels[number]
-        request, _ = (level.waiting or level.delayed).popitem(last=False)
-        self._forget(request, number, level)
-        return request
+        self._deadlines.discard(request)
+        return super().remove(request)
 
     def next_deadline_ns(self) -> int | None:
         return self._deadlines.earliest_ns()
@@ -102,22 +53,12 @@ class PriorityQueue:
         of their level."""
         rejected = []
         for request in self._deadlines.pop_due(now_ns):
-            number = self._policies.level(request.priority)
-            level = self._levels[number]
-            del level.waiting[request]
-            if level.policy.reject:
-                self._forget(request, number, level)
+            if self._policies.policy(self._policies.level(request.priority)).reject:
+                self.remove(request)
                 rejected.append(request)
             else:
-                level.delayed[request] = None
+                self.delay(request)
         return rejected
-
-    def _forget(self, request: QueuedRequest, number: int, level: _Level) -> None:
-        self._count -= 1
-        self._deadlines.discard(request)
-        if not level:
-            del self._levels[number]
-            del self._order[bisect.bisect_left(self._order, number)]
 
 
 class RequestQueue:
@@ -153,7 +94,7 @@ class RequestQueue:
                         f"{request_tag(request.id)}Server is stopping, scheduler for model has stopped accepting new "
                         f"inference requests"
                     )
-                self._queue.append(request)
+                self._queue.enqueue(request)
                 self._statistics.add_pending(1)
                 self._set_alarm()
                 self._changed.notify()

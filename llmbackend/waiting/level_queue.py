@@ -1,0 +1,89 @@
+"""A queue by priority level, as Triton's and the adapter's requests wait in."""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import islice
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Lane = tuple[int, bool]
+"""A priority level, and whether it is of those that were delayed in it."""
+
+
+class LevelQueue(Generic[Item]):
+    """A lower level goes first. Within a level it is first come, first served, and delayed items go last.
+
+    A lane exists only while something waits in it, however many levels a configuration names. Every operation is O(1)
+    in the number of items, except for looking at several. Its owner's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._lanes: dict[Lane, OrderedDict[Item, None]] = {}
+        """An OrderedDict, because a dict finds its first entry slowly after deletions."""
+        self._order: list[Lane] = []
+        self._lane_of: dict[Item, Lane] = {}
+
+    def __len__(self) -> int:
+        return len(self._lane_of)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._lane_of
+
+    def __iter__(self) -> Iterator[Item]:
+        """In serving order."""
+        for lane in self._order:
+            yield from self._lanes[lane]
+
+    def num_in_level(self, level: int) -> int:
+        return sum(len(self._lanes.get((level, is_delayed), ())) for is_delayed in (False, True))
+
+    def append(self, item: Item, level: int, is_delayed: bool = False) -> None:
+        lane = level, is_delayed
+        if lane not in self._lanes:
+            self._lanes[lane] = OrderedDict()
+            bisect.insort(self._order, lane)
+        self._lanes[lane][item] = None
+        self._lane_of[item] = lane
+
+    def put_back(self, item: Item, level: int, is_delayed: bool = False) -> None:
+        """Before all others of its lane."""
+        self.append(item, level, is_delayed)
+        self._lanes[level, is_delayed].move_to_end(item, last=False)
+
+    def first(self, count: int) -> Iterator[Item]:
+        """The first `count` items in order. Those that were given may be removed meanwhile."""
+        for lane in tuple(self._order):
+            some = list(islice(self._lanes[lane], count))
+            yield from some
+            count -= len(some)
+            if not count:
+                return
+
+    def pop_first(self) -> Item:
+        """Raises IndexError when there is none."""
+        item = next(iter(self._lanes[self._order[0]]))
+        self.remove(item)
+        return item
+
+    def remove(self, item: Item) -> bool:
+        """Whether it was queued."""
+        lane = self._lane_of.pop(item, None)
+        if lane is None:
+            return False
+        del self._lanes[lane][item]
+        if not self._lanes[lane]:
+            del self._lanes[lane]
+            del self._order[bisect.bisect_left(self._order, lane)]
+        return True
+
+    def delay(self, item: Item) -> bool:
+        """Moves an item behind all others of its level. Whether it was queued."""
+        lane = self._lane_of.get(item)
+        if lane is None:
+            return False
+        self.remove(item)
+        self.append(item, lane[0], is_delayed=True)
+        return True
