@@ -100,6 +100,16 @@ GPU_DEFAULTS: Final[Mapping[str, int]] = {"max_num_seqs": 256, "max_num_batched_
 """vLLM's defaults on a GPU, for the caller that makes the config of an engine there."""
 
 
+HOST_FIELDS: Final = frozenset(
+    {
+        *("generation_config", "override_generation_config", "chat_template", "tool_call_parser", "reasoning_parser"),
+        *("chat_template_content_format", "default_chat_template_kwargs", "trust_request_chat_template"),
+        "max_logprobs",
+    }
+)
+"""Arguments that the model's host alone uses: models that differ in nothing else share fork servers and engines."""
+
+
 MAX_FORCED_STEP_TOKENS = 64
 """Drafts of a step that grammars force, of all its rows. Runners keep room for their logits."""
 
@@ -173,25 +183,24 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
+    """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below. What
+    is marked (host) is the model's (see HOST_FIELDS).
 
     The model:
     model                         directory of a Hugging Face checkpoint, hub id, or "mock" (logits from a hash)
     tokenizer                     directory or hub id; "" = the model's
     generation_config             source of sampling defaults: "auto" = the model's generation_config.json, "vllm" =
-                                  none, else a directory that has one (not used by the engine itself)
-    override_generation_config    sampling defaults that win over generation_config (not used by the engine itself)
-    chat_template                 Jinja template or its file; "" = the model's (not used by the engine itself)
-    tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the chat template shows
-                                  (not used by the engine itself)
-    reasoning_parser              the same for reasoning (not used by the engine itself)
+                                  none, else a directory that has one (host)
+    override_generation_config    sampling defaults that win over generation_config (host)
+    chat_template                 Jinja template or its file; "" = the model's (host)
+    tool_call_parser              how the model writes tool calls, by vLLM's names; "" = as the template shows (host)
+    reasoning_parser              the same for reasoning (host)
     chat_template_content_format  what a template gets as a message's content: "string" and "auto" = its text,
-                                  "openai" = a list of parts (not used by the engine itself)
-    default_chat_template_kwargs  variables of the template where a request has none of the name (not used by the
-                                  engine itself)
-    trust_request_chat_template   whether a conversation may bring its own template (not used by the engine itself)
+                                  "openai" = a list of parts (host)
+    default_chat_template_kwargs  variables of the template where a request has none of the name (host)
+    trust_request_chat_template   whether a conversation may bring its own template (host)
     max_logprobs                  the most likely tokens that a request may ask for at a position; -1 = all of the
-                                  vocabulary (not used by the engine itself)
+                                  vocabulary (host)
     dtype                         of weights and activations; "auto" = the checkpoint's
     max_model_len                 tokens of a request, prompt and output; None = the model's limit
     trust_remote_code             whether code from the checkpoint may run
@@ -410,12 +419,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{self.split}, expected 1 where '{name}' is {shown}")
 
     def of_instance(self, index: int) -> EngineConfig:
-        """For one of the engines of a model: each has ports of its own for KV events."""
-        if self.kv_events_config is None or not index:
-            return self
-        return msgspec.structs.replace(
-            self, kv_events_config=msgspec.structs.replace(self.kv_events_config, data_parallel_rank=index)
-        )
+        """For one of the engines of a model: without what its host alone uses; each has ports of its own for KV
+        events."""
+        plain, events = EngineConfig(model=self.model), self.kv_events_config
+        if events is not None and index:
+            events = msgspec.structs.replace(events, data_parallel_rank=index)
+        defaults = {name: getattr(plain, name) for name in HOST_FIELDS}
+        return msgspec.structs.replace(self, **defaults, kv_events_config=events)
 
     @property
     def may_overlap(self) -> bool:

@@ -1,5 +1,4 @@
-"""The engine's exceptions, one tree. Does not know Triton's codes: the adapter makes TritonErrors (core/errors.py) of
-them.
+"""The engine's exceptions, one tree; the adapter makes TritonErrors (core/errors.py) of them.
 
 Exception
 ├── ProgramUnsupportedError     the model must run as modules; nothing is wrong with it

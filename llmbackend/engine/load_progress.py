@@ -1,9 +1,6 @@
-"""How far the load of a model has come, what each part of it takes, and which ways it chose: from deep in the loader to
-the host and its log.
+"""How far the load of a model has come, what each part takes, which ways it chose: from deep in the loader to the host.
 
-For: the loader and its parts, which report; the engine's process and loop, which pass reports on; the host, where this
-module's logger shows them. Does not know: sockets, screens. Invariants: a report without a listener costs nothing; no
-part of a load depends on one.
+Invariants: a report without a listener costs nothing; no part of a load depends on one.
 """
 
 from __future__ import annotations

@@ -181,7 +181,7 @@ def test_each_instance_has_ports_of_its_own() -> None:
     own = config.of_instance(2).kv_events_config
     assert own is not None
     assert (own.own_endpoint, own.own_replay_endpoint) == ("tcp://127.0.0.1:6002", "tcp://[::1]:7002")
-    assert config.of_instance(0) is config
+    assert config.of_instance(0) == config
     with pytest.raises(ValueError, match=r"65535', expected a port from 1 to 65534"):
         KVEventsConfig(endpoint="tcp://127.0.0.1:65535", data_parallel_rank=1)
 

@@ -22,6 +22,7 @@ from llmbackend.engine.llm_manager import RUNNERS
 from llmbackend.engine.messages import EngineInput
 from llmbackend.engine.process import transport as transport_module
 from llmbackend.engine.process.engine_link import Transport
+from llmbackend.engine.process.supervisor import ForkServers
 from llmbackend.engine.process.transport import EngineForkServer, ProcessTransport, make_transport
 from llmbackend.testing.mock_model import MockRunner
 from llmbackend.waiting.wakeup import Wakeup
@@ -361,3 +362,16 @@ def test_a_wakeup_after_close_is_ignored() -> None:
     wakeup = Wakeup()
     wakeup.close()
     wakeup.set()
+
+
+def test_models_that_differ_in_their_text_alone_share_a_fork_server() -> None:
+    """The server of these engines is never started: an inline engine has none."""
+    servers = ForkServers()
+    config = EngineConfig(model="mock", transport="inline", default_chat_template_kwargs={"a": 1})
+    other = EngineConfig(model="mock", transport="inline", chat_template="{{ messages }}", max_logprobs=5)
+    first = servers.acquire(config.of_instance(0), RUNNERS)
+    assert servers.acquire(other.of_instance(1), RUNNERS) is first
+    third = servers.acquire(EngineConfig(model="mock", transport="inline", max_num_seqs=3).of_instance(0), RUNNERS)
+    assert third is not first
+    for server in (first, first, third):
+        servers.release(server)

@@ -1,6 +1,5 @@
 """`python -m llmbackend.engine.gpu.parallel.rank_process`: a rank of an engine on several machines; and its RankKeeper.
 
-For: who owns a machine's part of an engine, such as an actor of a cluster. Does not know: rank 0, what a rank computes.
 The first line of standard input is a RankOrder as JSON. Invariants: a rank ends with rank 0, with its standard input,
 and when it cannot go on; the next one loads its part and waits for the next rank 0; at most one process exists at a
 time; it ends with `close`, and with the process that keeps it.

@@ -18,6 +18,7 @@ from llmbackend.fork_server.process_resources import started_ticks
 
 from ...config import EngineConfig
 from ...rank_order import RankMeeting
+from ..engine_link import EngineOrder
 from .locating import ENGINE_HEARTBEAT_TIMEOUT_S
 
 
@@ -71,29 +72,23 @@ def with_paths(config: EngineConfig, paths: Mapping[str, str]) -> EngineConfig:
     return msgspec.structs.replace(config, model=paths.get(config.model, config.model), lora_modules=adapters)
 
 
-class ServedProcessOrder(msgspec.Struct, frozen=True):
-    """What the fork server's child is told: an EngineOrder, and what it takes to serve hosts.
+class ServedProcessOrder(EngineOrder, frozen=True, kw_only=True):
+    """What the fork server's child is told, beside an EngineOrder (whose endpoint is the keeper's): how to serve hosts.
 
-    endpoint             of the keeper's socket
-    is_whole             as in EngineOrder
     config               of the engine, as its hosts have it
     listen_endpoint      what the listening socket is bound to: tcp://host:port
     secrets_folder       see ClusterSecrets
     incarnation          of this process
     node                 for people: which machine
     heartbeat_timeout_s  a host that is silent for longer is gone
-    meeting              as in EngineOrder
     """
 
-    endpoint: str
-    is_whole: bool
     config: EngineConfig
     listen_endpoint: str
     secrets_folder: str
     incarnation: int
     node: str
     heartbeat_timeout_s: float
-    meeting: RankMeeting | None = None
 
 
 class KeptState(msgspec.Struct, frozen=True):
