@@ -29,10 +29,11 @@ from llmbackend.core.backend_api import (
 
 from .device_placement import DevicePlacement
 from .engine_args import with_parameters
+from .llmapi_config import with_triton_config
 from .metrics import SeriesUsers
 from .model_instance_state import ModelInstanceState
 from .model_state import ModelState
-from .schemas import schema_for
+from .schemas import is_llmapi, schema_for
 
 BUILT_FOR_API = (1, 19)
 
@@ -50,11 +51,12 @@ def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttri
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:
-    schema = schema_for(model.config)
     if model.auto_complete_config:
-        model.set_config(schema.complete(model.config))
-        schema = schema_for(model.config)  # of the completed configuration
-    state = ModelState(model, schema)
+        config = model.config
+        if is_llmapi(config):
+            config = with_triton_config(config, model.version_directory)
+        model.set_config(schema_for(config).complete(config))
+    state = ModelState(model, schema_for(model.config))
     model.state = state
     if model.auto_complete_config and (parameters := state.public_parameters()):
         model.set_config(with_parameters(model.config, parameters))
@@ -125,7 +127,8 @@ def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
     group = groups[0]
     kind = InstanceGroupKind(type(group).Kind.Name(group.kind))
     first = _FirstInstance(f"{group.name}_0", kind, group.gpus[0] if group.gpus else 0)
-    placed = DevicePlacement().place(state.arguments.engine, cast(ModelInstance, first))
+    placement = DevicePlacement(is_llmapi=state.arguments.is_llmapi)
+    placed = placement.place(state.arguments.engine, cast(ModelInstance, first))
     try:
         engine = forecast(state.arguments.with_device_defaults(placed))
     except (ValueError, OSError, RuntimeError) as error:

@@ -25,10 +25,11 @@ class DevicePlacement:
     """Places the engines of one model. Any thread.
 
     KIND_GPU: the instance's own GPU. KIND_CPU: the processor. KIND_MODEL: the GPU with the fewest engines of this
-    model.
+    model. In TensorRT-LLM's llmapi layout KIND_CPU is as KIND_MODEL: there it says where the process of model.py runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_llmapi: bool = False) -> None:
+        self._is_llmapi = is_llmapi
         self._lock = threading.Lock()
         self._engines_at: Counter[str] = Counter()
 
@@ -49,7 +50,7 @@ class DevicePlacement:
     def _device(self, config: EngineConfig, instance: ModelInstance) -> str:
         if instance.kind is InstanceGroupKind.GPU:
             return _own_gpu(config, instance.device_id)
-        if instance.kind is InstanceGroupKind.CPU:
+        if instance.kind is InstanceGroupKind.CPU and not self._is_llmapi:
             if config.device not in (AUTO, "cpu"):
                 raise invalid_argument(
                     f"engine argument 'device' is '{config.device}', but the instance group of '{instance.name}' is "

@@ -36,7 +36,8 @@ from .foreign_engine_args import (
     with_present_names,
 )
 from .limits import MAX_MESSAGES_BYTES
-from .schemas import TENSOR_SCHEMA, is_tensorrtllm
+from .llmapi_config import MODEL_FILE, read_llmapi_arguments
+from .schemas import TENSOR_SCHEMA, is_llmapi, is_tensorrtllm
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ _TRITON_PARAMETERS: dict[str, str] = {
     "EXECUTION_ENV_PATH": "this backend runs in the server's own environment",
     "FORCE_CPU_ONLY_INPUT_TENSORS": "inputs are always in host memory",
     "GPU_DEVICE_IDS": "use instance_group.gpus",
+    "gpu_device_ids": "use instance_group.gpus",
     "model_instance_number": "use instance_group.count",
     "npu_device_ids": "use instance_group.gpus",
 }
@@ -116,6 +118,8 @@ class ModelArguments:
     """Whether each adapter is a model of the OpenAI API by its own name."""
     reports_metrics: bool = True
     """Whether the `vllm:` metrics have series of this model."""
+    is_llmapi: bool = False
+    """Whether the model has TensorRT-LLM's llmapi layout, whose KIND_CPU says where the process of model.py runs."""
 
     def with_device_defaults(self, config: EngineConfig) -> EngineConfig:
         """The arguments of an instance whose device is known."""
@@ -140,8 +144,8 @@ def read_model_arguments(model: Model) -> ModelArguments:
     """Collects the arguments of a model version.
 
     Sources, later ones win: defaults, the version directory's checkpoint, a MindIE config.json (`engine_config_path`),
-    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them), `parameters` of
-    config.pbtxt.
+    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) or, of TensorRT-LLM's
+    llmapi layout, `model.yaml`, `parameters` of config.pbtxt.
 
     Raises TritonError INVALID_ARG naming file, argument and value.
     """
@@ -156,6 +160,11 @@ def read_model_arguments(model: Model) -> ModelArguments:
         arguments["model"] = str(version_directory)
     if ENGINE_CONFIG_PATH in parameters:
         arguments |= _read_mindie_config(model.directory, parameters[ENGINE_CONFIG_PATH])
+    from_llmapi = is_llmapi(model.config)
+    if from_llmapi:
+        given = read_llmapi_arguments(version_directory)
+        parameters = {name: str(given.pop(name)) for name in OWN_PARAMETERS.keys() & given.keys()} | parameters
+        arguments |= _convert(given, f"'{MODEL_FILE}' in '{version_directory}'", version_directory)
     path = version_directory / "model.json"
     model_json = _read_object(path) if path.is_file() else {}
     arguments |= _convert_model_json(model_json, version_directory)
@@ -163,8 +172,8 @@ def read_model_arguments(model: Model) -> ModelArguments:
     if not arguments.get("model"):
         raise invalid_argument(
             f"'model.json' containing vllm engine args must be provided in '{version_directory}' "
-            "(looked for config.json of a Hugging Face checkpoint, model.json, and the config.pbtxt parameters "
-            f"'model' and '{ENGINE_CONFIG_PATH}')"
+            "(looked for config.json of a Hugging Face checkpoint, model.json, model.yaml, and the parameters "
+            f"'model' and '{ENGINE_CONFIG_PATH}' of config.pbtxt)"
         )
     engine = _engine_config(arguments)
     if (gpu_only := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
@@ -174,6 +183,7 @@ def read_model_arguments(model: Model) -> ModelArguments:
         frozenset(arguments),
         adapters_are_models=LORA_MODULES in parameters or LORA_MODULES in model_json,
         reports_metrics=_reports_metrics(parameters, model_json),
+        is_llmapi=from_llmapi,
         **read_own_parameters(parameters),
     )
 

@@ -285,7 +285,8 @@ def translate_tensorrtllm(parameters: Mapping[str, str]) -> dict[str, str]:
     if without_effect:
         logger.warning("config.pbtxt parameters: no effect here: %s", ", ".join(sorted(without_effect)))
     if KV_TOKENS in translated:
-        _use_kv_tokens(translated)
+        blocks = num_kv_blocks(KV_TOKENS, translated.pop(KV_TOKENS), translated.get("block_size"))
+        translated.setdefault("num_kv_blocks", blocks)
     return translated
 
 
@@ -296,14 +297,13 @@ def _check_tensorrtllm_value(name: str, value: str) -> None:
         raise invalid_argument(f"parameter '{name}' is '{value}', {only} supported")
 
 
-def _use_kv_tokens(translated: dict[str, str]) -> None:
-    """Replaces a number of tokens of KV memory by a number of blocks."""
-    text = translated.pop(KV_TOKENS)
+def num_kv_blocks(name: str, num_tokens: Any, block_size: Any) -> str:
+    """The blocks for a number of tokens of KV memory. name: of that number, for the error."""
+    text, given = str(num_tokens), str(block_size)
     if not text.isdecimal() or int(text) < 1:
-        raise invalid_argument(f"parameter '{KV_TOKENS}' is '{text}', expected an integer of at least 1")
-    given = translated.get("block_size", "")
-    block_size = int(given) if given.isdecimal() and int(given) else EngineConfig(model="").block_size
-    translated.setdefault("num_kv_blocks", str(-(-int(text) // block_size)))
+        raise invalid_argument(f"parameter '{name}' is '{text}', expected an integer of at least 1")
+    size = int(given) if given.isdecimal() and int(given) else EngineConfig(model="").block_size
+    return str(-(-int(text) // size))
 
 
 _STRUCTURED: Final = "structured_outputs_config"

@@ -96,7 +96,7 @@ class ModelState:
             stop=self._stop_task,
             on_change=self.update_waiting_gauge,
         )
-        self._placement = DevicePlacement()
+        self._placement = DevicePlacement(is_llmapi=self.arguments.is_llmapi)
         self._lock = threading.Lock()
         self._engines: list[EngineHandle] = []
         self._engine_indices = itertools.count()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,12 @@ EXTENSION_PREFIX = "LLMBACKEND_"
 """Of functions that are not in Triton's API."""
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
+LLM_BACKEND = "llm"
+LLMAPI_FILE = "model.yaml"
+"""In the version directory of a model that TensorRT-LLM's LLM API serves, with a section `triton_config`."""
+SERVE_LLMAPI_BY = "serve-llmapi-by"
+"""The setting of the python backend that says which backend has such models."""
+_LLMAPI_SECTION = re.compile(rb"^triton_config\s*:", re.MULTILINE)
 NOT_SERVED = {
     "openvino": "OpenVINO models",
     "tensorflow": "TensorFlow graphs and saved models",
@@ -168,6 +175,8 @@ class BackendManager:
         """
         if not backend:
             return LoadedBackend("", Path(), {}, NoFunctions(), self._families, "")
+        if backend == PYTHON_BACKEND and _is_llmapi(version_directory):
+            backend = self._backend_of_llmapi(model)
         location = find_backend(backend, model, version_directory, self._directory, runtime)
         with self._lock:
             key = (backend, location.key)
@@ -190,6 +199,21 @@ class BackendManager:
             for loaded in reversed(self._backends.values()):
                 loaded.functions.finalize("Finalize", loaded)
             self._backends.clear()
+
+    def _backend_of_llmapi(self, model: str) -> str:
+        backend = self._settings.get(PYTHON_BACKEND, {}).get(SERVE_LLMAPI_BY, LLM_BACKEND)
+        if backend not in (LLM_BACKEND, PYTHON_BACKEND):
+            raise invalid_argument(
+                f"backend config '{SERVE_LLMAPI_BY}' of the python backend is '{backend}', expected '{LLM_BACKEND}' or "
+                f"'{PYTHON_BACKEND}'"
+            )
+        if backend == LLM_BACKEND:
+            log.info(
+                "model '%s' is of TensorRT-LLM's llmapi layout: the backend '%s' serves it, and model.py is not run; "
+                "--backend-config=%s,%s=%s runs it",
+                *(model, LLM_BACKEND, PYTHON_BACKEND, SERVE_LLMAPI_BY, PYTHON_BACKEND),
+            )
+        return backend
 
     def _load(self, backend: str, location: BackendLocation) -> LoadedBackend:
         module = _import(location)
@@ -217,6 +241,14 @@ class BackendManager:
         }
         config.setdefault("default-max-batch-size", DEFAULT_MAX_BATCH_SIZE)
         return config
+
+
+def _is_llmapi(version_directory: Path) -> bool:
+    """Whether a model of the python backend has TensorRT-LLM's llmapi layout."""
+    try:
+        return _LLMAPI_SECTION.search((version_directory / LLMAPI_FILE).read_bytes()) is not None
+    except OSError:
+        return False
 
 
 def _import(location: BackendLocation) -> ModuleType:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from llmbackend.core.backend_api import ModelConfig, invalid_argument
 
+from .llmapi import LlmApiSchema
 from .schema import Schema, parameter
 from .tensorrtllm import TensorRtLlmSchema
 from .vllm import VllmSchema
@@ -14,18 +15,22 @@ from .vllm import VllmSchema
 TENSOR_SCHEMA = "tensor_schema"
 """The config.pbtxt parameter that names a schema."""
 TENSORRTLLM_BACKEND = "tensorrtllm"
+PYTHON_BACKEND = "python"
+"""Of its models, this backend gets those of TensorRT-LLM's llmapi layout."""
+_LLMAPI = "llmapi"
 _CORE_TENSOR = "request_output_len"
 _USER_TENSOR = "text_input"
 _SCHEMAS: dict[str, Callable[[ModelConfig], Schema]] = {
     "vllm": VllmSchema,
     "tensorrtllm": lambda config: TensorRtLlmSchema(config, is_core=_declares(config, _CORE_TENSOR)),
     "tensorrtllm_core": lambda config: TensorRtLlmSchema(config, is_core=True),
+    _LLMAPI: LlmApiSchema,
 }
 
 
 def schema_for(config: ModelConfig) -> Schema:
     """A model's schema. Raises TritonError INVALID_ARG for one that does not exist."""
-    name = parameter(config, TENSOR_SCHEMA) or _default(config)
+    name = _name(config)
     make = _SCHEMAS.get(name)
     if make is None:
         raise invalid_argument(f"parameter '{TENSOR_SCHEMA}' is '{name}', expected one of: {', '.join(_SCHEMAS)}")
@@ -37,7 +42,16 @@ def is_tensorrtllm(config: ModelConfig) -> bool:
     return config.backend == TENSORRTLLM_BACKEND or parameter(config, TENSOR_SCHEMA).startswith("tensorrtllm")
 
 
-def _default(config: ModelConfig) -> str:
+def is_llmapi(config: ModelConfig) -> bool:
+    """Whether a configuration is of TensorRT-LLM's llmapi layout."""
+    return _name(config) == _LLMAPI
+
+
+def _name(config: ModelConfig) -> str:
+    if name := parameter(config, TENSOR_SCHEMA):
+        return name
+    if config.backend == PYTHON_BACKEND:
+        return _LLMAPI
     if config.backend != TENSORRTLLM_BACKEND:
         return "vllm"
     return "tensorrtllm" if _declares(config, _USER_TENSOR) else "tensorrtllm_core"

@@ -6,6 +6,7 @@ name. Invariant: what a schema reads from a request is complete; nothing later l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -30,6 +31,8 @@ from ..structured_outputs.constraint import FIELDS
 from ..text.output_assembler import Chunk, OutputAssembler
 from ..text.token_bias import NO_BIAS, TokenBias
 from ..text.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
 
 SEQUENCE_INDEX: Final = "sequence_index"
 """The output that says to which choice a response belongs."""
@@ -131,6 +134,10 @@ class Generation(Protocol):
         """KV blocks of its prompt that were found in the prefix cache."""
 
     @property
+    def num_missed_kv_blocks(self) -> int:
+        """KV blocks of its prompt that were not."""
+
+    @property
     def makes_drafts(self) -> bool:
         """Whether its engine speculates; drafts are not counted per request."""
 
@@ -218,6 +225,13 @@ def complete_config(
     if not completed.HasField("model_transaction_policy"):
         completed.model_transaction_policy.decoupled = True
     return completed
+
+
+def without_batches(config: ModelConfig) -> None:
+    """Requests are batched inside the engine."""
+    if config.max_batch_size:
+        logger.warning("model '%s': max_batch_size is set to 0, requests are batched inside the engine", config.name)
+        config.max_batch_size = 0
 
 
 def _complete_tensors(kind: str, declared: Any, table: Mapping[str, TensorType]) -> None:

@@ -7,7 +7,7 @@ Source: triton_backend, utils.cc, model_instance_state.cc and the defaults of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -99,8 +99,7 @@ class TensorRtLlmSchema:
         return error
 
     def is_stop(self, request: Request) -> bool:
-        tensor = request.inputs.get("stop")
-        return tensor is not None and bool(np.any(tensor.data))
+        return is_stop(request)
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
         rows = Rows(request, self._batches, "input_ids" if self._is_core else "text_input")
@@ -125,7 +124,7 @@ class TensorRtLlmSchema:
             LlmInputs(
                 options=self._options(row, request, count),
                 sampling={**sampling, "seed": (sampling["seed"] + index) & SEED_MASK},
-                text_input=None if self._is_core else _prompt_text(row),
+                text_input=None if self._is_core else row.text("text_input"),
                 input_ids=_prompt_ids(row) if self._is_core else None,
                 stop_sequences=_word_list(row, "stop_words_list") if self._is_core else (),
                 bias=bias,
@@ -186,6 +185,11 @@ class TensorRtLlmSchema:
         return {"top_k": max(top_k, 0), "top_p": top_p if top_p > 0.0 else 1.0}
 
 
+def is_stop(request: Request) -> bool:
+    tensor = request.inputs.get("stop")
+    return tensor is not None and bool(np.any(tensor.data))
+
+
 class Rows:
     """The inputs of a request, prompt by prompt."""
 
@@ -238,6 +242,10 @@ class Row:
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self.number(name, default))
 
+    def text(self, name: str) -> str:
+        """ "" where it is not given."""
+        return decoded(name, self.number(name, b""))
+
     def texts(self, name: str) -> list[str]:
         """The non-empty strings of an input."""
         values = self._values.get(name, np.empty(0))
@@ -253,10 +261,14 @@ class Row:
         flat = values.ravel()
         return {int(token_id): float(flat[token_id]) for token_id in np.flatnonzero(flat)}
 
-    def refuse_unsupported(self) -> None:
+    def refuse(self, names: Collection[str]) -> None:
+        """Refuses inputs of these names that ask for something."""
         for name, values in self._values.items():
-            if name in REFUSED_INPUTS and _asks_for_something(name, values):
+            if name in names and _asks_for_something(name, values):
                 raise unsupported(f"input '{name}' is not supported by this backend")
+
+    def refuse_unsupported(self) -> None:
+        self.refuse(REFUSED_INPUTS)
         if self.number("beam_width", 1) > 1:
             raise unsupported(f"'beam_width' is {self.number('beam_width')}, only 1 is supported by this backend")
 
@@ -294,7 +306,7 @@ def _constraint(row: Row) -> Constraint | None:
 
 
 def _guide_text(row: Row, name: str) -> str:
-    text = decoded(name, row.number(name, b""))
+    text = row.text(name)
     check_at_most(f"input '{name}'", len(text), MAX_SAMPLING_JSON_BYTES, "characters")
     return text
 
@@ -304,10 +316,6 @@ def _return_sequences(row: Row) -> int:
     if not 1 <= count <= MAX_CHOICES:
         raise invalid_argument(f"'num_return_sequences' is {count}, expected 1 to {MAX_CHOICES}")
     return count
-
-
-def _prompt_text(row: Row) -> str:
-    return decoded("text_input", row.number("text_input"))
 
 
 def _prompt_ids(row: Row) -> npt.NDArray[Any]:
@@ -398,14 +406,14 @@ class TensorRtLlmReply:
             values["output_log_probs"] = [log_probs]
             values["cum_log_probs"] = [self._log_prob_sum]
         if not self._outputs.isdisjoint(PERF_OUTPUTS):
-            values |= _performance(generation)
+            values |= performance(generation)
         wanted = {name: [value] if self._batches else value for name, value in values.items() if name in self._outputs}
         if "text_output" in self._outputs:
             wanted["text_output"] = prompt.text + "".join(chunk.text)
         return outputs_of(wanted, _DATATYPES, stream=self._inputs.options.stream)
 
 
-def _performance(generation: Generation) -> dict[str, Any]:
+def performance(generation: Generation) -> dict[str, Any]:
     """The numbers of `return_perf_metrics` so far. Blocks are counted from tokens, so recomputation after a preemption
     does not show."""
     times = generation.times

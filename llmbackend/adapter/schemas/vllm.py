@@ -55,6 +55,7 @@ from .schema import (
     single,
     text_of,
     wanted_outputs,
+    without_batches,
 )
 
 logger = logging.getLogger(__name__)
@@ -158,11 +159,7 @@ class VllmSchema:
         completed = complete_config(config, INPUTS, OUTPUTS)
         for tensor in completed.input:
             tensor.optional = True
-        if completed.max_batch_size:
-            logger.warning(
-                "model '%s': max_batch_size is set to 0, requests are batched inside the engine", config.name
-            )
-            completed.max_batch_size = 0
+        without_batches(completed)
         return completed
 
     def client_error(self, error: TritonError) -> TritonError:

@@ -171,6 +171,11 @@ class InferTask:
         return self.num_cached_tokens // self._kv_block_size
 
     @property
+    def num_missed_kv_blocks(self) -> int:
+        """KV blocks of its prompt that the prefix cache did not have."""
+        return -(-self.num_prompt_tokens // self._kv_block_size) - self.num_reused_kv_blocks
+
+    @property
     def finish_reason(self) -> str | None:
         """Why the generation ended; None while it continues."""
         return self.assembler.finish_reason

@@ -1,0 +1,209 @@
+"""The tensors of TensorRT-LLM's LLM API in Triton (its `llmapi` layout): how requests are read and answered.
+
+For: models of the schema "llmapi". Does not know: tokenizers, engines, model.yaml. Invariant: names, datatypes, rules
+and defaults are those of TensorRT-LLM's model.py; outputs have the datatypes that its config.pbtxt declares.
+Source: the llmapi model of TensorRT-LLM's triton_backend, and the SamplingParams of its LLM API.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmbackend.core.backend_api import (
+    DATATYPE_OF_CONFIG_TYPE,
+    ErrorCode,
+    ModelConfig,
+    Request,
+    Tensor,
+    TritonError,
+    invalid_argument,
+    unsupported,
+)
+from llmbackend.engine.messages import TokenLogprobs
+
+from ..text.output_assembler import Chunk
+from ..text.tokenizer import ModelTokenizer
+from .sampling import SEED_MASK
+from .schema import (
+    Generation,
+    LlmInputs,
+    OutputOptions,
+    Prompt,
+    Reply,
+    TensorType,
+    complete_config,
+    outputs_of,
+    wanted_outputs,
+    without_batches,
+)
+from .tensorrtllm import Row, Rows, is_stop, performance
+
+_TEXT, _TEXTS = TensorType("TYPE_STRING"), TensorType("TYPE_STRING", (-1,))
+_INT, _INTS, _LONG = TensorType("TYPE_INT32"), TensorType("TYPE_INT32", (-1,)), TensorType("TYPE_UINT64")
+_FLOAT, _FLOATS = TensorType("TYPE_FP32"), TensorType("TYPE_FP32", (-1,))
+_FLAG, _TIME = TensorType("TYPE_BOOL"), TensorType("TYPE_INT64")
+_SAMPLING = "sampling_param_"
+INPUTS: dict[str, TensorType] = {
+    "text_input": _TEXTS,
+    "image_url": _TEXTS,
+    "streaming": _FLAG,
+    "sampling_param_best_of": _INT,
+    "sampling_param_temperature": _FLOAT,
+    "sampling_param_top_k": _INT,
+    "sampling_param_top_p": _FLOAT,
+    "sampling_param_frequency_penalty": _FLOAT,
+    "sampling_param_presence_penalty": _FLOAT,
+    "sampling_param_max_tokens": _INT,
+    "sampling_param_stop": _TEXTS,
+    "sampling_param_seed": _LONG,
+    "sampling_param_exclude_input_from_output": _FLAG,
+    "sampling_param_return_perf_metrics": _FLAG,
+    "sampling_param_logits_post_processor_name": _TEXT,
+    "return_finish_reason": _FLAG,
+    "return_stop_reason": _FLAG,
+    "return_cumulative_logprob": _FLAG,
+    "stop": _FLAG,
+    "lora_id": _LONG,
+    "lora_name": _TEXT,
+    "lora_path": _TEXT,
+    "lora_ckpt_source": _TEXT,
+}
+_PERF_OUTPUTS: dict[str, TensorType] = {
+    "kv_cache_reused_block": _INTS,
+    "kv_cache_missed_block": _INTS,
+    "kv_cache_alloc_new_blocks": _INTS,
+    "kv_cache_alloc_total_blocks": _INTS,
+    "kv_cache_hit_rate": _FLOATS,
+    "arrival_time_ns": _TIME,
+    "first_scheduled_time_ns": _TIME,
+    "first_token_time_ns": _TIME,
+    "last_token_time_ns": _TIME,
+    "acceptance_rate": _FLOAT,
+    "total_accepted_draft_tokens": _INT,
+    "total_draft_tokens": _INT,
+}
+OUTPUTS: dict[str, TensorType] = {
+    "text_output": _TEXTS,
+    "finish_reason": _TEXTS,
+    "stop_reason": _TEXTS,
+    "cumulative_logprob": _FLOATS,
+    **_PERF_OUTPUTS,
+}
+_ENABLED_BY: Mapping[str, tuple[str, ...]] = {
+    "return_finish_reason": ("finish_reason",),
+    "return_stop_reason": ("stop_reason",),
+    "return_cumulative_logprob": ("cumulative_logprob",),
+    "sampling_param_return_perf_metrics": tuple(_PERF_OUTPUTS),
+}
+_DATATYPES = {name: DATATYPE_OF_CONFIG_TYPE[tensor.data_type] for name, tensor in OUTPUTS.items()}
+_NUMBERS = ("best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens")
+_CHOOSING = frozenset({"temperature", "top_k", "top_p"})
+_REFUSED = ("image_url", "sampling_param_logits_post_processor_name")
+_OF_ADAPTERS = ("lora_id", "lora_path", "lora_ckpt_source")
+DEFAULT_MAX_TOKENS = 32
+
+
+class LlmApiSchema:
+    """Without temperature, top_k and top_p a generation is greedy. A whole answer begins with the prompt unless it is
+    excluded; a stream never has it, and each of its responses has all of the text so far."""
+
+    needs_tokenizer = True
+    outputs_of_prompt: frozenset[str] = frozenset()
+    has_model_defaults = False
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._decoupled = config.model_transaction_policy.decoupled
+
+    def complete(self, config: ModelConfig) -> ModelConfig:
+        completed = complete_config(config, INPUTS, OUTPUTS)
+        without_batches(completed)
+        return completed
+
+    def client_error(self, error: TritonError) -> TritonError:
+        """model.py puts this prefix before every error but cancels."""
+        if error.code is ErrorCode.CANCELLED:
+            return error
+        return TritonError(f"Error generating request: {error.message}", error.code, error.param)
+
+    def is_stop(self, request: Request) -> bool:
+        return is_stop(request)
+
+    def read(self, request: Request) -> Sequence[LlmInputs]:
+        row = Rows(request, False, "text_input").row(0)
+        row.refuse(_REFUSED)
+        return (
+            LlmInputs(options=self._options(row, request), sampling=_sampling(row), text_input=row.text("text_input")),
+        )
+
+    def reply(
+        self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
+    ) -> Reply:
+        return LlmApiReply(inputs.options, prompt)
+
+    def _options(self, row: Row, request: Request) -> OutputOptions:
+        stream = row.flag("streaming")
+        if stream and not self._decoupled:
+            raise unsupported("Streaming is only supported in decoupled mode.")
+        enabled = {"text_output"}
+        enabled.update(name for flag, names in _ENABLED_BY.items() if row.flag(flag) for name in names)
+        return OutputOptions(
+            stream,
+            prepend_prompt=not stream and not row.flag("sampling_param_exclude_input_from_output"),
+            outputs=wanted_outputs(enabled, request),
+            logprobs=row.flag("return_cumulative_logprob"),
+        )
+
+
+def _sampling(row: Row) -> dict[str, Any]:
+    """Sampling parameters under the names of sampling.py."""
+    given = {name: row.number(_SAMPLING + name) for name in _NUMBERS if _SAMPLING + name in row}
+    values = {"max_tokens": DEFAULT_MAX_TOKENS, **given}
+    if given.keys().isdisjoint(_CHOOSING):
+        values["temperature"] = 0.0
+    if stop := row.texts("sampling_param_stop"):
+        values["stop"] = stop
+    if "sampling_param_seed" in row:
+        values["seed"] = int(row.number("sampling_param_seed")) & SEED_MASK
+    if adapter := row.text("lora_name"):
+        values["lora_name"] = adapter
+    elif names := [name for name in _OF_ADAPTERS if row.number(name)]:
+        raise invalid_argument(f"input '{names[0]}' is given, expected 'lora_name' with it", param=names[0])
+    return values
+
+
+class LlmApiReply:
+    waits_for_text = True
+
+    def __init__(self, options: OutputOptions, prompt: Prompt) -> None:
+        self._options = options
+        self._text = prompt.text if options.prepend_prompt else ""
+        """All of it so far."""
+
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """No client of these tensors asks for them."""
+
+    def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
+        self._text += "".join(chunk.text)
+        wanted = self._options.outputs
+        values: dict[str, Any] = {
+            "text_output": self._text,
+            "finish_reason": "cancelled" if chunk.finish_reason == "abort" else str(chunk.finish_reason),
+            "stop_reason": str(chunk.stop_reason),
+            "cumulative_logprob": [generation.assembler.cumulative_logprob],
+        }
+        if not wanted.isdisjoint(_PERF_OUTPUTS):
+            values |= _performance(generation)
+        named = {name: value for name, value in values.items() if name in wanted}
+        return outputs_of(named, _DATATYPES, stream=self._options.stream)
+
+
+def _performance(generation: Generation) -> dict[str, Any]:
+    values = performance(generation)
+    [reused] = values.pop("kv_cache_reused_blocks")
+    missed = generation.num_missed_kv_blocks
+    return values | {
+        "kv_cache_reused_block": [reused],
+        "kv_cache_missed_block": [missed],
+        "kv_cache_hit_rate": [reused / (reused + missed)],
+    }
