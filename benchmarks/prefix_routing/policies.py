@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from llmbackend.adapter.tasks.placement import Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.placement import Placement, PlacementState, PrefixIndex
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import InferRequest, StepResult
@@ -29,7 +29,7 @@ class QueuedTask:
     def __init__(self, infer_request: InferRequest, hashes: Sequence[int]) -> None:
         self.infer_request = infer_request
         self.isolated_deaths: list[Any] = []
-        self.place: Place | None = Place(hashes)
+        self.place: PlacementState | None = PlacementState(hashes)
 
     @property
     def request_id(self) -> str:

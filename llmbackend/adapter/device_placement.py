@@ -1,7 +1,5 @@
-"""Decides which device the engine of an instance gets, by the kind of its instance group.
+"""Which device the engine of an instance gets, by the kind of its instance group; contradictions are refused by name.
 
-For: ModelState, when an engine starts and when it ends. Does not know: configuration files, torch, what an engine does.
-Invariant: a contradiction to the model's engine arguments is refused by name.
 Source: Triton's instance groups; vllm_backend's rule that an engine over several GPUs is KIND_MODEL.
 """
 

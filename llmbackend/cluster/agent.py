@@ -25,7 +25,7 @@ from llmbackend.server.process import take_ready_descriptor
 
 from .engine_watch import NAME as REGISTRY
 from .engine_watch import EngineWatch, HostRegistry
-from .messages import AgentNews, AgentOrder, FromAgent, FromHost, HostServing, Peer, Peers, Wants
+from .messages import AgentNews, AgentOrder, FromAgent, FromHost, HostAddress, HostServing, Peers, Wants
 from .rank_actors import DETACHED, NAMESPACE, answer
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Agent:
         self._engines: dict[str, EngineWatch] = {}
         self._wanted: set[str] = set()
         """What the host that lives now has asked for; the one before it may have left more in `_engines`."""
-        self._peers: tuple[Peer, ...] | None = None
+        self._peers: tuple[HostAddress, ...] | None = None
         """None: the cluster's list was not read yet."""
         self._registry: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -140,7 +140,7 @@ class Agent:
         while True:
             try:
                 version, hosts = await answer(self._registry.watch.remote(self._order.host.id, version))
-                peers = tuple(msgspec.msgpack.decode(host, type=Peer) for host in hosts)
+                peers = tuple(msgspec.msgpack.decode(host, type=HostAddress) for host in hosts)
                 if self._me not in peers and (refusal := await self.join()):
                     log.error("%s", refusal)
                 self._show(_others(self._me, peers))
@@ -152,7 +152,7 @@ class Agent:
                 log.warning("the cluster's list of hosts cannot be read: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _show(self, peers: tuple[Peer, ...]) -> None:
+    def _show(self, peers: tuple[HostAddress, ...]) -> None:
         if peers != self._peers:
             self._peers = peers
             self._tell(Peers(peers))
@@ -163,7 +163,7 @@ class Agent:
         task.add_done_callback(self._tasks.discard)
 
 
-def _others(me: Peer, peers: Sequence[Peer]) -> tuple[Peer, ...]:
+def _others(me: HostAddress, peers: Sequence[HostAddress]) -> tuple[HostAddress, ...]:
     """In an order that is another one for each host, so that not all go to the same one."""
     others = (peer for peer in peers if peer.id != me.id)
     return tuple(sorted(others, key=lambda peer: (peer.id < me.id, peer.id)))

@@ -24,7 +24,7 @@ import ray.util
 from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder, read_record
 from llmbackend.engine.rank_order import RankMeeting
 
-from .messages import EngineSpec, EngineState
+from .messages import EngineLocation, EngineSpec
 from .model_cache import Fetch, LocalFiles, ModelFilesError, local_files
 from .model_manifest import ModelManifest
 from .model_source import remote_model
@@ -55,7 +55,7 @@ class EngineActor:
         self._spec = msgspec.msgpack.decode(spec, type=EngineSpec)
         address = ray.util.get_node_ip_address()
         self._node = f"{socket.gethostname()} ({address})"
-        self._state = EngineState(self._spec.key, version=time.time_ns(), node=self._node)
+        self._state = EngineLocation(self._spec.key, version=time.time_ns(), node=self._node)
         self._changed = asyncio.Event()
         self._holders: dict[str, _Holder] = {}
         """By their hosts' ids."""
@@ -73,7 +73,7 @@ class EngineActor:
         self._keeper = EngineKeeper(self._prepare, self._folder, self._spec.key, self._heard)
 
     async def watch(self, host: str, version: int, node: str) -> bytes:
-        """An EngineState in msgpack: at once if it is another than `version`, or else when it changes or after
+        """An EngineLocation in msgpack: at once if it is another than `version`, or else when it changes or after
         NEWS_WAIT_S. The host holds the engine from now on. node: Ray's id of the host's machine."""
         self._holders[host] = _Holder(time.monotonic(), node)
         await self._begin()
@@ -99,7 +99,7 @@ class EngineActor:
 
     async def _start_ranks(self, ranks: RankGroup) -> None:
         if error := await asyncio.to_thread(ranks.start, self._machines()):
-            self._set(EngineState(self._spec.key, node=self._node, error=error, is_final=True))
+            self._set(EngineLocation(self._spec.key, node=self._node, error=error, is_final=True))
 
     async def _end_when_orphaned(self) -> None:
         while True:
@@ -121,7 +121,7 @@ class EngineActor:
             self._files = self._files or local_files(self._spec.models, self._connect)
         except ModelFilesError as error:
             text = f"{self._node}: {error}"
-            self._show(EngineState(self._spec.key, node=self._node, error=text, is_final=True))
+            self._show(EngineLocation(self._spec.key, node=self._node, error=text, is_final=True))
             return None
         order = ServedEngineOrder(
             config=self._spec.config,
@@ -147,20 +147,20 @@ class EngineActor:
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._take, news)
 
-    def _show(self, state: EngineState) -> None:
+    def _show(self, state: EngineLocation) -> None:
         """On the keeper's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._set, state)
 
     def _take(self, news: ServedEngineNews) -> None:
         if news.error:
-            self._set(EngineState(self._spec.key, node=self._node, error=f"{self._node}: {news.error}"))
+            self._set(EngineLocation(self._spec.key, node=self._node, error=f"{self._node}: {news.error}"))
             return
         address = ray.util.get_node_ip_address()
         endpoint = f"tcp://[{address}]:{news.port}" if ":" in address else f"tcp://{address}:{news.port}"
-        self._set(EngineState(self._spec.key, endpoint=endpoint, incarnation=news.incarnation, node=self._node))
+        self._set(EngineLocation(self._spec.key, endpoint=endpoint, incarnation=news.incarnation, node=self._node))
 
-    def _set(self, state: EngineState) -> None:
+    def _set(self, state: EngineLocation) -> None:
         self._state = msgspec.structs.replace(state, version=self._state.version + 1)
         self._changed.set()
         self._changed = asyncio.Event()

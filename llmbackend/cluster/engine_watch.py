@@ -18,7 +18,7 @@ import ray
 import ray.exceptions
 
 from .engine_actor import EngineActor
-from .messages import EngineSpec, EngineState, Peer, Versions, WantedEngine
+from .messages import EngineLocation, EngineSpec, HostAddress, Versions, WantedEngine
 from .model_cache import ModelFilesError, manifests
 from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resources, needs, room_problem
 
@@ -30,7 +30,7 @@ NAME: Final = "hosts"
 
 class HostRegistry:
     def __init__(self) -> None:
-        self._hosts: dict[str, Peer] = {}
+        self._hosts: dict[str, HostAddress] = {}
         self._heard_at_s: dict[str, float] = {}
         self._versions: Versions | None = None
         self._key_name = ""
@@ -38,10 +38,10 @@ class HostRegistry:
         self._changed = asyncio.Event()
 
     async def join(self, host: bytes, versions: bytes, key_name: str) -> str:
-        """host, versions: a Peer and its Versions in msgpack. key_name: of its CURVE key. "" = it has joined, else why
-        it was refused."""
+        """host, versions: a HostAddress and its Versions in msgpack. key_name: of its CURVE key. "" = it has joined,
+        else why it was refused."""
         self._forget_silent()
-        peer = msgspec.msgpack.decode(host, type=Peer)
+        peer = msgspec.msgpack.decode(host, type=HostAddress)
         own = msgspec.msgpack.decode(versions, type=Versions)
         if self._hosts.keys() - {peer.id}:
             if own != self._versions:
@@ -102,12 +102,12 @@ RETRY_S: Final = 0.5
 class EngineWatch:
     """On the agent's event loop."""
 
-    def __init__(self, wanted: WantedEngine, host: str, tell: Callable[[EngineState], None]) -> None:
+    def __init__(self, wanted: WantedEngine, host: str, tell: Callable[[EngineLocation], None]) -> None:
         self._wanted = wanted
         self._host = host
         self._tell = tell
         self._actor: Any = None
-        self.state: EngineState | None = None
+        self.state: EngineLocation | None = None
         """What was told last."""
         self._task = asyncio.create_task(self._watch())
 
@@ -126,7 +126,7 @@ class EngineWatch:
                 self._actor = await asyncio.to_thread(self._make_actor)
                 await self._listen()
             except ModelFilesError as error:
-                self._show(EngineState(self._wanted.key, error=str(error), is_final=True))
+                self._show(EngineLocation(self._wanted.key, error=str(error), is_final=True))
             except ray.exceptions.RayError as error:
                 log.warning("%s: %s", self._wanted.key, error)
             except ValueError as error:  # the name is being given up
@@ -147,9 +147,9 @@ class EngineWatch:
         call = asyncio.ensure_future(answer(self._actor.watch.remote(self._host, version, node)))
         while not (await asyncio.wait((call,), timeout=PLACEMENT_S))[0]:
             if problem := await asyncio.to_thread(self._room_problem):
-                self._show(EngineState(self._wanted.key, error=problem, is_final=True))
+                self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
         while True:
-            state = msgspec.msgpack.decode(await call, type=EngineState)
+            state = msgspec.msgpack.decode(await call, type=EngineLocation)
             if state.version != version:
                 version = state.version
                 self._show(state)
@@ -163,7 +163,7 @@ class EngineWatch:
             if not problem:
                 return
             if time.monotonic() - began_s >= ROOM_S:
-                self._show(EngineState(self._wanted.key, error=problem, is_final=True))
+                self._show(EngineLocation(self._wanted.key, error=problem, is_final=True))
             await asyncio.sleep(RETRY_S)
 
     def _exists(self) -> bool:
@@ -177,7 +177,7 @@ class EngineWatch:
         """Why no node can take the engine, "" = one may."""
         return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
-    def _show(self, state: EngineState) -> None:
+    def _show(self, state: EngineLocation) -> None:
         if state != self.state:
             self.state = state
             self._tell(state)

@@ -32,7 +32,7 @@ from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.server.frontend_settings import ClusterMember
 from llmbackend.server.settings import ServerSettings
 
-from .messages import EngineState, FromAgent, FromHost, HostServing, Peer, WantedEngine, Wants, engine_key
+from .messages import EngineLocation, FromAgent, FromHost, HostAddress, HostServing, WantedEngine, Wants, engine_key
 
 log = logging.getLogger(__name__)
 
@@ -47,13 +47,13 @@ class AgentLocator:
     def __init__(self, agent: Path) -> None:
         """agent: its Unix socket."""
         self._agent = agent
-        self._peers: tuple[Peer, ...] | None = None
+        self._peers: tuple[HostAddress, ...] | None = None
         """None: the agent has not said yet."""
-        self._peers_changed: Callable[[tuple[Peer, ...]], None] = lambda peers: None
+        self._peers_changed: Callable[[tuple[HostAddress, ...]], None] = lambda peers: None
         self._lock = threading.Lock()
         self._wanted: dict[str, WantedEngine] = {}
         self._serving: HostServing | None = None
-        self._states: dict[str, EngineState] = {}
+        self._states: dict[str, EngineLocation] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._link: socket.socket | None = None
         self._is_closed = False
@@ -85,7 +85,7 @@ class AgentLocator:
             if self._wanted.pop(key, None) is not None:
                 self._send_wants()
 
-    def serve(self, endpoint: str, peers_changed: Callable[[tuple[Peer, ...]], None]) -> None:
+    def serve(self, endpoint: str, peers_changed: Callable[[tuple[HostAddress, ...]], None]) -> None:
         """The host answers frontends of other machines at `endpoint`. peers_changed: called with the other hosts of the
         cluster, once they are known, and on this object's thread when they change; it must not call back."""
         with self._lock:
@@ -123,7 +123,7 @@ class AgentLocator:
                 self._take(_decode(line))
 
     def _take(self, message: FromAgent) -> None:
-        if not isinstance(message, EngineState):
+        if not isinstance(message, EngineLocation):
             with self._lock:
                 self._peers = message.peers
                 self._peers_changed(message.peers)
@@ -182,8 +182,8 @@ def main() -> None:
 def _meet_others(locator: AgentLocator, endpoints: Sequence[HostEndpoint]) -> None:
     """endpoints: that of this machine's frontends, and that of others'."""
 
-    def set_peers(peers: tuple[Peer, ...]) -> None:
-        others = [wire.Peer(peer.id, peer.endpoint) for peer in peers if peer.endpoint]
+    def set_peers(peers: tuple[HostAddress, ...]) -> None:
+        others = [wire.HostPeer(peer.id, peer.endpoint) for peer in peers if peer.endpoint]
         for endpoint in endpoints:
             endpoint.set_peers(others)
 

@@ -39,7 +39,7 @@ from llmbackend.server.start_failure import print_error
 from llmbackend.server.terminal import log_endpoints, page_url, show_urls, urls_of
 
 from .host_process import HostOrder
-from .messages import AgentNews, AgentOrder, Peer, Versions
+from .messages import AgentNews, AgentOrder, HostAddress, Versions
 from .processes import Child, end_engines
 from .ray_node import RayNode, require_ray
 from .secrets_folder import SecretsFolder
@@ -199,7 +199,7 @@ class _Launcher:
             socket=str(self._agent_socket),
             address=self._node.address,
             bind=self._cluster.bind,
-            host=Peer(id=self._host_id, endpoint="", release=__version__, node=node),
+            host=HostAddress(id=self._host_id, endpoint="", release=__version__, node=node),
             versions=own_versions(),
             key_name=self._secrets.key_name,
         )

@@ -45,7 +45,7 @@ class HostServing(msgspec.Struct, frozen=True, tag=True):
     endpoint: str
 
 
-class EngineState(msgspec.Struct, frozen=True, tag=True):
+class EngineLocation(msgspec.Struct, frozen=True, tag=True):
     """Agent → host, actor → agent: where an engine is.
 
     version      grows with each change
@@ -65,7 +65,7 @@ class EngineState(msgspec.Struct, frozen=True, tag=True):
     is_final: bool = False
 
 
-class Peer(msgspec.Struct, frozen=True):
+class HostAddress(msgspec.Struct, frozen=True):
     """A host of the cluster. endpoint: where frontends of other machines reach it; "" = nowhere."""
 
     id: str
@@ -77,11 +77,11 @@ class Peer(msgspec.Struct, frozen=True):
 class Peers(msgspec.Struct, frozen=True, tag=True):
     """Agent → host: the other hosts of the cluster."""
 
-    peers: tuple[Peer, ...]
+    peers: tuple[HostAddress, ...]
 
 
 FromHost = Wants | HostServing
-FromAgent = EngineState | Peers
+FromAgent = EngineLocation | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
@@ -117,7 +117,7 @@ class AgentOrder(msgspec.Struct, frozen=True):
     socket: str
     address: str
     bind: str
-    host: Peer
+    host: HostAddress
     versions: Versions
     key_name: str
 

@@ -48,7 +48,7 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         block it begins."""
         return (self.window + chunk_tokens + 2 * block_size - 3) // block_size
 
-    def most_chunk(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
+    def max_chunk(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
         """The largest chunks in which a request of so many tokens can be computed in that many blocks; 0: it cannot."""
         columns = -(-num_tokens // block_size)
         if self.count * columns <= num_blocks:

@@ -27,10 +27,10 @@ from llmbackend.core.wakeups import wake_receiver
 from .wire import (
     Decision,
     Frame,
+    HostPeer,
     HostState,
     Item,
     Layout,
-    Peer,
     Responses,
     TraceName,
     WireError,
@@ -333,7 +333,7 @@ class HostStates:
         self._server = server
         self._host_id = host_id
         self._frontends = frontends
-        self._peers: tuple[Peer, ...] = ()
+        self._peers: tuple[HostPeer, ...] = ()
         self._changed = threading.Condition()
         self._asked = 0
         """Announcements so far."""
@@ -353,7 +353,7 @@ class HostStates:
             self._changed.notify_all()
         self._thread.join()
 
-    def set_peers(self, peers: Iterable[Peer]) -> None:
+    def set_peers(self, peers: Iterable[HostPeer]) -> None:
         """The other hosts that frontends can use, in order of preference."""
         self._peers = tuple(peers)
         self.ask()

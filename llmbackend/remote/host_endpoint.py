@@ -38,8 +38,8 @@ from .wire import (
     Decision,
     Frame,
     Hello,
+    HostPeer,
     Leave,
-    Peer,
     Received,
     Refused,
     StateRead,
@@ -93,8 +93,8 @@ class HostEndpoint:
         self._release = release
         self._frontends: dict[Sender, AttachedFrontend] = {}
         self._on_call: CallHandler | None = None
-        self._on_peers: Callable[[Sequence[Peer] | None], None] = lambda peers: None
-        self._peers: Sequence[Peer] | None = None
+        self._on_peers: Callable[[Sequence[HostPeer] | None], None] = lambda peers: None
+        self._peers: Sequence[HostPeer] | None = None
         """None: not told yet."""
         self._is_closing = False
         self._probe_until_s = 0.0
@@ -116,13 +116,13 @@ class HostEndpoint:
         self._thread.start()
         self._states.start()
 
-    def set_peers(self, peers: Sequence[Peer]) -> None:
+    def set_peers(self, peers: Sequence[HostPeer]) -> None:
         """The other hosts that frontends can use when this one is gone, in order of preference."""
         self._states.set_peers(peers)
         self._peers = peers
         self._on_peers(peers)
 
-    def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[Peer] | None], None]) -> None:
+    def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[HostPeer] | None], None]) -> None:
         """Other hosts call this one, and may be called. on_call: called on this endpoint's thread, it must only
         enqueue; on_peers: called with the other hosts, now and when they change, on any thread;
         None: they are not known yet."""

@@ -26,7 +26,7 @@ from llmbackend.links.sockets import new_socket
 
 from .endpoints import FRONTEND_HEARTBEAT_TIMEOUT_S
 from .host_endpoint import HostEndpoint
-from .wire import Call, CallResult, Peer, WireError, decode_to_frontend, encode
+from .wire import Call, CallResult, HostPeer, WireError, decode_to_frontend, encode
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]
@@ -95,7 +95,7 @@ class PeerCalls:
 
     # --- other hosts --------------------------------------------------------------------------------------------------
 
-    def _set_peers(self, peers: Sequence[Peer] | None) -> None:
+    def _set_peers(self, peers: Sequence[HostPeer] | None) -> None:
         if self._is_closed or peers is None:
             return
         self._is_told = True

@@ -174,7 +174,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=0):
     release: str
 
 
-class Peer(msgspec.Struct, frozen=True, array_like=True):
+class HostPeer(msgspec.Struct, frozen=True, array_like=True):
     """A host that frontends can use. id: unique in the cluster; endpoint: of its HostEndpoint"""
 
     id: str
@@ -205,7 +205,7 @@ class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
     models: msgspec.Raw
     index: tuple[ModelIndex, ...]
     samples: dict[str, list[WireSample]]
-    peers: tuple[Peer, ...]
+    peers: tuple[HostPeer, ...]
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=0):

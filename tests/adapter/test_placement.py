@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.tasks.placement import MAX_WAIT_S, REQUEST_TOKENS, WAKE_S, Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.placement import (
+    MAX_WAIT_S,
+    REQUEST_TOKENS,
+    WAKE_S,
+    Placement,
+    PlacementState,
+    PrefixIndex,
+)
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.engine.messages import BlockChanges, StepOutput
 from llmbackend.waiting.queue_policy import QueuePolicies
@@ -37,7 +44,7 @@ class Model:
 
     def queue(self, name: str, hashes: Sequence[int] = (), priority: int = 2) -> Any:
         task = make_task(name, priority)
-        task.place = Place(hashes)
+        task.place = PlacementState(hashes)
         assert self.tasks.admit(task) == ""
         self.tasks.enqueue(task)
         return task

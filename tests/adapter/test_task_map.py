@@ -10,7 +10,7 @@ import pytest
 from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.adapter.tasks.placement import Place, Placement, PrefixIndex
+from llmbackend.adapter.tasks.placement import Placement, PlacementState, PrefixIndex
 from llmbackend.adapter.tasks.task_map import EngineAssignment, TaskMap
 from llmbackend.core.backend_api import cancelled
 from llmbackend.engine.errors import DeathKind
@@ -27,7 +27,7 @@ class Task:
     is_suspect: bool = False
     isolated_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
-    place: Place | None = None
+    place: PlacementState | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:

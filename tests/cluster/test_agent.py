@@ -11,7 +11,7 @@ import pytest
 
 from llmbackend.cluster.agent import Agent
 from llmbackend.cluster.host_process import AgentLocator
-from llmbackend.cluster.messages import AgentOrder, EngineState, Peer, Versions, engine_key
+from llmbackend.cluster.messages import AgentOrder, EngineLocation, HostAddress, Versions, engine_key
 from llmbackend.engine.config import EngineConfig
 from tests.helpers.waiting import eventually
 
@@ -24,8 +24,8 @@ class LocalAgent(Agent):
 
     def __init__(self, path: Path) -> None:
         versions = Versions(**dict.fromkeys(Versions.__struct_fields__, "1"))
-        super().__init__(AgentOrder(str(path), "", "127.0.0.1", Peer("me", "", "1"), versions, ""))
-        watch: Any = SimpleNamespace(state=EngineState(KEY, endpoint="tcp://127.0.0.1:7", incarnation=3))
+        super().__init__(AgentOrder(str(path), "", "127.0.0.1", HostAddress("me", "", "1"), versions, ""))
+        watch: Any = SimpleNamespace(state=EngineLocation(KEY, endpoint="tcp://127.0.0.1:7", incarnation=3))
         self._engines[KEY] = watch
 
     async def join(self) -> str:

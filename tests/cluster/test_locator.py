@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from llmbackend.cluster.host_process import AgentLocator
-from llmbackend.cluster.messages import EngineState, FromAgent, FromHost, HostServing, Peer, Peers, Wants, engine_key
+from llmbackend.cluster.messages import (
+    EngineLocation,
+    FromAgent,
+    FromHost,
+    HostAddress,
+    HostServing,
+    Peers,
+    Wants,
+    engine_key,
+)
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from tests.helpers.waiting import eventually
@@ -69,8 +78,8 @@ def locator(path: Path, agent: ScriptedAgent) -> Iterator[AgentLocator]:
     locator.close()
 
 
-def state(**fields: object) -> EngineState:
-    return msgspec.convert({"type": "EngineState", "key": KEY, **fields}, EngineState)
+def state(**fields: object) -> EngineLocation:
+    return msgspec.convert({"type": "EngineLocation", "key": KEY, **fields}, EngineLocation)
 
 
 def test_an_engine_is_asked_for_once_and_found_when_the_agent_says_where(
@@ -126,10 +135,10 @@ def test_the_next_agent_is_told_what_is_wanted_and_engines_stay_where_they_were(
 
 
 def test_a_host_says_where_it_is_and_hears_of_others(path: Path, agent: ScriptedAgent, locator: AgentLocator) -> None:
-    told: list[tuple[Peer, ...]] = []
+    told: list[tuple[HostAddress, ...]] = []
     locator.serve("tcp://10.0.0.1:8", told.append)
     assert agent.receive() == HostServing("tcp://10.0.0.1:8")
-    peers = (Peer("b-1", "tcp://10.0.0.2:9", "0.1.0"),)
+    peers = (HostAddress("b-1", "tcp://10.0.0.2:9", "0.1.0"),)
     agent.send(Peers(peers))
     eventually(lambda: told == [peers])
     agent.close()

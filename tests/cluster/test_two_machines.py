@@ -14,7 +14,7 @@ import pytest
 
 from llmbackend.cluster.host_process import AgentLocator
 from llmbackend.cluster.launcher import own_versions
-from llmbackend.cluster.messages import AgentNews, AgentOrder, Peer, Versions
+from llmbackend.cluster.messages import AgentNews, AgentOrder, HostAddress, Versions
 from llmbackend.cluster.ray_node import ray_environment
 from llmbackend.cluster.secrets_folder import SecretsFolder
 from llmbackend.engine.config import EngineConfig
@@ -106,7 +106,7 @@ def agent(folder: Path, secrets: Path, head: str, versions: Versions) -> Iterato
         socket=str(folder / "agent"),
         address=head,
         bind=HEAD,
-        host=Peer("other-1", "", "0"),
+        host=HostAddress("other-1", "", "0"),
         versions=versions,
         key_name=SecretsFolder.open(secrets).key_name,
     )

@@ -48,7 +48,7 @@ def test_blocks_to_come_are_those_of_the_known_tokens() -> None:
     kv_cache, table = make()
     table.num_tokens[:2] = 4, 9
     kv_cache.reserve(int32(0), int32(12))
-    assert kv_cache.blocks_to_come(int32(0, 1), 512) == 3
+    assert kv_cache.future_blocks(int32(0, 1), 512) == 3
 
 
 def test_check_notices_a_lost_block() -> None:

@@ -26,7 +26,7 @@ def test_the_numbers_agree(groups: KVGroups, block_size: int) -> None:
     for num_blocks in range(40):
         longest = groups.most_tokens(block_size, num_blocks)
         for num_tokens in range(1, 100):
-            most = groups.most_chunk(num_tokens, block_size, num_blocks)
+            most = groups.max_chunk(num_tokens, block_size, num_blocks)
             assert (most > 0) == (num_tokens <= longest)
             for chunk in range(1, 30):
                 fits = groups.most_blocks(num_tokens, chunk, block_size) <= num_blocks

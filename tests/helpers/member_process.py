@@ -15,7 +15,7 @@ from pathlib import Path
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
-from llmbackend.remote.wire import Peer
+from llmbackend.remote.wire import HostPeer
 from llmbackend.server.frontend_settings import ClusterMember
 from llmbackend.server.ports import Endpoint
 from llmbackend.server.serve import run_server
@@ -31,7 +31,7 @@ def main() -> int:
 
     def read_peers(endpoints: Sequence[HostEndpoint]) -> None:
         for line in sys.stdin:
-            peers = [Peer(id, endpoint) for id, endpoint in json.loads(line) if id != order["id"]]
+            peers = [HostPeer(id, endpoint) for id, endpoint in json.loads(line) if id != order["id"]]
             for endpoint in endpoints:
                 endpoint.set_peers(peers)
 

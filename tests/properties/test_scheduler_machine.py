@@ -197,7 +197,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert sequence.request.sampling.logit_bias
         else:
             assert "the engine's whole KV cache" in error
-            assert self.kv_cache.least_blocks(before.num_tokens[sequence]) > self.kv_cache.num_blocks
+            assert self.kv_cache.min_blocks(before.num_tokens[sequence]) > self.kv_cache.num_blocks
         assert sequence.row == -1
         (self.running if sequence in self.running else self.waiting).remove(sequence)
 
@@ -251,7 +251,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_reason_to_wait(self, head: Sequence, before: Before, chunks: dict[Sequence, int]) -> None:
         no_row = head.row < 0 and self.rows.num_free == 0
         # The blocks of the last one admitted were counted free when the head was looked at, or are reserved now.
-        no_blocks = self.kv_cache.least_blocks(before.num_missing[head]) > self.kv_cache.num_free_blocks
+        no_blocks = self.kv_cache.min_blocks(before.num_missing[head]) > self.kv_cache.num_free_blocks
         assert no_row or no_blocks or self._waits_for_a_block(head, before, chunks), "the head waits for nothing"
 
     def _waits_for_a_block(self, waiting: Sequence, before: Before, chunks: dict[Sequence, int]) -> bool:
@@ -297,7 +297,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _expect_blocks_of_the_step_alone(self, chunks: dict[Sequence, int]) -> None:
         for one in self.running:
             num_tokens = self._num_computed(one) + chunks.get(one, 0)
-            assert self._held(one) == self.kv_cache.least_blocks(num_tokens)
+            assert self._held(one) == self.kv_cache.min_blocks(num_tokens)
 
     def _expect_progress(self, before: Before, schedule: Schedule, chunks: dict[Sequence, int]) -> None:
         if before.running or before.waiting:

@@ -24,7 +24,7 @@ from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import LARGE_BYTES, HostEndpoint
 from llmbackend.remote.remote_server import RemoteServer
 from llmbackend.remote.requests import unpacked_request
-from llmbackend.remote.wire import Frame, Peer, Submit
+from llmbackend.remote.wire import Frame, HostPeer, Submit
 from tests.helpers.kserve_scripted import RECORD, start_host
 from tests.helpers.server_process import ROOT
 from tests.helpers.waiting import eventually_async
@@ -254,7 +254,7 @@ def test_a_host_tells_of_others(host: InferenceServer, tmp_path: Path, keys: Clu
             served(host, tmp_path / "second", keys=keys) as second,
             attached(first.endpoint, keys=keys) as server,
         ):
-            first.set_peers([Peer("second", second.endpoint)])
+            first.set_peers([HostPeer("second", second.endpoint)])
             await eventually_async(lambda: len(server._attached_hosts()) == 2)
 
     asyncio.run(run())

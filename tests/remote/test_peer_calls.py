@@ -18,7 +18,7 @@ from llmbackend.frontends.journals.stream_copies import StreamCopies
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.remote.peer_calls import PeerCalls
-from llmbackend.remote.wire import Peer
+from llmbackend.remote.wire import HostPeer
 from llmbackend.server.frontend_server import copy_streams
 from tests.helpers.kserve_runner import Running
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
@@ -63,7 +63,7 @@ class PeerHost:
 
 
 def acquaint(*hosts: PeerHost) -> None:
-    peers = [Peer(host.name, host.endpoint.endpoint) for host in hosts]
+    peers = [HostPeer(host.name, host.endpoint.endpoint) for host in hosts]
     for host in hosts:
         host.endpoint.set_peers(peers)
     for host in hosts:
@@ -128,7 +128,7 @@ def test_hosts_of_another_release_are_refused(tmp_path: Path) -> None:
 def test_a_host_with_another_key_is_not_reached(tmp_path: Path) -> None:
     a, b = PeerHost(tmp_path, "a"), PeerHost(tmp_path, "b", keys=ClusterSecrets(*zmq.curve_keypair()))
     try:
-        a.endpoint.set_peers([Peer("b", b.endpoint.endpoint)])
+        a.endpoint.set_peers([HostPeer("b", b.endpoint.endpoint)])
         with pytest.raises(TritonError, match="host 'b' is gone"):
             a.on_loop(lambda: a.calls.call("b", "t", b""))
     finally:

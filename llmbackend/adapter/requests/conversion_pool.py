@@ -1,7 +1,6 @@
 """Threads that convert long requests, so that the instance's thread can admit others meanwhile.
 
-For: ModelState. Does not know: how a request is converted, answered or queued. Invariant: every request here has a
-reserved place in the queue (TaskMap.reserve), and is converted or refused, once.
+Invariant: each request here has a reserved place in the queue (TaskMap.reserve), and is converted or refused, once.
 """
 
 from __future__ import annotations

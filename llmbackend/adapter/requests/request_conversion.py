@@ -33,7 +33,7 @@ from ..text.token_bias import TokenBias, banned_texts
 from ..text.tokenizer import ModelTokenizer
 from .prompts import PromptMaker
 from .response_sender import Choice, CollectedChoices, ResponseSender
-from .resuming import Known, PieceRecord, prior_output, replay
+from .resuming import PieceRecord, ResumeState, prior_output, replay
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class RequestConverter:
         if wanted[0].prompt_only:
             self._describe(request, instance, exec_start_ns, wanted[0])
             return []
-        known = Known.of(request.resume)
+        known = ResumeState.of(request.resume)
         seeds = (None,) * len(wanted) if known is None else known.seeds_of(len(wanted))
         prompts = [self._generation(inputs, seed) for inputs, seed in zip(wanted, seeds, strict=True)]
         generations = [choice for one in prompts for choice in _choices(one)]
@@ -170,7 +170,7 @@ class RequestConverter:
         exec_start_ns: int,
         prompts: Sequence[_CheckedGeneration],
         num_tasks: int,
-        known: Known | None,
+        known: ResumeState | None,
     ) -> ResponseSender:
         """Choices are sent as they come, unless they must be ranked, or one response has them all."""
         options, params = prompts[0].inputs.options, prompts[0].params

@@ -20,7 +20,7 @@ from llmbackend.core.activity.messages import RequestEnd, RequestEnded
 from llmbackend.core.backend_api import ModelInstance, Request, ResponseFlag, Tensor, TritonError
 
 from ..schemas.schema import PROMPT_OUTPUTS, SEQUENCE_INDEX, TaskTimes
-from .resuming import DeltaWriter, Known, Piece
+from .resuming import DeltaWriter, Piece, ResumeState
 
 _NONE, _FINAL = ResponseFlag.NONE, ResponseFlag.FINAL
 
@@ -60,7 +60,7 @@ class ResponseSender:
         client_error: Callable[[TritonError], TritonError],
         num_tasks: int = 1,
         num_prompts: int = 1,
-        known: Known | None = None,
+        known: ResumeState | None = None,
         num_choices: int = 1,
     ) -> None:
         """client_error: gives an error the text that the client expects
@@ -214,7 +214,7 @@ class CollectedChoices(ResponseSender):
         count: int,
         joins: bool,
         of_prompt: frozenset[str],
-        known: Known | None = None,
+        known: ResumeState | None = None,
     ) -> None:
         """count: how many of the `num_tasks` choices the client gets
         joins: whether one response has them all

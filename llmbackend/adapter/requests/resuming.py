@@ -83,7 +83,7 @@ def _output_refused(text: str) -> TritonError:
     return invalid_argument(f"input '{INPUT}' {text}", param=INPUT)
 
 
-class KnownError(msgspec.Struct, frozen=True, array_like=True):
+class ResumeError(msgspec.Struct, frozen=True, array_like=True):
     """The error that a generation ended with."""
 
     code: ErrorCode
@@ -91,8 +91,8 @@ class KnownError(msgspec.Struct, frozen=True, array_like=True):
     param: str | None
 
     @staticmethod
-    def of(error: TritonError) -> KnownError:
-        return KnownError(error.code, error.message, error.param)
+    def of(error: TritonError) -> ResumeError:
+        return ResumeError(error.code, error.message, error.param)
 
     def error(self) -> TritonError:
         return TritonError(self.message, self.code, self.param)
@@ -108,7 +108,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     index: int
     outputs: tuple[StepOutput, ...] = ()
-    error: KnownError | None = None
+    error: ResumeError | None = None
 
 
 class _Delta(msgspec.Struct, frozen=True, array_like=True):
@@ -143,11 +143,11 @@ class PieceRecord:
         return piece
 
     def failed(self, error: TritonError) -> Piece:
-        return Piece(self._index, error=KnownError.of(error))
+        return Piece(self._index, error=ResumeError.of(error))
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ResumeState:
     """What is known of a resumable request."""
 
     seeds: tuple[int, ...] = ()
@@ -158,12 +158,12 @@ class Known:
     """Responses that are made again, but not sent: their receiver has them."""
 
     @staticmethod
-    def of(resume: Resume | None) -> Known | None:
+    def of(resume: Resume | None) -> ResumeState | None:
         """None for a request that is not resumable. Raises TritonError INVALID_ARG for deltas that cannot be read."""
         if resume is None:
             return None
         deltas = [_read(number, delta) for number, delta in enumerate(resume.deltas)]
-        return Known(
+        return ResumeState(
             deltas[0].seeds if deltas else (),
             tuple(piece for delta in deltas for piece in delta.pieces),
             0 if resume.replays else len(deltas),

@@ -34,7 +34,7 @@ from ..limits import (
     check_at_most,
     check_stops,
 )
-from ..structured_outputs.constraint import Constraint, Place, of_kind
+from ..structured_outputs.constraint import Constraint, RequestPath, of_kind
 from ..text.output_assembler import Chunk
 from ..text.token_bias import TokenBias
 from ..text.tokenizer import ModelTokenizer
@@ -299,10 +299,10 @@ def _constraint(row: Row) -> Constraint | None:
     if kind not in _GUIDE_TYPES:
         raise invalid_argument(f"input '{GUIDE_TYPE}' is {shown(kind)}, expected one of: {', '.join(_GUIDE_TYPES)}")
     if kind == "json":
-        return of_kind("json", True, Place(GUIDE_TYPE))
+        return of_kind("json", True, RequestPath(GUIDE_TYPE))
     if not guide:
         raise invalid_argument(f"input '{GUIDE_TYPE}' is '{kind}', expected it together with '{GUIDE}'")
-    return of_kind(_GUIDE_TYPES[kind], guide, Place(GUIDE))
+    return of_kind(_GUIDE_TYPES[kind], guide, RequestPath(GUIDE))
 
 
 def _guide_text(row: Row, name: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import numpy as np
 
 from . import regular_expressions
-from .constraint import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, PROBE_MASKS, PROBES, Constraint, Place
+from .constraint import CHECK_LIMITS, MAX_CHOICE_CHARS, MAX_CHOICES, PROBE_MASKS, PROBES, Constraint, RequestPath
 from .embedded_grammars import ebnf
 from .json_schema import enforceable, parse_schema
 from .lark import Rules, is_lark, lark_grammar, literal
@@ -169,7 +169,7 @@ def _translated(constraint: Constraint, special_tokens: Mapping[str, int], not_c
     return Grammar(rules.grammar(start), tuple(left_out))
 
 
-def _choice(value: list[str], place: Place) -> str:
+def _choice(value: list[str], place: RequestPath) -> str:
     place.check_at_most(len(value), MAX_CHOICES, "choices")
     place.check_at_most(sum(map(len, value)), MAX_CHOICE_CHARS, "characters of choices in all")
     for index, item in enumerate(value):
@@ -185,7 +185,7 @@ def _json_options(constraint: Constraint) -> dict[str, Any]:
     pattern = constraint.whitespace_pattern
     if not pattern:
         return options | {"whitespace_pattern": DEFAULT_WHITESPACE}
-    place = Place("whitespace_pattern")
+    place = RequestPath("whitespace_pattern")
     if not _WHITESPACE_ONLY.fullmatch(pattern):
         place.refuse(pattern, "a regular expression of spaces, tabs and line ends")
     spelled = pattern.replace("[\\s]", "[ \\t\\n\\r]").replace("\\s", "[ \\t\\n\\r]")
@@ -201,7 +201,7 @@ def _refuse(error: str, constraint: Constraint) -> NoReturn:
     place = constraint.place
     if _ONE_OF in error:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
-        at = Place(place.param, place.path + paths[0]) if len(paths) == 1 else place
+        at = RequestPath(place.param, place.path + paths[0]) if len(paths) == 1 else place
         where = "" if len(paths) == 1 else f" (of {', '.join(paths)})"
         at.wrong(f"alternatives of oneOf{where} may both match: 'oneOf' is enforced where they are mutually exclusive")
     text = " ".join(error.split()).removesuffix("<non-verbose/>").strip()

@@ -49,7 +49,7 @@ class NotEnforcedError(TritonError):
     is served without it."""
 
 
-class Place:
+class RequestPath:
     """Where in a request something stands: the parameter, and the path inside its value."""
 
     __slots__ = ("param", "path")
@@ -58,10 +58,10 @@ class Place:
         self.param = param
         self.path = path
 
-    def __truediv__(self, part: str | int) -> Place:
+    def __truediv__(self, part: str | int) -> RequestPath:
         """The place of a member, as a JSON pointer."""
         text = str(part)[:80].replace("~", "~0").replace("/", "~1")
-        return Place(self.param, f"{self.path}/{text}")
+        return RequestPath(self.param, f"{self.path}/{text}")
 
     def __str__(self) -> str:
         return f"'{self.param}'" + (f" at {self.path}" if self.path else "")
@@ -114,7 +114,7 @@ class Constraint:
     kind: str
     """One of KINDS, but `json_object`, which is the kind "json" with a schema."""
     value: Any
-    place: Place
+    place: RequestPath
     disable_any_whitespace: bool = False
     """JSON has no spaces and line ends between its parts."""
     disable_additional_properties: bool = False
@@ -131,17 +131,17 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
         raise invalid_argument(
             f"sampling parameters {' and '.join(repr(name) for name in given)} are mutually exclusive", param=given[1]
         )
-    _check_backend(parameters.get("guided_decoding_backend"), Place("guided_decoding_backend"))
+    _check_backend(parameters.get("guided_decoding_backend"), RequestPath("guided_decoding_backend"))
     pattern = parameters.get("guided_whitespace_pattern")
     constraint = _read_field(given[0], parameters[given[0]]) if given else None
     if pattern is None or constraint is None:
         if pattern is not None:
-            Place("guided_whitespace_pattern").refuse(pattern, "it to come with a constraint")
+            RequestPath("guided_whitespace_pattern").refuse(pattern, "it to come with a constraint")
         return constraint
-    return replace(constraint, whitespace_pattern=_text(pattern, Place("guided_whitespace_pattern")))
+    return replace(constraint, whitespace_pattern=_text(pattern, RequestPath("guided_whitespace_pattern")))
 
 
-def of_kind(kind: str, value: object, place: Place) -> Constraint:
+def of_kind(kind: str, value: object, place: RequestPath) -> Constraint:
     """A constraint of one of KINDS. Raises TritonError INVALID_ARG for a value of another type."""
     return Constraint("json" if kind == "json_object" else kind, _checked(kind, value, place), place)
 
@@ -149,13 +149,13 @@ def of_kind(kind: str, value: object, place: Place) -> Constraint:
 def _read_field(name: str, value: object) -> Constraint | None:
     if isinstance(value, Constraint):  # of a schema that has tensors for it
         return value
-    place = Place(name)
+    place = RequestPath(name)
     if name in _FORMER_FIELDS:
         return of_kind(_FORMER_FIELDS[name], value, place)
     return _read_object(_object(value, place), place)
 
 
-def _object(value: object, place: Place) -> dict[str, Any]:
+def _object(value: object, place: RequestPath) -> dict[str, Any]:
     """Request parameters are scalars, so an object arrives in them as JSON text."""
     if isinstance(value, str):
         try:
@@ -167,7 +167,7 @@ def _object(value: object, place: Place) -> dict[str, Any]:
     return value
 
 
-def _read_object(fields: dict[str, Any], place: Place) -> Constraint | None:
+def _read_object(fields: dict[str, Any], place: RequestPath) -> Constraint | None:
     known = (*KINDS, *_FLAGS, "whitespace_pattern", "disable_fallback", "backend", "_backend")
     for name in fields:
         if name not in known:
@@ -194,12 +194,12 @@ def _read_object(fields: dict[str, Any], place: Place) -> Constraint | None:
     )
 
 
-def _checked(kind: str, value: object, place: Place) -> object:
+def _checked(kind: str, value: object, place: RequestPath) -> object:
     """Of the right type."""
     return _CHECKS[kind](value, place)
 
 
-def _text(value: object, place: Place) -> str:
+def _text(value: object, place: RequestPath) -> str:
     if not isinstance(value, str) or not value:
         place.refuse(value, "a non-empty string")
     place.check_at_most(len(value), MAX_GRAMMAR_CHARS, "characters")
@@ -210,25 +210,25 @@ def _text(value: object, place: Place) -> str:
     return value
 
 
-def _flag(value: object, place: Place) -> bool:
+def _flag(value: object, place: RequestPath) -> bool:
     if value is not None and not isinstance(value, bool):
         place.refuse(value, "true or false")
     return bool(value)
 
 
-def _json(value: object, place: Place) -> object:
+def _json(value: object, place: RequestPath) -> object:
     if not isinstance(value, dict | str | bool):
         place.refuse(value, "a JSON schema: an object, or its JSON text")
     return value
 
 
-def _json_object(value: object, place: Place) -> object:
+def _json_object(value: object, place: RequestPath) -> object:
     if value is not True:
         place.refuse(value, "true or false")
     return {"type": "object"}
 
 
-def _choice(value: object, place: Place) -> object:
+def _choice(value: object, place: RequestPath) -> object:
     if isinstance(value, str):  # as JSON text, where parameters are scalars
         try:
             value = json.loads(value)
@@ -239,16 +239,16 @@ def _choice(value: object, place: Place) -> object:
     return value
 
 
-def _tag(value: object, place: Place) -> object:
+def _tag(value: object, place: RequestPath) -> object:
     return _object(value, place)
 
 
-def _check_backend(value: object, place: Place) -> None:
+def _check_backend(value: object, place: RequestPath) -> None:
     if value is not None and value not in _BACKENDS:
         place.refuse(value, f"one of {', '.join(_BACKENDS)}: llguidance is the only compiler")
 
 
-_CHECKS: dict[str, Callable[[Any, Place], object]] = {
+_CHECKS: dict[str, Callable[[Any, RequestPath], object]] = {
     "json": _json,
     "json_object": _json_object,
     "regex": _text,

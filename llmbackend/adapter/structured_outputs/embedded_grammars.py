@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from . import regular_expressions
-from .constraint import MAX_REGEX_LENGTH, Place
+from .constraint import MAX_REGEX_LENGTH, RequestPath
 from .grammar_parser import Definitions, Node, is_terminal, names, parse_ebnf, parse_lark
 from .lark import NOTHING, Rules, literal, without
 from .regular_expressions import AS_IT_IS, IN_JSON, Spelling
@@ -48,19 +48,19 @@ IN_JSON_STRING: Final = Surroundings()
 _ALONE: Final = Surroundings(AS_IT_IS)
 
 
-def embedded_regex(pattern: str, place: Place, rules: Rules, around: Surroundings) -> str:
+def embedded_regex(pattern: str, place: RequestPath, rules: Rules, around: Surroundings) -> str:
     """The body of the text and of its end. Raises TritonError INVALID_ARG."""
     text, _ = regular_expressions.spelled(pattern, place, around.spelling)
     return _with_end(f"/{text}/", rules, around)
 
 
-def embedded_lark(text: str, place: Place, rules: Rules, around: Surroundings) -> str:
+def embedded_lark(text: str, place: RequestPath, rules: Rules, around: Surroundings) -> str:
     """The body of the text and of its end. Raises TritonError INVALID_ARG."""
     found = parse_lark(text, place)
     return _Writer(_with_ignored(found), found.start, place, rules, around, found.terminals.keys()).write()
 
 
-def ebnf(text: str, place: Place, rules: Rules) -> str:
+def ebnf(text: str, place: RequestPath, rules: Rules) -> str:
     """The body of the text. Raises TritonError INVALID_ARG."""
     found = parse_ebnf(text, place)
     return _Writer(found.rules, found.start, place, rules, _ALONE).write()
@@ -100,7 +100,7 @@ class _Writer:
         self,
         definitions: Mapping[str, Node],
         start: str,
-        place: Place,
+        place: RequestPath,
         rules: Rules,
         around: Surroundings,
         terminals: Collection[str] = (),

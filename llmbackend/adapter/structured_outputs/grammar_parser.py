@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NoReturn
 
-from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, Place
+from .constraint import MAX_DEPTH, MAX_GRAMMAR_CHARS, RequestPath
 
 _MAX_DEFINITIONS: Final = 512
 _MAX_NODES: Final = 4096
@@ -106,7 +106,7 @@ def is_terminal(name: str) -> bool:
     return name.lstrip("_")[:1].isupper()
 
 
-def parse_ebnf(text: str, place: Place) -> Definitions:
+def parse_ebnf(text: str, place: RequestPath) -> Definitions:
     """All definitions are rules. Raises TritonError INVALID_ARG naming the line."""
     found = _Parser(text, place, is_lark=False).definitions("root")
     for owner, node in found.rules.items():
@@ -116,7 +116,7 @@ def parse_ebnf(text: str, place: Place) -> Definitions:
     return found
 
 
-def parse_lark(text: str, place: Place) -> Definitions:
+def parse_lark(text: str, place: RequestPath) -> Definitions:
     """Raises TritonError INVALID_ARG naming the line."""
     place.check_at_most(len(text), MAX_GRAMMAR_CHARS, "characters of a grammar")
     found = _Parser(text, place, is_lark=True).definitions("start")
@@ -144,7 +144,7 @@ class _Token:
 
 
 class _Parser:
-    def __init__(self, text: str, place: Place, *, is_lark: bool) -> None:
+    def __init__(self, text: str, place: RequestPath, *, is_lark: bool) -> None:
         self._place = place
         self._is_lark = is_lark
         self._tokens = [*self._split(text), _Token("end", "", text.count("\n") + 1)]
@@ -343,7 +343,7 @@ class _Parser:
 
 
 def _common() -> dict[str, Node]:
-    return _Parser(_COMMON, Place("common"), is_lark=True).definitions("").terminals
+    return _Parser(_COMMON, RequestPath("common"), is_lark=True).definitions("").terminals
 
 
 def _inlined(node: Node, common: dict[str, Node]) -> Node:

@@ -15,12 +15,12 @@ from fractions import Fraction
 from typing import Any
 from urllib.parse import unquote
 
-from .constraint import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, Place
+from .constraint import MAX_ADDED_ALTERNATIVES, MAX_DEPTH, MAX_LEFT_OUT, MAX_MULTIPLE_OF, MAX_SCHEMA_NODES, RequestPath
 from .schema_keywords import Keywords, Schema, SchemaOptions, is_annotation
 from .schema_values import encodable, number_of
 
 
-def parse_schema(value: object, place: Place) -> object:
+def parse_schema(value: object, place: RequestPath) -> object:
     """A schema that may come as JSON text. Raises TritonError INVALID_ARG."""
     if not isinstance(value, str):
         return value
@@ -30,7 +30,7 @@ def parse_schema(value: object, place: Place) -> object:
         place.wrong(f"the schema is not JSON: {error}")
 
 
-def enforceable(value: object, place: Place, options: SchemaOptions) -> tuple[Schema, list[str]]:
+def enforceable(value: object, place: RequestPath, options: SchemaOptions) -> tuple[Schema, list[str]]:
     """The schema for the compiler, and the places of what is not enforced. Raises TritonError INVALID_ARG with the path
     of what is wrong or, where the request is strict, not enforced."""
     translation = _Translation(value, place, options)
@@ -38,7 +38,7 @@ def enforceable(value: object, place: Place, options: SchemaOptions) -> tuple[Sc
 
 
 class _Translation:
-    def __init__(self, root: object, place: Place, options: SchemaOptions) -> None:
+    def __init__(self, root: object, place: RequestPath, options: SchemaOptions) -> None:
         self._root = root
         self._place = place
         self.options = options
@@ -48,7 +48,7 @@ class _Translation:
         self._added_alternatives = 0
         self._names: dict[str, str] = {}
         """Definition by the pointer that refers to it."""
-        self._waiting: list[tuple[str, Place]] = []
+        self._waiting: list[tuple[str, RequestPath]] = []
         self._inlined: list[str] = []
         self._steps = Fraction(1)
         """The least common multiple of all multipleOf."""
@@ -77,7 +77,7 @@ class _Translation:
             )
         return definitions
 
-    def _schema(self, value: object, place: Place, *, is_in_place: bool = False) -> Schema | bool:
+    def _schema(self, value: object, place: RequestPath, *, is_in_place: bool = False) -> Schema | bool:
         """is_in_place: whether it applies to the same value as the definition that holds it."""
         if isinstance(value, bool):
             return value
@@ -90,14 +90,14 @@ class _Translation:
         self._depth -= 1
         return schema
 
-    def _count(self, nodes: int, place: Place) -> None:
+    def _count(self, nodes: int, place: RequestPath) -> None:
         self._nodes += nodes
         if self._nodes > MAX_SCHEMA_NODES:
             place.wrong(f"the schema has more than {MAX_SCHEMA_NODES} nodes (schemas and enumerated values)")
 
     # --- what one object needs of the document ------------------------------------------------------------------------
 
-    def leave_out(self, place: Place) -> None:
+    def leave_out(self, place: RequestPath) -> None:
         """Notes that what stands there is not enforced."""
         if len(self.left_out) < MAX_LEFT_OUT and place.pointer not in self.left_out:
             self.left_out.append(place.pointer)
@@ -107,7 +107,7 @@ class _Translation:
         self._added_alternatives += alternatives
         return self._added_alternatives <= MAX_ADDED_ALTERNATIVES
 
-    def resolved(self, value: object, place: Place) -> object:
+    def resolved(self, value: object, place: RequestPath) -> object:
         """What a schema that is nothing but a reference stands for; others are their own."""
         seen: list[str] = []
         while isinstance(value, dict) and isinstance(pointer := value.get("$ref"), str) and pointer not in seen:
@@ -117,15 +117,15 @@ class _Translation:
             value = self._target(pointer, place)
         return value
 
-    def member(self, value: object, place: Place) -> Schema | bool:
+    def member(self, value: object, place: RequestPath) -> Schema | bool:
         """A schema for a part of the value."""
         return self._schema(value, place)
 
-    def applied(self, value: object, place: Place, is_in_place: bool) -> Schema | bool:
+    def applied(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
         """A schema for the value itself."""
         return self._schema(value, place, is_in_place=is_in_place)
 
-    def alternative(self, value: object, place: Place, is_in_place: bool) -> Schema | bool:
+    def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
         """One of `oneOf`: a reference is replaced by its target, so that the compiler can see that alternatives exclude
         each other."""
         pointer = value.get("$ref") if isinstance(value, dict) else None
@@ -138,7 +138,7 @@ class _Translation:
         self._inlined.pop()
         return schema
 
-    def reference(self, pointer: object, place: Place, is_in_place: bool) -> str:
+    def reference(self, pointer: object, place: RequestPath, is_in_place: bool) -> str:
         if not isinstance(pointer, str):
             place.refuse(pointer, "a string")
         if not _is_local(pointer):
@@ -151,14 +151,14 @@ class _Translation:
             self._waiting.append((pointer, place))
         return f"#/$defs/{self._names[pointer]}"
 
-    def _place_of(self, pointer: str) -> Place:
-        return Place(self._place.param, self.root_path + pointer[1:])
+    def _place_of(self, pointer: str) -> RequestPath:
+        return RequestPath(self._place.param, self.root_path + pointer[1:])
 
     @property
     def root_path(self) -> str:
         return self._place.path
 
-    def _target(self, pointer: str, place: Place) -> object:
+    def _target(self, pointer: str, place: RequestPath) -> object:
         node: Any = self._root
         for part in pointer.split("/")[1:]:
             name = _unescaped(part)
@@ -183,7 +183,7 @@ class _Translation:
                         seen.add(pointer)
                         waiting.append(pointer)
 
-    def literal(self, value: object, place: Place, depth: int = 0) -> object:
+    def literal(self, value: object, place: RequestPath, depth: int = 0) -> object:
         """An enumerated value."""
         self._count(1, place)
         place.check_at_most(depth, MAX_DEPTH, "nested values")
@@ -197,7 +197,7 @@ class _Translation:
             return number_of(value, place, smallest=0.0)
         return value
 
-    def multiple_of(self, value: object, place: Place) -> object:
+    def multiple_of(self, value: object, place: RequestPath) -> object:
         number = number_of(value, place)
         step = Fraction(str(number))
         if step <= 0:

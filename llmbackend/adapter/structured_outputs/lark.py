@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from .constraint import MAX_TAGS, Place
+from .constraint import MAX_TAGS, RequestPath
 from .json_schema import enforceable
 from .schema_keywords import SchemaOptions
 
@@ -138,7 +138,7 @@ def is_lark(text: str) -> bool:
     return "::=" not in text or _FIRST_RULE.search(text) is not None
 
 
-def lark_grammar(text: str, place: Place, json_options: Mapping[str, Any], options: SchemaOptions) -> str:
+def lark_grammar(text: str, place: RequestPath, json_options: Mapping[str, Any], options: SchemaOptions) -> str:
     """The grammar for the compiler. Raises TritonError INVALID_ARG."""
     if text.lstrip().startswith("{"):
         place.wrong("is JSON, expected a grammar in Lark's notation or in EBNF")
@@ -158,7 +158,7 @@ def lark_grammar(text: str, place: Place, json_options: Mapping[str, Any], optio
 
 
 def _schema(
-    text: str, at: int, place: Place, json_options: Mapping[str, Any], options: SchemaOptions
+    text: str, at: int, place: RequestPath, json_options: Mapping[str, Any], options: SchemaOptions
 ) -> tuple[str, int]:
     line = text.count("\n", 0, at) + 1
     try:
@@ -170,7 +170,7 @@ def _schema(
     return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}", end
 
 
-def _check(kind: str, piece: str, place: Place) -> None:
+def _check(kind: str, piece: str, place: RequestPath) -> None:
     if kind == "directive" and piece not in _DIRECTIVES:
         place.wrong(f"the directive '{piece[:40]}' is not supported, expected one of: {', '.join(_DIRECTIVES)}, %json")
     if kind == "grammar":

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 
 from llmbackend.engine.messages import Reasoning
 
-from .constraint import Place
+from .constraint import RequestPath
 
 MARKERS, BUDGET = "reasoning_markers", "thinking_token_budget"
 FIELDS: Final = (MARKERS, BUDGET)
@@ -39,7 +39,7 @@ class ReasoningParams:
         start = tuple(tokens.encode(self.start, add_special_tokens=False)) if self.start else ()
         end = tuple(tokens.encode(self.end, add_special_tokens=False))
         if not end:
-            Place(MARKERS).refuse(self.end, "an end marker of at least one token")
+            RequestPath(MARKERS).refuse(self.end, "an end marker of at least one token")
         tail = prompt_token_ids[-_TAIL_TOKENS - len(start) :]
         text = "".join(map(tokens.token_text, tail)).rstrip()
         is_open = text.endswith(self.start.rstrip()) if self.start else True
@@ -50,10 +50,10 @@ def read_reasoning(parameters: Mapping[str, Any]) -> ReasoningParams | None:
     """None where a request says nothing of it. Raises TritonError INVALID_ARG."""
     markers, budget = parameters.get(MARKERS), parameters.get(BUDGET)
     if budget is not None and (type(budget) is not int or not 0 <= budget <= _MAX_BUDGET_TOKENS):
-        Place(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}")
+        RequestPath(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}")
     if markers is None:
         if budget is not None:
-            Place(BUDGET).wrong(f"expected it together with '{MARKERS}': the model has no known reasoning format")
+            RequestPath(BUDGET).wrong(f"expected it together with '{MARKERS}': the model has no known reasoning format")
         return None
     start, end = _pair(markers)
     return ReasoningParams(start, end, budget)
@@ -64,9 +64,9 @@ def _pair(markers: object) -> tuple[str, str]:
         try:
             markers = json.loads(markers)
         except (ValueError, RecursionError):
-            Place(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+            RequestPath(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
     if not isinstance(markers, list) or len(markers) != 2 or not all(isinstance(marker, str) for marker in markers):
-        Place(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+        RequestPath(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
     for index, marker in enumerate(markers):
-        (Place(MARKERS) / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
+        (RequestPath(MARKERS) / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
     return markers[0], markers[1]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, NoReturn
 
-from .constraint import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, Place
+from .constraint import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, RequestPath
 
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ANY = r"[\u{0}-\u{10ffff}]"
@@ -85,18 +85,18 @@ def category_holds(name: str, one: str) -> bool | None:
     return unicodedata.category(one).startswith(name.capitalize())
 
 
-def searched(pattern: str, place: Place) -> str:
+def searched(pattern: str, place: RequestPath) -> str:
     """An expression that is searched for in a string, as JSON Schema's `pattern`: anchors are kept."""
     return _Translation(pattern, place, keep_anchors=True).result()
 
 
-def whole(pattern: str, place: Place) -> str:
+def whole(pattern: str, place: RequestPath) -> str:
     """An expression that the whole text must match. Anchors at the ends of its alternatives say what holds anyway."""
     return _Translation(pattern, place, keep_anchors=False).result()
 
 
 def spelled(
-    pattern: str, place: Place, spelling: Spelling, flags: str = "", watched: frozenset[str] = frozenset()
+    pattern: str, place: RequestPath, spelling: Spelling, flags: str = "", watched: frozenset[str] = frozenset()
 ) -> tuple[str, frozenset[str]]:
     """As `whole`, of a text that is spelled in some way, in the dialect of Lark: Python's, where `.` is all but the
     newline. flags: "i" and "s". Also returns those of the `watched` ASCII characters that the text may hold."""
@@ -126,7 +126,7 @@ class _Translation:
     def __init__(
         self,
         pattern: str,
-        place: Place,
+        place: RequestPath,
         *,
         keep_anchors: bool,
         spelling: Spelling = AS_IT_IS,

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from llmbackend.core.backend_api import TritonError
 
 from . import regular_expressions
-from .constraint import MAX_PROPERTIES, NotEnforcedError, Place
+from .constraint import MAX_PROPERTIES, NotEnforcedError, RequestPath
 from .schema_values import (
     ANY_TEXT,
     COMPILED,
@@ -71,21 +71,21 @@ class Document(Protocol):
     @property
     def root_path(self) -> str: ...
 
-    def leave_out(self, place: Place) -> None: ...
+    def leave_out(self, place: RequestPath) -> None: ...
     def has_room_for(self, alternatives: int) -> bool: ...
-    def resolved(self, value: object, place: Place) -> object: ...
-    def member(self, value: object, place: Place) -> Schema | bool: ...
-    def applied(self, value: object, place: Place, is_in_place: bool) -> Schema | bool: ...
-    def alternative(self, value: object, place: Place, is_in_place: bool) -> Schema | bool: ...
-    def reference(self, pointer: object, place: Place, is_in_place: bool) -> str: ...
-    def literal(self, value: object, place: Place) -> object: ...
-    def multiple_of(self, value: object, place: Place) -> object: ...
+    def resolved(self, value: object, place: RequestPath) -> object: ...
+    def member(self, value: object, place: RequestPath) -> Schema | bool: ...
+    def applied(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
+    def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
+    def reference(self, pointer: object, place: RequestPath, is_in_place: bool) -> str: ...
+    def literal(self, value: object, place: RequestPath) -> object: ...
+    def multiple_of(self, value: object, place: RequestPath) -> object: ...
 
 
 class Keywords:
     """One schema that is an object."""
 
-    def __init__(self, document: Document, source: Mapping[str, Any], place: Place, is_in_place: bool) -> None:
+    def __init__(self, document: Document, source: Mapping[str, Any], place: RequestPath, is_in_place: bool) -> None:
         self._document = document
         self._source = source
         self._place = place
@@ -118,39 +118,39 @@ class Keywords:
                 raise
             self._document.leave_out(place)
 
-    def _unknown(self, name: str, value: object, place: Place) -> NoReturn:
+    def _unknown(self, name: str, value: object, place: RequestPath) -> NoReturn:
         if name in _NOT_ENFORCED:
             place.not_enforced(f"the keyword '{name}' is not supported: it would not be enforced")
         place.not_enforced(f"{name[:80]!r} is not a known keyword, so it would not be enforced")
 
-    def _later(self, name: str, value: object, place: Place) -> None:
+    def _later(self, name: str, value: object, place: RequestPath) -> None:
         """Read when the others have been."""
 
     # --- keywords -----------------------------------------------------------------------------------------------------
 
-    def _identifier(self, name: str, value: object, place: Place) -> None:
+    def _identifier(self, name: str, value: object, place: RequestPath) -> None:
         """`$id` of the whole schema changes nothing, since references stay inside it."""
         if self._place.path != self._document.root_path or not isinstance(value, str):
             place.not_enforced(f"'{name}' is supported at the top of a schema only")
 
-    def _ref(self, name: str, value: object, place: Place) -> None:
+    def _ref(self, name: str, value: object, place: RequestPath) -> None:
         self._result["$ref"] = self._document.reference(value, place, self._is_in_place)
 
-    def _type(self, name: str, value: object, place: Place) -> None:
+    def _type(self, name: str, value: object, place: RequestPath) -> None:
         types = value if isinstance(value, list) else [value]
         if not types or not all(isinstance(item, str) and item in _TYPES for item in types):
             place.refuse(value, f"one or several of {', '.join(_TYPES)}")
         self._result[name] = value if isinstance(value, str) else list(dict.fromkeys(types))
 
-    def _enum(self, name: str, value: object, place: Place) -> None:
+    def _enum(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not value:
             place.refuse(value, "a non-empty list")
         self._result[name] = [self._document.literal(item, place / index) for index, item in enumerate(value)]
 
-    def _const(self, name: str, value: object, place: Place) -> None:
+    def _const(self, name: str, value: object, place: RequestPath) -> None:
         self._result[name] = self._document.literal(value, place)
 
-    def _alternatives(self, name: str, value: object, place: Place) -> None:
+    def _alternatives(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not value:
             place.refuse(value, "a non-empty list of schemas")
         read = self._document.alternative if name == "oneOf" else self._document.applied
@@ -165,13 +165,13 @@ class Keywords:
         else:
             self._result["anyOf"] = alternatives
 
-    def _properties(self, name: str, value: object, place: Place) -> None:
+    def _properties(self, name: str, value: object, place: RequestPath) -> None:
         members = _members(value, place)
         self._result[name] = {
             encodable(key, place): self._document.member(item, place / key) for key, item in members.items()
         }
 
-    def _pattern_properties(self, name: str, value: object, place: Place) -> None:
+    def _pattern_properties(self, name: str, value: object, place: RequestPath) -> None:
         members = {key: self._document.member(item, place / key) for key, item in _members(value, place).items()}
         self._unnamed = [*members.values()]
         if name in self._document.options.not_compiled:
@@ -179,16 +179,16 @@ class Keywords:
         self._result[name] = {self._searched(key, place): member for key, member in members.items()}
         self._unnamed = []
 
-    def _subschema(self, name: str, value: object, place: Place) -> None:
+    def _subschema(self, name: str, value: object, place: RequestPath) -> None:
         self._result[name] = self._document.member(value, place)
 
-    def _required(self, name: str, value: object, place: Place) -> None:
+    def _required(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             place.refuse(value, "a list of property names")
         place.check_at_most(len(value), MAX_PROPERTIES, "names")
         self._result[name] = [encodable(item, place) for item in dict.fromkeys(value)]
 
-    def _count(self, name: str, value: object, place: Place) -> None:
+    def _count(self, name: str, value: object, place: RequestPath) -> None:
         number = int(value) if isinstance(value, float) and value.is_integer() else value
         if not isinstance(number, int) or isinstance(number, bool) or number < 0:
             place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
@@ -196,7 +196,7 @@ class Keywords:
             place.refuse(value, f"an integer from 0 to {_MAX_COUNT}")
         self._result[name] = min(number, _MAX_COUNT)
 
-    def _limit(self, name: str, value: object, place: Place) -> None:
+    def _limit(self, name: str, value: object, place: RequestPath) -> None:
         """minimum, maximum and their exclusive forms; in draft 4 the exclusive ones are flags of the others."""
         if isinstance(value, bool) and name.startswith("exclusive"):
             return
@@ -209,22 +209,22 @@ class Keywords:
         present = self._result.get(name, number)
         self._result[name] = max(present, number) if name.endswith("inimum") else min(present, number)
 
-    def _multiple_of(self, name: str, value: object, place: Place) -> None:
+    def _multiple_of(self, name: str, value: object, place: RequestPath) -> None:
         self._result[name] = self._document.multiple_of(value, place)
 
-    def _pattern(self, name: str, value: object, place: Place) -> None:
+    def _pattern(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, str):
             place.refuse(value, "a regular expression")
         self._add_pattern(self._searched(value, place))
 
-    def _searched(self, pattern: str, place: Place) -> str:
+    def _searched(self, pattern: str, place: RequestPath) -> str:
         """Raises NotEnforcedError for a regular expression that the compiler cannot express."""
         try:
             return regular_expressions.searched(WITHOUT_LOOKING_AROUND.get(pattern, pattern), place)
         except TritonError as error:
             raise NotEnforcedError(error.message, error.code, error.param) from None
 
-    def _format(self, name: str, value: object, place: Place) -> None:
+    def _format(self, name: str, value: object, place: RequestPath) -> None:
         if isinstance(value, str) and value in PATTERNS:
             self._add_pattern(PATTERNS[value])
         elif isinstance(value, str) and value in COMPILED:
@@ -234,11 +234,11 @@ class Keywords:
         elif value not in ANY_TEXT:
             place.value_not_enforced(value, f"a format that is enforced: {', '.join(ENFORCED)}")
 
-    def _nullable(self, name: str, value: object, place: Place) -> None:
+    def _nullable(self, name: str, value: object, place: RequestPath) -> None:
         if value is not False:
             place.value_not_enforced(value, "null as one of the names in 'type'")
 
-    def _unevaluated(self, name: str, value: object, place: Place) -> None:
+    def _unevaluated(self, name: str, value: object, place: RequestPath) -> None:
         """Where nothing else applies to the same value, it is what `additionalProperties` or `items` is."""
         if any(keyword in self._source for keyword in _IN_PLACE):
             place.not_enforced(
@@ -267,10 +267,10 @@ class Keywords:
         if given:
             self._result["items"] = self._document.member(source[given[0]], place / given[0])
 
-    def _without_effect(self, name: str, value: object, place: Place) -> None:
+    def _without_effect(self, name: str, value: object, place: RequestPath) -> None:
         place.not_enforced(f"the keyword '{name}' has no effect beside '{value}'")
 
-    def _first_items(self, value: object, place: Place) -> list[Schema | bool]:
+    def _first_items(self, value: object, place: RequestPath) -> list[Schema | bool]:
         if not isinstance(value, list):
             place.refuse(value, "a list of schemas")
         return [self._document.member(item, place / index) for index, item in enumerate(value)]
@@ -286,7 +286,7 @@ class Keywords:
         elif self._document.options.disable_additional_properties and "properties" in self._result:
             self._result["additionalProperties"] = False
 
-    def _min_properties(self, name: str, value: object, place: Place) -> None:
+    def _min_properties(self, name: str, value: object, place: RequestPath) -> None:
         """The grammar counts a name that comes twice as two, a parser as one."""
         most = len(self._result.get("required", ())) + 1
         if self._result.get(name, 0) > most:
@@ -294,7 +294,7 @@ class Keywords:
             expected = f"at most the number of required properties and one ({most})"
             place.value_not_enforced(value, expected)
 
-    def _unique_items(self, name: str, value: object, place: Place) -> None:
+    def _unique_items(self, name: str, value: object, place: RequestPath) -> None:
         """Of a list of few values: one of its orders is written."""
         if not isinstance(value, bool):
             place.refuse(value, "true or false")
@@ -314,7 +314,7 @@ class Keywords:
             result.pop(replaced, None)
         result["anyOf"] = lists
 
-    def _property_names(self, name: str, value: object, place: Place) -> None:
+    def _property_names(self, name: str, value: object, place: RequestPath) -> None:
         """A list of names, or a pattern of them."""
         names = self._document.resolved(value, place)
         bare = {key: item for key, item in names.items() if not is_annotation(key)} if isinstance(names, dict) else None
@@ -337,11 +337,11 @@ class Keywords:
             self._result["patternProperties"] = {self._searched(pattern, place): others}
         self._result["additionalProperties"] = False
 
-    def _unknown_names(self, place: Place) -> NoReturn:
+    def _unknown_names(self, place: RequestPath) -> NoReturn:
         place.not_enforced("'propertyNames' is enforced where it lists names, or has a pattern of all names")
 
 
-_Handler = Callable[[Keywords, str, Any, Place], None]
+_Handler = Callable[[Keywords, str, Any, RequestPath], None]
 _HANDLERS: dict[str, _Handler] = {
     "$id": Keywords._identifier,
     "$ref": Keywords._ref,
@@ -396,7 +396,7 @@ def _pattern_of_names(names: Mapping[str, Any]) -> str | None:
     return pattern if isinstance(pattern, str) else PATTERNS.get(form) if isinstance(form, str) else None
 
 
-def _members(value: object, place: Place) -> dict[str, Any]:
+def _members(value: object, place: RequestPath) -> dict[str, Any]:
     if not isinstance(value, dict):
         place.refuse(value, "an object of schemas")
     place.check_at_most(len(value), MAX_PROPERTIES, "properties")

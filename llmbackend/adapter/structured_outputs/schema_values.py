@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
-from .constraint import Place
+from .constraint import RequestPath
 
 EXACT = 1 << 53
 """Beyond it the compiler's numbers, which are doubles, are not the client's."""
@@ -31,7 +31,7 @@ def within(value: object, name: str) -> object:
     return value
 
 
-def number_of(value: object, place: Place, *, smallest: float = _SMALLEST) -> int | float:
+def number_of(value: object, place: RequestPath, *, smallest: float = _SMALLEST) -> int | float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         place.refuse(value, "a number")
     if isinstance(value, float) and not math.isfinite(value):
@@ -42,7 +42,7 @@ def number_of(value: object, place: Place, *, smallest: float = _SMALLEST) -> in
     return value
 
 
-def beside(number: float, name: str, place: Place, *, is_integer: bool) -> tuple[float, str]:
+def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
     """An exclusive limit that is an integer, as an inclusive one beside it: where both limits have one integer part,
     the compiler's exclusive ones include the integer."""
     if abs(number) > _LARGEST_EXCLUSIVE and not is_integer:
@@ -54,7 +54,7 @@ def beside(number: float, name: str, place: Place, *, is_integer: bool) -> tuple
     return (beside + step if is_minimum else beside - step), ("minimum" if is_minimum else "maximum")
 
 
-def encodable(text: str, place: Place) -> str:
+def encodable(text: str, place: RequestPath) -> str:
     """JSON strings may hold half of a surrogate pair, and names or values with control characters need an escape that
     is not generated."""
     if any(

@@ -12,14 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 from . import regular_expressions
-from .constraint import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, Place
+from .constraint import MAX_DEPTH, MAX_LEFT_OUT, MAX_TAGS, RequestPath
 from .embedded_grammars import IN_JSON_STRING, as_text, ebnf, embedded_lark, embedded_regex
 from .json_schema import enforceable, parse_schema
 from .lark import NOTHING, TEXT, Rules, is_lark, without
 from .schema_keywords import SchemaOptions
 
 
-def structural_tag(value: dict[str, Any], place: Place, rules: Rules, options: SchemaOptions) -> tuple[str, list[str]]:
+def structural_tag(
+    value: dict[str, Any], place: RequestPath, rules: Rules, options: SchemaOptions
+) -> tuple[str, list[str]]:
     """The start of the grammar, and the places of keywords of schemas that are not enforced. Raises TritonError
     INVALID_ARG naming the path."""
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
@@ -38,7 +40,7 @@ class _Tags:
         self._depth = 0
         self._count = 0
 
-    def read(self, value: object, place: Place) -> str:
+    def read(self, value: object, place: RequestPath) -> str:
         fields = _object(value, place)
         kind = fields.get("type", "tag" if "begin" in fields else None)
         if not isinstance(kind, str) or kind not in _FORMATS:
@@ -53,7 +55,7 @@ class _Tags:
         self._depth -= 1
         return body
 
-    def read_former(self, value: dict[str, Any], place: Place) -> str:
+    def read_former(self, value: dict[str, Any], place: RequestPath) -> str:
         tags = []
         for index, item in enumerate(_list(value, "structures", place)):
             at = place / "structures" / index
@@ -65,10 +67,10 @@ class _Tags:
 
     # --- formats ------------------------------------------------------------------------------------------------------
 
-    def _const_string(self, fields: dict[str, Any], place: Place) -> str:
+    def _const_string(self, fields: dict[str, Any], place: RequestPath) -> str:
         return self._rules.marker(_text(fields, "value", place))
 
-    def _json_schema(self, fields: dict[str, Any], place: Place) -> str:
+    def _json_schema(self, fields: dict[str, Any], place: RequestPath) -> str:
         if fields.get("style", "json") != "json":
             (place / "style").refuse(fields["style"], "'json'")
         at = place / "json_schema"
@@ -79,13 +81,13 @@ class _Tags:
         self.left_out += left_out
         return self._rules.schema(enforced)
 
-    def _regex(self, fields: dict[str, Any], place: Place) -> str:
+    def _regex(self, fields: dict[str, Any], place: RequestPath) -> str:
         if _is_embedded(fields):
             return self._embedded(fields, "", place)
         at = place / "pattern"
         return self._rules.terminal(f"/{regular_expressions.whole(_text(fields, 'pattern', place), at)}/")
 
-    def _grammar(self, fields: dict[str, Any], place: Place) -> str:
+    def _grammar(self, fields: dict[str, Any], place: RequestPath) -> str:
         if _is_embedded(fields):
             return self._embedded(fields, "", place)
         if (syntax := fields.get("syntax", "ebnf")) != "ebnf":
@@ -97,7 +99,7 @@ class _Tags:
             at.wrong("expected a grammar in EBNF, whose first rule is 'root ::= …'")
         return ebnf(text, at, self._rules)
 
-    def _embedded(self, fields: dict[str, Any], end: str, place: Place) -> str:
+    def _embedded(self, fields: dict[str, Any], end: str, place: RequestPath) -> str:
         """A text that keeps to where it stands, with its end."""
         style, excluded = fields.get("style", "text"), _excluded(fields, place)
         if style not in ("text", "json_string"):
@@ -111,35 +113,35 @@ class _Tags:
             body = embedded_lark(_text(fields, "grammar", place), place / "grammar", self._rules, around)
         return body if around.end or not end else f"{body} {self._rules.marker(end)}"
 
-    def _any_text(self, fields: dict[str, Any], place: Place) -> str:
+    def _any_text(self, fields: dict[str, Any], place: RequestPath) -> str:
         excluded = _excluded(fields, place)
         return self._rules.terminal(without(excluded)) if excluded else TEXT
 
-    def _sequence(self, fields: dict[str, Any], place: Place) -> str:
+    def _sequence(self, fields: dict[str, Any], place: RequestPath) -> str:
         elements = _list(fields, "elements", place)
         bodies = [self.read(item, place / "elements" / index) for index, item in enumerate(elements)]
         return f"({' '.join(bodies) or NOTHING})"
 
-    def _or(self, fields: dict[str, Any], place: Place) -> str:
+    def _or(self, fields: dict[str, Any], place: RequestPath) -> str:
         elements = _list(fields, "elements", place)
         if not elements:
             (place / "elements").refuse(elements, "a non-empty list")
         return f"({' | '.join(self.read(item, place / 'elements' / i) for i, item in enumerate(elements))})"
 
-    def _optional(self, fields: dict[str, Any], place: Place) -> str:
+    def _optional(self, fields: dict[str, Any], place: RequestPath) -> str:
         return f"({self.read(fields.get('content'), place / 'content')})?"
 
-    def _star(self, fields: dict[str, Any], place: Place) -> str:
+    def _star(self, fields: dict[str, Any], place: RequestPath) -> str:
         return f"({self.read(fields.get('content'), place / 'content')})*"
 
-    def _plus(self, fields: dict[str, Any], place: Place) -> str:
+    def _plus(self, fields: dict[str, Any], place: RequestPath) -> str:
         return f"({self.read(fields.get('content'), place / 'content')})+"
 
-    def _tag(self, fields: dict[str, Any], place: Place) -> str:
+    def _tag(self, fields: dict[str, Any], place: RequestPath) -> str:
         begin = _text(fields, "begin", place)
         return f"({self._rules.marker(begin)} {self._content_and_end(fields, place)})"
 
-    def _content_and_end(self, fields: dict[str, Any], place: Place) -> str:
+    def _content_and_end(self, fields: dict[str, Any], place: RequestPath) -> str:
         ends = fields.get("end")
         ends = ends if isinstance(ends, list) else [ends]
         if not ends or not all(isinstance(end, str) for end in ends):
@@ -153,7 +155,7 @@ class _Tags:
         body = self.read(content, place / "content")
         return f"{body} ({' | '.join(self._rules.marker(end) for end in ends)})"
 
-    def _text_and_end(self, content: dict[str, Any], ends: list[str], place: Place) -> str:
+    def _text_and_end(self, content: dict[str, Any], ends: list[str], place: RequestPath) -> str:
         _check_keys(content, place, ("type", *_EXCLUDED))
         excluded = _excluded(content, place)
         if len(ends) > 1:
@@ -161,7 +163,7 @@ class _Tags:
             return f"({' | '.join(self._rules.text_until(end, (*excluded, *others[end])) for end in ends)})"
         return self._rules.text_until(ends[0], excluded)
 
-    def _triggered(self, fields: dict[str, Any], place: Place) -> str:
+    def _triggered(self, fields: dict[str, Any], place: RequestPath) -> str:
         by_trigger = self._by_trigger(fields, place)
         at_least_one, stops = _flag(fields, "at_least_one", place), _flag(fields, "stop_after_first", place)
         excluded = _excluded(fields, place)
@@ -176,7 +178,7 @@ class _Tags:
             return head or f"({part} | {tail})"
         return f"({head} {part}* {tail})"
 
-    def _by_trigger(self, fields: dict[str, Any], place: Place) -> dict[str, str]:
+    def _by_trigger(self, fields: dict[str, Any], place: RequestPath) -> dict[str, str]:
         """For each trigger, what must follow it."""
         triggers = _list(fields, "triggers", place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
@@ -200,7 +202,7 @@ class _Tags:
                 (place / "triggers" / index).refuse(trigger, "the beginning of one of the tags")
         return {trigger: self._rules.rule(" | ".join(bodies)) for trigger, bodies in remainders.items()}
 
-    def _separated(self, fields: dict[str, Any], place: Place) -> str:
+    def _separated(self, fields: dict[str, Any], place: RequestPath) -> str:
         tags = _list(fields, "tags", place)
         if not tags:
             (place / "tags").refuse(tags, "a non-empty list")
@@ -221,7 +223,7 @@ def _is_embedded(fields: dict[str, Any]) -> bool:
 
 
 _EXCLUDED = ("excludes", "excluded_strs", "excluded_str")
-_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Place], str]]] = {
+_FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], RequestPath], str]]] = {
     "const_string": (("value",), _Tags._const_string),
     "json_schema": (("json_schema", "style", "strict"), _Tags._json_schema),
     "regex": (("pattern", "style", *_EXCLUDED), _Tags._regex),
@@ -238,19 +240,19 @@ _FORMATS: dict[str, tuple[tuple[str, ...], Callable[[_Tags, dict[str, Any], Plac
 }
 
 
-def _check_keys(fields: dict[str, Any], place: Place, known: tuple[str, ...]) -> None:
+def _check_keys(fields: dict[str, Any], place: RequestPath, known: tuple[str, ...]) -> None:
     for name in fields:
         if name not in known:
             (place / name).wrong(f"is not known, expected one of: {', '.join(known)}")
 
 
-def _object(value: object, place: Place) -> dict[str, Any]:
+def _object(value: object, place: RequestPath) -> dict[str, Any]:
     if not isinstance(value, dict):
         place.refuse(value, "an object")
     return value
 
 
-def _list(fields: dict[str, Any], name: str, place: Place) -> list[Any]:
+def _list(fields: dict[str, Any], name: str, place: RequestPath) -> list[Any]:
     value = fields.get(name)
     if not isinstance(value, list):
         (place / name).refuse(value, "a list")
@@ -258,21 +260,21 @@ def _list(fields: dict[str, Any], name: str, place: Place) -> list[Any]:
     return value
 
 
-def _text(fields: dict[str, Any], name: str, place: Place) -> str:
+def _text(fields: dict[str, Any], name: str, place: RequestPath) -> str:
     value = fields.get(name)
     if not isinstance(value, str):
         (place / name).refuse(value, "a string")
     return value
 
 
-def _flag(fields: dict[str, Any], name: str, place: Place) -> bool:
+def _flag(fields: dict[str, Any], name: str, place: RequestPath) -> bool:
     value = fields.get(name, False)
     if not isinstance(value, bool):
         (place / name).refuse(value, "true or false")
     return value
 
 
-def _excluded(fields: dict[str, Any], place: Place) -> tuple[str, ...]:
+def _excluded(fields: dict[str, Any], place: RequestPath) -> tuple[str, ...]:
     name = next((name for name in _EXCLUDED if name in fields), "")
     texts = _list(fields, name, place) if name else []
     if not all(isinstance(text, str) and text for text in texts):

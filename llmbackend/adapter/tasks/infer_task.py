@@ -26,7 +26,7 @@ from ..requests.response_sender import Choice, ResponseSender, TaskUsage
 from ..requests.resuming import Piece, PieceRecord
 from ..schemas.schema import Reply, TaskTimes
 from ..text.output_assembler import OutputAssembler
-from .placement import Place
+from .placement import PlacementState
 
 
 class InferTask:
@@ -76,7 +76,7 @@ class InferTask:
         """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
         """Owner: TaskMap. Since when the task is without the engine that it had; 0 = it has one, or never had one."""
-        self.place: Place | None = None
+        self.place: PlacementState | None = None
         """Owner: TaskMap, once it is queued. Only where engines say which prefixes they have, or several share work."""
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""

@@ -33,7 +33,7 @@ _FIRST_GUESS_S: Final = 50e-6
 
 
 @dataclass(slots=True)
-class Place:
+class PlacementState:
     """Where a queued request waits. Owner: TaskMap, under whose lock it is changed.
 
     hashes     of its prompt's blocks; () = no prefix of it is looked for
@@ -101,7 +101,7 @@ class Placement:
         if num_tokens > 0:
             self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
 
-    def takes(self, engine: int, place: Place, rooms: Rooms, now_ns: int) -> bool:
+    def takes(self, engine: int, place: PlacementState, rooms: Rooms, now_ns: int) -> bool:
         """Whether this engine, which is ready and has room, takes the request now."""
         if place.waits_for == engine:
             return True

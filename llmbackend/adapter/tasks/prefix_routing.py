@@ -1,7 +1,6 @@
 """The engines of a model, as it knows them, and how its requests go to those that have the beginnings of their prompts.
 
-For: ModelState, and the loops of its engines, which pass on what those say. Does not know: how an engine is chosen
-(placement.py), or when (TaskMap). Invariant: with one engine nothing is asked, hashed or kept.
+Invariant: with one engine nothing is asked, hashed or kept.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from llmbackend.engine.memory.prefix_cache import prefix_hashes
 from llmbackend.engine.messages import BlockChanges, ModelInfo
 
 from .infer_task import InferTask
-from .placement import Place, Placement, PrefixIndex
+from .placement import Placement, PlacementState, PrefixIndex
 from .task_map import EngineAssignment
 
 
@@ -79,11 +78,13 @@ class PrefixRouting:
                 continue  # all of its prompt is computed
             token_ids = request.prompt_token_ids
             if task.output_token_ids:  # its client has them from another host
-                task.place = Place(prefix_hashes(request.prefix_salt, (*token_ids, *task.output_token_ids), block_size))
+                task.place = PlacementState(
+                    prefix_hashes(request.prefix_salt, (*token_ids, *task.output_token_ids), block_size)
+                )
                 continue
             if id(token_ids) not in hashes:
                 hashes[id(token_ids)] = prefix_hashes(request.prefix_salt, token_ids, block_size)
-            task.place = Place(hashes[id(token_ids)])
+            task.place = PlacementState(hashes[id(token_ids)])
 
     def prompt_computed(self, task: InferTask, now_ns: int) -> None:
         """An engine gave the task's first token."""

@@ -21,7 +21,7 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 
 from .fault_isolation import FaultIsolation
 from .infer_task import InferTask
-from .placement import Place, Placement, ReadyEngines, Rooms
+from .placement import Placement, PlacementState, ReadyEngines, Rooms
 
 WINDOW: Final = 128
 """So many requests of the queue are looked at for the one engine that has room."""
@@ -89,7 +89,7 @@ class TaskMap:
         self._placement = placement
         self._ready_engines: Sequence[EngineAssignment] = ()
         self._compared = ReadyEngines({})
-        """Of those."""
+        """Compares `_ready_engines`."""
         self._max_queue_size = max_queue_size
         self._lock = threading.Lock()
         self._tasks: dict[str, InferTask] = {}
@@ -221,7 +221,7 @@ class TaskMap:
         if task.lost_ns or task.is_suspect:
             rooms.given(engine.bit)
             return True
-        place = task.place = task.place or Place()
+        place = task.place = task.place or PlacementState()
         takes = self._placement.takes(engine.bit, place, rooms, now_ns)
         rooms.given(engine.bit if takes else place.waits_for)
         if not takes:
@@ -355,7 +355,7 @@ class TaskMap:
         del self._engine_of[task.request_id]
         self._placement.index.settle(task.request_id)
         if task.place is not None:
-            task.place = Place(task.place.hashes)
+            task.place = PlacementState(task.place.hashes)
 
     def _pop(self, request_id: str) -> InferTask | None:
         task = self._tasks.pop(request_id, None)

@@ -88,15 +88,15 @@ class KVCacheManager:
 
     # --- what fits ----------------------------------------------------------------------------------------------------
 
-    def most_chunk(self, num_tokens: int) -> int:
+    def max_chunk(self, num_tokens: int) -> int:
         """The largest chunks in which a row of so many tokens can be computed in the whole memory; 0: it cannot."""
-        return self._groups.most_chunk(num_tokens, self.block_size, self.num_blocks)
+        return self._groups.max_chunk(num_tokens, self.block_size, self.num_blocks)
 
-    def least_blocks(self, num_tokens: int) -> int:
+    def min_blocks(self, num_tokens: int) -> int:
         """Without which a row of so many tokens cannot be computed, in chunks of any size."""
         return self._groups.most_blocks(num_tokens, 1, self.block_size)
 
-    def blocks_to_come(self, rows: Int32Array, chunk_tokens: int) -> int:
+    def future_blocks(self, rows: Int32Array, chunk_tokens: int) -> int:
         """How many more blocks these rows will hold at once than now, each until its known tokens are computed in
         chunks of so many. What a chunk in flight will give back counts as given back."""
         num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]

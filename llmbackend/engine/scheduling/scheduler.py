@@ -214,7 +214,7 @@ class Scheduler:
         # Long prompts first, from their half; the shorter ones get what is left.
         for i in [*(is_prompt & is_long).nonzero()[0].tolist(), *(is_prompt & ~is_long).nonzero()[0].tolist()]:
             computed = int(self._table.num_computed_tokens[rows[i]])
-            wanted = min(int(chunks[i]), self._kv_cache.most_chunk(computed + int(chunks[i])))
+            wanted = min(int(chunks[i]), self._kv_cache.max_chunk(computed + int(chunks[i])))
             chunks[i] = _take(wanted, computed, budget, for_long if is_long[i] else None)
 
     def _admit_waiting(self, budget: StepBudget) -> tuple[Int32Array, Int32Array]:
@@ -233,21 +233,21 @@ class Scheduler:
         self.wait_reason = "token_budget"
         while not budget.is_spent and (head := self._head(overtaken)) is not None:
             num_tokens = self._num_tokens(head)
-            most_chunk = min(self._kv_cache.most_chunk(num_tokens), self._budget)
-            if not most_chunk:
+            max_chunk = min(self._kv_cache.max_chunk(num_tokens), self._budget)
+            if not max_chunk:
                 self._refuse(head, num_tokens)
                 continue
             if head.row < 0 and self._rows.num_free <= sum(one.row < 0 for one in overtaken):
                 self.wait_reason = "max_num_seqs"
                 break
             if unreserved < 0:
-                unreserved = self._kv_cache.blocks_to_come(self._rows_of_running(), self._budget)
+                unreserved = self._kv_cache.future_blocks(self._rows_of_running(), self._budget)
             request = head.request
             token_ids = self._rows.token_ids(head)
             if self._rows.wanted_prompt_logprobs(head) is not None:
                 token_ids = token_ids[:1]  # a cached prefix has no logits
             prefix = self._kv_cache.find(token_ids, request.prefix_salt, request.prefix_group)
-            needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, most_chunk)
+            needed = self._kv_cache.blocks_to_begin(prefix, num_tokens, max_chunk)
             if needed + unreserved > self._kv_cache.num_free_blocks:
                 self.wait_reason = "kv_blocks"
                 break
@@ -263,11 +263,11 @@ class Scheduler:
             has_shorter = self._is_long(head) and bool(self._waiting)
             if self._take_row(head):
                 num_hit = self._take_prefix(head, num_tokens, prefix)
-                wanted = min(num_tokens - num_hit, most_chunk)
+                wanted = min(num_tokens - num_hit, max_chunk)
                 chunk = _take(wanted, num_hit, budget, budget.half() if has_shorter else None)
                 row, reach = np.array([head.row], np.int32), np.array([num_hit + chunk], np.int32)
                 self._kv_cache.reserve(row, reach)
-                unreserved += self._kv_cache.blocks_to_come(row, most_chunk)
+                unreserved += self._kv_cache.future_blocks(row, max_chunk)
                 being_computed |= self._kv_cache.next_keys(row)
                 rows.append(head.row)
                 chunks.append(chunk)
@@ -332,7 +332,7 @@ class Scheduler:
     def _refuse(self, sequence: Sequence, num_tokens: int) -> None:
         """Ends a request that does not fit into the whole KV cache."""
         self.remove(sequence)
-        needed, kv_cache = self._kv_cache.least_blocks(num_tokens), self._kv_cache
+        needed, kv_cache = self._kv_cache.min_blocks(num_tokens), self._kv_cache
         text = (
             f"the request has {num_tokens} tokens and needs {needed} KV blocks of {kv_cache.block_size} tokens, "
             f"expected at most {kv_cache.num_blocks}, the engine's whole KV cache"

@@ -15,7 +15,16 @@ from pathlib import Path
 
 import msgspec
 
-from llmbackend.cluster.messages import EngineState, FromAgent, FromHost, HostServing, Peer, Peers, WantedEngine, Wants
+from llmbackend.cluster.messages import (
+    EngineLocation,
+    FromAgent,
+    FromHost,
+    HostAddress,
+    HostServing,
+    Peers,
+    WantedEngine,
+    Wants,
+)
 from llmbackend.engine.process.served.served_order import ServedEngineNews, ServedEngineOrder
 
 from .kept_process import KeptProcess
@@ -60,12 +69,14 @@ class Engine:
     def link_of(self, host: str) -> str:
         return f"{host} - {self.name}"
 
-    async def state_for(self, host: str) -> EngineState | None:
+    async def state_for(self, host: str) -> EngineLocation | None:
         """None: it is not up."""
         if not self.news.port:
             return None
         port = await self._engines.links.lead(self.link_of(host), self.news.port)
-        return EngineState(self.key, time.time_ns(), f"tcp://127.0.0.1:{port}", self.news.incarnation, "this machine")
+        return EngineLocation(
+            self.key, time.time_ns(), f"tcp://127.0.0.1:{port}", self.news.incarnation, "this machine"
+        )
 
 
 @dataclass
@@ -113,7 +124,7 @@ class Engines:
         """Each host of the others, behind a link of its own."""
         for host in list(self._hosts):
             others = [other for other in self._endpoints if other != host]
-            peers = [Peer(other, await self._linked(host, other), "") for other in others]
+            peers = [HostAddress(other, await self._linked(host, other), "") for other in others]
             self.tell(host, Peers(tuple(peers)))
 
     async def _linked(self, host: str, other: str) -> str:
