@@ -59,8 +59,8 @@ _ELEMENT_BYTES: Final = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 class AdapterCopies:
     """Copies of adapters' files. Any thread.
 
-    Nothing outside the operator's folder is read, whatever links lie in it. `remove` takes no lock and waits for no
-    disk, because finalizers call it.
+    Nothing outside the operator's folder is read: symbolic links in it are refused. `remove` takes no lock and waits
+    for no disk, because finalizers call it.
     """
 
     def __init__(self) -> None:
@@ -359,7 +359,7 @@ class LoraRegistry:
 
     @property
     def is_loading(self) -> bool:
-        """Whether engines are to load an adapter that somebody waits for."""
+        """Whether requests wait for engines to load an adapter."""
         return bool(self._loading)
 
     def unload(self, name: str) -> None:

@@ -223,7 +223,7 @@ class ModelState:
         )
 
     def needs_engine(self) -> bool:
-        """Whether an engine that has ended because nobody used it is to start again."""
+        """Whether an engine that ended because it was idle must start again."""
         return bool(self.tasks.num_queued) or self.loras.is_loading
 
     def ready_engines(self) -> list[EngineHandle]:

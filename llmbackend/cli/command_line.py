@@ -72,6 +72,11 @@ def boolean(text: str | bool) -> bool:
         raise typer.BadParameter(f"invalid value for bool option: {text}") from None
 
 
+def switch_of(name: str) -> str:
+    """Both forms of a flag without a value, as typer takes them; name: of its parameter."""
+    return "--{0}/--no-{0}".format(name.replace("_", "-"))
+
+
 def switch(name: str, help_text: str) -> Any:
     return typer.Option(name, parser=boolean, metavar="BOOL", help=help_text, autocompletion=one_of("true", "false"))
 

@@ -80,12 +80,12 @@ def serve(
         check_port_collision(endpoints)
     except ValueError as error:
         raise typer.TyperException(str(error)) from None
+    if vllm.uds is not None and (server.frontend_processes > 1 or cluster.cluster is not None):
+        raise bad_option("--uds", "--uds is given, expected neither --frontend-processes nor --cluster with it")
     checkpoint = models.checkpoint
     if checkpoint:
         checkpoint, engine = vllm.fetched(checkpoint, engine)
     single = engine.model(checkpoint, models.names)
-    if vllm.uds is not None and (server.frontend_processes > 1 or cluster.cluster is not None):
-        raise bad_option("--uds", "--uds is given, expected neither --frontend-processes nor --cluster with it")
     allow_client_shm = shared_memory.allowed(endpoints["HTTP"], endpoints["GRPC"])
     options = server_options(models, single, server, metrics_config.options(), allow_client_shm)
     settings = ServerSettings(

@@ -71,7 +71,7 @@ class ManagerCallbacks:
     progress(progress)                  while an engine loads
     blocks_changed(changes)             of its prefix cache, before the outputs of the same step; after
                                         `follow_prefixes` alone
-    needs_engine()                      whether an engine that has ended because nobody used it is to start again
+    needs_engine()                      whether an engine that ended because it was idle must start again
     """
 
     get_requests: Callable[[int], Sequence[InferRequest]]

@@ -1,5 +1,4 @@
-"""Downloads the files of a Hugging Face hub checkpoint that a server reads, or finds them in the cache; interrupted
-downloads continue."""
+"""Downloads what a server reads of a Hugging Face hub checkpoint. Files in the cache are not fetched again."""
 
 from __future__ import annotations
 
@@ -8,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-CHECKPOINT: Final = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 TOKENIZER: Final = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
 """Patterns of the files that are read. Code is only read with --trust-remote-code: `*.py`."""
 CODE: Final = "*.py"
 _LEFT_OUT: Final = ("*/*", "consolidated*")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llmbackend import __version__
-from llmbackend.core.config.model_config import SERVED_MODEL_NAME
+from llmbackend.core.config.model_config import SERVED_MODEL_NAME, split_names
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.load_progress import LoadProgress
 from llmbackend.engine.load_progress import logger as progress_log
@@ -212,13 +212,13 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
         name, path = f"{row.name}{' version ' if row.version else ''}{row.version}", paths.get((row.name, row.version))
         console.print(f"model    {name}  {state}{f'  {path}' if path else ''}", markup=False)
     show_urls(urls)
-    if is_on_one_port:
-        closed = [f"--{name}-port" for name in ("grpc", "metrics") if name not in urls]
-        console.print(f"         everything is on this port; {' and '.join(closed)} open others" if closed else "")
+    closed = [f"--{name}-port" for name in ("grpc", "metrics") if name not in urls]
+    if is_on_one_port and closed:
+        console.print(f"         everything is on this port; {' and '.join(closed)} open others")
     ready = [row.name for row in server.repository_index(ready_only=True)]
     if ready and "http" in urls:
-        name = server.model_parameters(ready[0]).get(SERVED_MODEL_NAME, ready[0]).partition(",")[0]
-        console.print("\nTry:", _example(urls["http"], name), sep="\n", markup=False)
+        names = *split_names(server.model_parameters(ready[0]).get(SERVED_MODEL_NAME, "")), ready[0]
+        console.print("\nTry:", _example(urls["http"], names[0]), sep="\n", markup=False)
     sys.stdout.flush()
 
 

@@ -224,24 +224,22 @@ def test_a_request_is_stopped_by_another_one_with_its_id(server: ServerProcess) 
 
 def test_the_setting_runs_model_py(tmp_path: Path) -> None:
     """Which needs TensorRT-LLM."""
-    write_llmapi_model(tmp_path / "repository", "mock")
-    flags = ("--model-repository", str(tmp_path / "repository"), "--exit-on-error", "false")
-    with (tmp_path / "log").open("w") as log:
-        running = start_server(*flags, "--backend-config", "python,serve-llmapi-by=python", log=log)
-    try:
-        index = json.loads(post(running, "/v2/repository/index", {})[1])
-        assert "No module named 'tensorrt_llm'" in index[0]["reason"]
-    finally:
-        assert stop_server(running) == 0
+    assert "No module named 'tensorrt_llm'" in reason_with_setting(tmp_path, "python")
 
 
 def test_another_value_of_the_setting_is_refused(tmp_path: Path) -> None:
+    reason = reason_with_setting(tmp_path, "vllm")
+    assert "'serve-llmapi-by' of the python backend is 'vllm', expected 'llm' or 'python'" in reason
+
+
+def reason_with_setting(tmp_path: Path, value: str) -> str:
+    """Why a model of the layout is not loaded with `serve-llmapi-by=value`."""
     write_llmapi_model(tmp_path / "repository", "mock")
     flags = ("--model-repository", str(tmp_path / "repository"), "--exit-on-error", "false")
     with (tmp_path / "log").open("w") as log:
-        running = start_server(*flags, "--backend-config", "python,serve-llmapi-by=vllm", log=log)
+        running = start_server(*flags, "--backend-config", f"python,serve-llmapi-by={value}", log=log)
     try:
-        index = json.loads(post(running, "/v2/repository/index", {})[1])
-        assert "'serve-llmapi-by' of the python backend is 'vllm', expected 'llm' or 'python'" in index[0]["reason"]
+        reason: str = json.loads(post(running, "/v2/repository/index", {})[1])[0]["reason"]
     finally:
         assert stop_server(running) == 0
+    return reason

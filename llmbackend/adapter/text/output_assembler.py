@@ -1,8 +1,8 @@
 """Engine outputs → what a client sees: text, token ids, logprobs and finish reason, all cut at the same place.
 
 For: one request's outputs, stream or not. Does not know: Triton, other requests. Invariants: text, ids and logprobs of
-all chunks put together are the same however the engine's steps were cut and however often chunks were taken; finding
-stop strings and stop sequences costs per symbol the same, whatever the length of the output or the number of patterns.
+all chunks put together are the same however the engine's steps were cut and however often chunks were taken; the
+cost of finding stop strings and stop sequences per symbol depends neither on the output's length nor on their number.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from llmbackend.engine.config import EngineConfig
 
 from ...server.settings import SingleModel
 from ...server.start_failure import advice, as_flags, flag_of
-from ..command_line import bad_option, one_of
+from ..command_line import bad_option, one_of, switch_of
 from ..vllm_notation import whole_number
 
 _MODEL: Final = "--model: weights and text"
@@ -205,9 +205,9 @@ def _flag(field: msgspec.structs.FieldInfo) -> Any:
     panel, help_text = _HELP.get(name, (_OTHER, ""))
     is_hidden = name.startswith("mock_") or name == "fault_directory"
     if bool in kinds:
-        flags = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
-        shown = help_text if field.default is None else f"{help_text} (default: {'on' if field.default else 'off'})"
-        option = typer.Option(flags, help=shown.strip(), rich_help_panel=panel, hidden=is_hidden, show_default=False)
+        default = "" if field.default is None else f"(default: {'on' if field.default else 'off'})"
+        text = f"{help_text} {default}".strip()
+        option = typer.Option(switch_of(name), help=text, rich_help_panel=panel, hidden=is_hidden, show_default=False)
         return Annotated[bool | None, option]
     if name == LORA_MODULES:
         option = typer.Option(flag_of(name), metavar="NAME=PATH", help=help_text, rich_help_panel=panel)
@@ -236,7 +236,7 @@ def _former_flag(name: str) -> Any:
     """Of structured output, by vLLM's former names."""
     text = "vLLM's former name; see --structured-outputs-config."
     if "_disable_" in name:
-        option = typer.Option(f"{flag_of(name)}/--no-{name.replace('_', '-')}", help=text, hidden=True)
+        option = typer.Option(switch_of(name), help=text, hidden=True)
         return Annotated[bool | None, option]
     return _text_flag(name, _COMPUTE, "NAME", text, hidden=True)
 
@@ -250,8 +250,7 @@ def _inert_flag(name: str) -> Any:
     only = ONLY_VALUE.get(name)
     text = f"No effect: {NO_EFFECT[name]}." if only is None else only_text(name)
     if name in SWITCHES:
-        flags = f"{flag_of(name)}/--no-{name.replace('_', '-')}"
-        option = typer.Option(flags, help=text, rich_help_panel=_INERT, hidden=True)
+        option = typer.Option(switch_of(name), help=text, rich_help_panel=_INERT, hidden=True)
         return Annotated[bool | None, option]
     return _text_flag(name, _INERT, "VALUE", text, hidden=True)
 

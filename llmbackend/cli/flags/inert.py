@@ -14,7 +14,8 @@ from typing import Annotated, Any, Final
 
 import typer
 
-from ..command_line import bad_option
+from ...server.start_failure import flag_of
+from ..command_line import bad_option, switch_of
 
 _MEMORY = "tensors are in host memory, and each engine manages its own GPU memory"
 _GRPC = "gRPC runs on one event loop, which creates objects as needed"
@@ -105,8 +106,7 @@ class InertFlags:
             option = typer.Option(help=f"No effect: {REASONS[name]}.", metavar="VALUE", rich_help_panel=panel)
             found[name] = Annotated[list[str] | None, option]
         for name in (*VLLM_SWITCHES, *REFUSED_SWITCHES):
-            flag = name.replace("_", "-")
-            option = typer.Option(f"--{flag}/--no-{flag}", help=_help(name), hidden=True)
+            option = typer.Option(switch_of(name), help=_help(name), hidden=True)
             found[name] = Annotated[bool | None, option]
         for name in REFUSED_VALUES:
             found[name] = Annotated[list[str] | None, typer.Option(help=_help(name), hidden=True)]
@@ -121,12 +121,8 @@ class InertFlags:
             allowed, reason = REFUSED_VALUES.get(name, ((), REFUSED_SWITCHES.get(name, "")))
             if reason and value is not False and not set(value if isinstance(value, list) else ["on"]) <= set(allowed):
                 shown = f" is '{value[-1]}', which" if isinstance(value, list) else ""
-                raise bad_option(_flag(name), f"{_flag(name)}{shown} is not supported: {reason}")
-        return tuple(f"{_flag(name)} has no effect: {REASONS[name]}" for name in self._given if name in REASONS)
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+                raise bad_option(flag_of(name), f"{flag_of(name)}{shown} is not supported: {reason}")
+        return tuple(f"{flag_of(name)} has no effect: {REASONS[name]}" for name in self._given if name in REASONS)
 
 
 def _help(name: str) -> str:

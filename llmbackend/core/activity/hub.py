@@ -78,11 +78,9 @@ class Reporter:
 
     @property
     def kinds(self) -> frozenset[EventKind]:
-        """What is watched."""
         return self._hub.kinds
 
     def report(self, activity: Activity) -> None:
-        """Does nothing if nobody watches events of this kind."""
         self._hub.report(self.source, activity)
 
 
@@ -219,7 +217,6 @@ class ActivityHub:
     # --- events -------------------------------------------------------------------------------------------------------
 
     def report(self, source: Source, activity: Activity | LogActivity) -> None:
-        """Does nothing if nobody watches events of this kind."""
         if KIND_OF[type(activity)] not in self.kinds:
             return
         data = to_json(activity)

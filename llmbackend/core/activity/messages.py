@@ -238,7 +238,7 @@ class InstanceActivity(Protocol):
         """What is watched; empty = nothing, which is the rule: then make no reports."""
 
     def report(self, activity: Activity) -> None:
-        """Does nothing if nobody watches events of this kind."""
+        """No effect while no viewer watches this kind of event."""
 
 
 class _NoActivity:

@@ -52,10 +52,13 @@ def read_config(path: Path) -> ModelConfig:
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:
     """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
-    if SERVED_MODEL_NAME not in config.parameters:
-        return ()
-    names = config.parameters[SERVED_MODEL_NAME].string_value.split(",")
-    return tuple(dict.fromkeys(name.strip() for name in names if name.strip()))
+    given = config.parameters
+    return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a value of `served_model_name`, the canonical one first."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def parse_json(text: str | bytes) -> ModelConfig:

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import orjson
 
-from llmbackend.core.config.model_config import SERVED_MODEL_NAME
+from llmbackend.core.config.model_config import SERVED_MODEL_NAME, split_names
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelMetadata, TensorMetadata
@@ -121,7 +121,7 @@ class LanguageModel:
         usable = {name: len(tensor.shape) for name, tensor in known.items() if name in OPTION_INPUTS or name in prompts}
         fingerprint = f"fp_{metadata.fingerprint}" if metadata.fingerprint else ""
         defaults = orjson.loads(parameters.get(_SAMPLING_DEFAULTS, "{}"))
-        served_names = parameters.get(SERVED_MODEL_NAME, metadata.name).split(",")
+        served_names = split_names(parameters.get(SERVED_MODEL_NAME, "")) or (metadata.name,)
         return cls(metadata.name, served_names, usable, fingerprint, OutputFormats.of(parameters), defaults)
 
     def takes(self, name: str) -> bool:
