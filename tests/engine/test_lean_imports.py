@@ -48,7 +48,7 @@ CASES = {
 
 @pytest.mark.slow
 def test_nothing_is_left_behind() -> None:
-    lines = ["import sys", "from llmbackend.engine.start import lean_imports"]
+    lines = ["import sys", "from llmbackend.engine.model import lean_imports"]
     for case, source in CASES.items():
         lines += [f"print({case!r}, flush=True)", dedent(source)]
     result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
