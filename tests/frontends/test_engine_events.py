@@ -222,7 +222,7 @@ def test_models_that_load_and_unload(running: Running, operator: EventsViewer) -
 
 def test_nothing_is_on_without_viewers(running: Running, clients: Clients) -> None:
     activity = running.host._services.activity
-    assert activity.kinds == frozenset()
+    eventually(lambda: activity.kinds == frozenset())  # the server sees a moment later that the last viewer left
     before = activity.last_sequence
     clients.ask(max_tokens=30).result()
     assert activity.last_sequence == before
