@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from . import comparison, cost
+from . import comparison
 from .engines import EngineSettings
 from .simulation import Simulation, SimulationSettings
 from .trace import Trace, TraceSettings
@@ -14,16 +14,13 @@ from .trace import Trace, TraceSettings
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--simulate", action="store_true", help="many engines and hosts, in virtual time")
-    parser.add_argument("--cost", action="store_true", help="CPU time of a request and of a token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", type=int, help="default: 4, of --simulate 1000")
     parser.add_argument("--hosts", type=int, default=100, help="of --simulate")
     parser.add_argument("--conversations", type=int, help="default: 400, of --simulate 8000")
     parser.add_argument("--kv-blocks", type=int, nargs="+", default=[1024, 4096], help="of each engine, 16 tokens each")
     arguments = parser.parse_args()
-    if arguments.cost:
-        print(cost.parts(), cost.host(), sep="\n\n")
-    elif arguments.simulate:
+    if arguments.simulate:
         _simulate(arguments)
     else:
         _compare(arguments)
