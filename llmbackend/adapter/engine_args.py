@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 from tritonclient.grpc import model_config_pb2
 
-from llmbackend.core.backend_api import Model, ModelConfig, invalid_argument, shown
+from llmbackend.core.backend_api import SERVED_MODEL_NAME, Model, ModelConfig, invalid_argument, shown
 from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.errors import CheckpointError
@@ -36,8 +36,8 @@ from .foreign_engine_args import (
     with_present_names,
 )
 from .limits import MAX_MESSAGES_BYTES
-from .llmapi_config import MODEL_FILE, read_llmapi_arguments
-from .schemas import TENSOR_SCHEMA, is_llmapi, is_tensorrtllm
+from .llmapi_config import MODEL_FILE, ModelYaml, llmapi_arguments
+from .schemas import TENSOR_SCHEMA, is_tensorrtllm
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
 """Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
 template as its text."""
 _OTHER_PARAMETERS = frozenset(
-    {"served_model_name", ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
+    {SERVED_MODEL_NAME, ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
 )
 """Read elsewhere."""
 _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
@@ -140,12 +140,12 @@ OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
 }
 
 
-def read_model_arguments(model: Model) -> ModelArguments:
-    """Collects the arguments of a model version.
+def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> ModelArguments:
+    """Collects the arguments of a model version. model_yaml: of TensorRT-LLM's llmapi layout alone.
 
     Sources, later ones win: defaults, the version directory's checkpoint, a MindIE config.json (`engine_config_path`),
-    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) or, of TensorRT-LLM's
-    llmapi layout, `model.yaml`, `parameters` of config.pbtxt.
+    the version directory's `model.json` (vLLM's engine arguments, as vllm_backend reads them) or `model_yaml`,
+    `parameters` of config.pbtxt.
 
     Raises TritonError INVALID_ARG naming file, argument and value.
     """
@@ -160,9 +160,8 @@ def read_model_arguments(model: Model) -> ModelArguments:
         arguments["model"] = str(version_directory)
     if ENGINE_CONFIG_PATH in parameters:
         arguments |= _read_mindie_config(model.directory, parameters[ENGINE_CONFIG_PATH])
-    from_llmapi = is_llmapi(model.config)
-    if from_llmapi:
-        given = read_llmapi_arguments(version_directory)
+    if model_yaml is not None:
+        given = llmapi_arguments(model_yaml, version_directory)
         parameters = {name: str(given.pop(name)) for name in OWN_PARAMETERS.keys() & given.keys()} | parameters
         arguments |= _convert(given, f"'{MODEL_FILE}' in '{version_directory}'", version_directory)
     path = version_directory / "model.json"
@@ -183,7 +182,7 @@ def read_model_arguments(model: Model) -> ModelArguments:
         frozenset(arguments),
         adapters_are_models=LORA_MODULES in parameters or LORA_MODULES in model_json,
         reports_metrics=_reports_metrics(parameters, model_json),
-        is_llmapi=from_llmapi,
+        is_llmapi=model_yaml is not None,
         **read_own_parameters(parameters),
     )
 

@@ -73,8 +73,6 @@ class ModelLimits:
     """0 = as many as max_tokens allows."""
     kv_block_size: int = 1
     """Tokens per block."""
-    makes_drafts: bool = False
-    """Whether the engines speculate."""
     trusts_request_templates: bool = False
     """Whether a conversation may bring its own chat template."""
     template_options: Mapping[str, Any] = field(default_factory=dict)

@@ -21,6 +21,8 @@ from .foreign_engine_args import num_kv_blocks
 
 logger = logging.getLogger(__name__)
 
+ModelYaml = Mapping[str, Any]
+"""The content of a `model.yaml`."""
 MODEL_FILE = "model.yaml"
 _TRITON_CONFIG = "triton_config"
 _KV_TOKENS = "kv_cache_config.max_tokens"
@@ -55,10 +57,26 @@ _DECODING_TYPE = "speculative_config.decoding_type"
 _READ_FOR_TRITON = frozenset({f"{_TRITON_CONFIG}.decoupled", f"{_TRITON_CONFIG}.max_batch_size"})
 
 
-def read_llmapi_arguments(version_directory: Path) -> dict[str, Any]:
+def read_model_yaml(version_directory: Path) -> ModelYaml:
+    """Raises TritonError INVALID_ARG for a file that is not a YAML mapping."""
+    import yaml
+
+    path = version_directory / MODEL_FILE
+    try:
+        value = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise invalid_argument(f"'{path}' cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        raise invalid_argument(f"'{path}' is not YAML: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid_argument(f"'{path}' must hold a YAML mapping, got {shown(value)}")
+    return value
+
+
+def llmapi_arguments(model_yaml: ModelYaml, version_directory: Path) -> dict[str, Any]:
     """Engine arguments and parameters by their names here, values as in the file. Warns once of the keys that have no
-    effect. Raises TritonError INVALID_ARG for a file that is not a YAML mapping."""
-    values = _flat(_read(version_directory))
+    effect."""
+    values = _flat(model_yaml)
     arguments = {_ARGUMENT_OF[key]: value for key, value in values.items() if key in _ARGUMENT_OF}
     followed = {*_ARGUMENT_OF, *_READ_FOR_TRITON, _KV_TOKENS, _LORA_FOLDERS}
     if str(values.get(_DECODING_TYPE)).lower() == "ngram":
@@ -77,9 +95,9 @@ def read_llmapi_arguments(version_directory: Path) -> dict[str, Any]:
     return arguments
 
 
-def with_triton_config(config: ModelConfig, version_directory: Path) -> ModelConfig:
+def with_triton_config(config: ModelConfig, model_yaml: ModelYaml) -> ModelConfig:
     """A copy of `config` with what model.yaml says for Triton where config.pbtxt does not say it."""
-    section = _read(version_directory).get(_TRITON_CONFIG)
+    section = model_yaml.get(_TRITON_CONFIG)
     section = section if isinstance(section, dict) else {}
     copy = model_config_pb2.ModelConfig()
     copy.CopyFrom(config)
@@ -94,22 +112,7 @@ def _adapters(folders: Any, version_directory: Path) -> dict[str, str]:
     return {path.name: str(path) for path in paths}
 
 
-def _read(version_directory: Path) -> dict[str, Any]:
-    import yaml
-
-    path = version_directory / MODEL_FILE
-    try:
-        value = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise invalid_argument(f"'{path}' cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
-        raise invalid_argument(f"'{path}' is not YAML: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid_argument(f"'{path}' must hold a YAML mapping, got {shown(value)}")
-    return value
-
-
-def _flat(values: Mapping[Any, Any]) -> dict[str, Any]:
+def _flat(values: ModelYaml) -> dict[str, Any]:
     """Keys of sections as `section.key`; null is as a key that is not there."""
     flat: dict[str, Any] = {}
     for key, value in values.items():

@@ -149,11 +149,8 @@ class LlmMetrics:
     All that tokens change is written once per step.
     """
 
-    def __init__(
-        self, backend: Backend, model: str, version: int, reports_vllm: bool = True, served_name: str = ""
-    ) -> None:
-        """reports_vllm: whether metrics with vLLM's names are written. served_name: what clients call the model; "":
-        its own name."""
+    def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
+        """reports_vllm: whether metrics with vLLM's names are written. client_name: what clients call the model."""
 
         def family(
             kind: MetricKind, name: str, description: str, more: Sequence[str] = (), *buckets: Sequence[float]
@@ -165,7 +162,7 @@ class LlmMetrics:
             return backend.metric_family(kind, name, description, (*_VLLM_LABELS, *more), *buckets)
 
         self._labels = {"model": model, "version": str(version)}
-        self._vllm_labels = {**self._labels, "model_name": served_name or model, "engine": "0"}
+        self._vllm_labels = {**self._labels, "model_name": client_name, "engine": "0"}
         self._cache_labels: dict[int, dict[str, str]] = {}
         self._lora_labels: dict[str, str] = {}
         self._users: SeriesUsers = backend.state

@@ -25,6 +25,7 @@ from llmbackend.core.backend_api import (
     cancelled,
     internal,
     responses_together,
+    served_names,
     unavailable,
 )
 from llmbackend.engine.config import EngineConfig
@@ -44,6 +45,7 @@ from .engine_args import (
     read_model_arguments,
 )
 from .limits import ModelLimits
+from .llmapi_config import ModelYaml
 from .lora import LoraChange, LoraRegistry
 from .metrics import LlmMetrics
 from .requests.conversion_pool import Conversion, ConversionPool
@@ -73,18 +75,16 @@ class ModelState:
     loop of the engine that took it, or by the thread that popped it from the map.
     """
 
-    def __init__(self, model: Model, schema: Schema) -> None:
-        """Reads the model's arguments and its tokenizer. Raises TritonError INVALID_ARG saying what is wrong."""
+    def __init__(self, model: Model, schema: Schema, model_yaml: ModelYaml | None = None) -> None:
+        """Reads the model's arguments and the small files of its tokenizer. Raises TritonError INVALID_ARG."""
         self.name = model.name
         self.schema = schema
-        self.arguments = read_model_arguments(model)
+        self.arguments = read_model_arguments(model, model_yaml)
         check_checkpoint(self.arguments.engine)
         self._sampling_defaults = _sampling_defaults(model.name, schema, self.arguments.engine)
         self._policies = QueuePolicies.of(model.config.dynamic_batching)
-        names = {key: value.string_value for key, value in model.config.parameters.items()}.get("served_model_name", "")
-        self.metrics = LlmMetrics(
-            model.backend, model.name, model.version, self.arguments.reports_metrics, names.partition(",")[0]
-        )
+        client_name = next(iter(served_names(model.config)), model.name)
+        self.metrics = LlmMetrics(model.backend, model.name, model.version, self.arguments.reports_metrics, client_name)
         self.prefixes = PrefixRouting(self.arguments.engine.enable_prefix_caching)
         self.tasks = TaskMap(self._policies, self.arguments.max_queue_size, self.prefixes.placement)
         self._timer = Timer()
@@ -272,7 +272,6 @@ class ModelState:
             max_prompt_tokens=self.arguments.max_prompt_tokens,
             max_output_tokens=self.arguments.max_output_tokens,
             kv_block_size=max(info.block_size for info in infos),
-            makes_drafts=self.arguments.engine.speculative_config is not None,
             eos_token_ids=infos[0].eos_token_ids,
             structured_outputs=self.arguments.engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,

@@ -134,18 +134,20 @@ from .wakeups import responses_together
 
 __all__ = [
     "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE", "JSON", "NO_TENANT",
-    "NUMPY_DTYPE", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy", "HostPolicy",
-    "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind", "JsonTensor",
-    "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance", "OutputLayout",
-    "Outputs", "ParameterValue", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace", "Response",
+    "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy",
+    "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind",
+    "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance",
+    "OutputLayout", "Outputs", "ParameterValue", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace", "Response",
     "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State", "Tenant",
     "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "element_count",
     "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory", "request_tag",
-    "responses_together", "shown", "unavailable", "unsupported",
+    "responses_together", "served_names", "shown", "split_names", "unavailable", "unsupported",
 ]  # fmt: skip
 
 API_VERSION = (1, 19)
 """Of this module. A backend keeps the value that it was written for as a constant of its own."""
+SERVED_MODEL_NAME = "served_model_name"
+"""The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
 _log = logging.getLogger(__name__)
 
 
@@ -446,6 +448,17 @@ class ResponseFactory(Protocol):
 
     def close(self) -> None:
         """TRITONBACKEND_ResponseFactoryDelete. Idempotent. An open factory keeps its model loaded."""
+
+
+def served_names(config: ModelConfig) -> tuple[str, ...]:
+    """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
+    given = config.parameters
+    return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a value of `served_model_name`, the canonical one first."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:

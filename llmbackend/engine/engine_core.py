@@ -25,7 +25,6 @@ from .memory.kv_cache import KVCacheManager
 from .memory.kv_events import PrefixPublishing
 from .messages import (
     EngineStats,
-    FinishReason,
     InferRequest,
     ModelInfo,
     StepOutput,
@@ -152,8 +151,9 @@ class EngineCore:
         sequence = Sequence(request, self._arrivals, self.info)
         self._arrivals += 1
         output = request.output_token_ids
+        # A request that is resumed with nothing left to generate.
         if output and (reason := sequence.end.finish_reason(output[-1], len(request.prompt_token_ids) + len(output))):
-            self._ended.append(self._last_output(sequence, reason, output[-1]))
+            self._ended.append(StepOutput(request_id, (), reason, output[-1] if reason == "stop" else None))
             return
         self._prompt_tokens += len(request.prompt_token_ids)
         self._live[request_id] = sequence
@@ -167,7 +167,6 @@ class EngineCore:
         self._scheduler.add(sequence)
 
     def set_vocabulary(self, vocabulary: Vocabulary) -> None:
-        """What tokens stand for; before the first request with a grammar."""
         self._constraints.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str) -> None:
@@ -338,10 +337,11 @@ class EngineCore:
             outputs += self._emit_prompt_logprobs(rows, sampled.prompt_logprobs)
         live = set(rows.tolist()) if refusals else ()
         outputs += [self._refuse(self._rows[row], text) for row, text in refusals.items() if row in live]
-        news = zip(step.sampled_rows, step.positions, step.new_token_ids, strict=True)
-        for row, position, token_ids in news:
+        guesses = [0] * len(step.sampled_rows) if step.num_guesses is None else step.num_guesses.tolist()
+        news = zip(step.sampled_rows, step.positions, step.new_token_ids, guesses, strict=True)
+        for row, position, token_ids, num_drafts in news:
             if row not in errors and row not in refusals:
-                outputs.append(self._emit(row, position, token_ids, sampled.logprobs.get(row, ())))
+                outputs.append(self._emit(row, position, token_ids, sampled.logprobs.get(row, ()), num_drafts))
         return outputs
 
     def _emit_prompt_logprobs(
@@ -361,7 +361,9 @@ class EngineCore:
                 )
         return outputs
 
-    def _emit(self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs]) -> StepOutput:
+    def _emit(
+        self, row: int, position: int, token_ids: list[int], logprobs: Items[TokenLogprobs], num_drafts: int
+    ) -> StepOutput:
         """The new tokens of a row, from `position` on, up to the one that ends its request, if any does."""
         sequence, reason = self._rows[row], None
         if position >= sequence.max_total_tokens:  # max_tokens 0: the prompt is all
@@ -381,14 +383,11 @@ class EngineCore:
             token_ids[-1] if reason == "stop" else None,
             tuple(logprobs[: len(token_ids)]),
             sequence.num_cached_tokens,
+            num_draft_tokens=num_drafts,
         )
 
     def _has_adapter(self, name: str) -> bool:
         return any(sequence.request.lora_name == name for sequence in self._live.values())
-
-    def _last_output(self, sequence: Sequence, reason: FinishReason, token_id: int) -> StepOutput:
-        """The end of a request that was resumed with nothing left to generate."""
-        return StepOutput(sequence.request.request_id, (), reason, token_id if reason == "stop" else None)
 
     def _fail(self, sequence: Sequence, error: str) -> StepOutput:
         self._scheduler.invalidate(sequence)
@@ -396,8 +395,7 @@ class EngineCore:
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error)
 
     def _refuse(self, sequence: Sequence, error: str) -> StepOutput:
-        """As `_fail`, where the request's own fields are to blame and what it computed is sound."""
-        self._end(sequence)
+        self._end(sequence)  # without `invalidate`: what it computed is sound
         return StepOutput(sequence.request.request_id, finish_reason="error", error=error, is_bad_input=True)
 
     def _end(self, sequence: Sequence) -> None:

@@ -188,6 +188,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     error              for its client, with finish_reason "error"
     prompt_logprobs    of the next tokens of the prompt, the first of all is at position 1; there may be no new tokens
     is_bad_input       whether the error lies in the request's own fields
+    num_draft_tokens   guesses of the step's tokens; all new tokens but the last are accepted ones, if there are any
     """
 
     request_id: str
@@ -199,6 +200,7 @@ class StepOutput(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     is_bad_input: bool = False
+    num_draft_tokens: int = 0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

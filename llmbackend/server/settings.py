@@ -23,7 +23,7 @@ from llmbackend.adapter.engine_args import (
     read_given_arguments,
     read_own_parameters,
 )
-from llmbackend.core.config.model_config import SERVED_MODEL_NAME
+from llmbackend.core.backend_api import SERVED_MODEL_NAME
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.engine.config import EngineConfig
 from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettings

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Final, Protocol
 
 from llmbackend import __version__
-from llmbackend.core.config.model_config import SERVED_MODEL_NAME, split_names
+from llmbackend.core.backend_api import SERVED_MODEL_NAME, split_names
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.engine.load_progress import LoadProgress
 from llmbackend.engine.load_progress import logger as progress_log

@@ -14,7 +14,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.device_placement import DevicePlacement
 from llmbackend.adapter.engine_args import ModelArguments, read_model_arguments
-from llmbackend.adapter.llmapi_config import with_triton_config
+from llmbackend.adapter.llmapi_config import read_model_yaml, with_triton_config
 from llmbackend.adapter.schemas import schema_for
 from llmbackend.core.backend_api import InstanceGroupKind, TritonError
 
@@ -30,13 +30,13 @@ def arguments(directory: Path, pbtxt: str = PYTHON, **keys: Any) -> ModelArgumen
     write(directory, **keys)
     config = text_format.Parse(pbtxt, ModelConfig())
     model: Any = SimpleNamespace(config=config, directory=directory, version_directory=directory / "1")
-    return read_model_arguments(model)
+    return read_model_arguments(model, read_model_yaml(model.version_directory))
 
 
 def triton_config(directory: Path, pbtxt: str = PYTHON, **section: Any) -> ModelConfig:
     write(directory, triton_config=section)
     config: ModelConfig = text_format.Parse(pbtxt, ModelConfig())
-    config = with_triton_config(config, directory / "1")
+    config = with_triton_config(config, read_model_yaml(directory / "1"))
     return schema_for(config).complete(config)
 
 
@@ -135,7 +135,7 @@ def test_a_wrong_value_is_refused_by_name(tmp_path: Path, keys: dict[str, Any], 
 def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str, error: str) -> None:
     write(tmp_path, text)
     with pytest.raises(TritonError, match=error):
-        with_triton_config(ModelConfig(), tmp_path / "1")
+        read_model_yaml(tmp_path / "1")
 
 
 def test_triton_config_says_what_config_pbtxt_does_not(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from llmbackend.adapter.text.tokenizer import ByteTokenizer
 from llmbackend.core.backend_api import ErrorCode, Tenant, Tensor, TritonError
 from llmbackend.engine.messages import BANNED_BIAS
 from tests.helpers.llm_host import Call, LlmHost, llm_host
+from tests.helpers.repeating_text import repeat_text
+from tests.helpers.waiting import eventually
 
 SCHEMA = 'parameters {{ key: "tensor_schema" value {{ string_value: "{}" }} }}'
 USER = SCHEMA.format("tensorrtllm")
@@ -519,12 +521,19 @@ def test_performance_numbers_come_with_every_response(core: LlmHost) -> None:
         assert outputs_of(call, "total_draft_tokens")[-1].item() == 0
 
 
-def test_an_engine_that_speculates_leaves_out_the_numbers_of_drafts(tmp_path: Path) -> None:
-    drafts = {"method": "ngram", "num_speculative_tokens": 2}
-    with llm_host(tmp_path, BATCH + CORE, speculative_config=drafts) as host:
-        (names,) = infer(host, input_ids=[[65]], return_perf_metrics=[[True]], **FREE).output_names
-    hidden = {"acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"}
-    assert names == {"output_ids", "sequence_length", *tables.PERF_OUTPUTS} - hidden
+def test_drafts_are_counted_for_each_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat_text(monkeypatch)
+    speculation = {"method": "ngram", "num_speculative_tokens": 2}
+    ask: dict[str, Any] = {"return_perf_metrics": [[True]], "request_output_len": [[40]], "end_id": [[-1]]}
+    with llm_host(tmp_path, BATCH + CORE, speculative_config=speculation) as host:
+        calls = [infer(host, input_ids=[[65, 66, first]], **ask) for first in range(70, 73)]
+        drafts, accepted, rates = (
+            [outputs_of(call, name)[-1].item() for call in calls]
+            for name in ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate")
+        )
+        assert all(0 < accepted[i] < drafts[i] and rates[i] == pytest.approx(accepted[i] / drafts[i]) for i in range(3))
+        eventually(lambda: host.metric("vllm:spec_decode_num_draft_tokens_total") == sum(drafts))
+        assert host.metric("vllm:spec_decode_num_accepted_tokens_total") == sum(accepted)
 
 
 def test_drafts_complete_no_bad_word(tmp_path: Path, core: LlmHost) -> None:

@@ -315,7 +315,6 @@ class RequestConverter:
             stream=inputs.options.stream,
             times=times,
             kv_block_size=self._limits.kv_block_size,
-            makes_drafts=self._limits.makes_drafts,
             choice=inputs.sequence_index,
             adapter=generation.adapter,
             prior_output_ids=() if generation.prior is None else generation.prior.token_ids,

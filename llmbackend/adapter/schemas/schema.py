@@ -118,6 +118,9 @@ class Generation(Protocol):
     """What a reply can tell about its generation besides the tokens."""
 
     times: TaskTimes
+    num_draft_tokens: int
+    """That engines guessed for it."""
+    num_accepted_draft_tokens: int
 
     @property
     def num_prompt_tokens(self) -> int: ...
@@ -136,10 +139,6 @@ class Generation(Protocol):
     @property
     def num_missed_kv_blocks(self) -> int:
         """KV blocks of its prompt that were not."""
-
-    @property
-    def makes_drafts(self) -> bool:
-        """Whether its engine speculates; drafts are not counted per request."""
 
     @property
     def assembler(self) -> OutputAssembler: ...

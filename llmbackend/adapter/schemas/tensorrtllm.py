@@ -418,7 +418,8 @@ def performance(generation: Generation) -> dict[str, Any]:
     does not show."""
     times = generation.times
     blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
-    values: dict[str, Any] = {
+    drafts, accepted = generation.num_draft_tokens, generation.num_accepted_draft_tokens
+    return {
         "kv_cache_alloc_new_blocks": [blocks - reused],
         "kv_cache_reused_blocks": [reused],
         "kv_cache_alloc_total_blocks": [blocks],
@@ -426,8 +427,7 @@ def performance(generation: Generation) -> dict[str, Any]:
         "first_scheduled_time_ns": [times.taken_ns],
         "first_token_time_ns": [times.first_token_ns],
         "last_token_time_ns": [times.last_token_ns],
+        "acceptance_rate": [accepted / drafts if drafts else 0.0],
+        "total_accepted_draft_tokens": [accepted],
+        "total_draft_tokens": [drafts],
     }
-    if not generation.makes_drafts:
-        values["acceptance_rate"] = [0.0]
-        values["total_accepted_draft_tokens"] = values["total_draft_tokens"] = [0]
-    return values

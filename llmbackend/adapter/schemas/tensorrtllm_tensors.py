@@ -176,8 +176,7 @@ _PERF_OUTPUT_TYPES: dict[str, TensorType] = {
     "total_draft_tokens": _INT,
 }
 PERF_OUTPUTS = tuple(_PERF_OUTPUT_TYPES)
-"""The outputs that `return_perf_metrics` adds to every response. Those of drafts are missing where the engine
-speculates: drafts are not counted per request."""
+"""The outputs that `return_perf_metrics` adds to every response."""
 _COMMON_OUTPUTS: dict[str, TensorType] = {
     "cum_log_probs": _FLOATS,
     "output_log_probs": TensorType("TYPE_FP32", (-1, -1)),

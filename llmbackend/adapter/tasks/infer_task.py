@@ -36,8 +36,8 @@ class InferTask:
     __slots__ = (
         "_adapter", "_choice", "_finished", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_sender", "_stream", "alarms", "assembler", "infer_request",
-        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "makes_drafts", "num_preemptions",
-        "output_token_ids", "place", "timeout_us", "times",
+        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "num_accepted_draft_tokens",
+        "num_draft_tokens", "num_preemptions", "output_token_ids", "place", "timeout_us", "times",
     )  # fmt: skip
 
     def __init__(
@@ -50,7 +50,6 @@ class InferTask:
         stream: bool,
         times: TaskTimes,
         kv_block_size: int = 1,
-        makes_drafts: bool = False,
         choice: int = 0,
         prior_output_ids: Sequence[int] = (),
         adapter: AdapterHandle = NO_ADAPTER,
@@ -58,7 +57,6 @@ class InferTask:
     ) -> None:
         """choice: its place among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
-        makes_drafts: whether the engines speculate
         prior_output_ids: tokens of its output that its client has; `assembler` is behind them
         adapter: stays loaded as long as the task lives
         record: for the deltas of a resumable request
@@ -82,7 +80,7 @@ class InferTask:
         """Set for its deadlines."""
         self.num_preemptions = 0
         """While someone watched."""
-        self.makes_drafts = makes_drafts
+        self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self._adapter = adapter
         self._record = record
         self._choice = choice
@@ -212,6 +210,9 @@ class InferTask:
         if output.prompt_logprobs:
             self._num_prompt_logprobs += len(output.prompt_logprobs)
             self._reply.add_prompt_logprobs(output.prompt_logprobs)
+        if output.num_draft_tokens:
+            self.num_draft_tokens += output.num_draft_tokens
+            self.num_accepted_draft_tokens += len(output.token_ids) - 1
         tokens = self.assembler.push(output)
         self.output_token_ids.extend(tokens)
         if tokens:

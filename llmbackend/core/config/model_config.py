@@ -24,8 +24,6 @@ from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.errors import internal, invalid_argument
 
 CONFIG_FILE_NAME = "config.pbtxt"
-SERVED_MODEL_NAME = "served_model_name"
-"""The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
 _ERROR_CHARACTERS = 500
 _SEQUENCE_IDLE_US = 1_000_000
 _STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', re.ASCII | re.DOTALL)
@@ -48,17 +46,6 @@ def read_config(path: Path) -> ModelConfig:
     except (OSError, UnicodeDecodeError) as error:
         raise internal(f"failed to read {path}: {error}") from None
     return parse_text(text, str(path))
-
-
-def served_names(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
-    given = config.parameters
-    return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
-
-
-def split_names(text: str) -> tuple[str, ...]:
-    """The names in a value of `served_model_name`, the canonical one first."""
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def parse_json(text: str | bytes) -> ModelConfig:

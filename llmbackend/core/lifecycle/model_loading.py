@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from ..activity.hub import Source
 from ..activity.messages import ModelActivity
+from ..backend_api import served_names
 from ..backend_manager import BackendManager
-from ..config.model_config import served_names
 from ..config.model_config_rules import composing_models
 from ..errors import ErrorCode, LoadError, TritonError, internal, invalid_argument
 from ..host_services import HostServices

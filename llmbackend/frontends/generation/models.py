@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import orjson
 
-from llmbackend.core.config.model_config import SERVED_MODEL_NAME, split_names
+from llmbackend.core.backend_api import SERVED_MODEL_NAME, split_names
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.messages import ModelMetadata, TensorMetadata
