@@ -42,7 +42,7 @@ assert not list(kept.acquire_location().iterdir())
 ENVIRONMENT = """
 import tarfile
 from pathlib import Path
-from llmbackend.backends.python.environments import Environments
+from llmbackend.backends.python.model_state import Environments
 archive = Path(sys.argv[1])
 tarfile.open(archive, "w").close()
 kept = Environments()

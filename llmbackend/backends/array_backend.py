@@ -1,11 +1,11 @@
-"""What backends that compute on arrays share: entry points, `parameters`, and one Execute call from tensors to tensors.
+"""What backends that compute on numpy arrays share: entry points, `parameters`, Execute from tensors to tensors.
 
-For: the pytorch and onnxruntime backends, and any other such backend. Does not know: any framework; it hands over numpy
-arrays and takes numpy arrays back. Invariants: the requests of a call are computed together, joined along their first
-dimension when the model batches; when that fails, each is computed alone, so that an error meets its own request and no
-other; every request ends with exactly one FINAL and is released once.
+Invariants: when the model batches, the requests of a call are joined along their first dimension and computed together;
+if that fails, each is computed alone, so that an error reaches only its own request. Every request gets exactly one
+FINAL and is released once. Ragged inputs (`allow_ragged_batch`) are joined in one dimension; `batch_input` describes
+them to the model, and `batch_output` cuts its outputs.
 Source: Triton's framework backends (ModelInstanceState: ProcessRequests, SetInputTensors, Execute, ReadOutputTensors);
-its model configuration.
+BackendInputCollector and BackendOutputResponder of its backend utilities; model_config.proto.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tritonclient.grpc.model_config_pb2 import DataType
+from tritonclient.grpc.model_config_pb2 import BatchInput, DataType
 
 from llmbackend.core.backend_api import (
     DATATYPE_OF_CONFIG_TYPE,
@@ -33,11 +33,10 @@ from llmbackend.core.backend_api import (
     Tensor,
     TritonError,
     check_api_version,
+    element_count,
     internal,
     invalid_argument,
 )
-
-from .ragged import RaggedBatch
 
 _log = logging.getLogger(__name__)
 BUILT_FOR_API = (1, 19)
@@ -140,10 +139,12 @@ class ArrayInstance(ABC):
         self._states = state_types(config)
         types = {**self._states, **{output.name: output.data_type for output in config.output}}
         self._outputs = {name: _dtype(data_type) for name, data_type in types.items()}
-        self._ragged = RaggedBatch(config)
+        self._config = config
+        self._ragged_inputs = [tensor.name for tensor in config.input if tensor.allow_ragged_batch]
+        self._ragged_outputs = frozenset(name for item in config.batch_output for name in item.target_name)
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """What it holds, as far as it is known: the instance is a part of this process."""
+        """The memory that the instance is known to hold; it has no process of its own."""
         return ()
 
     @abstractmethod
@@ -153,8 +154,7 @@ class ArrayInstance(ABC):
     def process_requests(self, requests: Sequence[Request]) -> None:
         """Takes the requests over: each is answered and released on return."""
         exec_start_ns = time.monotonic_ns()
-        together = [list(requests)] if self._batches else [[request] for request in requests]
-        for group in together:
+        for group in [requests] if self._batches else [[request] for request in requests]:
             self._execute_together(group, exec_start_ns)
 
     def _execute_together(self, requests: Sequence[Request], exec_start_ns: int) -> None:
@@ -179,16 +179,18 @@ class ArrayInstance(ABC):
             self._respond(request, tensors)
 
     def set_input_tensors(self, requests: Sequence[Request]) -> Arrays:
-        """The inputs of all requests by name, their rows one below the other; ragged ones in one dimension."""
-        ragged = self._ragged.inputs(requests)
-        names = [name for name in requests[0].inputs if name not in ragged]
+        """The inputs of all requests by name, joined by rows, ragged ones in one dimension; and the batch inputs."""
+        first = requests[0].inputs
+        joined = [ragged_input(requests, name) for name in self._ragged_inputs if name in first]
+        ragged = {tensor.name: tensor.data for tensor in (*joined, *batch_inputs(self._config, requests))}
+        names = [name for name in first if name not in ragged]
         if len(requests) == 1:
-            return {**ragged, **{name: requests[0].inputs[name].data for name in names}}
+            return {**ragged, **{name: first[name].data for name in names}}
         return {**ragged, **{name: np.concatenate([each.inputs[name].data for each in requests]) for name in names}}
 
     def read_output_tensors(self, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[list[Tensor]]:
-        """Each request's part of the outputs that it wants. Raises TritonError INTERNAL for an output that is not as
-        the configuration says."""
+        """Each request's part of its requested outputs. Raises TritonError INTERNAL for an output that does not match
+        the configuration."""
         wanted = {name for request in requests for name in request.requested_outputs}
         parts = {name: self._parts(name, outputs, requests) for name in wanted}
         return [
@@ -205,10 +207,10 @@ class ArrayInstance(ABC):
     def _parts(self, name: str, outputs: Mapping[str, Array], requests: Sequence[Request]) -> list[Array]:
         """One output, request by request."""
         counts = [self._num_rows(request) for request in requests]
-        is_ragged = name in self._ragged.outputs
+        is_ragged = name in self._ragged_outputs
         self._check_output(name, outputs, None if is_ragged or not self._batches else sum(counts))
         if is_ragged:
-            return self._ragged.split(name, outputs[name], requests)
+            return scattered_output(self._config, name, outputs[name], requests)
         return np.split(outputs[name], np.cumsum(counts)[:-1]) if self._batches else [outputs[name]]
 
     def _check_output(self, name: str, outputs: Mapping[str, Array], num_rows: int | None) -> None:
@@ -243,3 +245,66 @@ class ArrayInstance(ABC):
 
 def _dtype(data_type: int) -> np.dtype[Any]:
     return NUMPY_DTYPE[DATATYPE_OF_CONFIG_TYPE[DataType.Name(data_type)]]
+
+
+# --- ragged batches; the host lets requests with unequal ragged inputs share a batch ----------------------------------
+
+
+def batch_input_names(config: ModelConfig) -> list[str]:
+    """Inputs of the model that are made from a batch and that no request has."""
+    return [name for item in config.batch_input for name in item.target_name]
+
+
+def ragged_input(requests: Sequence[Request], name: str) -> Tensor:
+    """An `allow_ragged_batch` input of the whole batch: all elements in one dimension, in the order of the requests."""
+    parts = [request.inputs[name] for request in requests]
+    joined = np.concatenate([part.data.reshape(-1) for part in parts])
+    return Tensor(name, parts[0].datatype, joined.shape, joined)
+
+
+def batch_inputs(config: ModelConfig, requests: Sequence[Request]) -> list[Tensor]:
+    """The tensors of `batch_input`."""
+    return [
+        Tensor.of(target, _batch_input(item, requests).astype(_dtype(item.data_type)))
+        for item in config.batch_input
+        for target in item.target_name
+    ]
+
+
+def _batch_input(item: BatchInput, requests: Sequence[Request]) -> Array:
+    shapes = [request.inputs[item.source_input[0]].shape for request in requests]
+    counts = [element_count(shape) for shape in shapes]
+    match kind := BatchInput.Kind.Name(item.kind):
+        case "BATCH_ELEMENT_COUNT":
+            return np.array(counts)
+        case "BATCH_ACCUMULATED_ELEMENT_COUNT":
+            return np.cumsum(counts)
+        case "BATCH_ACCUMULATED_ELEMENT_COUNT_WITH_ZERO":
+            return np.cumsum([0, *counts])
+        case "BATCH_MAX_ELEMENT_COUNT_AS_SHAPE":
+            return np.zeros(max(counts))  # only its shape has a meaning
+    items = np.array([shape[1:] for shape in shapes for _ in range(shape[0])]).reshape(-1, len(shapes[0]) - 1)
+    return items if kind == "BATCH_ITEM_SHAPE" else items.reshape(-1)  # BATCH_ITEM_SHAPE_FLATTEN
+
+
+def scattered_output(config: ModelConfig, name: str, joined: Array, requests: Sequence[Request]) -> list[Array]:
+    """An output of `batch_output` cut into one array per request: variable dimensions are those of the source input.
+
+    Raises TritonError INTERNAL when the model returned another number of elements than the requests ask for.
+    """
+    item = next(item for item in config.batch_output if name in item.target_name)
+    dims = next(output.dims for output in config.output if output.name == name)
+    pattern = [-1, *dims] if config.max_batch_size else list(dims)
+    shapes = [_filled(pattern, request.inputs[item.source_input[0]].shape, name) for request in requests]
+    sizes = [element_count(shape) for shape in shapes]
+    flat = joined.reshape(-1)
+    if sum(sizes) != flat.size:
+        raise internal(f"batch output '{name}' has {flat.size} elements, expected {sum(sizes)}")
+    parts = np.split(flat, np.cumsum(sizes)[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+def _filled(pattern: Sequence[int], source: Sequence[int], name: str) -> tuple[int, ...]:
+    if any(dim == -1 and index >= len(source) for index, dim in enumerate(pattern)):
+        raise internal(f"batch output '{name}' has more dimensions than its source input")
+    return tuple(source[index] if dim == -1 else dim for index, dim in enumerate(pattern))

@@ -92,6 +92,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.fork_server.host_policy import HostPolicy
 
 from .activity.messages import InstanceActivity
+from .config_json import config_to_json
 from .errors import (
     ErrorCode,
     TritonError,
@@ -139,9 +140,9 @@ __all__ = [
     "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance",
     "OutputLayout", "Outputs", "ParameterValue", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace", "Response",
     "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State", "Tenant",
-    "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "element_count",
-    "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory", "request_tag",
-    "responses_together", "served_names", "shown", "split_names", "unavailable", "unsupported",
+    "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "config_to_json",
+    "element_count", "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory",
+    "request_tag", "responses_together", "served_names", "shown", "split_names", "unavailable", "unsupported",
 ]  # fmt: skip
 
 API_VERSION = (1, 19)

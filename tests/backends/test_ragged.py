@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
+from llmbackend.backends.array_backend import batch_inputs, ragged_input, scattered_output
 from llmbackend.core.backend_api import Tensor
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.errors import TritonError
@@ -24,7 +24,7 @@ except ImportError:
 # A "model" that takes all rows of a batch as one vector: Y = X * 2, cut back by the shapes of X.
 RAGGED_BACKEND = """
 from tests.helpers.core_host import STAGE
-from llmbackend.backends.ragged import batch_inputs, ragged_input, scattered_output
+from llmbackend.backends.array_backend import batch_inputs, ragged_input, scattered_output
 from llmbackend.core.backend_api import ResponseFlag, Tensor
 
 def TRITONBACKEND_ModelInstanceExecute(instance, requests):

@@ -23,8 +23,8 @@ from tests.helpers.core_host import ECHO_BACKEND, Repository, send, serving
 PACKAGE = Path(llmbackend.__file__).parent
 ACTED_ON = {
     "backend": "core/backend_manager.py core/models/model.py core/config/model_config.py",
-    "batch_input": "backends/ragged.py",
-    "batch_output": "backends/ragged.py",
+    "batch_input": "backends/array_backend.py",
+    "batch_output": "backends/array_backend.py",
     "default_model_filename": "backends/pytorch/backend.py",
     "dynamic_batching": "core/scheduling/dynamic_batcher.py core/models/model.py waiting/queue_policy.py",
     "ensemble_scheduling": "core/scheduling/ensembles/graph.py",

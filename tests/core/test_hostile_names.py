@@ -9,8 +9,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from llmbackend.core.config.model_config import config_to_json, parse_json, parse_text
+from llmbackend.core.config.model_config import parse_json, parse_text
 from llmbackend.core.config.model_config_rules import validate_config
+from llmbackend.core.config_json import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.json_text import json_depth

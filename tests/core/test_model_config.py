@@ -9,7 +9,6 @@ import pytest
 
 from llmbackend.core.backend_api import InstanceGroupKind
 from llmbackend.core.config.model_config import (
-    config_to_json,
     fill_backend,
     parse_json,
     parse_text,
@@ -17,6 +16,7 @@ from llmbackend.core.config.model_config import (
     set_instance_groups,
 )
 from llmbackend.core.config.model_config_rules import validate_config, validate_tensors
+from llmbackend.core.config_json import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError
 from tests.helpers.core_host import ECHO_BACKEND, Repository, serving
 

@@ -1,8 +1,4 @@
-"""The `python` backend's entry points.
-
-For: the host, which finds them by name. Does not know: how a model is run. Invariant: Finalize accepts a state that
-is None.
-"""
+"""The `python` backend's entry points."""
 
 from __future__ import annotations
 
@@ -29,7 +25,7 @@ BUILT_FOR_API = (1, 19)
 
 def TRITONBACKEND_Initialize(backend: Backend) -> None:
     check_api_version(backend, BUILT_FOR_API)
-    backend.send_policy = SendPolicy.BLOCKING  # each instance has its own thread for its stub's messages
+    backend.send_policy = SendPolicy.BLOCKING  # each stub has its own thread for messages
     backend.state = BackendState()
 
 
@@ -66,18 +62,18 @@ def TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequen
 
 def TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None:
     if instance.state is not None:
-        instance.state.check_ready()
+        instance.state.supervisor.check_ready()
 
 
 def LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int:
     if instance.state is None:
         raise unavailable(f"instance '{instance.name}' has no process")
-    pid: int = instance.state.kill()
+    pid: int = instance.state.supervisor.kill()
     return pid
 
 
 def LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]:
-    return () if instance.state is None else process_memory(instance.state.pid)
+    return () if instance.state is None else process_memory(instance.state.supervisor.pid)
 
 
 def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:

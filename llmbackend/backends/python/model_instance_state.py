@@ -1,46 +1,48 @@
-"""One model instance and its stub process: initialize, execute, finalize.
+"""One model instance and its stub process: initialize, execute, restart, finalize.
 
-For: backend.py. Does not know: wire protocols, schedulers, how a process is kept alive. Invariant: every request of an
-Execute call is released exactly once and ends with exactly one FINAL, however the model or its process fails; an error
-of the model is answered here and never raised to the host, so that no request is counted twice.
-Source: Triton's python backend; statistics as transcript 09 shows them (an error response counts as success, a raise as
-failure).
+Invariants: every request of an Execute call is released exactly once and gets exactly one FINAL, however the model or
+its process fails; an error of the model is answered here and not raised to the host, so that no request is counted
+twice. At most one stub serves at a time.
+Source: Triton's python backend; statistics as in golden transcript 09 (an error response counts as success, a raise as
+failure). The restart is ours: Triton answers `Stub process '…' is not healthy.` from then on.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError
+from llmbackend.core.backend_api import ModelInstance, ReleaseFlag, Request, TritonError, unavailable
+from llmbackend.fork_server.client import restart_pause_s
 from llmbackend.fork_server.host_policy import NO_POLICY
 
-from .config_json import config_to_json
-from .model_state import ModelState
-from .responder import Responder, state_outputs
+from .model_state import ModelState, config_text
+from .requests import Responder, state_outputs
 from .stub.pb_response import PackedResponse
-from .stub_process import StubDeadError
+from .stub_process import StubDeadError, StubRaisedError
 from .stub_services import StubServices
-from .stub_supervisor import StubSupervisor
-from .wire_messages import execute_error, pack_request, unpack_response
+from .wire_messages import execute_error, not_healthy, pack_request, unpack_response
 
 log = logging.getLogger(__name__)
+
+READY_PATIENCE_S = 2.0
+"""A model whose stub takes longer than this to restart is not ready."""
 
 
 @dataclass(slots=True)
 class _Outcome:
-    """What an execute call gave.
+    """The result of an execute call.
 
-    error        its text, when execute raised
-    responses    one for each request; None = the stub reports the request's end itself
-    rescheduled  the numbers of the requests to reschedule
-    start_ns     when the model began, monotonic
-    end_ns       when the model ended, monotonic
-    parts        the data of large tensors in `responses`
+    error                its text, when execute raised
+    responses            one for each request; None = the stub reports the request's end itself
+    rescheduled          the numbers of the requests to reschedule
+    start_ns, end_ns     of the model's execute, monotonic
+    parts                the data of large tensors in `responses`
     """
 
     error: str | None
@@ -52,7 +54,7 @@ class _Outcome:
 
 
 class ModelInstanceState:
-    """Execute comes from the instance's own thread, one call at a time."""
+    """Execute is called on the instance's own thread, once at a time."""
 
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         self._instance = instance
@@ -61,47 +63,34 @@ class ModelInstanceState:
         self._batches = config.max_batch_size > 0
         self._has_sequences = config.HasField("sequence_batching")
         self._settings = (
-            _arguments(instance, config_to_json(config)),
+            _arguments(instance, config_text(config)),
             config.model_transaction_policy.decoupled,
             state_outputs(config),
         )
         launch = partial(model_state.launch, instance.name, instance.host_policy)
-        self._supervisor = StubSupervisor(instance.name, launch, self._prepare)
+        self.supervisor = StubSupervisor(instance.name, launch, self._prepare)
 
     def initialize(self) -> None:
-        """Raises TritonError INTERNAL with what the model raised."""
-        is_bound = self._instance.host_policy != NO_POLICY  # the spare process is not
-        self._supervisor.start(None if is_bound else self._model_state.take_spare())
-
-    def check_ready(self) -> None:
-        """Raises TritonError UNAVAILABLE while the process is down, or the model says that it is not ready."""
-        self._supervisor.check_ready()
-
-    def kill(self) -> int:
-        """Kills the instance's process, and returns its id; another one follows. Raises TritonError UNAVAILABLE."""
-        return self._supervisor.kill()
-
-    @property
-    def pid(self) -> int:
-        """Of the process that serves; 0 while there is none."""
-        return self._supervisor.pid
+        """Raises TritonError INTERNAL with the model's exception."""
+        is_bound = self._instance.host_policy != NO_POLICY  # the spare process is not bound
+        self.supervisor.start(None if is_bound else self._model_state.take_spare())
 
     def finalize(self) -> None:
         """The model's own finalize may wait for requests in flight; then its process ends."""
-        self._supervisor.close(self._model_state.stub_timeout_s)
+        self.supervisor.close(self._model_state.stub_timeout_s)
 
     def process_requests(self, requests: Sequence[Request]) -> None:
-        """Raises TritonError, and leaves the requests with the host, while no process can take them."""
+        """Raises TritonError, so that the host keeps the requests, while no process can take them."""
         exec_start_ns = time.monotonic_ns()
-        stub = self._supervisor.get()
+        stub = self.supervisor.get()
         numbers = [stub.open(request) for request in requests]
         outcome = self._run(stub, requests, numbers)
-        # Before the answers: a client that has its answer finds it in the statistics.
+        # Before the responses: a client that has its response finds it in the statistics.
         self._account(requests, outcome, exec_start_ns)
-        if self._has_sequences:  # its next request runs after the release: its state must be set by then
+        if self._has_sequences:  # the next request runs after the release: its state must be set by then
             self._answer_all(stub, numbers, outcome)
             _give_back(stub, requests, numbers, outcome.rescheduled)
-        else:  # the thread that sends needs this interpreter: the less work is left here, the sooner
+        else:  # sending wakes other threads, so the remaining work is done first
             _give_back(stub, requests, numbers, outcome.rescheduled)
             self._answer_all(stub, numbers, outcome)
 
@@ -117,7 +106,7 @@ class ModelInstanceState:
             answer, answer_parts = stub.process.call("execute", packed, parts)
             error, responses, rescheduled, model_start_ns, model_end_ns = answer
             return _Outcome(error, responses, rescheduled, model_start_ns, model_end_ns, answer_parts)
-        except StubDeadError as error:  # the requests are answered already
+        except StubDeadError as error:  # the requests have been answered
             text = str(error)
         except Exception as error:
             log.exception("instance '%s' could not execute", self._instance.name)
@@ -158,7 +147,7 @@ class ModelInstanceState:
         self._instance.report_batch_statistics(batch_size, *times_ns)
 
     def _batch_size(self, request: Request) -> int:
-        """The batch dimension of the request's inputs; 1 for a model that does not batch."""
+        """1 for a model that does not batch."""
         if not self._batches:
             return 1
         first = next(iter(request.inputs.values()), None)
@@ -176,7 +165,7 @@ def _give_back(
 
 
 def _reschedule(request: Request, responder: Responder | None) -> None:
-    """Gives the request back to its batcher; ends it where that fails or the client has its last response."""
+    """Gives the request back to its batcher; ends it when that fails or the client has its last response."""
     if responder is None:
         request.release()
         return
@@ -200,3 +189,160 @@ def _arguments(instance: ModelInstance, config_json: str) -> dict[str, str]:
         "model_version": str(instance.model.version),
         "model_name": instance.model.name,
     }
+
+
+class StubSupervisor:
+    """Keeps a stub process alive. A stub that dies after it served is restarted at once, one that did not serve after a
+    growing pause. `start` and `close` are for the instance's owner, the rest for any thread."""
+
+    def __init__(self, name: str, launch: Callable[[], StubServices], prepare: Callable[[StubServices], None]) -> None:
+        """prepare: makes a launched stub ready to execute; raises TritonError when that fails."""
+        self._name = name
+        self._launch = launch
+        self._prepare = prepare
+        self._changed = threading.Condition()
+        self._stub: StubServices | None = None
+        self._is_ready = False
+        self._is_closed = False
+        self._has_served = False
+        self._failure = ""
+        self._down_since_s = 0.0
+        self._num_failures = 0
+        self._restarter: threading.Thread | None = None
+
+    def start(self, spare: StubServices | None) -> None:
+        """Starts the first stub, or takes `spare`. Raises TritonError when it does not become ready."""
+        try:
+            self._begin(spare)
+        except BaseException:
+            self._is_closed = True
+            raise
+
+    def get(self) -> StubServices:
+        """The stub; waits while it is being started. Raises TritonError UNAVAILABLE while it cannot be started."""
+        if self._is_ready and self._has_served and self._stub is not None:
+            return self._stub  # it may die at any time, also under the lock
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_ready or self._failure or self._is_closed)
+            if not self._is_ready or self._stub is None:
+                raise self._not_available()
+            self._has_served = True
+            return self._stub
+
+    def check_ready(self) -> None:
+        """Raises TritonError UNAVAILABLE when requests would be refused or wait for long, or when the model reports,
+        after up to 5 s, that it is not ready."""
+        with self._changed:
+            is_patient = not self._failure and time.monotonic() - self._down_since_s < READY_PATIENCE_S
+            if not self._is_ready and not is_patient:
+                raise self._not_available()
+            stub = self._stub if self._is_ready else None
+        if stub is not None and (reason := stub.not_ready_reason()):
+            raise unavailable(f"instance '{self._name}': {reason}")
+
+    def kill(self) -> int:
+        """Kills the serving process, and returns its id. Raises TritonError UNAVAILABLE while there is none."""
+        with self._changed:
+            if not self._is_ready or self._stub is None:
+                raise self._not_available()
+            process = self._stub.process
+        process.kill()
+        return process.pid
+
+    @property
+    def pid(self) -> int:
+        """Of the serving process; 0 while there is none. Never blocks."""
+        stub = self._stub
+        return stub.process.pid if stub is not None and self._is_ready else 0
+
+    def close(self, timeout_s: float) -> None:
+        """Calls the model's finalize and ends the process; kills it after `timeout_s`."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            was_ready, self._is_ready, self._is_closed = self._is_ready, False, True
+            if not was_ready and self._stub is not None:
+                self._stub.process.kill()
+            self._changed.notify_all()
+        if self._restarter is not None:
+            self._restarter.join()
+        if self._stub is None:
+            return
+        if was_ready:
+            self._finalize(self._stub, timeout_s)
+        self._stub.process.close(max(deadline_s - time.monotonic(), 0.0))
+
+    def _finalize(self, stub: StubServices, timeout_s: float) -> None:
+        try:
+            stub.process.call("finalize", None, timeout_s=timeout_s)
+        except StubRaisedError as error:
+            log.error("finalize of instance '%s' failed: %s", self._name, error)
+        except TimeoutError:
+            log.error("finalize of instance '%s' took longer than %g s; killing its process", self._name, timeout_s)
+            stub.process.kill()
+        except StubDeadError as error:
+            log.error("the process of instance '%s' ended before it was finalized. %s", self._name, error)
+
+    def _begin(self, stub: StubServices | None) -> None:
+        """Raises TritonError when the stub does not become ready; then it has ended."""
+        stub = stub or self._launch()
+        stub.process.name = self._name
+        stub.process.on_end = partial(self._on_end, stub)
+        with self._changed:
+            self._stub = stub
+            if self._is_closed:
+                stub.process.kill()
+        try:
+            self._prepare(stub)
+        except BaseException:
+            stub.process.close(0.0)
+            raise
+        with self._changed:
+            if stub.is_abandoned:
+                raise not_healthy(self._name, stub.process.cause)
+            self._has_served, self._failure, self._is_ready = False, "", True
+            self._changed.notify_all()
+
+    def _on_end(self, stub: StubServices) -> None:
+        """On the thread of the stub's messages, after the last of them."""
+        cause = stub.process.cause
+        stub.abandon(not_healthy(self._name, cause))
+        with self._changed:
+            if not self._is_ready or self._is_closed:
+                return
+            self._is_ready = False
+            self._down_since_s = time.monotonic()
+            self._num_failures = 0 if self._has_served else self._num_failures + 1
+            output = f" Its last output:\n{stub.process.last_lines}" if stub.process.last_lines else ""
+            log.error("stub process '%s' is not healthy; restarting it. %s%s", self._name, cause, output)
+            self._start_restarter()
+
+    def _start_restarter(self) -> None:
+        """Holds the lock."""
+        thread = threading.Thread(target=self._restart, name=f"python-restart-{self._name}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no more threads: `get` must not wait for this stub
+            self._failure = str(error)
+            self._changed.notify_all()
+        else:
+            self._restarter = thread
+
+    def _restart(self) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._is_closed, restart_pause_s(self._num_failures)):
+                    return
+            try:
+                self._begin(None)
+            except Exception as error:
+                log.error("stub process '%s' could not be restarted: %s", self._name, error)
+                with self._changed:
+                    self._failure = str(error)
+                    self._num_failures += 1
+                    self._changed.notify_all()
+            else:
+                log.info("stub process '%s' is serving again", self._name)
+                return
+
+    def _not_available(self) -> TritonError:
+        return unavailable(f"Stub process '{self._name}' is not healthy. {self._failure}".rstrip())

@@ -1,28 +1,38 @@
-"""One model version: where its model.py is, how its processes start, the configuration that it completes.
+"""One model version: its model.py, the environment of its processes, the configuration that it completes.
 
-For: backend.py and the instances. Does not know: requests. Invariant: the process that ran auto_complete_config serves
-the first instance that asks; each further instance, and each restart, gets its own process.
+The process that ran auto_complete_config serves the first instance; each further instance, and each restart, gets its
+own process. Stubs run with the host's interpreter, or with that of EXECUTION_ENV_PATH.
+Source: Triton python_backend documentation, "Creating Custom Execution Environments" (conda-pack archives and unpacked
+directories).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import sys
+import tarfile
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmbackend.core.backend_api import Model, internal, invalid_argument
-from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+from google.protobuf import json_format
 
-from .config_json import config_from_dict, config_to_json
-from .custom_metrics import MetricUsers, ModelMetrics
-from .environments import PARAMETER, Environments
+from llmbackend.core.backend_api import Model, ModelConfig, config_to_json, internal, invalid_argument
+from llmbackend.fork_server.client import ForkServer, Program
+from llmbackend.fork_server.host_policy import NO_POLICY, HostPolicy
+from llmbackend.fork_server.process_resources import OwnedFolder
+
 from .stub.packets import Message
-from .stub_process import StubDeadError, StubProcess, StubRaisedError
-from .stub_services import StubServices
+from .stub_process import StubDeadError, StubProcess, StubRaisedError, output_log
+from .stub_services import MetricUsers, ModelMetrics, StubServices
 from .wire_messages import not_healthy
 
+STUB_PACKAGE = ("triton_python_backend_stub", str(Path(__file__).parent / "stub"))
+PARAMETER = "EXECUTION_ENV_PATH"
+MODEL_DIRECTORY = "$$TRITON_MODEL_DIRECTORY"
+_INTERPRETERS = ("bin/python", "bin/python3")
 BACKEND_NAME = "python"
 DEFAULT_MODEL_FILENAME = "model.py"
 STUB_TIMEOUT = "stub-timeout-seconds"
@@ -31,24 +41,108 @@ MAX_PROCESSES = max(64, 4 * (os.cpu_count() or 1))
 """Of one model: the number of instances may come from a client and must not exhaust the machine."""
 
 
+class Environments:
+    """The fork servers of stubs, one per environment, and the directories of unpacked archives, one per archive. Both
+    end with the backend. An archive writes nothing outside of its directory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._unpacked: dict[tuple[str, int, int], OwnedFolder] = {}
+        self._fork_servers: dict[str, ForkServer] = {}
+
+    def fork_server(self, setting: str, model_directory: Path) -> ForkServer:
+        """Forks stubs in the environment of EXECUTION_ENV_PATH (`setting`); "" = the host's own. Raises TritonError
+        INVALID_ARG when the path does not exist, INTERNAL when it has no interpreter."""
+        if not setting:
+            return self._fork_server(sys.executable, dict(os.environ))
+        path = self._path(setting, model_directory)
+        root = path if path.is_dir() else self._unpack(path)
+        for name in _INTERPRETERS:
+            if os.access(root / name, os.X_OK):
+                return self._fork_server(str(root / name), _activated(root))
+        raise internal(f"{PARAMETER} '{path}' has no executable {' or '.join(_INTERPRETERS)}")
+
+    def close(self) -> None:
+        with self._lock:
+            for fork_server in self._fork_servers.values():
+                fork_server.close()
+            self._fork_servers.clear()
+            for folder in self._unpacked.values():
+                folder.remove()
+            self._unpacked.clear()
+
+    def _fork_server(self, interpreter: str, variables: dict[str, str]) -> ForkServer:
+        with self._lock:
+            if interpreter not in self._fork_servers:
+                program = Program(
+                    "stubs",
+                    f"{STUB_PACKAGE[0]}.main",
+                    interpreter=interpreter,
+                    environment=variables,
+                    package=STUB_PACKAGE,
+                    ends_children=True,
+                )
+                self._fork_servers[interpreter] = ForkServer(program, _log)
+            return self._fork_servers[interpreter]
+
+    def _path(self, setting: str, model_directory: Path) -> Path:
+        path = Path(setting.replace(MODEL_DIRECTORY, str(model_directory)))
+        if not path.exists():
+            raise invalid_argument(f"{PARAMETER} '{path}' does not exist")
+        escapes = not path.resolve().is_relative_to(model_directory.resolve())
+        if setting.startswith(MODEL_DIRECTORY) and ".." in path.parts and escapes:
+            raise invalid_argument(f"{PARAMETER} '{path}' must not escape from the model directory")
+        return path
+
+    def _unpack(self, archive: Path) -> Path:
+        facts = archive.stat()
+        key = (str(archive.resolve()), facts.st_mtime_ns, facts.st_size)
+        with self._lock:
+            if key not in self._unpacked:
+                folder = OwnedFolder("python-env")
+                try:
+                    with tarfile.open(archive) as opened:
+                        opened.extractall(folder.path, filter="tar")
+                except (tarfile.TarError, OSError, EOFError) as error:
+                    folder.remove()
+                    raise internal(f"{PARAMETER} '{archive}' cannot be unpacked: {error}") from None
+                self._unpacked[key] = folder
+            return self._unpacked[key].path
+
+
+def _log(line: str) -> None:
+    output_log.info("python: %s", line.rstrip())
+
+
+def _activated(root: Path) -> dict[str, str]:
+    """The host's variables, changed as by the environment's activate script."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONHOME", "VIRTUAL_ENV")}
+    variables["PATH"] = _before(root / "bin", variables.get("PATH", ""))
+    if (root / "pyvenv.cfg").exists():
+        variables["VIRTUAL_ENV"] = str(root)
+    else:
+        variables["CONDA_PREFIX"] = str(root)
+        variables["LD_LIBRARY_PATH"] = _before(root / "lib", variables.get("LD_LIBRARY_PATH", ""))
+    return variables
+
+
+def _before(directory: Path, others: str) -> str:
+    return f"{directory}{os.pathsep}{others}" if others else str(directory)
+
+
 @dataclass(slots=True)
 class BackendState:
-    """Shared by all models of one backend.
-
-    environments  fork servers of stubs
-    metric_users  model versions by metric
-    """
+    """Shared by all models of one backend."""
 
     environments: Environments = field(default_factory=Environments)
     metric_users: MetricUsers = field(default_factory=MetricUsers)
 
 
 class ModelState:
-    """Owned by the host's model; instances ask it for their processes from any thread."""
+    """Instances start their processes through it, from any thread."""
 
     def __init__(self, model: Model) -> None:
-        """Raises TritonError when there is no model.py, its environment is not usable, or too many processes are asked
-        for."""
+        """Raises TritonError when there is no model.py, its environment is not usable, or it has too many instances."""
         self.model = model
         _check_process_count(model)
         self.stub_timeout_s = _timeout_s(model)
@@ -62,48 +156,46 @@ class ModelState:
         self._spare: StubServices | None = None
 
     def auto_complete(self) -> None:
-        """Lets the model's static `auto_complete_config` complete the configuration.
-
-        Raises TritonError INTERNAL with the model's exception, or when it returns no ModelConfig.
-        """
+        """Calls the model's static `auto_complete_config`. Raises TritonError INTERNAL with its exception, or when it
+        returns no ModelConfig, INVALID_ARG for a field or value that ModelConfig does not have."""
         self._spare = self.launch(self.model.name)
         self.load(self._spare)
-        completed, _ = self.call(self._spare, "auto_complete", config_to_json(self.model.config))
+        completed, _ = self.call(self._spare, "auto_complete", config_text(self.model.config))
         if completed is not None:
-            self.model.set_config(config_from_dict(completed))
+            try:
+                self.model.set_config(json_format.ParseDict(completed, ModelConfig()))
+            except json_format.ParseError as error:
+                raise invalid_argument(f"model configuration is not valid: {error}") from error
 
     def take_spare(self) -> StubServices | None:
-        """A process that has loaded the model already."""
+        """A process that has loaded the model; None when there is none."""
         with self._lock:
             spare, self._spare = self._spare, None
             return spare
 
     def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> StubServices:
-        """A process that has not loaded the model yet. policy: what it is bound to.
-
-        Raises TritonError when it cannot be started.
-        """
+        """A process that has not loaded the model yet, bound as `policy` says. Raises TritonError when it cannot be
+        started."""
         services = StubServices(self.model, self._metrics)
         services.connect(StubProcess(name, self._fork_server, services.handle, policy))
         return services
 
     def load(self, stub: StubServices) -> None:
-        """Raises TritonError INTERNAL with what running model.py raised. Does nothing the second time."""
+        """Raises TritonError INTERNAL with the exception of model.py. Does nothing the second time."""
         if not stub.has_model:
             self.call(stub, "hello", None, self.stub_timeout_s)
             self.call(stub, "load", (str(self._file), str(self.model.version_directory)))
             stub.has_model = True
 
     def call(self, stub: StubServices, verb: str, argument: Any, timeout_s: float | None = None) -> Message:
-        """A call outside of execute. Raises TritonError INTERNAL with the cause."""
+        """Any call except execute. Raises TritonError INTERNAL with the cause."""
         try:
             return stub.process.call(verb, argument, timeout_s=timeout_s)
         except StubRaisedError as error:
             raise internal(str(error)) from None
         except StubDeadError as error:
-            raise internal(
-                f"{not_healthy(stub.process.name, str(error))}\n{stub.process.last_lines}".rstrip()
-            ) from None
+            text = not_healthy(stub.process.name, str(error)).message
+            raise internal(f"{text}\n{stub.process.last_lines}".rstrip()) from None
         except TimeoutError:
             stub.process.kill()
             raise internal(f"Stub process '{stub.process.name}' did not start within {timeout_s:g} s") from None
@@ -112,6 +204,10 @@ class ModelState:
         if (spare := self.take_spare()) is not None:
             spare.process.close(0.0)
         self._metrics.close()
+
+
+def config_text(config: ModelConfig) -> str:
+    return json.dumps(config_to_json(config), separators=(",", ":"))
 
 
 def _check_process_count(model: Model) -> None:
@@ -125,7 +221,7 @@ def _check_process_count(model: Model) -> None:
 
 
 def _file_of(model: Model) -> Path:
-    """A python-based backend brings the model.py of all its models; otherwise each version has its own."""
+    """A python-based backend has one model.py for all its models; otherwise each version has its own."""
     if model.backend.name != BACKEND_NAME:
         file = model.backend.directory / DEFAULT_MODEL_FILENAME
     else:

@@ -1,10 +1,7 @@
 """One stub process: launched, called, sent messages, reaped.
 
-For: ModelState, which starts one, and the instance that uses it. Does not know: models, requests. Owns the process, its
-sockets and the two threads that read from it. Invariants: however the process ends, `on_end` is called once, after its
-last message was handled, and then no process (nor one that it started), socket or thread is left; a call to a process
-that dies raises instead of waiting.
-Source: the stub of Triton's python backend; that a death is seen at once is ours.
+Invariants: however the process ends, `on_end` is called once, after its last message was handled; then no process (nor
+one that it started), socket or thread is left. A call to a process that dies raises at once.
 """
 
 from __future__ import annotations
@@ -29,15 +26,15 @@ output_log = logging.getLogger("llmbackend.backends.python.output")
 
 FORK_TIMEOUT_S = 2.0
 EXIT_GRACE_S = 5.0
-"""After a process has closed its sockets, until it is killed."""
+"""Time between the end of a process's sockets and its kill."""
 
 
 class Outbox:
-    """The host's messages to a stub: cancellations, and answers to what a model asked. Any thread may post.
+    """The host's messages to a stub: cancellations, and answers to its model's questions. Any thread may post.
 
-    `post` never blocks, because it is called where a client is cancelled or another model sends. Messages leave in the
-    order in which they were posted; those that cannot be sent at once wait for a thread that exists while any waits. To
-    a stub that has ended nothing is sent, without an error. Does not own the socket.
+    `post` never blocks, because a cancellation or another model's response calls it. Messages are sent in the order in
+    which they were posted; those that cannot be sent at once wait for a thread, which exists while any waits. Messages
+    to a stub that has ended are dropped.
     """
 
     def __init__(self, to: socket.socket) -> None:
@@ -101,15 +98,15 @@ class Outbox:
 
 
 class StubRaisedError(Exception):
-    """The model's code raised; the text is that of the exception, with the model's frames."""
+    """The model's code raised. The text is the exception's, with the model's frames."""
 
 
 class StubDeadError(Exception):
-    """The process ended before it answered; the text says how."""
+    """The process ended before it answered. The text says how."""
 
 
 class StubProcess:
-    """`call` is for one thread at a time; the rest for any."""
+    """One thread at a time may use `call`, any thread the rest."""
 
     def __init__(
         self,
@@ -155,7 +152,7 @@ class StubProcess:
 
     @property
     def pid(self) -> int:
-        """Blocks until the process was forked. 0 when that has failed."""
+        """Blocks until the process is forked; 0 when that failed."""
         return self._process.pid
 
     @property
@@ -165,7 +162,7 @@ class StubProcess:
     def call(self, verb: str, argument: Any, parts: Sequence[Any] = (), timeout_s: float | None = None) -> Message:
         """The stub's answer, once all messages that it posted before are handled.
 
-        Raises StubRaisedError, StubDeadError, and TimeoutError (then `kill` the stub: it is out of step).
+        Raises StubRaisedError, StubDeadError, TimeoutError (then the stub must be killed: its answer may still come).
         """
         with self._calling:
             answer = self._exchange(verb, argument, parts, timeout_s)
@@ -180,11 +177,11 @@ class StubProcess:
         return value, answer_parts
 
     def kill(self) -> None:
-        """Ends the process and what it started; `on_end` follows."""
+        """Kills the process and those that it started; `on_end` follows."""
         self._process.kill(FORK_TIMEOUT_S)
 
     def close(self, timeout_s: float) -> None:
-        """Waits until the process has ended by itself and everything is freed; kills it after `timeout_s`."""
+        """Waits until the process has ended and everything is freed; kills it after `timeout_s`."""
         if not self._is_over.wait(timeout_s):
             self.kill()
             self._is_over.wait()

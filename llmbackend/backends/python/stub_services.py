@@ -1,9 +1,9 @@
-"""What the host does for one stub process: its requests' answers, inferences on other models, metrics, log lines.
+"""What the host does for one stub process: responses of its requests, BLS, metrics, readiness, log lines.
 
-For: ModelState, which makes one for each stub process; the instance hands it the requests of each execute call. Does
-not know: how the process is started or ends. Owner of the requests that the stub has. Invariants: each request that was
-opened here is ended here: by the stub, or, when that has ended, with an error that says so; no message waits for a slow
-host (loads of other models run on threads of their own); a model's `is_ready` is asked once at a time.
+Invariants: each request that was opened here is ended here: by the stub, or with an error when the stub has ended; no
+message waits for a slow host (loads of other models run on their own threads). A metric lives as long as a model
+version that made it: an unloaded model leaves none, a restarted instance continues counting, a reload does not start at
+0.
 """
 
 from __future__ import annotations
@@ -12,16 +12,25 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from llmbackend.core.backend_api import Model, Request, Tenant, TritonError, common_tenant
+from llmbackend.core.backend_api import (
+    Backend,
+    MetricFamily,
+    MetricKind,
+    Model,
+    Request,
+    Tenant,
+    TritonError,
+    common_tenant,
+    invalid_argument,
+)
 
-from .bls_requests import BlsRequests
-from .custom_metrics import ModelMetrics
-from .responder import Responder, state_outputs
+from .requests import BlsRequests, Responder, state_outputs
 from .stub.packets import Message
 from .stub.pb_request import PackedTenant
 from .stub_process import Outbox, StubProcess
@@ -33,17 +42,80 @@ FRESH_S = 0.1
 log = logging.getLogger(__name__)
 model_log = logging.getLogger("llmbackend.backends.python.model")
 
+_MetricKey = tuple[str, tuple[tuple[str, str], ...]]
+"""A family's name, and labels sorted by name."""
+
+
+class MetricUsers:
+    """How many model versions use each metric; one object per backend."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.counts: Counter[_MetricKey] = Counter()
+
+
+class ModelMetrics:
+    """The metrics that one model version makes through pb_utils. Any thread."""
+
+    def __init__(self, backend: Backend, users: MetricUsers) -> None:
+        self._backend = backend
+        self._users = users
+        self._numbers: dict[_MetricKey, int] = {}
+        self._metrics: list[tuple[MetricFamily, dict[str, str]]] = []
+
+    def open_family(self, kind: str, name: str, description: str) -> None:
+        """Raises TritonError ALREADY_EXISTS when the family is of another kind, INVALID_ARG for its name."""
+        self._family(kind, name, description)
+
+    def open(
+        self, kind: str, name: str, description: str, labels: dict[str, str], buckets: Sequence[float] | None
+    ) -> int:
+        """Exports a metric; returns its number. Raises TritonError as `open_family`, INVALID_ARG for invalid labels or
+        buckets."""
+        family = self._family(kind, name, description)
+        key = (name, tuple(sorted(labels.items())))
+        with self._users.lock:
+            family.declare(buckets, **labels)
+            if key not in self._numbers:
+                self._users.counts[key] += 1
+                self._numbers[key] = len(self._metrics)
+                self._metrics.append((family, labels))
+            return self._numbers[key]
+
+    def change(self, number: int, action: str, value: float) -> None:
+        family, labels = self._metrics[number]
+        if action not in ("increment", "set", "observe"):
+            raise invalid_argument(f"a metric has no action {action!r}")
+        getattr(family, action)(value, **labels)
+
+    def value(self, number: int) -> float:
+        family, labels = self._metrics[number]
+        return family.value(**labels)
+
+    def close(self) -> None:
+        """Removes the metrics that no other model version uses."""
+        with self._users.lock:
+            for key, number in self._numbers.items():
+                self._users.counts[key] -= 1
+                if not self._users.counts[key]:
+                    del self._users.counts[key]
+                    family, labels = self._metrics[number]
+                    family.remove(**labels)
+            self._numbers.clear()
+
+    def _family(self, kind: str, name: str, description: str) -> MetricFamily:
+        return self._backend.metric_family(MetricKind(kind), name, description, None)
+
 
 class StubReadiness:
-    """What a model's own `is_ready()` says, asked of its stub process. Any thread may ask.
+    """The result of a model's own `is_ready()`. Any thread may ask.
 
-    The model is asked one question at a time, and an answer holds for FRESH_S, so that many probes cost it little. Each
-    caller is answered within TIMEOUT_S, also when the model hangs or its process ends. Source: user-defined
-    `is_ready()` of Triton's python backend, and its 5 s.
+    The model is asked once at a time, and an answer holds for FRESH_S, so that many probes cost it little. Each caller
+    is answered within TIMEOUT_S (Triton's 5 s), also when the model hangs or its process ends.
     """
 
     def __init__(self, ask: Callable[[], None]) -> None:
-        """`ask` sends the question and returns at once; `answer` follows."""
+        """ask: sends the question and returns; `answer` follows."""
         self._ask = ask
         self._lock = threading.Lock()
         self._pending: Future[str] | None = None
@@ -82,7 +154,7 @@ class StubReadiness:
 
 
 class StubServices:
-    """`handle` and `abandon` come from the thread of the stub's messages, the rest from the instance's."""
+    """`handle` and `abandon` are called on the thread of the stub's messages, the rest on the instance's."""
 
     def __init__(self, model: Model, metrics: ModelMetrics) -> None:
         self._model = model
@@ -98,20 +170,30 @@ class StubServices:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._responders: dict[int, Responder] = {}
+        self._questions: dict[str, Callable[..., Any]] = {
+            "metric_family": metrics.open_family,
+            "metric_open": metrics.open,
+            "metric_value": metrics.value,
+        }
+        self._slow_questions: dict[str, Callable[..., Any]] = {
+            "load_model": model.load_model,
+            "unload_model": model.unload_model,
+            "is_model_ready": model.is_model_ready,
+        }
 
     def connect(self, process: StubProcess) -> None:
-        """Call it before the process is called for the first time; until then that sends nothing."""
+        """To be called before the first call of the process, which sends nothing until then."""
         self.process = process
         self._outbox = process.outbox
         self._bls = BlsRequests(self._model, process.outbox)
         self._readiness = StubReadiness(partial(process.outbox.post, ("is_ready",)))
 
     def not_ready_reason(self) -> str:
-        """Why the model's own `is_ready()` denies it; "" when it is ready or has no such function."""
+        """Why the model is not ready; "" when it is, or has no `is_ready()`."""
         return self._readiness.reason() if self.tells_readiness else ""
 
     def open(self, request: Request) -> int:
-        """The number under which the stub gets this request; the request of a stub that has ended fails at once."""
+        """The number of this request in the stub. If the stub has ended, the request fails."""
         responder, number = Responder(request, self._states), next(self._numbers)
         with self._lock:
             self._responders[number] = responder
@@ -126,7 +208,7 @@ class StubServices:
             return self._responders.pop(number, None)
 
     def abandon(self, error: TritonError) -> None:
-        """The stub has ended: so do its requests, with `error`."""
+        """The stub has ended: ends its requests with `error`."""
         self.is_abandoned = True
         with self._lock:
             responders = list(self._responders.values())
@@ -143,6 +225,11 @@ class StubServices:
             self._on_response(*arguments, parts=parts)
         elif verb == "infer":
             self._on_infer(*arguments, parts=parts)
+        elif verb in self._questions:
+            self._reply(self._questions[verb], *arguments)
+        elif verb in self._slow_questions:
+            arguments = [self._slow_questions[verb], *arguments]
+            threading.Thread(target=self._reply, args=arguments, name="python-control", daemon=True).start()
         else:
             getattr(self, f"_on_{verb}")(*arguments)
 
@@ -165,12 +252,12 @@ class StubServices:
             responder.abandon()
 
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
-        parent = self._responders.get(fields["parent"])  # the request whose trace the model passed on
+        parent = self._responders.get(fields["parent"])  # the request whose trace the model passed
         trace = None if parent is None else parent.trace
         self._bls.start(number, is_stream, fields, parts, trace, self._tenant_of(fields["tenants"]))
 
     def _tenant_of(self, packed: Collection[PackedTenant] | None) -> Tenant:
-        """The tenant that a call is made for. One from a thread of the model may be for any request that it has."""
+        """The tenant of a call; one from a thread of the model's own may be for any of the stub's requests."""
         if packed is not None:
             return common_tenant(frozenset(map(unpack_tenant, packed)))
         with self._lock:
@@ -192,25 +279,7 @@ class StubServices:
         except TritonError as error:  # where possible, the stub has refused it before
             log.error("a metric of model '%s' cannot be changed: %s", self._model.name, error)
 
-    def _on_metric_family(self, question: int, *arguments: Any) -> None:
-        self._reply(question, self._metrics.open_family, *arguments)
-
-    def _on_metric_open(self, question: int, *arguments: Any) -> None:
-        self._reply(question, self._metrics.open, *arguments)
-
-    def _on_metric_value(self, question: int, number: int) -> None:
-        self._reply(question, self._metrics.value, number)
-
-    def _on_load_model(self, question: int, name: str, parameters: dict[str, str | bytes]) -> None:
-        self._reply_later(question, self._model.load_model, name, parameters)
-
-    def _on_unload_model(self, question: int, name: str, unload_dependents: bool) -> None:
-        self._reply_later(question, self._model.unload_model, name, unload_dependents)
-
-    def _on_is_model_ready(self, question: int, name: str, version: int) -> None:
-        self._reply_later(question, self._model.is_model_ready, name, version)
-
-    def _reply(self, question: int, function: Callable[..., Any], *arguments: Any) -> None:
+    def _reply(self, function: Callable[..., Any], question: int, *arguments: Any) -> None:
         try:
             answer = (True, function(*arguments))
         except TritonError as error:
@@ -219,8 +288,3 @@ class StubServices:
             log.exception("a call of model '%s' to the host failed", self._model.name)
             answer = (False, f"{type(error).__name__}: {error}")
         self._outbox.post(("answer", question, answer, True))
-
-    def _reply_later(self, question: int, function: Callable[..., Any], *arguments: Any) -> None:
-        thread = threading.Thread(target=self._reply, args=(question, function, *arguments), name="python-control")
-        thread.daemon = True
-        thread.start()

@@ -1,8 +1,6 @@
-"""Requests, responses, tensors and errors of the host, as they go to and come from a stub process.
+"""Requests, responses, tensors and errors as plain values for a stub process, and back; errors with Triton's texts.
 
-For: everything here that fills or reads a packet, or fails a request. Does not know: sockets. Invariants: a tensor of a
-stub has the shape and size that it states, or reading it raises, which ends that stub alone; the errors that Triton has
-words for begin with Triton's text.
+Invariant: a tensor of a stub has the shape and size that it states, or reading it raises, which ends that stub alone.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ Response = tuple[list[Tensor], Mapping[str, ParameterValue], TritonError | None]
 
 
 def not_healthy(name: str, cause: str) -> TritonError:
-    """Triton's text, and then the cause, which Triton does not give."""
+    """Triton's text, followed by the cause."""
     return internal(f"Stub process '{name}' is not healthy. {cause}".rstrip())
 
 
@@ -93,7 +91,7 @@ def unpack_error(packed: PackedError | None) -> TritonError | None:
 
 
 def _plain(parameters: Mapping[str, ParameterValue]) -> dict[str, ParameterValue]:
-    """Subclasses, such as numpy's floats, become plain."""
+    """Without subclasses, such as numpy's floats."""
     return {str(name): _plain_value(value) for name, value in parameters.items()} if parameters else {}
 
 

@@ -42,13 +42,13 @@ from ..array_backend import (
     Array,
     ArrayInstance,
     Arrays,
+    batch_input_names,
     boolean,
     output_names,
     positive,
     read_parameters,
     sequence_inputs,
 )
-from ..ragged import batch_input_names
 
 _FILES = ("model.pt", "model.pt2")
 _INDEXED = re.compile(r"^.+__(\d+)$")

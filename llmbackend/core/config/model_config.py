@@ -1,7 +1,5 @@
-"""Model configurations: reads config.pbtxt and JSON overrides, completes them, writes Triton's JSON of the result.
+"""Model configurations: reads config.pbtxt and JSON overrides, and completes them. A field that is set is kept.
 
-For: the repository (read, complete), model loading (instance groups), frontends (`config_to_json`). Does not know:
-backends, rules (model_config_rules.py). Invariant: a field that a configuration sets is kept.
 Source: GetNormalizedModelConfig, AutoCompleteBackendFields in Triton's core; golden transcripts 04, 08, 57.
 """
 
@@ -15,9 +13,6 @@ from typing import Any
 
 import orjson
 from google.protobuf import json_format, text_format
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
-from numpy import float32
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from llmbackend.core.backend_api import InstanceGroupKind
@@ -215,46 +210,3 @@ def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
     for name in proposed.parameters.keys() - config.parameters.keys():
         config.parameters[name].CopyFrom(proposed.parameters[name])
     set_defaults(config)
-
-
-def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Triton's JSON of a configuration: fields in order of declaration, scalars always present, 64-bit integers as
-    numbers, enums by name, sub-messages only when set."""
-    return _message_to_json(config)
-
-
-def _message_to_json(message: Message) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    descriptor: Any
-    for descriptor in message.DESCRIPTOR.fields:
-        if descriptor.has_presence and not message.HasField(descriptor.name):
-            continue
-        value = getattr(message, descriptor.name)
-        if _is_map(descriptor):
-            value_field = descriptor.message_type.fields_by_name["value"]
-            result[descriptor.name] = {str(key): _value_to_json(value_field, value[key]) for key in sorted(value)}
-        elif descriptor.is_repeated:
-            result[descriptor.name] = [_value_to_json(descriptor, item) for item in value]
-        else:
-            result[descriptor.name] = _value_to_json(descriptor, value)
-    return result
-
-
-def _is_map(descriptor: Any) -> bool:
-    return bool(descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry)
-
-
-def _value_to_json(descriptor: Any, value: Any) -> Any:
-    if descriptor.message_type is not None:
-        return _message_to_json(value)
-    if descriptor.enum_type is not None:
-        return descriptor.enum_type.values_by_number[value].name
-    if isinstance(value, float):
-        return _float_to_json(value, descriptor.type == FieldDescriptor.TYPE_FLOAT)
-    return value
-
-
-def _float_to_json(value: float, is_single: bool) -> float:
-    """The shortest number of its precision, without a fraction where it has none, as Triton prints it."""
-    shortest = float(str(float32(value))) if is_single else value
-    return int(shortest) if shortest.is_integer() else shortest

@@ -1,8 +1,8 @@
-"""One inference that a model runs on another model (BLS): its request and its responses.
+"""One inference that a model runs on another model (BLS).
 
-For: InferenceRequest.exec and async_exec. Does not know: schedulers, the other model. Invariants: a call whose task was
-cancelled, or whose iterator was dropped half way, is cancelled in the host; a refusal is a response with an error,
-never an exception, as in Triton; an event loop that awaits a response runs other coroutines meanwhile.
+Invariants: a call whose task was cancelled, or whose iterator was dropped before its end, is cancelled in the host; a
+refusal is a response with an error, not an exception, as in Triton; an event loop that awaits a response runs other
+coroutines meanwhile.
 Source: python_backend's request executor and iterator; `async for` is ours.
 """
 
@@ -19,10 +19,10 @@ from .host_link import HostLink
 from .pb_response import InferenceResponse
 
 if TYPE_CHECKING:
-    import asyncio  # a process that never awaits starts without it
+    import asyncio  # imported only by models that await
 
 _Answer = tuple[InferenceResponse | None, bool]
-"""A response or none, and whether the call has ended."""
+"""The response, if there is one, and whether the call has ended."""
 _EMPTY = "Unexpected empty response."
 T = TypeVar("T")
 
@@ -52,12 +52,12 @@ class BlsCall:
         return response or InferenceResponse([], TritonError(_EMPTY))
 
     def cancel(self) -> None:
-        """Idempotent; answers that are under way still come."""
+        """Idempotent; answers in flight still come."""
         if not self._is_over:
             self._link.post(("cancel_infer", self._number))
 
     def when_answered(self, callback: Callable[[], None], *, is_over: bool = False) -> None:
-        """Calls `callback` once an answer waits, or (`is_over`) the last one does: now, or on the link's thread, where
+        """Calls `callback` when an answer (with `is_over`: the last one) has come: now, or on the link's thread, where
         it must only enqueue."""
         with self._lock:
             is_waiting = not (self._has_last or (not is_over and not self._answers.empty()))
@@ -78,7 +78,7 @@ class BlsCall:
 
 class ResponseIterator:
     """The responses of a decoupled model, as they come; the last one may be empty. After its end it can be iterated
-    again from the start. In a coroutine, `async for` lets others run while it waits, and `for` does not."""
+    again. In a coroutine, `async for` lets others run while it waits, and `for` does not."""
 
     def __init__(self, call: BlsCall) -> None:
         self._call = call
@@ -130,13 +130,13 @@ class ResponseIterator:
 
 
 def only_response_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[InferenceResponse]:
-    """The one response, for the running event loop; cancelling the future cancels the call."""
+    """The only response, for the running event loop; cancelling the future cancels the call."""
     future: asyncio.Future[InferenceResponse] = loop.create_future()
     return _cancelling(call, _settle_when_answered(call, future, call.only_response, is_over=True))
 
 
 def responses_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Future[ResponseIterator]:
-    """The responses, for the running event loop, once the first of them is there; cancelling the future cancels the
+    """The responses, for the running event loop, when the first one has come; cancelling the future cancels the
     call."""
     future: asyncio.Future[ResponseIterator] = loop.create_future()
     return _cancelling(call, _settle_when_answered(call, future, lambda: ResponseIterator(call)))
@@ -145,7 +145,7 @@ def responses_of(call: BlsCall, loop: asyncio.AbstractEventLoop) -> asyncio.Futu
 def _settle_when_answered(
     call: BlsCall, future: asyncio.Future[T], result: Callable[[], T], *, is_over: bool = False
 ) -> asyncio.Future[T]:
-    """Gives the future its result on its own event loop."""
+    """Sets the future's result on its own event loop."""
 
     def settle() -> None:
         if not future.done():

@@ -32,7 +32,7 @@ class CoroutineLoop:
         self._submit(coroutine).add_done_callback(report)
 
     def close(self) -> None:
-        """Cancels what still runs and ends the thread."""
+        """Cancels running coroutines and ends the thread."""
         asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -43,7 +43,7 @@ class CoroutineLoop:
 
 
 async def _guarded(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Turns SystemExit, for which asyncio would end the whole loop, into an error of this coroutine."""
+    """Turns SystemExit, which would end the whole loop, into an error of this coroutine."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,19 +1,16 @@
-"""The errors of pb_utils, and the text of a Python exception as Triton's python backend shows it to a client.
+"""The errors of pb_utils, its argument conversions, and exceptions as Triton's python backend shows them to clients.
 
-For: model code, and every place where a model's code may raise. Does not know: requests. Invariants: error codes are
-the numbers of TRITONSERVER_Error_Code; an exception's text names the frames of the model's own call, innermost first,
-and never a frame of this package.
-Source: transcripts 07 and 13 of a real Triton (the layout is that of pybind11's `error_already_set`).
+An exception's text names the frames of the model's own call, innermost first, and no frame of this package.
+Source: golden transcripts 07 and 13 (the layout is that of pybind11's `error_already_set`).
 """
 
 from __future__ import annotations
 
 import importlib
+import operator
 import traceback
 from pathlib import Path
-from typing import ClassVar
-
-from .arguments import text
+from typing import ClassVar, SupportsIndex
 
 PackedError = tuple[int, str]
 
@@ -21,16 +18,43 @@ _PACKAGE_DIRECTORY = str(Path(__file__).parent)
 _IMPORTLIB_FILE = importlib.__file__
 
 
+def text(value: str | bytes, name: str) -> str:
+    """`value` as str; bytes must be UTF-8, as in the C++ signatures: models often take names from BYTES tensors.
+
+    Raises TypeError for another type, ValueError for bytes that are not UTF-8.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if not isinstance(value, (bytes, bytearray)):
+        raise TypeError(f"{name} must be str or bytes, got {type(value).__name__}")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} must be UTF-8, got {bytes(value)[:64]!r}: {error.reason}") from None
+
+
+def integer(value: SupportsIndex, name: str, least: int, most: int) -> int:
+    """Raises TypeError for another type and for a number out of range."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    if not least <= number <= most:
+        raise TypeError(f"{name} must be an int from {least} to {most}, got {number}")
+    return number
+
+
 class TritonModelException(Exception):  # noqa: N818 - Triton's name
     """What a model may raise, and what pb_utils raises when it refuses something."""
 
 
 class WrongReturnError(Exception):
-    """A model's function returned what Triton refuses; the client gets the text without the exception's type."""
+    """A model's function returned a value that Triton refuses; the client gets the text without the exception's
+    type."""
 
 
 class TritonError:
-    """The error of one response: `TritonError(message, code=TritonError.INTERNAL)`. Not an exception, as in Triton."""
+    """The error of one response, not an exception, as in Triton. Codes are those of TRITONSERVER_Error_Code."""
 
     UNKNOWN: ClassVar[int] = 0
     INTERNAL: ClassVar[int] = 1

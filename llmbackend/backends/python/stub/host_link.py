@@ -1,8 +1,10 @@
-"""The stub's side of its events socket: what a model says to the host at any time, and what the host answers.
+"""The stub's side of its events socket: messages to the host at any time, and the host's answers.
 
-For: everything of this package that reaches the host while the model runs. Does not know: what is said. Invariants:
-`post` keeps the order of one thread's messages; each question is answered once, or the process ends because the host is
-gone; no model code runs on the reading thread, so that it is never held up.
+Processes that the model forks reach the host through the model's process. Invariants: `post` keeps the order of one
+thread's messages; each question is answered once, or the process ends because the host is gone; no model code runs on
+the reading thread. A forked process never touches its parent's sockets or locks, which other threads may have held at
+the fork; its open questions are cancelled when it ends; the host sees the end of the model's process even while forked
+ones live.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import signal
 import socket
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from .errors import TritonModelException
@@ -25,11 +30,11 @@ AnswerCallback = Callable[[Any, Sequence[Any], bool], None]
 
 
 class Cancellations:
-    """Which requests are cancelled. Any thread may use it; `begin` comes from one, with growing numbers.
+    """Which requests are cancelled. Any thread; one thread calls `begin`, with growing numbers.
 
-    A cancellation that overtakes its request, which comes through another socket, is kept for it; one that comes after
-    the request's end is dropped, because numbers only grow. No locks: each step is one operation on a set, and
-    `request` looks again after it has added, so that an end in between leaves no entry.
+    A cancellation that overtakes its request, which comes through another socket, is kept; one that comes after the
+    request's end is dropped. No locks: each step is one operation on a set, and `request` checks again after it has
+    added, so that a concurrent end leaves no entry.
     """
 
     def __init__(self) -> None:
@@ -58,7 +63,7 @@ class Cancellations:
 
 
 class ForkedProcessError(OSError):
-    """A forked process used what belongs to the process that it was forked from."""
+    """A forked process used an object of its parent process."""
 
 
 class HostLink:
@@ -67,9 +72,9 @@ class HostLink:
     def __init__(self, events: socket.socket) -> None:
         self.cancellations = Cancellations()
         self.phase = "load"
-        """The current call of the host: load, auto_complete, initialize, execute (from then on), finalize."""
+        """The current call: load, auto_complete, initialize, execute (also between calls), finalize."""
         self.not_ready_reason: Callable[[], str] = str
-        """Why the model is not ready, "" = it is; runs on its own thread."""
+        """Why the model is not ready, "" = it is ready; called on its own thread."""
         self._socket = events
         self._sending = threading.RLock()  # reentrant: the garbage collector may run code that posts
         self._is_foreign = False
@@ -80,12 +85,11 @@ class HostLink:
 
     @property
     def posted(self) -> int:
-        """How many messages went to the host so far."""
+        """How many messages were sent to the host."""
         return self._posted
 
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
-        """Blocks while the socket is full. Raises OSError when the host has ended, or when the link belongs to another
-        process."""
+        """Blocks while the socket is full. Raises OSError when the host has ended, or the link is another process's."""
         if self._is_foreign:
             raise ForkedProcessError("a response must be sent by the model instance's process, not by its child")
         packet = encode(message, parts)
@@ -97,19 +101,19 @@ class HostLink:
             packet.close()
 
     def disown(self) -> None:
-        """In a forked process, whose parent owns the link: its locks may be held and are not touched."""
+        """In a forked process: its parent owns the link, whose locks may be held."""
         self._is_foreign = True
         self._socket.close()
 
     def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
-        """Posts `message` with a new number behind its first item; answers carry that number."""
+        """Posts `message` with a new number after its first item; returns the number, which answers carry."""
         number = next(self._numbers)
         self._waiting[number] = on_answer
         self.post((message[0], number, *message[1:]), parts)
         return number
 
     def ask(self, verb: str, *arguments: Any) -> Any:
-        """The host's answer. Raises TritonModelException with the host's text when it refuses."""
+        """The host's answer. Raises TritonModelException with the text of a refusal."""
         future: Future[tuple[bool, Any]] = Future()
         self.start((verb, *arguments), (), lambda value, _parts, _last: future.set_result(value))
         is_granted, value = future.result()
@@ -159,8 +163,7 @@ def set_link(link: HostLink) -> None:
 
 
 def replace_link(connect: Callable[[], HostLink]) -> None:
-    """In a forked process, before anything else runs there: drops the parent's link; `connect` makes a new one when it
-    is first needed."""
+    """In a forked process, before anything else: drops the parent's link; `connect` makes a new one at first use."""
     global _link, _connect, _connecting
     if _link is not None:
         _link.disown()
@@ -168,7 +171,7 @@ def replace_link(connect: Callable[[], HostLink]) -> None:
 
 
 def host(asked_by: str) -> HostLink:
-    """This process's link. Raises RuntimeError outside of stub processes and those that they forked."""
+    """This process's link. Raises RuntimeError outside of stub processes and their forks."""
     return _link or _connected(asked_by)
 
 
@@ -179,3 +182,135 @@ def _connected(asked_by: str) -> HostLink:
     with _connecting:
         _link = _link or _connect()
         return _link
+
+
+# --- processes that a model forks, such as workers of multiprocessing -------------------------------------------------
+
+_Answer = tuple[tuple[Any, ...], Sequence[Any]]
+_DEFAULT_HANDLERS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+def prepare_forks(link: HostLink, calls: socket.socket) -> None:
+    """Gives processes that the model forks default signal handlers and their own link, and closes their copies of the
+    sockets whose end tells the host that the model's process has ended."""
+    relay = _ForkRelay(link)
+
+    def begin() -> None:
+        for number, handler in _DEFAULT_HANDLERS.items():
+            signal.signal(number, handler)
+        calls.close()
+        replace_link(relay.connect_fork())
+
+    os.register_at_fork(before=relay.open, after_in_child=begin)
+
+
+class _ForkRelay:
+    """Accepts connections of forked processes in the model's process, and passes their messages to the host."""
+
+    def __init__(self, link: HostLink) -> None:
+        self._link = link
+        self._lock = threading.Lock()
+        self._accepting: socket.socket | None = None
+        self._connector: socket.socket | None = None  # forked processes send their connections through it
+
+    def open(self) -> None:
+        """Before each fork."""
+        if self._connector is not None:  # also in a forked process that forks, where the lock may stay held
+            return
+        with self._lock:
+            if self._connector is None:
+                self._accepting, self._connector = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                threading.Thread(target=self._accept, args=(self._accepting,), name="fork-relay", daemon=True).start()
+
+    def connect_fork(self) -> Callable[[], HostLink]:
+        """In a forked process: a function that makes its link."""
+        assert self._accepting is not None and self._connector is not None
+        self._accepting.close()
+        return partial(_ForkedLink, self._connector)
+
+    def _accept(self, accepting: socket.socket) -> None:
+        while True:
+            _, fds, _, _ = socket.recv_fds(accepting, 1, 1)
+            for fd in fds:
+                _Connection(self._link, socket.socket(fileno=fd))
+
+
+class _Connection:
+    """One forked process."""
+
+    def __init__(self, link: HostLink, connection: socket.socket) -> None:
+        self._link = link
+        self._socket = connection
+        self._answers: SimpleQueue[_Answer | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._asked: dict[int, int] = {}  # the forked process's number → the link's
+        for target in (self._read, self._write):
+            threading.Thread(target=target, name=f"fork-relay-{target.__name__}", daemon=True).start()
+
+    def _read(self) -> None:
+        reader = PacketReader(self._socket, is_trusted=True)
+        try:
+            while (message := reader.receive()) is not None:
+                self._pass_on(message)
+                del message
+        except OSError:
+            pass  # it has ended
+        with self._lock:
+            left = list(self._asked.values())
+        for number in left:
+            self._link.post(("cancel_infer", number))
+        self._answers.put(None)
+
+    def _pass_on(self, message: Message) -> None:
+        (verb, *arguments), parts = message
+        if verb == "ask":
+            number, question = arguments
+            with self._lock:  # the answer may come before `start` returns
+                self._asked[number] = self._link.start(question, parts, self._answering(number))
+        elif verb == "cancel_infer":
+            with self._lock:
+                asked = self._asked.get(arguments[0])
+            if asked is not None:
+                self._link.post(("cancel_infer", asked))
+        else:
+            self._link.post((verb, *arguments), parts)
+
+    def _answering(self, number: int) -> AnswerCallback:
+        def on_answer(value: Any, parts: Sequence[Any], is_last: bool) -> None:
+            self._answers.put((("answer", number, value, is_last), parts))
+
+        return on_answer
+
+    def _write(self) -> None:
+        while (answer := self._answers.get()) is not None:
+            (_, number, _, is_last), parts = answer
+            if is_last:
+                with self._lock:
+                    del self._asked[number]
+            try:
+                encode(answer[0], parts).send(self._socket)
+            except OSError:
+                break
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the reader
+
+
+class _ForkedLink(HostLink):
+    """In a forked process: the link to the host through its parent."""
+
+    def __init__(self, connector: socket.socket) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            socket.send_fds(connector, [b"c"], [theirs.fileno()])
+        super().__init__(ours)
+        self.phase = "execute"
+
+    def start(self, message: tuple[Any, ...], parts: Sequence[Any], on_answer: AnswerCallback) -> int:
+        number = next(self._numbers)
+        self._waiting[number] = on_answer
+        self.post(("ask", number, message), parts)
+        return number

@@ -1,5 +1,4 @@
-"""The life of a stub process: it answers the host's calls one by one, until finalize or until its host is gone, which
-it never outlives."""
+"""The stub process: answers the host's calls one by one until finalize, or until the host has ended."""
 
 from __future__ import annotations
 
@@ -10,8 +9,7 @@ import sys
 from collections.abc import Callable
 
 from .errors import exception_text
-from .forks import prepare_forks
-from .host_link import HostLink, set_link
+from .host_link import HostLink, prepare_forks, set_link
 from .packets import PacketReader, encode
 from .pb_utils import make_importable
 from .runner import Runner
@@ -20,7 +18,7 @@ _DONE, _RAISED = "done", "raised"
 
 
 def prepare() -> Callable[[bytes, int, int], None]:
-    """In the fork server, where this module imports what all stubs need. Returns what a stub runs."""
+    """In the fork server, which has imported this module. Returns what a stub runs."""
     return _run
 
 
@@ -40,7 +38,8 @@ def _run(_order: bytes, calls_fd: int, events_fd: int) -> None:
 
 
 def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: socket.socket) -> bool:
-    """Answers one call; False after the last one. Frees what it was given before the next one."""
+    """Answers one call; False after the last one. A function of its own, so that a call's tensors are freed before the
+    next one."""
     received = reader.receive()
     if received is None:
         return False
@@ -50,7 +49,7 @@ def _serve_call(runner: Runner, link: HostLink, reader: PacketReader, calls: soc
         outcome, value = _DONE, runner.call(verb, argument, parts, answer_parts)
     except BaseException as error:  # also sys.exit() of a model
         outcome, value = _RAISED, exception_text(error)
-    # The host sends no response before it has read what was posted until now.
+    # The host sends no response before it has handled the messages posted so far.
     encode((outcome, value, link.posted), answer_parts).send(calls)
     return bool(verb != "finalize")
 

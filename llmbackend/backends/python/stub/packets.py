@@ -1,10 +1,9 @@
 """Messages between the host and a stub process: one message is one packet of a SOCK_SEQPACKET socket.
 
-For: both ends. Does not know: what messages mean. A message is a pickled plain value and any number of parts (raw
-bytes, such as a tensor's). Invariants: a packet is sent whole or not at all, from any thread, so that senders need no
-lock of their own; what is larger than a packet travels in anonymous memory whose descriptor goes with the packet, and
-which the kernel frees with the last descriptor; reading a message makes plain values and never runs code, because a
-model's process must not be able to harm the host (a stub trusts the host).
+A message is a pickled plain value and any number of parts (raw bytes, such as a tensor's). Invariants: a packet is sent
+whole or not at all, from any thread, without a lock; a larger message is in anonymous memory, whose descriptor is sent
+with the packet; the host reads only plain values and runs no code, because a model's process must not harm it (a stub
+trusts the host).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _RIGHTS_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 class Packet:
-    """A message ready to be sent once. `close` it when it is not sent."""
+    """An encoded message, to be sent once or closed."""
 
     __slots__ = ("chunks", "memory_fd")
 
@@ -46,7 +45,7 @@ class Packet:
         self.memory_fd = memory_fd
 
     def send(self, to: socket.socket, flags: int = 0) -> None:
-        """Raises OSError: BlockingIOError under MSG_DONTWAIT where there is no room (it may then be sent again)."""
+        """Raises OSError; BlockingIOError under MSG_DONTWAIT without room, and then it may be sent again."""
         if self.memory_fd < 0:
             if len(self.chunks) == 1:
                 to.send(self.chunks[0], flags)
@@ -64,7 +63,7 @@ class Packet:
 
 
 def encode(message: Any, parts: Sequence[Part] = ()) -> Packet:
-    """Raises OSError when a large message finds no descriptor or memory."""
+    """Raises OSError when there is no descriptor or memory for a large message."""
     pickled = pickle.dumps(message, 5)
     if not parts and len(pickled) <= PACKET_BYTES:
         return Packet([pickled])
@@ -92,11 +91,11 @@ class PacketReader:
         self._view = memoryview(bytearray(PACKET_BYTES + _ALIGNMENT))
 
     def receive(self) -> Message | None:
-        """Blocks for the next message: its value and its parts, whose memory the caller may write to. None when
-        the other end has ended. Raises TimeoutError where the socket has a timeout, ValueError for a malformed one."""
+        """Blocks for the next message: its value and its writable parts; None when the other end has ended. Raises
+        TimeoutError after the socket's timeout, ValueError for a malformed message."""
         try:
             size, ancillary, _, _ = self._socket.recvmsg_into([self._view], _RIGHTS_BYTES, socket.MSG_CMSG_CLOEXEC)
-        except ConnectionError:  # it died with a message unread
+        except ConnectionError:  # it died before it had read all messages
             return None
         if not size:
             return None
@@ -133,7 +132,7 @@ def _load_plain(pickled: memoryview) -> Any:
 
 
 def _split(data: memoryview, count: int, skipped: int) -> list[memoryview]:
-    """The pickled value and the parts. `skipped`: how many bytes before `data` count for the alignment."""
+    """The pickled value and the parts. skipped: bytes before `data` that count for the alignment."""
     if not count or len(data) < count * _SIZE.size:
         raise ValueError("not a message: it is shorter than its header says")
     sizes = [size for (size,) in _SIZE.iter_unpack(data[: count * _SIZE.size])]
@@ -169,7 +168,7 @@ def _memory_of(chunks: list[Part]) -> int:
 
 
 def _contents_of(fd: int) -> memoryview:
-    """Read, not mapped: a mapping would hold the descriptor for as long as a tensor lives."""
+    """Read, not mapped: a mapping would keep the memory as long as any tensor of the message lives."""
     data = np.empty(os.fstat(fd).st_size, dtype=np.uint8).data
     offset = 0
     while offset < len(data):

@@ -1,8 +1,7 @@
-"""What a model asks of the host apart from inference: log lines, model control and metrics.
+"""pb_utils: log lines, model control and metrics, from any thread.
 
-For: model code, from any thread. Does not know: where logs go, repositories, Prometheus. Invariants: the host's log
-levels decide what is shown; what a model counts before it answers is counted when the answer arrives; a refusal of the
-host is a TritonModelException with its text.
+Invariants: the host's log level decides what is logged; metrics changed before a response are changed when the client
+has it; a refusal of the host is a TritonModelException with its text.
 Source: Triton python_backend documentation ("Model Loading API", "Custom Metrics"), and Triton's texts.
 """
 
@@ -16,8 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from .arguments import text
-from .errors import TritonModelException
+from .errors import TritonModelException, text
 from .host_link import host
 
 _CALLER_OF_CALLER = 2
@@ -77,8 +75,11 @@ def _post(message: str | bytes, level: Logger.LogLevel) -> None:
 def load_model(
     model_name: str | bytes, config: str | bytes = "", files: Mapping[str | bytes, bytes | str] | None = None
 ) -> None:
-    """Loads a model of the repository and waits for it. `config`: JSON that takes the place of its configuration;
-    `files`: {"file:1/model.onnx": content}, which take the place of its directory."""
+    """Loads a model of the repository; blocks until done.
+
+    config: JSON, instead of its configuration
+    files: {"file:1/model.onnx": content}, instead of its directory
+    """
     parameters: dict[str, str | bytes] = {"config": text(config, "config")} if config else {}
     for path, content in (files or {}).items():
         name = text(path, "a name in files")
@@ -94,7 +95,7 @@ def unload_model(model_name: str | bytes, unload_dependents: bool = False) -> No
 
 
 def is_model_ready(model_name: str | bytes, model_version: str | bytes = "") -> bool:
-    """Of one version, or of the one that the server chooses. False for an unknown model."""
+    """model_version: "" = the one that the server chooses. False for an unknown model."""
     version = text(model_version, "model_version")
     if version and not version.isdecimal():
         raise TritonModelException(f"model_version must be a number as text, got {model_version!r}")
@@ -118,24 +119,14 @@ class Metric:
         self._number = number
 
     def increment(self, value: float) -> None:
-        """Raises TritonModelException for a histogram, or a counter that would fall."""
-        with _failing("Failed to increment metric value"):
-            self._check("increment")
-            if self._kind == _COUNTER and value < 0:
-                raise TritonModelException(
-                    "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
-                )
-            self._post("increment", value)
+        """Raises TritonModelException for a histogram, and for a counter with a negative value."""
+        self._change("increment", value)
 
     def set(self, value: float) -> None:
-        with _failing("Failed to set metric value"):
-            self._check("set")
-            self._post("set", value)
+        self._change("set", value)
 
     def observe(self, value: float) -> None:
-        with _failing("Failed to observe metric value"):
-            self._check("observe")
-            self._post("observe", value)
+        self._change("observe", value)
 
     def value(self) -> float:
         """Of a counter or gauge. Raises TritonModelException for a histogram."""
@@ -154,19 +145,25 @@ class Metric:
                 f"TRITONSERVER_METRIC_KIND_{self._kind.upper()} does not support {action.capitalize()}"
             )
 
-    def _post(self, action: str, value: float) -> None:
-        host(f"Metric.{action}").post(("metric", self._number, action, float(value)))
+    def _change(self, action: str, value: float) -> None:
+        with _failing(f"Failed to {action} metric value"):
+            self._check(action)
+            if self._kind == _COUNTER and value < 0:
+                raise TritonModelException(
+                    "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values."
+                )
+            host(f"Metric.{action}").post(("metric", self._number, action, float(value)))
 
 
 class MetricFamily:
-    """`MetricFamily(name, description, kind)`. A family that exists keeps its first description."""
+    """An existing family keeps its first description."""
 
     COUNTER: ClassVar[str] = _COUNTER
     GAUGE: ClassVar[str] = _GAUGE
     HISTOGRAM: ClassVar[str] = _HISTOGRAM
 
     def __init__(self, name: str | bytes, description: str | bytes, kind: str) -> None:
-        """Raises TritonModelException when the name is taken by another kind, or is not valid."""
+        """Raises TritonModelException when the name is invalid, or exists with another kind."""
         if kind not in (_COUNTER, _GAUGE, _HISTOGRAM):
             raise TritonModelException(
                 f"Unknown metric kind {kind!r}: expected MetricFamily.COUNTER, GAUGE or HISTOGRAM"
@@ -179,10 +176,8 @@ class MetricFamily:
             self._link.ask("metric_family", self._kind, self._name, self._description)
 
     def Metric(self, labels: dict[str, str] | None = None, buckets: Sequence[float] | None = None) -> Metric:
-        """The metric with these labels; the same one each time. `buckets`: a histogram's upper bounds, ascending.
-
-        Raises TritonModelException for labels or buckets that are not valid.
-        """
+        """The metric with these labels. buckets: a histogram's upper bounds, ascending. Raises TritonModelException for
+        invalid labels or buckets."""
         bounds = self._checked_buckets(buckets)
         plain_labels = _checked_labels(labels)
         with _failing("Error when creating Metric"):
@@ -214,7 +209,7 @@ def _checked_labels(labels: Any) -> dict[str, str]:
 
 @contextmanager
 def _failing(what: str) -> Iterator[None]:
-    """Puts `what` before the text of a refusal."""
+    """Prefixes the text of a refusal with `what`."""
     try:
         yield
     except TritonModelException as error:

@@ -1,9 +1,8 @@
-"""`pb_utils.InferenceRequest`: what a model sees of a request, and what it makes to call another model.
+"""`pb_utils.InferenceRequest`: a request that a model gets, or makes to call another model.
 
-For: model code. Does not know: where requests come from. Invariants: a request's tensors stay readable for as long as
-the model holds it, also after the host's request was released; a call of another model is made on behalf of the tenants
-of the execute call that it comes from.
-Source: Triton python_backend documentation; method names as listed in transcript 61.
+Invariants: a request's tensors stay readable as long as the model holds it, also after the host's request was released;
+a call of another model is made for the tenants of its execute call.
+Source: Triton python_backend documentation; method names as listed in golden transcript 61.
 """
 
 from __future__ import annotations
@@ -14,16 +13,21 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final
 
-from . import arguments
 from .bls_call import BlsCall, ResponseIterator, only_response_of, responses_of
-from .errors import TritonModelException
-from .exchange import RELEASE_ALL, RELEASE_RESCHEDULE, Exchange, InferenceResponseSender
+from .errors import TritonModelException, integer, text
 from .host_link import host
-from .pb_response import InferenceResponse, checked_parameters
+from .pb_response import (
+    RELEASE_ALL,
+    RELEASE_RESCHEDULE,
+    Exchange,
+    InferenceResponse,
+    InferenceResponseSender,
+    checked_parameters,
+)
 from .pb_tensor import PackedTensor, Tensor
 
 PackedTenant = tuple[str, bool, str] | None
-"""None = the host itself."""
+"""None = NO_TENANT."""
 
 EXECUTE_TENANTS: Final[ContextVar[frozenset[PackedTenant] | None]] = ContextVar("execute_tenants", default=None)
 """The tenants of the requests of this execute call; None outside of one."""
@@ -32,15 +36,15 @@ MEMORY_CPU, MEMORY_GPU = 0, 2
 _MEMORY_DEFAULT = -1
 _MAX_UINT32, _MAX_INT64, _MAX_UINT64 = (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1
 PackedFields = tuple[str, int | str, int, int, dict[str, Any], Sequence[PackedTensor], str | None, PackedTenant]
-"""Id, correlation id, flags, timeout in microseconds, parameters, inputs, the context of the trace, the tenant."""
+"""Id, correlation id, flags, timeout in microseconds, parameters, inputs, trace context, tenant."""
 PackedRequest = tuple[int, Sequence[str], PackedFields]
-"""The host's number of the request, the outputs that the client asked for, and what the model may ask for."""
+"""The host's number of the request, the requested outputs, and the fields that models can read."""
 _PHASES_WITHOUT_BLS = ("load", "auto_complete", "initialize", "finalize")
 
 
 @dataclass(frozen=True)
 class PreferredMemory:
-    """Where the outputs of another model should be. Outputs are in the CPU's memory here, always."""
+    """Where the outputs of another model should be. Without effect: outputs are always in CPU memory."""
 
     preferred_memory_type: int = _MEMORY_DEFAULT
     preferred_device_id: int = 0
@@ -48,15 +52,15 @@ class PreferredMemory:
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """Hands the trace of one request to a request made for it: `InferenceRequest(..., trace=request.trace())`. That
-    also names the tenant that it is made for, which the host cannot tell in a batch of several clients."""
+    """Passes the trace of a request to one made for it: `InferenceRequest(..., trace=request.trace())`. It also names
+    the tenant, which the host cannot know when a batch has requests of several clients."""
 
     context: str | None = None
     request_number: int | None = None
     _tenant: PackedTenant = None
 
     def get_context(self) -> str | None:
-        """The OpenTelemetry context of a traced request, as the JSON text of its headers; None when it has none."""
+        """The OpenTelemetry context of a traced request as the JSON text of its headers; None when it is not traced."""
         return self.context
 
 
@@ -81,20 +85,20 @@ class InferenceRequest:
             raise TypeError("an InferenceRequest needs inputs, requested_output_names and model_name")
         if preferred_memory is not None and not isinstance(preferred_memory, PreferredMemory):
             raise TypeError(f"preferred_memory must be a PreferredMemory, got {type(preferred_memory).__name__}")
-        self._request_id = arguments.text(request_id, "request_id")
+        self._request_id = text(request_id, "request_id")
         self._correlation_id = _correlation_id(correlation_id)
         self._model = (
-            arguments.text(model_name, "model_name"),
-            arguments.integer(model_version, "model_version", -1, _MAX_INT64),
+            text(model_name, "model_name"),
+            integer(model_version, "model_version", -1, _MAX_INT64),
         )
         owner = f"request with id '{self._request_id}' and model name '{self._model[0]}'"
         self._inputs = [_input(tensor, owner) for tensor in inputs]
-        names = {arguments.text(name, "requested_output_names") for name in requested_output_names}
+        names = {text(name, "requested_output_names") for name in requested_output_names}
         if "" in names:
             raise TritonModelException(f"Requested output name for {owner} should not be empty.")
         self._requested_outputs: Sequence[str] = list(names)
-        self._flags = arguments.integer(flags, "flags", 0, _MAX_UINT32)
-        self._timeout_us = arguments.integer(timeout, "timeout", 0, _MAX_UINT64)
+        self._flags = integer(flags, "flags", 0, _MAX_UINT32)
+        self._timeout_us = integer(timeout, "timeout", 0, _MAX_UINT64)
         self._trace: InferenceTrace | None = trace or InferenceTrace()
         self._trace_context: str | None = None
         self._tenant: PackedTenant = None
@@ -110,7 +114,7 @@ class InferenceRequest:
         model: tuple[str, int],
         exchange: Exchange,
     ) -> InferenceRequest:
-        """A request that the host gave this model."""
+        """A request from the host."""
         request = cls.__new__(cls)
         (
             request._request_id,
@@ -142,10 +146,10 @@ class InferenceRequest:
         return self._flags
 
     def set_flags(self, flags: int) -> None:
-        self._flags = arguments.integer(flags, "flags", 0, _MAX_UINT32)
+        self._flags = integer(flags, "flags", 0, _MAX_UINT32)
 
     def timeout(self) -> int:
-        """Microseconds, 0 when the client set none."""
+        """Microseconds; 0 = none."""
         return self._timeout_us
 
     def parameters(self) -> str:
@@ -173,20 +177,20 @@ class InferenceRequest:
         return InferenceResponseSender(self._own_exchange("get_response_sender"))
 
     def set_release_flags(self, flags: int) -> None:
-        """RESCHEDULE gives the request back to an iterative sequence batcher when execute returns."""
+        """RESCHEDULE returns the request to its iterative sequence batcher when execute returns."""
         if flags not in (RELEASE_ALL, RELEASE_RESCHEDULE):
             raise TritonModelException(f"Unable to set release flags. Unsupported flag provided: {flags!r}.")
         self._own_exchange("set_release_flags").release_flags = flags
 
     def exec(self, decoupled: bool = False) -> InferenceResponse | ResponseIterator:
-        """Runs this request on its model and blocks for the response; `decoupled`: an iterator of the responses."""
+        """Runs the request on its model; blocks for the response. decoupled: returns an iterator of the responses."""
         call = self._start(decoupled)
         return ResponseIterator(call) if decoupled else call.only_response()
 
     def async_exec(self, decoupled: bool = False) -> Awaitable[InferenceResponse | ResponseIterator]:
-        """As `exec`, to be awaited; the request is sent when this returns. `decoupled`: gives the iterator once the
-        first response has come, so that a `for` over it does not block other coroutines for that one."""
-        import asyncio  # a process that never awaits starts without it
+        """As `exec`, to be awaited; the request is sent before this returns. decoupled: the iterator is returned when
+        the first response has come, so that a `for` does not block other coroutines for that one."""
+        import asyncio  # imported only by models that await
 
         loop = asyncio.get_running_loop()
         call = self._start(decoupled)
@@ -225,7 +229,7 @@ def _correlation_id(value: int | str) -> int | str:
         raise TypeError("correlation_id must be int or str, got NoneType")
     if not hasattr(value, "__index__"):
         raise TritonModelException("Correlation ID must be integer or string")
-    return arguments.integer(value, "correlation_id", 0, _MAX_UINT64)
+    return integer(value, "correlation_id", 0, _MAX_UINT64)
 
 
 def _input(tensor: Tensor, owner: str) -> Tensor:

@@ -1,21 +1,27 @@
-"""`pb_utils.InferenceResponse`, and the check of the parameters that a model gives a request or a response.
+"""`pb_utils.InferenceResponse` and `InferenceResponseSender`, and the check of parameters.
 
-For: model code; what it sends, and what other models answer to it. Does not know: how a response reaches the host.
-Invariant: parameters hold plain str, bool, int and float values alone; a model sets no float, as in Triton, but may see
-one of another backend's.
-Source: Triton python_backend documentation, PyParametersToJSON and their texts; the limit of 64 bits is checked here,
-where Triton fails later.
+Invariants: after FINAL nothing is sent; the host is told of a request's end exactly once, also when the model drops the
+request, so that no client waits forever. Models set str, bool and int parameters, as in Triton; other backends' float
+parameters can be read.
+Source: Triton python_backend documentation, PyParametersToJSON, Triton's response sender, and their texts; the limit of
+64 bits is checked here, where Triton fails later.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from collections.abc import Container, Sequence
 from typing import Any
 
 from .errors import PackedError, TritonError, TritonModelException
+from .host_link import HostLink
 from .pb_tensor import PackedTensor, Tensor
 
+FINAL = 1
+RELEASE_ALL, RELEASE_RESCHEDULE = 1, 2
+_PREFIX = "Unable to send response. "
 ParameterValue = str | int | bool | float
 _INT64_BITS = 63
 
@@ -23,7 +29,7 @@ PackedResponse = tuple[list[PackedTensor], dict[str, ParameterValue], PackedErro
 
 
 def checked_parameters(given: dict[str, Any] | None) -> dict[str, ParameterValue]:
-    """Raises TritonModelException for another type than bool, int and str."""
+    """Raises TritonModelException for a type other than bool, int and str."""
     if given is None:
         return {}
     if not isinstance(given, dict):
@@ -49,7 +55,7 @@ def _checked_value(name: str, value: Any) -> ParameterValue:
 
 
 class InferenceResponse:
-    """Output tensors, or an error. `parameters`: a dict of str, bool and int values."""
+    """Output tensors, or an error, and parameters of type str, bool or int."""
 
     def __init__(
         self,
@@ -77,7 +83,7 @@ class InferenceResponse:
         return response
 
     def _pack(self, wanted: Container[str], parts: list[Any]) -> PackedResponse:
-        """With the outputs that the client wants; none beside an error."""
+        """With the `wanted` outputs; without outputs when it has an error."""
         if self._error is not None:
             return [], self._parameters, (self._error.code(), self._error.message())
         outputs = [tensor._pack(parts) for tensor in self._output_tensors if tensor._name in wanted]
@@ -94,3 +100,128 @@ class InferenceResponse:
 
     def parameters(self) -> str:
         return json.dumps(self._parameters)
+
+
+class Exchange:
+    """The responses of one request: what its sender and the end of `execute` may still send. Any thread may send."""
+
+    __slots__ = (
+        "_decoupled",
+        "_is_cancelled",
+        "_is_closed",
+        "_is_over",
+        "_link",
+        "_lock",
+        "_output_names",
+        "number",
+        "release_flags",
+    )
+
+    def __init__(
+        self, link: HostLink, number: int, wanted: Sequence[str], states: frozenset[str], decoupled: bool
+    ) -> None:
+        self.number = number
+        self.release_flags = RELEASE_ALL
+        self._link = link
+        self._output_names = states.union(wanted) if states else wanted
+        self._decoupled = decoupled
+        self._lock = threading.RLock()
+        self._is_closed = False  # the model has sent FINAL
+        self._is_cancelled = False  # set at the end
+        self._is_over = False  # the host was told of the end, or the runner will tell it
+        link.cancellations.begin(number)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled or self._link.cancellations.is_requested(self.number)
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def output_names(self) -> Container[str]:
+        """The outputs to send: the requested ones and the states of the request's sequence."""
+        return self._output_names
+
+    def send(self, response: InferenceResponse | None, flags: int) -> None:
+        """Raises TritonModelException when the response may not be sent."""
+        if flags not in (0, FINAL):
+            raise TritonModelException(f"{_PREFIX}Unsupported flag provided.")
+        if response is None and flags == 0:
+            raise TritonModelException(
+                "Inference Response object must be provided when the response flags is set to zero."
+            )
+        with self._lock:
+            self._check(has_response=response is not None)
+            self._is_closed = flags == FINAL
+            if response is not None:
+                is_last = self._is_closed or not self._decoupled
+                self._post_response(response, is_last)
+            elif not self._is_over:
+                self._end()
+                self._link.post(("final", self.number))
+
+    def check_response(self) -> None:
+        """For a response that execute returned. Raises TritonModelException when it may not be sent."""
+        with self._lock:
+            self._check(has_response=True)
+
+    def end_by_runner(self) -> None:
+        """The runner reports the end, unless the model has."""
+        with self._lock:
+            self._is_closed = True
+            if not self._is_over:
+                self._end()
+
+    def fail(self, text: str) -> None:
+        """Ends the request with an error, unless it is over."""
+        with self._lock:
+            self._is_closed = True
+            if not self._is_over:
+                self._end()
+                self._link.post(("failed", self.number, text))
+
+    def _check(self, *, has_response: bool) -> None:
+        if self._is_closed:
+            raise TritonModelException(f"{_PREFIX}Response sender has been closed.")
+        if self._decoupled:
+            return
+        if has_response and self._is_over:
+            raise TritonModelException(f"{_PREFIX}Non-decoupled model cannot send more than one response.")
+        if not has_response and not self._is_over:
+            raise TritonModelException(
+                f"{_PREFIX}Non-decoupled model cannot send complete final before sending a response."
+            )
+
+    def _post_response(self, response: InferenceResponse, is_last: bool) -> None:
+        parts: list[object] = []
+        packed = response._pack(self._output_names, parts)
+        if is_last:
+            self._end()
+        self._link.post(("response", self.number, packed, is_last), parts)
+
+    def _end(self) -> None:
+        self._is_over = True
+        self._is_cancelled = self._link.cancellations.end(self.number)
+
+    def __del__(self) -> None:
+        if not getattr(self, "_is_over", True):
+            self._end()
+            with contextlib.suppress(OSError):
+                self._link.post(("dropped", self.number))
+
+
+class InferenceResponseSender:
+    """Sends the responses of one request, from any thread: `send(response, flags)` or `send(flags=flags)`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if response is not None and not isinstance(response, InferenceResponse):
+            raise TypeError(f"send takes an InferenceResponse, got {type(response).__name__}")
+        self._exchange.send(response, flags)
+
+    def is_cancelled(self) -> bool:
+        return self._exchange.is_cancelled

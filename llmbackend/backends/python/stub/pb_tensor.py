@@ -1,13 +1,11 @@
-"""`pb_utils.Tensor`, the datatype helpers of Triton's python backend, and how a tensor travels in a packet.
+"""`pb_utils.Tensor`, the datatype helpers of Triton's python backend, and tensors in packets.
 
-For: model code, and both ends of the sockets. Does not know: requests and responses. Invariants: BYTES data is an
-object array of `bytes` whatever the model gave (str, numpy strings); BF16 data may be given as ml_dtypes' bfloat16, is
-returned by DLPack only, because numpy has no such type, and travels as uint16; a small tensor is part of the pickled
-message, a large one is a part of its own that is copied once; both arrive writable. DLPack shares memory, except that
-of a device, which is copied to the CPU: a bfloat16 tensor passes through numpy as uint16, and its capsule is relabelled
-before numpy reads it, or after numpy made it.
-Source: Triton python_backend documentation and transcript 61; dlpack.h, where a capsule holds a DLManagedTensor, whose
-first member is the DLTensor.
+Invariants: BYTES data is an object array of `bytes`, also if the model gave str or numpy strings; BF16 data may be
+given as ml_dtypes' bfloat16, is stored as uint16, and is returned only by DLPack, because numpy has no such type. A
+small tensor is in the pickled message, a large one is a part of its own, copied once; both arrive writable. DLPack
+shares memory, except for device memory, which is copied to the CPU.
+Source: Triton python_backend documentation and golden transcript 61; dlpack.h, where a capsule holds a DLManagedTensor,
+whose first member is the DLTensor.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from . import arguments
-from .errors import TritonModelException
+from .errors import TritonModelException, text
 
 PackedTensor = tuple[str, str, tuple[int, ...], Any]
 """Name, datatype, shape, and the data: a bytearray, the number of a part, or the elements of a BYTES tensor."""
@@ -56,7 +53,7 @@ _BFLOAT16 = "bfloat16"
 
 
 def pack_tensor(name: str, datatype: str, data: np.ndarray[Any, Any], parts: list[Any]) -> PackedTensor:
-    """Appends the data to `parts` where it is large."""
+    """Appends large data to `parts`."""
     shape = data.shape
     if datatype == "BYTES":
         return name, datatype, shape, data.ravel().tolist()
@@ -69,7 +66,7 @@ def pack_tensor(name: str, datatype: str, data: np.ndarray[Any, Any], parts: lis
 def unpack_data(
     packed: PackedTensor, parts: Sequence[Any], dtypes: Mapping[str, np.dtype[Any]]
 ) -> np.ndarray[Any, Any]:
-    """Raises KeyError, TypeError, ValueError or IndexError for what is no tensor."""
+    """Raises KeyError, TypeError, ValueError or IndexError for a malformed tensor."""
     _, datatype, shape, data = packed
     if datatype == "BYTES":
         elements = np.empty(len(data), dtype=np.object_)
@@ -80,7 +77,7 @@ def unpack_data(
 
 
 class Tensor:
-    """A named tensor: `Tensor(name, numpy_array)`. Shapes include the batch dimension when the model batches."""
+    """A named tensor. Its shape includes the batch dimension when the model batches."""
 
     __slots__ = ("_data", "_datatype", "_name")
 
@@ -119,10 +116,8 @@ class Tensor:
         return _NUMBER_OF_DATATYPE[self._datatype]
 
     def as_numpy(self) -> Array:
-        """The data; writable, as in Triton: a read-only view of a message is copied at the first call.
-
-        Raises TritonModelException for BF16, which numpy has no type for: to_dlpack() gives it, to torch for one.
-        """
+        """The data; writable, as in Triton: a read-only array is copied at the first call. Raises TritonModelException
+        for BF16."""
         if self._datatype == "BF16":
             raise TritonModelException(
                 f"tensor '{self._name}' has type BF16, which numpy does not have; use to_dlpack()"
@@ -151,17 +146,15 @@ class Tensor:
 
     @staticmethod
     def from_dlpack(name: str | bytes, source: Any) -> Tensor:
-        """A tensor over `source`: a DLPack capsule, or any object with `__dlpack__`. A device's memory is copied.
-
-        Raises TritonModelException for another type.
-        """
+        """A tensor that shares memory with `source`: a DLPack capsule, or an object with `__dlpack__`. Device memory is
+        copied. Raises TritonModelException for another type."""
         name = _name(name)
         data, is_bfloat16 = _from_capsule(name, source)
         return Tensor._of(name, "BF16", data) if is_bfloat16 else Tensor(name, data)
 
 
 def _name(value: str | bytes) -> str:
-    name = arguments.text(value, "Tensor name")
+    name = text(value, "Tensor name")
     if not name:
         raise TritonModelException("Tensor name cannot be an empty string.")
     return name
@@ -184,35 +177,35 @@ def _bfloat16() -> Any:
 
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
-    """`TYPE_FP32` → numpy.float32. Raises KeyError for an unknown name, as Triton's does; BF16 needs ml_dtypes."""
+    """`TYPE_FP32` → numpy.float32. Raises KeyError for an unknown name; BF16 needs ml_dtypes."""
     if triton_type_string == "TYPE_BF16" and (bfloat16 := _bfloat16()) is not None:
         return bfloat16
     return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def np_to_triton_dtype(np_dtype: Any) -> str | None:
-    """numpy dtype → wire datatype (`FP32`), None when Triton has no name for it."""
+    """numpy dtype → wire datatype (`FP32`); None when there is none."""
     dtype = np.dtype(np_dtype)
     if (datatype := _DATATYPE_OF_DTYPE.get(dtype)) is not None:
         return datatype
     if dtype.kind in "US":
         return "BYTES"
-    return "BF16" if dtype.name == _BFLOAT16 else None  # asked last, because numpy builds the name each time
+    return "BF16" if dtype.name == _BFLOAT16 else None  # last, because numpy builds the name each time
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
-    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError for a dtype Triton has no name for."""
+    """numpy dtype → the number of TRITONSERVER_DataType. Raises KeyError when there is none."""
     return _NUMBER_OF_DATATYPE[np_to_triton_dtype(data_type) or str(data_type)]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    """Raises KeyError for a number of no type; BF16 needs ml_dtypes."""
+    """Raises KeyError for an unknown number; BF16 needs ml_dtypes."""
     name = _DATATYPE_OF_NUMBER[data_type]
     return triton_string_to_numpy("TYPE_BF16") if name == "BF16" else _TYPES[name]
 
 
 def serialize_byte_tensor(input_tensor: Array) -> Array | None:
-    """The elements in C order, each behind its uint32 length, as one object element; None for an empty tensor."""
+    """The elements in C order, each after its uint32 length, as one object element; None for an empty tensor."""
     if input_tensor.size == 0:
         return None
     flat = _of_bytes(input_tensor.astype(np.object_)).ravel()
@@ -220,7 +213,7 @@ def serialize_byte_tensor(input_tensor: Array) -> Array | None:
 
 
 def deserialize_bytes_tensor(encoded_tensor: bytes) -> Array:
-    """The inverse: an object array [n] of bytes. Raises ValueError when a length reaches beyond the buffer."""
+    """The inverse: an object array [n] of bytes. Raises ValueError when a length exceeds the buffer."""
     items = list(_split(memoryview(encoded_tensor)))
     array = np.empty(len(items), dtype=np.object_)
     array[:] = items
@@ -262,7 +255,7 @@ class _DLTensor(ctypes.Structure):
 
 
 class _Exporter:
-    """Lets numpy, which only takes exporters, read a capsule."""
+    """Lets numpy read a capsule; it accepts only exporters."""
 
     def __init__(self, capsule: Any) -> None:
         self._capsule = capsule
@@ -275,7 +268,7 @@ class _Exporter:
 
 
 def _to_capsule(data: Array, is_bfloat16: bool) -> Any:
-    """A capsule over `data`, which holds bfloat16 as uint16."""
+    """A capsule of `data`; of bfloat16, which `data` holds as uint16, if `is_bfloat16`."""
     capsule = data.__dlpack__()
     if is_bfloat16:
         _tensor_of(capsule).code = _BFLOAT
@@ -283,10 +276,8 @@ def _to_capsule(data: Array, is_bfloat16: bool) -> Any:
 
 
 def _from_capsule(name: str, source: Any) -> tuple[Array, bool]:
-    """The data of a capsule or of an object with `__dlpack__`, and whether it is bfloat16 (then it is uint16 here).
-
-    Raises ValueError for memory that cannot be copied to the CPU, TritonModelException for another type.
-    """
+    """The data, and whether it is bfloat16 (as uint16). Raises ValueError for memory that cannot be copied to the CPU,
+    TritonModelException for another type."""
     if hasattr(source, "__dlpack__"):
         if _is_device(source.__dlpack_device__()[0]) and hasattr(source, "cpu"):
             source = source.cpu()

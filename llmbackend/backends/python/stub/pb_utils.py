@@ -1,8 +1,6 @@
-"""What a model gets from `import triton_python_backend_utils as pb_utils`.
+"""The module that models import as `triton_python_backend_utils`.
 
-For: model code; the names are Triton's. Does not know: the host, beyond what its parts import. Invariant: a name of
-Triton's pb_utils that is not supported raises AttributeError with its name.
-Source: the list of names in transcript 61 and the python_backend documentation.
+Source: the list of names in golden transcript 61 and the python_backend documentation.
 """
 
 from __future__ import annotations
@@ -10,10 +8,8 @@ from __future__ import annotations
 import sys
 from typing import NoReturn
 
-from .arguments import text
 from .bls_call import ResponseIterator
-from .errors import TritonError, TritonModelException
-from .exchange import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponseSender
+from .errors import TritonError, TritonModelException, text
 from .pb_host import Logger, Metric, MetricFamily, is_model_ready, load_model, unload_model
 from .pb_model_config import (
     ModelConfig,
@@ -22,7 +18,7 @@ from .pb_model_config import (
     using_decoupled_model_transaction_policy,
 )
 from .pb_request import MEMORY_CPU, MEMORY_GPU, InferenceRequest, InferenceTrace, PreferredMemory
-from .pb_response import InferenceResponse
+from .pb_response import FINAL, RELEASE_ALL, RELEASE_RESCHEDULE, InferenceResponse, InferenceResponseSender
 from .pb_tensor import (
     TRITON_STRING_TO_NUMPY,
     Tensor,
@@ -90,7 +86,7 @@ def make_importable() -> None:
 
 
 def get_input_tensor_by_name(inference_request: InferenceRequest, name: str | bytes) -> Tensor | None:
-    """The input of that name, None when the request has none (an optional input)."""
+    """The input of that name; None when the request has none (an optional input)."""
     return _named(inference_request.inputs(), name)
 
 

@@ -1,11 +1,11 @@
 """One TritonPythonModel object: imports model.py, completes its configuration, initializes, executes, finalizes.
 
-For: main.py, on the process's main thread. Does not know: sockets, schedulers. Invariants: each request of an execute
-call has its end reported exactly once, whatever the model returns or raises: in the answer to the call, or by its
-response sender (where execute returns None for it); what execute raises is logged even when no client waits any more.
-model.py is a module of the package named as its version, so that relative imports and pickled classes find it; modules
-beside it and one directory up are found after those of the environment; no bytecode is written beside a model.
-Source: Triton's python backend, the texts of its checks; sys.path in transcript 61.
+Invariants: the end of each request is reported exactly once, whatever the model returns or raises: in the answer to the
+execute call, or by its response sender (where execute returns None for it). An exception of execute is logged even when
+no client waits any more. model.py is a module of the package named as its version, so that relative imports and pickled
+classes find it; modules beside it and one directory up are found after those of the environment; no bytecode is written
+beside a model.
+Source: Triton's python backend and the texts of its checks; sys.path in golden transcript 61.
 """
 
 from __future__ import annotations
@@ -22,17 +22,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .errors import TritonModelException, WrongReturnError, exception_text, raised_at
-from .exchange import RELEASE_RESCHEDULE, Exchange
 from .host_link import HostLink
 from .pb_model_config import ModelConfig
 from .pb_request import EXECUTE_TENANTS, InferenceRequest, PackedRequest
-from .pb_response import InferenceResponse
+from .pb_response import RELEASE_RESCHEDULE, Exchange, InferenceResponse
 
 _version_directory = ""
 
 
 def load_class(path: str, version_directory: str) -> Any:
-    """The TritonPythonModel of model.py. Raises what running it raises."""
+    """The TritonPythonModel of model.py. Raises its exceptions."""
     global _version_directory
     _version_directory = version_directory
     file = Path(path)
@@ -49,7 +48,7 @@ def load_class(path: str, version_directory: str) -> Any:
 
 
 def get_model_dir() -> str:
-    """The directory that holds the running model's version: `<repository>/<model>/<version>`."""
+    """The version directory of the running model: `<repository>/<model>/<version>`."""
     if not _version_directory:
         raise RuntimeError("pb_utils.get_model_dir works only in the process of a model instance")
     return _version_directory
@@ -73,7 +72,7 @@ class Runner:
         self._states: frozenset[str] = frozenset()
 
     def call(self, verb: str, argument: Any, parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """The answer to one call of the host. Raises what the model raises."""
+        """The answer to one call of the host. Raises the model's exceptions."""
         if verb == "execute":
             return self._execute(argument, parts, answer_parts)
         self._link.phase = verb
@@ -83,14 +82,14 @@ class Runner:
             self._link.phase = "execute"
 
     def _hello(self, _argument: None) -> None:
-        """The process runs and reads its calls."""
+        """Shows that the process runs."""
 
     def _load(self, where: tuple[str, str]) -> None:
         self._file = where[0]
         self._class = load_class(*where)
 
     def _auto_complete(self, config_json: str) -> dict[str, Any] | None:
-        """The completed configuration; None when the model completes none."""
+        """The completed configuration; None when the model has no `auto_complete_config`."""
         complete = getattr(self._class, "auto_complete_config", None)
         if complete is None:
             return None
@@ -117,7 +116,7 @@ class Runner:
         return tells_readiness
 
     def _not_ready_reason(self) -> str:
-        """Why the model's `is_ready` denies it. On its own thread, beside execute."""
+        """Why the model is not ready; "" when it is. On its own thread, beside execute."""
         try:
             answer = self._model.is_ready()
             if inspect.iscoroutine(answer):
@@ -129,7 +128,7 @@ class Runner:
         return "" if answer else "is_ready() returned False"
 
     def _finalize(self, _argument: None) -> None:
-        """The model's own finalize may wait for requests in flight; afterwards its event loop ends."""
+        """The model's finalize may wait for requests in flight; then its event loop ends."""
         try:
             if hasattr(self._model, "finalize"):
                 self._model.finalize()
@@ -138,7 +137,7 @@ class Runner:
                 self._loop.close()
 
     def _execute(self, given: list[PackedRequest], parts: Sequence[Any], answer_parts: list[Any]) -> Any:
-        """(text of the error if execute raised; responses, None for a request whose end is reported elsewhere; numbers
+        """(text of the error if execute raised; responses, None for a request whose end is reported otherwise; numbers
         of requests to reschedule; when the model began and ended, monotonic ns)."""
         requests, exchanges = [], []
         for number, wanted, fields in given:
@@ -171,7 +170,7 @@ class Runner:
         return self._run_coroutine(returned, requests) if inspect.iscoroutine(returned) else returned
 
     def _run_coroutine(self, coroutine: Coroutine[Any, Any, Any], requests: list[InferenceRequest]) -> Any:
-        """A decoupled model's coroutine continues after execute; any other is waited for."""
+        """Waits for the coroutine; a decoupled model's continues after execute."""
         loop = self._coroutine_loop()
         if not self._decoupled:
             return loop.run(coroutine)
@@ -186,7 +185,7 @@ class Runner:
         return None
 
     def _report(self, error: BaseException) -> str:
-        """Logs what execute raised, as Triton does; returns the text for the requests that wait for an answer."""
+        """Logs an exception of execute, as Triton does; returns the text for the requests without a response."""
         text = exception_text(error)
         file, line = raised_at(error, self._file)
         told = f"Failed to process the request(s) for model '{self._name}', message: {text}"
@@ -194,7 +193,7 @@ class Runner:
         return text
 
     def _checked(self, returned: Any, exchanges: list[Exchange]) -> Sequence[InferenceResponse | None]:
-        """Triton's checks on what execute returned; one entry per request."""
+        """Triton's checks of execute's return value; one entry per request."""
         nothing = [None] * len(exchanges)
         if self._decoupled:
             if returned is not None:
@@ -235,7 +234,7 @@ class Runner:
             raise WrongReturnError(str(error)) from None
 
     def _coroutine_loop(self) -> CoroutineLoop:
-        from .coroutine_loop import CoroutineLoop  # asyncio, which a process that never awaits starts without
+        from .coroutine_loop import CoroutineLoop  # imports asyncio, which most models do not need
 
         with self._loop_lock:
             self._loop = self._loop or CoroutineLoop("model")

@@ -1,0 +1,44 @@
+"""A model configuration as Triton's JSON (ModelConfigToJson, golden transcripts 04 and 57)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from numpy import float32
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+
+def config_to_json(config: ModelConfig) -> dict[str, Any]:
+    """Fields in order of declaration, scalars always present, 64-bit integers as numbers, enums by name, sub-messages
+    only when set."""
+    return _message_to_json(config)
+
+
+def _message_to_json(message: Message) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    descriptor: Any
+    for descriptor in message.DESCRIPTOR.fields:
+        if descriptor.has_presence and not message.HasField(descriptor.name):
+            continue
+        value = getattr(message, descriptor.name)
+        if descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry:
+            value_field = descriptor.message_type.fields_by_name["value"]
+            result[descriptor.name] = {str(key): _value_to_json(value_field, value[key]) for key in sorted(value)}
+        elif descriptor.is_repeated:
+            result[descriptor.name] = [_value_to_json(descriptor, item) for item in value]
+        else:
+            result[descriptor.name] = _value_to_json(descriptor, value)
+    return result
+
+
+def _value_to_json(descriptor: Any, value: Any) -> Any:
+    if descriptor.message_type is not None:
+        return _message_to_json(value)
+    if descriptor.enum_type is not None:
+        return descriptor.enum_type.values_by_number[value].name
+    if isinstance(value, float):  # the shortest number of its precision, without a fraction where it has none
+        shortest = float(str(float32(value))) if descriptor.type == FieldDescriptor.TYPE_FLOAT else value
+        return int(shortest) if shortest.is_integer() else shortest
+    return value
