@@ -92,7 +92,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.fork_server.host_policy import HostPolicy
 
 from .activity.messages import InstanceActivity
-from .config_json import config_to_json
+from .config_readers import SERVED_MODEL_NAME, config_to_json, served_names, split_names
 from .errors import (
     ErrorCode,
     TritonError,
@@ -118,6 +118,7 @@ from .messages import (
     Tenant,
     common_tenant,
     is_final,
+    responses_together,
 )
 from .metric_api import MemoryType, MemoryUsage, MetricFamily, MetricKind, process_memory
 from .outputs import JSON, OutputLayout, Outputs, layout_of
@@ -131,7 +132,6 @@ from .tensors import (
     element_count,
 )
 from .tracing.trace import Attributes, RequestTrace, SpanEvent, TraceSpan
-from .wakeups import responses_together
 
 __all__ = [
     "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE", "JSON", "NO_TENANT",
@@ -147,8 +147,6 @@ __all__ = [
 
 API_VERSION = (1, 19)
 """Of this module. A backend keeps the value that it was written for as a constant of its own."""
-SERVED_MODEL_NAME = "served_model_name"
-"""The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
 _log = logging.getLogger(__name__)
 
 
@@ -449,17 +447,6 @@ class ResponseFactory(Protocol):
 
     def close(self) -> None:
         """TRITONBACKEND_ResponseFactoryDelete. Idempotent. An open factory keeps its model loaded."""
-
-
-def served_names(config: ModelConfig) -> tuple[str, ...]:
-    """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
-    given = config.parameters
-    return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
-
-
-def split_names(text: str) -> tuple[str, ...]:
-    """The names in a value of `served_model_name`, the canonical one first."""
-    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:

@@ -8,6 +8,7 @@ with ends with exactly one call that carries ResponseFlag.FINAL.
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
@@ -172,6 +173,40 @@ def held_bytes(tensors: Sequence[Tensor]) -> int:
 ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
 """(response, flags) as TRITONSERVER_InferenceResponseCompleteFn_t; response None is a flags-only completion. Exactly
 one call carries FINAL, and none comes after it. Called on any thread, under locks of the host: it must only enqueue."""
+
+
+class _Waiting(threading.local):
+    wakeups: dict[Callable[[], None], None] | None = None
+
+
+_waiting = _Waiting()
+
+
+class responses_together:  # noqa: N801  as context managers of the standard library
+    """Within it, the calling thread wakes the receivers of its responses once, at the end, also after an exception. A
+    receiver that ran earlier would only take the interpreter's lock from a thread that has more responses for it. The
+    thread must not block: responses of other threads to the same receiver wait, too."""
+
+    __slots__ = ("_is_outermost",)
+
+    def __enter__(self) -> None:
+        self._is_outermost = _waiting.wakeups is None
+        if self._is_outermost:
+            _waiting.wakeups = {}
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_outermost:
+            wakeups, _waiting.wakeups = _waiting.wakeups, None
+            for wake in wakeups or ():
+                wake()
+
+
+def wake_receiver(wake: Callable[[], None]) -> None:
+    """Calls `wake`, which must not raise, now or at the end of `responses_together`."""
+    if _waiting.wakeups is None:
+        wake()
+    else:
+        _waiting.wakeups[wake] = None
 
 
 class InferenceHandle(Protocol):

@@ -19,9 +19,8 @@ from starlette.requests import Request
 
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import cancelled
-from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes
+from llmbackend.core.messages import RESPONSE_BYTES, InferenceHandle, InferenceResponse, held_bytes, wake_receiver
 from llmbackend.core.outputs import Outputs
-from llmbackend.core.wakeups import wake_receiver
 
 from .http.request_scope import PRESENCE, ClientPresence
 

@@ -19,10 +19,9 @@ import msgspec
 from llmbackend.core.backend_api import ResponseFlag, is_final
 from llmbackend.core.errors import TritonError, cancelled
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceHandle, InferenceResponse
+from llmbackend.core.messages import InferenceHandle, InferenceResponse, wake_receiver
 from llmbackend.core.outputs import OutputLayout, Outputs
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.core.wakeups import wake_receiver
 
 from .wire import (
     Decision,

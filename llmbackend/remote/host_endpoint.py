@@ -21,8 +21,8 @@ import msgspec
 from llmbackend import __version__
 from llmbackend.core.errors import TritonError, internal, unavailable
 from llmbackend.core.inference_server import InferenceServer
+from llmbackend.core.messages import responses_together
 from llmbackend.core.tracing.trace import RequestTrace
-from llmbackend.core.wakeups import responses_together
 from llmbackend.links.secrets import ClusterSecrets
 
 from .attached_frontend import ANNOUNCED_WITHIN_S, MAX_UNREAD_BYTES, AttachedFrontend, HostedRequest, HostStates

@@ -29,9 +29,9 @@ from llmbackend.core.messages import (
     ModelMetadata,
     ResponseCallback,
     ServerMetadata,
+    responses_together,
 )
 from llmbackend.core.models.served_config import Description
-from llmbackend.core.wakeups import responses_together
 from llmbackend.links.secrets import ClusterSecrets
 
 from .host_link import HostLink, KnownHost, OpenRequest

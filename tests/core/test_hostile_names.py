@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from llmbackend.core.config.model_config import parse_json, parse_text
 from llmbackend.core.config.model_config_rules import validate_config
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.json_text import json_depth

@@ -16,7 +16,7 @@ from llmbackend.core.config.model_config import (
     set_instance_groups,
 )
 from llmbackend.core.config.model_config_rules import validate_config, validate_tensors
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError
 from tests.helpers.core_host import ECHO_BACKEND, Repository, serving
 

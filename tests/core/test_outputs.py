@@ -11,9 +11,8 @@ import pytest
 
 from llmbackend.core.backend_api import JSON, JsonTensor, Outputs, layout_of, responses_together
 from llmbackend.core.caching import pack, unpack
-from llmbackend.core.messages import InferenceResponse, held_bytes
+from llmbackend.core.messages import InferenceResponse, held_bytes, wake_receiver
 from llmbackend.core.tensors import to_wire
-from llmbackend.core.wakeups import wake_receiver
 
 VALUES: dict[str, tuple[str, Any]] = {
     "text": ("BYTES", "grüße"),

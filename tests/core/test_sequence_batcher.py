@@ -16,7 +16,7 @@ import pytest
 from llmbackend.core.backend_api import RequestFlag, ResponseFlag
 from llmbackend.core.config.model_config import parse_text, set_defaults
 from llmbackend.core.config.model_config_rules import validate_sequence_batching
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.messages import NO_TENANT, Tenant

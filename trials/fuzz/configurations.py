@@ -20,7 +20,7 @@ from llmbackend.adapter.schemas import schema_for
 from llmbackend.core.backend_api import InstanceGroupKind, Model
 from llmbackend.core.config.model_config import merge_auto_complete, set_instance_groups
 from llmbackend.core.config.model_config_rules import validate_config, validate_tensors
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import TritonError
 from llmbackend.core.messages import LoadParameters
 from llmbackend.core.models.served_config import warn_of_ignored_fields

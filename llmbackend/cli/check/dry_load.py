@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import StartupError, TritonError
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions

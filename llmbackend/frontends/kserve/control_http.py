@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from tritonclient.grpc.service_pb2 import ModelStatistics
 
-from llmbackend.core.config_json import config_to_json
+from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import internal, invalid_argument, unavailable, unsupported
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.inference_server import InferenceServer

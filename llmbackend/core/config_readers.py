@@ -1,4 +1,4 @@
-"""A model configuration as Triton's JSON (ModelConfigToJson, golden transcripts 04 and 57)."""
+"""Readings of a model configuration that the host and backends share: Triton's JSON of it, and served names."""
 
 from __future__ import annotations
 
@@ -9,10 +9,24 @@ from google.protobuf.message import Message
 from numpy import float32
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+SERVED_MODEL_NAME = "served_model_name"
+"""The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
+
+
+def served_names(config: ModelConfig) -> tuple[str, ...]:
+    """The names of the parameter `served_model_name`; clients may use them besides the model's own."""
+    given = config.parameters
+    return split_names(given[SERVED_MODEL_NAME].string_value) if SERVED_MODEL_NAME in given else ()
+
+
+def split_names(text: str) -> tuple[str, ...]:
+    """The names in a value of `served_model_name`, the canonical one first."""
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:
-    """Fields in order of declaration, scalars always present, 64-bit integers as numbers, enums by name, sub-messages
-    only when set."""
+    """Triton's JSON (ModelConfigToJson; golden transcripts 04 and 57): fields in order of declaration, scalars always
+    present, 64-bit integers as numbers, enums by name, sub-messages only when set."""
     return _message_to_json(config)
 
 
