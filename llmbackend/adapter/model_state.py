@@ -56,7 +56,7 @@ from .tasks.infer_task import InferTask
 from .tasks.prefix_routing import EngineHandle, PrefixRouting
 from .tasks.task_map import EngineAssignment, TaskMap
 from .text.chat import CONTENT_AS_PARTS
-from .text.tokenizer import NoTokenizer
+from .text.tokenizer import ModelTokenizer
 from .text.tokenizer_loading import TokenizerLoader
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class ModelState:
             self._placement.leave(engine.config)
             raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
         self.metrics.engine_started(engine.index, engine.info, engine.config)
-        tokenizer = NoTokenizer() if self._tokenizer is None else self._tokenizer.verified()
+        tokenizer = ModelTokenizer() if self._tokenizer is None else self._tokenizer.verified()
         from .requests.request_conversion import RequestConverter
 
         with self._lock:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from llmbackend.adapter.requests.prompts import FORMS, FimEncoder, FimForm, fim_encoder
-from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, NoTokenizer, TooManyTokensError
+from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer, TooManyTokensError
 from llmbackend.core.backend_api import ErrorCode
 from tests.helpers.llm_host import LlmHost, llm_host
 from tests.helpers.tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
@@ -51,7 +51,7 @@ def test_tokenizers_without_all_markers() -> None:
     inner = byte_level_tokenizer()
     inner.add_special_tokens(list(FORMS[0].markers))
     assert fim_encoder(HuggingFaceTokenizer(inner), inner.get_vocab_size() - 1) is None
-    for other in (HuggingFaceTokenizer(byte_level_tokenizer()), ByteTokenizer(), NoTokenizer()):
+    for other in (HuggingFaceTokenizer(byte_level_tokenizer()), ByteTokenizer(), ModelTokenizer()):
         assert fim_encoder(other, _MANY) is None
 
 

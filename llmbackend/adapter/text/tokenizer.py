@@ -12,7 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders
 
@@ -42,31 +42,43 @@ class TooManyTokensError(Exception):
         self.num_tokens = num_tokens
 
 
-def _own_template(source: str, special_tokens: tuple[tuple[str, str], ...] = ()) -> ChatTemplate:
-    """Of a request."""
-    from .chat_template import request_template
-
-    return request_template(source, special_tokens)
-
-
 def _check_length(num_tokens: int, below: int | None) -> None:
     if below is not None and num_tokens >= below:
         raise TooManyTokensError(num_tokens)
 
 
-class ModelTokenizer(Protocol):
-    """What the adapter needs to know about a model's text."""
+class Detokenizer:
+    """Tokens to text, one token at a time, at a cost that does not grow with the sequence. Of one generation. This base
+    is for generations whose text is not read."""
 
-    max_token_chars: int
+    __slots__ = ()
+
+    def push(self, token_id: int) -> str:
+        """The text that is complete with this token, possibly ""."""
+        return ""
+
+    def flush(self) -> str:
+        """The rest at the end of the sequence; an unfinished character becomes U+FFFD."""
+        return ""
+
+
+class ModelTokenizer:
+    """What the adapter needs to know about a model's text. This base is for models whose clients send and get only
+    token ids."""
+
+    max_token_chars = 1
     """No token stands for more characters; so a text's length says at once that it has too many tokens."""
-    chat_template: str
+    chat_template = ""
     """Its source; "" = none, or one that is built in."""
+    _template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         """The token ids of a text. Raises TooManyTokensError when they are not fewer than `below`."""
+        raise invalid_argument("this model accepts token ids and has no tokenizer")
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text."""
+        return ""
 
     def render_chat(
         self,
@@ -77,35 +89,49 @@ class ModelTokenizer(Protocol):
     ) -> str:
         """The prompt text of a conversation; encode it without special tokens. template: instead of the model's.
         Raises TritonError INVALID_ARG."""
+        from .chat_template import request_template  # its library is not needed before a model has a tokenizer
+
+        chosen = self._template
+        if template:
+            chosen = request_template(template, () if chosen is None else tuple(chosen.special_tokens.items()))
+        if chosen is None:
+            raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
+        return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
         """One token on its own, for lists of logprobs; U+FFFD where it is part of a character."""
+        return ""
 
     def partial_bytes(self, token_id: int) -> bytes | None:
         """The bytes of a token that is not made of whole characters; None for one that is."""
+        return None
 
     def special_text(self, token_id: int) -> str | None:
         """The own text of a special token; None for a token of any other kind."""
+        return None
 
     def token_id(self, token: str) -> int | None:
         """The id of the token with this name in the vocabulary."""
+        return None
 
     def token_name(self, token_id: int) -> str:
         """The token's name in the vocabulary, "" for none. Not its text: a space may be written as another sign."""
+        return ""
 
     def vocabulary(self) -> Vocabulary | None:
         """What tokens stand for, for grammars; None where that cannot be told."""
+        return None
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
-    ) -> Detokenizer: ...
+    ) -> Detokenizer:
+        return Detokenizer()
 
 
-class ByteTokenizer:
+class ByteTokenizer(ModelTokenizer):
     """The mock model's: ids 0 to 255 are bytes, 256 to 258 special tokens, all others have no text."""
 
     BOS, EOS, PAD = 256, 257, 258
-    max_token_chars = 1
     _TEMPLATE = (
         "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -113,7 +139,7 @@ class ByteTokenizer:
     _NAMES = {BOS: b"<bos>", EOS: b"<eos>", PAD: b"<pad>"}  # noqa: RUF012  read-only
 
     def __init__(self, chat_template: str = "") -> None:
-        from .chat_template import ChatTemplate  # its library is not needed before a model has a tokenizer
+        from .chat_template import ChatTemplate
 
         self.chat_template = chat_template
         self._template = ChatTemplate(chat_template or self._TEMPLATE, {})
@@ -128,16 +154,6 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         text_of = self._bytes if skip_special_tokens else self._with_special
         return b"".join(text_of(token_id) for token_id in token_ids).decode("utf-8", "replace")
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        options: Mapping[str, Any],
-        template: str = "",
-    ) -> str:
-        chosen = _own_template(template) if template else self._template
-        return chosen.render(messages, tools=tools, options=options)
 
     def token_text(self, token_id: int) -> str:
         return self._with_special(token_id).decode("utf-8", "replace")
@@ -171,51 +187,6 @@ class ByteTokenizer:
         return self._NAMES.get(token_id) or self._bytes(token_id)
 
 
-class NoTokenizer:
-    """For models whose clients send and get only token ids."""
-
-    max_token_chars = 1
-    chat_template = ""
-
-    def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
-        raise invalid_argument("this model accepts token ids and has no tokenizer")
-
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return ""
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        options: Mapping[str, Any],
-        template: str = "",
-    ) -> str:
-        raise invalid_argument("this model accepts token ids and has no chat template")
-
-    def token_text(self, token_id: int) -> str:
-        return ""
-
-    def partial_bytes(self, token_id: int) -> bytes | None:
-        return None
-
-    def special_text(self, token_id: int) -> str | None:
-        return None
-
-    def token_id(self, token: str) -> int | None:
-        return None
-
-    def token_name(self, token_id: int) -> str:
-        return ""
-
-    def detokenizer(
-        self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
-    ) -> Detokenizer:
-        return NullDetokenizer()
-
-    def vocabulary(self) -> Vocabulary | None:
-        return None
-
-
 def _longest_name(tokenizer: Tokenizer) -> int:
     """In characters. Without get_vocab(), a dict of all tokens, unless ids have gaps."""
     size = tokenizer.get_vocab_size()
@@ -223,7 +194,7 @@ def _longest_name(tokenizer: Tokenizer) -> int:
     return max(lengths if len(lengths) == size else map(len, tokenizer.get_vocab()), default=1)
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(ModelTokenizer):
     """A checkpoint's, run by the library `tokenizers`."""
 
     def __init__(
@@ -248,7 +219,7 @@ class HuggingFaceTokenizer:
         self._special_ids = frozenset(self._special_texts)
         self._byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
         self._texts, self._texts_with_special = TokenTexts(self._shown_bytes), TokenTexts(self._token_bytes)
-        self.token_text = functools.lru_cache(maxsize=_CACHED_TOKEN_TEXTS)(self._decode_one)
+        self.token_text = functools.lru_cache(_CACHED_TOKEN_TEXTS)(self._decode_one)  # type: ignore[method-assign]
 
     def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
         """The same with another tokenizer, given as the text of a tokenizer.json."""
@@ -268,20 +239,6 @@ class HuggingFaceTokenizer:
             return str(self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
         (text,) = self._tokenizer.decode_batch([token_ids], skip_special_tokens=skip_special_tokens)
         return str(text)
-
-    def render_chat(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any] | None,
-        options: Mapping[str, Any],
-        template: str = "",
-    ) -> str:
-        if template:
-            special_tokens = () if self._template is None else tuple(self._template.special_tokens.items())
-            return _own_template(template, special_tokens).render(messages, tools=tools, options=options)
-        if self._template is None:
-            raise invalid_argument("'messages' was given, but this model has no chat template; use 'text_input'")
-        return self._template.render(messages, tools=tools, options=options)
 
     def detokenizer(
         self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool, spaces_between_special_tokens: bool = True
@@ -346,26 +303,6 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
-class Detokenizer(Protocol):
-    """Tokens to text, one token at a time, at a cost that does not grow with the sequence. Of one generation."""
-
-    def push(self, token_id: int) -> str:
-        """The text that is complete with this token, possibly ""."""
-
-    def flush(self) -> str:
-        """The rest at the end of the sequence; an unfinished character becomes U+FFFD."""
-
-
-class NullDetokenizer:
-    """For generations whose text is not read."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def flush(self) -> str:
-        return ""
-
-
 class TokenTexts(dict[int, str | None]):
     """The texts of tokens that are byte strings; None for one whose bytes are not whole characters. Filled as it is
     used, by any thread, with at most _CACHED_TOKEN_TEXTS."""
@@ -385,7 +322,7 @@ class TokenTexts(dict[int, str | None]):
         return text
 
 
-class ByteDetokenizer:
+class ByteDetokenizer(Detokenizer):
     """For vocabularies whose tokens are byte strings (byte-level BPE, bytes); exact for every sequence, including
     invalid UTF-8."""
 
@@ -409,7 +346,7 @@ class ByteDetokenizer:
         return self._decoder.decode(b"", final=True)
 
 
-class WindowDetokenizer:
+class WindowDetokenizer(Detokenizer):
     """For every other decoder (byte fallback, WordPiece …), where a token's text depends on its neighbours.
 
     It decodes a window: some tokens already shown, and the tokens not shown yet, whose text is the difference. The
@@ -456,7 +393,7 @@ class WindowDetokenizer:
         return new
 
 
-class TightSpecialTokens:
+class TightSpecialTokens(Detokenizer):
     """Special tokens that follow each other have no spaces between them, as with vLLM's
     `spaces_between_special_tokens: false`."""
 
