@@ -75,9 +75,9 @@ class InstanceReports:
 
     def taken(self, tasks: Sequence[InferTask]) -> None:
         """The engine has these from now on, which another instance may have received."""
-        moved = [task for task in tasks if task.activity is not self._activity]
+        moved = [task for task in tasks if task.sender.activity is not self._activity]
         for task in moved:
-            task.activity = self._activity
+            task.sender.activity = self._activity
         if moved and self._activity.kinds:
             self.put_back(moved, NO_ROW)
 
@@ -90,9 +90,9 @@ class InstanceReports:
         """Takes time in proportion to the requests of the model."""
         queued = NO_ROW if state.name == "ready" else NO_ENGINE
         reasons = [
-            (task, self._waiting.get(task.number, "") if has_engine else queued)
+            (task, self._waiting.get(task.sender.number, "") if has_engine else queued)
             for task, has_engine in self._tasks.all()
-            if task.activity is self._activity
+            if task.sender.activity is self._activity
         ]
         return InstanceDescription(
             state=state.name,
@@ -138,7 +138,7 @@ def received(tasks: Sequence[InferTask], reason: str) -> RequestsReceived:
 
 def _requests(reasons: Iterable[tuple[InferTask, str]]) -> tuple[RequestActivity, ...]:
     """One for each request. A request of several tasks runs when one of them does."""
-    by_request = groupby(sorted(reasons, key=lambda one: one[0].number), key=lambda one: one[0].number)
+    by_request = groupby(sorted(reasons, key=lambda one: one[0].sender.number), key=lambda one: one[0].sender.number)
     found = []
     for _, group in by_request:
         tasks, why = zip(*group, strict=True)
@@ -147,12 +147,12 @@ def _requests(reasons: Iterable[tuple[InferTask, str]]) -> tuple[RequestActivity
 
 
 def _request(tasks: Sequence[InferTask], reason: str, state: Literal["waiting", "running"]) -> RequestActivity:
-    first = tasks[0]
-    age_s = (time.monotonic_ns() - first.times.exec_start_ns) * 1e-9
+    sender = tasks[0].sender
+    age_s = (time.monotonic_ns() - tasks[0].times.exec_start_ns) * 1e-9
     return RequestActivity(
-        request=first.number,
-        id=first.client_id[:MAX_ID_CHARACTERS],
-        key=first.tenant.key_name,
+        request=sender.number,
+        id=sender.client_id[:MAX_ID_CHARACTERS],
+        key=sender.tenant.key_name,
         received=time.time() - age_s,
         prompt_tokens=sum(task.num_own_prompt_tokens for task in tasks),
         max_tokens=sum(task.infer_request.sampling.max_tokens for task in tasks),

@@ -213,42 +213,17 @@ _ENGINE_ARGUMENT_OF = {
 }
 KV_TOKENS = "max_tokens_in_paged_kv_cache"
 _READ_ELSEWHERE = frozenset({"exclude_input_in_output"})
-_TENSORRTLLM_NO_EFFECT = frozenset(
-    {
-        "FORCE_CPU_ONLY_INPUT_TENSORS",
-        "batch_scheduler_policy",
-        "batching_strategy",
-        "cancellation_check_period_ms",
-        "cross_kv_cache_fraction",
-        "cuda_graph_cache_size",
-        "cuda_graph_mode",
-        "enable_chunked_context",
-        "enable_context_fmha_fp32_acc",
-        "enable_trt_overlap",
-        "executor_worker_path",
-        "gpt_model_type",
-        "gpu_device_ids",
-        "gpu_weights_percent",
-        "guided_decoding_backend",
-        "iter_stats_max_iterations",
-        "kv_cache_free_gpu_mem_fraction",
-        "kv_cache_host_memory_bytes",
-        "kv_cache_onboard_blocks",
-        "lora_cache_gpu_memory_fraction",
-        "lora_cache_host_memory_bytes",
-        "lora_cache_max_adapter_size",
-        "lora_cache_optimal_adapter_size",
-        "lora_prefetch_dir",
-        "multi_block_mode",
-        "normalize_log_probs",
-        "participant_ids",
-        "recv_poll_period_ms",
-        "request_stats_max_iterations",
-        "speculative_decoding_fast_logits",
-        "stats_check_period_ms",
-        "worker_path",
-        "xgrammar_tokenizer_info_path",
-    }
+_TENSORRTLLM_NO_EFFECT = _names(
+    """
+    FORCE_CPU_ONLY_INPUT_TENSORS batch_scheduler_policy batching_strategy cancellation_check_period_ms
+    cross_kv_cache_fraction cuda_graph_cache_size cuda_graph_mode enable_chunked_context
+    enable_context_fmha_fp32_acc enable_trt_overlap executor_worker_path gpt_model_type gpu_device_ids
+    gpu_weights_percent guided_decoding_backend iter_stats_max_iterations kv_cache_free_gpu_mem_fraction
+    kv_cache_host_memory_bytes kv_cache_onboard_blocks lora_cache_gpu_memory_fraction lora_cache_host_memory_bytes
+    lora_cache_max_adapter_size lora_cache_optimal_adapter_size lora_prefetch_dir multi_block_mode
+    normalize_log_probs participant_ids recv_poll_period_ms request_stats_max_iterations
+    speculative_decoding_fast_logits stats_check_period_ms worker_path xgrammar_tokenizer_info_path
+    """
 )
 _TENSORRTLLM_ONLY_VALUE: dict[str, tuple[str, ...]] = {
     "decoding_mode": ("auto", "top_k", "top_p", "top_k_top_p"),

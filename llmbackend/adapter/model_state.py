@@ -338,12 +338,13 @@ class ModelState:
             self.fail(task, self._refused(refusal))
         if refusal:
             return
-        if tasks[0].activity.kinds:
-            tasks[0].activity.report(received(tasks, self._why_waiting()))
+        sender = tasks[0].sender
+        if sender.activity.kinds:
+            sender.activity.report(received(tasks, self._why_waiting()))
         self.prefixes.place(tasks)
         # Before they are queued: afterwards they may be finished and released at any time.
         for task in tasks:
-            task.on_cancel(partial(self._cancel, task.request_id))
+            sender.on_cancel(partial(self._cancel, task.request_id))
             self._set_deadlines(task)
         for task in tasks:
             self.tasks.enqueue(task)
@@ -353,7 +354,7 @@ class ModelState:
     def _going_on(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
         """Brings the tasks of a request that is resumed to where they were, and ends those that had ended; the others.
         What is sent again is sent in portions, so that its receiver is never woken for much of it at once."""
-        pieces = tasks[0].take_known_pieces()
+        pieces = tasks[0].sender.take_known_pieces()
         for start in range(0, len(pieces), _SENT_TOGETHER):
             with responses_together():
                 for piece in pieces[start : start + _SENT_TOGETHER]:
@@ -399,7 +400,7 @@ class ModelState:
 
     def _set_deadlines(self, task: InferTask) -> None:
         level, start_ns = task.infer_request.priority, task.times.exec_start_ns
-        whole_ns, queue_ns = self._deadlines_ns(level, task.timeout_us, start_ns)
+        whole_ns, queue_ns = self._deadlines_ns(level, task.sender.timeout_us, start_ns)
         if whole_ns:
             self._set_alarm(task, partial(self._expire, task.request_id), whole_ns)
         if queue_ns:

@@ -109,59 +109,17 @@ CORE_INPUTS: dict[str, TensorType] = {
 }
 REFUSED_INPUTS = frozenset(
     {
-        "cross_attention_mask",
-        "context_phase_params",
-        "decoder_input_ids",
-        "decoder_text_input",
-        "draft_acceptance_threshold",
-        "draft_input_ids",
-        "draft_logits",
-        "encoder_input_features",
-        "encoder_output_lengths",
-        "image_bytes_input",
-        "image_input",
-        "image_url_input",
-        "lora_config",
-        "lora_task_id",
-        "lora_weights",
-        "lookahead_ngram_size",
-        "lookahead_verification_set_size",
-        "lookahead_window_size",
-        "mrope_position_deltas",
-        "mrope_rotary_cos_sin",
-        "num_draft_tokens",
-        "prompt_embedding_table",
-        "prompt_table_extra_id",
-        "prompt_table_extra_ids",
-        "prompt_vocab_size",
-        "return_context_logits",
-        "return_generation_logits",
-        "runtime_top_p_decay",
-        "runtime_top_p_min",
-        "runtime_top_p_reset_ids",
-        "skip_cross_attn_blocks",
-        "use_draft_logits",
-        "video_bytes_input",
+        "context_phase_params", "cross_attention_mask", "decoder_input_ids", "decoder_text_input",
+        "draft_acceptance_threshold", "draft_input_ids", "draft_logits", "encoder_input_features",
+        "encoder_output_lengths", "image_bytes_input", "image_input", "image_url_input", "lookahead_ngram_size",
+        "lookahead_verification_set_size", "lookahead_window_size", "lora_config", "lora_task_id", "lora_weights",
+        "mrope_position_deltas", "mrope_rotary_cos_sin", "num_draft_tokens", "prompt_embedding_table",
+        "prompt_table_extra_id", "prompt_table_extra_ids", "prompt_vocab_size", "return_context_logits",
+        "return_generation_logits", "runtime_top_p_decay", "runtime_top_p_min", "runtime_top_p_reset_ids",
+        "skip_cross_attn_blocks", "use_draft_logits", "video_bytes_input",
     }
-)
+)  # fmt: skip
 """Refused unless the tensor is without elements, of zeros, or of empty strings."""
-WITHOUT_EFFECT = frozenset(
-    {
-        "beam_search_diversity_rate",
-        "decoder_input_lengths",
-        "early_stopping",
-        "len_penalty",
-        "length_penalty",
-        "pad_id",
-        "retention_decode_duration_ms",
-        "retention_decode_priority",
-        "retention_token_range_durations_ms",
-        "retention_token_range_ends",
-        "retention_token_range_priorities",
-        "retention_token_range_starts",
-    }
-)
-"""Accepted: parameters of beams, padding and cache hints change nothing that a client can see here."""
 
 _PERF_OUTPUT_TYPES: dict[str, TensorType] = {
     "kv_cache_alloc_new_blocks": _INT,

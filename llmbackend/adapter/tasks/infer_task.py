@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
 
-from llmbackend.core.activity.messages import InstanceActivity
-from llmbackend.core.backend_api import Attributes, ErrorCode, RequestTrace, SpanEvent, Tenant, TraceSpan, TritonError
+from llmbackend.core.backend_api import Attributes, ErrorCode, RequestTrace, SpanEvent, TraceSpan, TritonError
 from llmbackend.engine.errors import DeathKind
 from llmbackend.engine.messages import InferRequest, RequestEvent, SamplingParams, StepOutput
 from llmbackend.waiting.timer import Alarm
 
 from ..lora import NO_ADAPTER, AdapterHandle
 from ..requests.response_sender import Choice, ResponseSender, TaskUsage
-from ..requests.resuming import Piece, PieceRecord
+from ..requests.resuming import PieceRecord
 from ..schemas.schema import Reply, TaskTimes
 from ..text.output_assembler import OutputAssembler
 from .placement import PlacementState
@@ -34,10 +33,10 @@ class InferTask:
 
     # Slots, here and in what else a token passes through: after a step's pause each object comes from cold memory.
     __slots__ = (
-        "_adapter", "_choice", "_finished", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
-        "_num_prompt_logprobs", "_record", "_reply", "_sender", "_stream", "alarms", "assembler", "infer_request",
+        "_adapter", "_choice", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
+        "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
         "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "num_accepted_draft_tokens",
-        "num_draft_tokens", "num_preemptions", "output_token_ids", "place", "timeout_us", "times",
+        "num_draft_tokens", "num_preemptions", "output_token_ids", "place", "sender", "times",
     )  # fmt: skip
 
     def __init__(
@@ -61,11 +60,12 @@ class InferTask:
         adapter: stays loaded as long as the task lives
         record: for the deltas of a resumable request
         """
+        self.sender = sender
+        """Shared with the other tasks of its request."""
         self.infer_request = infer_request
         self.output_token_ids = list(prior_output_ids)
         self.assembler = assembler
         self.times = times
-        self.timeout_us = sender.timeout_us
         self.is_delayed = False
         """Owner: TaskMap. It waited longer than its level's timeout."""
         self.is_suspect = False
@@ -88,10 +88,10 @@ class InferTask:
         self._kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
         self._num_prompt_logprobs = 0
-        self._sender = sender
         self._reply = reply
         self._stream = stream
-        self._finished = False
+        self.has_ended = False
+        """Whether its last response was made."""
 
     @property
     def request_id(self) -> str:
@@ -101,29 +101,6 @@ class InferTask:
     def lora_name(self) -> str:
         """As clients know the adapter; "" = none."""
         return self._adapter.name
-
-    @property
-    def client_id(self) -> str:
-        """The id that the client gave its request, which need not be unique; "" when it gave none."""
-        return self._sender.client_id
-
-    @property
-    def tenant(self) -> Tenant:
-        return self._sender.tenant
-
-    @property
-    def number(self) -> int:
-        """Of its request."""
-        return self._sender.number
-
-    @property
-    def activity(self) -> InstanceActivity:
-        """Of the instance that has its request."""
-        return self._sender.activity
-
-    @activity.setter
-    def activity(self, activity: InstanceActivity) -> None:
-        self._sender.activity = activity
 
     @property
     def lane(self) -> tuple[int, bool]:
@@ -142,7 +119,7 @@ class InferTask:
     @property
     def num_own_choices(self) -> int:
         """How many choices its client gets of its prompt; 0 where another task of the prompt counts them."""
-        return 0 if self._choice else self._sender.num_choices
+        return 0 if self._choice else self.sender.num_choices
 
     @property
     def num_cached_tokens(self) -> int:
@@ -177,19 +154,6 @@ class InferTask:
     def finish_reason(self) -> str | None:
         """Why the generation ended; None while it continues."""
         return self.assembler.finish_reason
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its last response was made."""
-        return self._finished
-
-    def take_known_pieces(self) -> tuple[Piece, ...]:
-        """Of its request: see ResponseSender."""
-        return self._sender.take_known_pieces()
-
-    def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Registers what a cancel of the request calls; only before the task is queued."""
-        self._sender.on_cancel(callback)
 
     def resume_request(self) -> InferRequest:
         """The request with which an engine continues after the tokens so far."""
@@ -234,7 +198,7 @@ class InferTask:
 
     def count_end(self, reason: str) -> None:
         """The generation has ended. Before its last response."""
-        self._sender.count_end(
+        self.sender.count_end(
             TaskUsage(self.num_own_prompt_tokens, self.num_cached_tokens, self.num_new_tokens, self.num_preemptions),
             reason,
         )
@@ -244,18 +208,18 @@ class InferTask:
         assembler = self.assembler
         if assembler.finish_reason is not None:
             outputs = self._reply.outputs(assembler.take(), self)
-            self._finished = True
+            self.has_ended = True
             pieces = () if self._record is None else (self._record.take(),)
-            self._sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs, pieces), self.times)
+            self.sender.end(Choice(self._choice, assembler.cumulative_logprob, outputs, pieces), self.times)
         elif self._stream and (assembler.chunk.text or not self._reply.waits_for_text):
             outputs = self._reply.outputs(assembler.take(), self)
-            self._sender.send(outputs, None if self._record is None else self._record.take())
+            self.sender.send(outputs, None if self._record is None else self._record.take())
 
     def fail(self, error: TritonError) -> None:
         """Ends the generation with `error`; does nothing when it has ended."""
-        if not self._finished:
-            self._finished = True
-            self._sender.fail(error, self.times, None if self._record is None else self._record.failed(error))
+        if not self.has_ended:
+            self.has_ended = True
+            self.sender.fail(error, self.times, None if self._record is None else self._record.failed(error))
 
 
 PROVIDER: Final = "llmbackend"
@@ -336,12 +300,12 @@ class TracedInferTask(InferTask):
         super().add_output(output, now_ns)
 
     def respond(self) -> None:
-        if (reason := self.finish_reason) is not None and not self._finished:
+        if (reason := self.finish_reason) is not None and not self.has_ended:
             self._tell(reason)
         super().respond()
 
     def fail(self, error: TritonError) -> None:
-        if not self._finished:
+        if not self.has_ended:
             if self.lost_ns:
                 self._recoveries.append(self._recovery(time.monotonic_ns(), is_error=True))
             self._tell("abort" if error.code is ErrorCode.CANCELLED else "error")

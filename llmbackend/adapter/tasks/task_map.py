@@ -135,7 +135,7 @@ class TaskMap:
             return [
                 request_id
                 for request_id, task in self._tasks.items()
-                if task.client_id == client_id and by.may_end(task.tenant)
+                if task.sender.client_id == client_id and by.may_end(task.sender.tenant)
             ]
 
     # --- into the queue -----------------------------------------------------------------------------------------------
