@@ -1,7 +1,7 @@
-"""What an instance of the `llm` backend tells those who watch the server: an engine's reports in the host's words.
+"""Reports of an instance to clients that watch the server: the engine's reports as the host's messages.
 
-For: ModelInstanceState and ModelState. Does not know: who watches, how events are sent. Invariant: nothing is made that
-nobody watches, except for the description of an instance, which somebody asked for.
+For: ModelInstanceState and ModelState. Does not know: who watches, how events are sent. Invariant: no message is made
+unless a client watches, except for the description of an instance.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class InstanceReports:
         )
 
     def taken(self, tasks: Sequence[InferTask]) -> None:
-        """The engine has these from now on, which another instance may have received."""
+        """The engine has taken tasks, which another instance may have received."""
         moved = [task for task in tasks if task.sender.activity is not self._activity]
         for task in moved:
             task.sender.activity = self._activity
@@ -82,12 +82,12 @@ class InstanceReports:
             self.put_back(moved, NO_ROW)
 
     def put_back(self, tasks: Iterable[InferTask], reason: str) -> None:
-        """These wait again."""
+        """The tasks wait again."""
         if self._activity.kinds:
             self._activity.report(RequestsReceived(_requests((task, reason) for task in tasks)))
 
     def describe(self, state: EngineState, config: EngineConfig, info: ModelInfo) -> InstanceDescription:
-        """Takes time in proportion to the requests of the model."""
+        """Takes time in proportion to the model's requests."""
         queued = NO_ROW if state.name == "ready" else NO_ENGINE
         reasons = [
             (task, self._waiting.get(task.sender.number, "") if has_engine else queued)

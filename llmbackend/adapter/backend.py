@@ -109,7 +109,7 @@ def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _FirstInstance:
-    """What of the model's first instance decides its engine's device."""
+    """The fields of the model's first instance that decide its engine's device."""
 
     name: str
     kind: InstanceGroupKind
@@ -117,8 +117,7 @@ class _FirstInstance:
 
 
 def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
-    """What a model would be, and what its engines would take, without starting one; an error has the text that starting
-    an engine would give."""
+    """Describes a model and the memory of its engines without starting one. Errors are those of a start."""
     from llmbackend.engine.load_forecast import forecast
 
     state: ModelState = model.state

@@ -32,10 +32,8 @@ class DevicePlacement:
         self._engines_at: Counter[str] = Counter()
 
     def place(self, config: EngineConfig, instance: ModelInstance) -> EngineConfig:
-        """The arguments of this instance's engine with its device; give them to `leave` when it has ended.
-
-        Raises TritonError INVALID_ARG.
-        """
+        """The arguments of this instance's engine with its device, for `leave` when it has ended. Raises TritonError
+        INVALID_ARG."""
         with self._lock:
             device = self._device(config, instance)
             self._engines_at[device] += 1
@@ -61,8 +59,7 @@ class DevicePlacement:
         return "cpu" if config.device == AUTO else config.device
 
     def _least_used(self, config: EngineConfig, gpus: tuple[int, ...]) -> str:
-        """The first of neighbouring GPUs, one for each rank. Where the driver lists no GPUs, the engine looks for them
-        itself."""
+        """The first of neighbouring GPUs, one for each rank; "cuda:0" where the driver lists none."""
         width = config.num_ranks
         if gpus and len(gpus) < width:
             ranks = "" if config.pipeline_parallel_size == 1 else f", which makes {width} ranks"

@@ -73,12 +73,12 @@ MULTI_LORA_FILE = "multi_lora.json"
 LORA_NAMES = "lora_names"
 """The config.pbtxt parameter in which a loaded model lists its adapters."""
 SAMPLING_DEFAULTS = "sampling_defaults"
-"""The config.pbtxt parameter in which a loaded model has its own sampling parameters, as a JSON object."""
+"""The config.pbtxt parameter in which a loaded model shows its own sampling parameters, as a JSON object."""
 LORA_MODELS = "lora_models"
 """The config.pbtxt parameter in which a loaded model lists the adapters that are models of the OpenAI API by their own
 names: those of the engine argument lora_modules (vLLM's rule), none of a multi_lora.json (Triton's rule)."""
 TEXT_PARAMETERS = ("chat_template", "tool_call_parser", "reasoning_parser")
-"""Engine arguments that a loaded model has as config.pbtxt parameters, for frontends that read what it writes; the chat
+"""Engine arguments that a loaded model shows as config.pbtxt parameters, for frontends that parse its output; the chat
 template as its text."""
 _OTHER_PARAMETERS = frozenset(
     {SERVED_MODEL_NAME, ENGINE_CONFIG_PATH, TENSOR_SCHEMA, LORA_NAMES, LORA_MODELS, SAMPLING_DEFAULTS, REPORT_METRICS}
@@ -189,16 +189,14 @@ def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> M
 
 def read_given_arguments(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Engine arguments of a command line or a program, as text or as in a model.json, checked one by one and together.
-
-    directory: of relative paths. Raises TritonError INVALID_ARG naming argument and value.
-    """
+    directory: of relative paths. Raises TritonError INVALID_ARG naming argument and value."""
     arguments = _convert(values, "arguments", directory)
     _engine_config(arguments)
     return arguments
 
 
 def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> ModelConfig:
-    """A copy of `config` with what frontends may know of a loaded model."""
+    """A copy of `config` with these parameters."""
     copy = model_config_pb2.ModelConfig()
     copy.CopyFrom(config)
     for name, value in parameters.items():
@@ -210,11 +208,8 @@ def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> Model
 
 
 def check_checkpoint(engine: EngineConfig) -> None:
-    """Checks that a local directory holds a checkpoint whose files and config.json agree.
-
-    The engine would say so, too, but only after seconds, when it has imported torch and transformers. Raises
-    TritonError INVALID_ARG.
-    """
+    """Checks that a local directory holds a checkpoint whose files and config.json agree: the engine would refuse it
+    only after seconds, when torch and transformers are imported. Raises TritonError INVALID_ARG."""
     model, path = engine.model, Path(engine.model)
     if not _is_directory(model, path):
         return
@@ -232,7 +227,7 @@ def check_checkpoint(engine: EngineConfig) -> None:
 
 
 def _is_directory(model: str, path: Path) -> bool:
-    """Whether the engine argument 'model' is a directory of a checkpoint, and not a hub id or a name."""
+    """Whether the engine argument 'model' is a checkpoint's directory, not a hub id or a name."""
     try:
         if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
             raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")

@@ -1,10 +1,10 @@
 """The LoRA adapters of a model: those of its configuration, and those that operators load and unload while it serves.
 
-For: request conversion, which takes an adapter for each request, ModelState, and the loops of engines, which bring
-their engine to what is wanted here. Does not know: matrices, tensors, HTTP. Invariants: a name stands for one set of
-weights from a request's conversion to its end, also when it is loaded anew or unloaded meanwhile. Engines read copies
-of an adapter's files, which never change, so that an engine that starts later computes the same. Each change is
-answered once, a load within its deadline, also while a disk does not answer: files are read on a thread of their own.
+For: request conversion, which takes an adapter for each request, ModelState, and the loops of engines, which load what
+is wanted here. Does not know: matrices, tensors, HTTP. Invariants: a request has the same weights from its conversion
+to its end, also when its adapter's name is loaded again or unloaded meanwhile. Engines read copies of an adapter's
+files, which never change, so that an engine that starts later computes the same. Each change is answered once, a load
+within its deadline, even while a disk hangs: files are read on a separate thread.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ logger = logging.getLogger(__name__)
 Answer = Callable[[TritonError | None], None]
 
 LOAD_TIMEOUT_S: Final = 60.0
-"""For one adapter: reading its files, and the engines' load. 4 GiB from a disk of 100 MB/s take 43 s."""
+"""To read an adapter's files and load it in the engines. 4 GiB from a disk of 100 MB/s take 43 s."""
 _MAX_READS: Final = 8
-"""At the same time. Each has a thread, which a disk that does not answer keeps beyond the deadline."""
-
-
+"""At the same time. Each has a thread, which a hanging disk keeps beyond the deadline."""
 WEIGHTS: Final = "adapter_model.safetensors"
 FILES: Final = {"adapter_config.json": 1 << 20, WEIGHTS: 4 << 30}
-"""What PEFT writes for an adapter, and how many bytes of it are taken."""
+"""The files of an adapter (PEFT's names) and their largest sizes in bytes."""
 _MAX_HEADER_BYTES: Final = 16 << 20
 _MAX_RANK: Final = 512
 """The largest max_lora_rank that vLLM takes."""
@@ -68,11 +66,11 @@ class AdapterCopies:
         self._root: OwnedFolder | None = None
         self._is_closed = False
         self._removed: SimpleQueue[str | None] = SimpleQueue()
-        """`put` can be called again within itself, as a finalizer may."""
+        """A SimpleQueue, because a finalizer may call `put` within `put`."""
         self._remover = threading.Thread(target=self._remove_all, name="lora-copies", daemon=True)
 
     def copy(self, folder: str, path: str) -> str:
-        """Copies the adapter at `path` below `folder`; the copy's folder. Raises TritonError."""
+        """Copies the adapter at `path` below `folder`; returns the copy's folder. Raises TritonError."""
         with self._lock:
             if self._is_closed:
                 raise unavailable("the model was unloaded")
@@ -91,16 +89,16 @@ class AdapterCopies:
             self.remove(str(target))
             raise
         finally:
-            if self._is_closed:  # meanwhile: `close` may have come before a file was made
+            if self._is_closed:  # `close` may have removed the root before a file was made
                 shutil.rmtree(self._root.path, ignore_errors=True)
         return str(target)
 
     def remove(self, copy: str) -> None:
-        """Soon. Any thread."""
+        """Removes a copy soon. Any thread."""
         self._removed.put(copy)
 
     def close(self) -> None:
-        """A copy that is being made is removed at its end."""
+        """A copy that is still being made is removed when it is complete."""
         with self._lock:
             self._is_closed = True
         if self._root is not None:
@@ -160,8 +158,8 @@ def _unusable(path: str, reason: str) -> TritonError:
 
 
 def _check_header(source: BinaryIO, size_bytes: int) -> None:
-    """Raises ValueError unless the header describes the whole file, and only matrices as large as an adapter's: before
-    gigabytes are copied. Source: the format of safetensors."""
+    """Raises ValueError unless the header describes the whole file, and only matrices as large as an adapter's. Done
+    before gigabytes are copied. Source: the format of safetensors."""
     header_bytes = int.from_bytes(source.read(8), "little")
     if not 0 < header_bytes <= min(_MAX_HEADER_BYTES, size_bytes - 8):
         raise ValueError(f"its header has {header_bytes} bytes, expected 1 to {_MAX_HEADER_BYTES}, within the file")
@@ -203,14 +201,14 @@ def _why(path: str, error: OSError) -> TritonError:
 
 
 class AdapterHandle:
-    """An adapter in use: as long as someone holds it, engines keep the adapter."""
+    """An adapter in use: engines keep it as long as the handle exists."""
 
     __slots__ = ("__weakref__", "key", "name")
 
     def __init__(self, key: str, name: str = "") -> None:
         """name: as clients know it; "": the key."""
         self.key = key
-        """Its name in engines and in the prefix cache: another one each time that a name is loaded."""
+        """Its name in engines and in the prefix cache, different for each load of a name."""
         self.name = name or key
 
 
@@ -221,7 +219,7 @@ NO_ADAPTER = AdapterHandle("")
 class _Loading:
     name: str
     path: str
-    """As the operator calls it."""
+    """As the operator gave it."""
     answer: Answer
     alarm: Alarm
     """At its deadline."""
@@ -229,7 +227,7 @@ class _Loading:
     """"" while the files are being read."""
     handle: AdapterHandle = NO_ADAPTER
     engines: set[int] = field(default_factory=set)
-    """Which were told to load it, and have not reported the result."""
+    """Those that have not reported the result."""
 
 
 class LoraRegistry:
@@ -245,8 +243,8 @@ class LoraRegistry:
     ) -> None:
         """configured: name → folder; None = this model takes no adapters
         timer: for the deadlines of loads; stopped after `close`
-        on_change: there is something new in `wanted`
-        on_names: an adapter that was loaded at run time is served, or is not any more
+        on_change: called after a change of `wanted`
+        on_names: called when an adapter that was loaded at run time is served, or no longer served
         """
         self._is_enabled = configured is not None
         self._configured = dict(configured or {})
@@ -263,7 +261,7 @@ class LoraRegistry:
         self._num_reads = 0
 
     def wanted(self) -> Mapping[str, str]:
-        """What engines should have, key → folder; a changed mapping is another object."""
+        """The adapters that engines should have, key → folder; a changed mapping is another object."""
         return self._wanted
 
     def take(self, name: str) -> AdapterHandle:
@@ -288,10 +286,10 @@ class LoraRegistry:
         engines: Callable[[], Iterable[int]],
         answer: Answer,
     ) -> None:
-        """Has the adapter copied and loaded by the engines, and returns at once; `answer` is called when all engines
-        have it, when it cannot be loaded, or UNAVAILABLE when that takes longer than the deadline.
+        """Begins to copy the adapter and load it in the engines; `answer` is called when all engines have it, when it
+        cannot be loaded, or with UNAVAILABLE at the deadline.
 
-        engines: those that run when the files have been copied
+        engines: asked for the running engines when the files have been copied
         Raises TritonError when the load cannot begin; then `answer` is not called.
         """
         with self._lock:
@@ -311,7 +309,7 @@ class LoraRegistry:
         self._timer.set(loading.alarm, time.monotonic_ns() + int(self._load_timeout_s * 1e9))
 
     def _read(self, key: str, folder: str, path: str, engines: Callable[[], Iterable[int]]) -> None:
-        """On a thread of its own."""
+        """On a separate thread."""
         try:
             copy = self._copies.copy(folder, path)
         except TritonError as error:
@@ -326,7 +324,7 @@ class LoraRegistry:
                 self._num_reads -= 1
 
     def _offer(self, key: str, copy: str, engines: set[int]) -> None:
-        """To the engines, unless the load was given up meanwhile."""
+        """Offers the copy to the engines, unless the load was given up meanwhile."""
         with self._lock:
             loading = self._loading.get(key)
             if loading is None or not engines:
@@ -340,7 +338,7 @@ class LoraRegistry:
         self._on_change()
 
     def _give_up(self, key: str, error: TritonError) -> None:
-        """Nothing is left of the load; what is still being read is removed then. Does nothing after its end."""
+        """Ends a load with an error; does nothing when it has ended. A copy that is being made is removed later."""
         with self._lock:
             loading = self._loading.pop(key, None)
         if loading is not None:
@@ -363,7 +361,7 @@ class LoraRegistry:
         return bool(self._loading)
 
     def unload(self, name: str) -> None:
-        """Requests that have it go on. Raises TritonError when there is no such adapter."""
+        """Requests that use it continue. Raises TritonError when there is no such adapter."""
         if name in self._configured:
             raise invalid_argument(f"The lora adapter '{name}' is part of the model's configuration: it stays loaded.")
         with self._lock:
@@ -374,7 +372,7 @@ class LoraRegistry:
             del handle
 
     def loaded(self, engine: int, result: AdapterResult) -> None:
-        """An engine's own word."""
+        """An engine has loaded the adapter, or reports why it cannot, or why it lost it."""
         with self._lock:
             loading = self._loading.get(result.name)
             if loading is None:
@@ -394,7 +392,7 @@ class LoraRegistry:
         loading.answer(invalid_argument(text, param="lora_path") if text else None)
 
     def engine_ended(self, engine: int) -> None:
-        """Or is to be replaced. What it was to load is given up: it may have died of that, and so would the next."""
+        """Also when it will be replaced. Its loads are given up: one of them may have killed it."""
         with self._lock:
             waiting = [key for key, one in self._loading.items() if engine in one.engines]
         for key in waiting:
@@ -425,7 +423,7 @@ class LoraRegistry:
                 )
 
     def _retire(self, key: str, copy: str) -> None:
-        """Nobody has the adapter any more."""
+        """The adapter's last handle is gone."""
         with self._lock:
             self._wanted = {one: path for one, path in self._wanted.items() if one != key}
         self._copies.remove(copy)
@@ -433,11 +431,11 @@ class LoraRegistry:
 
 
 NO_LORAS = LoraRegistry(None, Timer(), lambda: None)
-"""Of a model without adapters."""
+"""The registry of a model without adapters."""
 
 
 LORA_CHANGE: Final = "triton_lora_change"
-"""JSON of a LoraChange. Only a frontend can send the parameter, which has checked the role of the API key: clients'
+"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: clients'
 parameters never begin with `triton_`."""
 
 
@@ -446,16 +444,16 @@ class LoraChange:
     action: Literal["load", "unload"]
     name: str
     folder: str = ""
-    """The operator's, below which adapters lie."""
+    """The operator's folder of adapters."""
     path: str = ""
     in_place: bool = False
-    """Whether it may take the place of a loaded one of this name."""
+    """Whether it may replace a loaded adapter of this name."""
 
 
 _decode_change = msgspec.json.Decoder(LoraChange).decode
 
 
 def lora_change(request: Request) -> LoraChange | None:
-    """None for a request that changes nothing."""
+    """None for a request for inference."""
     value = request.parameters.get(LORA_CHANGE)
     return None if value is None else _decode_change(str(value))

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from operator import attrgetter
 from typing import get_args
 
 from llmbackend.core.backend_api import Backend, MetricFamily, MetricKind
@@ -22,8 +21,8 @@ from .tasks.infer_task import InferTask
 
 _LABELS = ("model", "version")
 _VLLM_LABELS = (*_LABELS, "model_name", "engine")
-"""Of metrics with vLLM's names: vllm_backend's labels, and those of vLLM's own server, which gateways and dashboards
-read: the name that clients use, and the engine's index, here always 0, since the series are of all engines together."""
+"""Labels of metrics with vLLM's names: those of vllm_backend and those of vLLM's own server, which gateways and
+dashboards read: the name that clients use, and the engine, always 0, since the series are of all engines together."""
 _SECONDS_SHORT = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -57,31 +56,26 @@ _GAUGES = {
     _LOAD: "Time to start and load the model's latest engine.",
     "vllm:kv_cache_usage_perc": "Share of KV-cache blocks in use; 1 means all of them.",
 }
+_COUNTED_BY_ENGINES = {
+    "vllm:num_preemptions_total": ("num_preemptions", "Preemptions of running requests."),
+    "vllm:prompt_tokens_total": ("prompt_tokens", "Prompt tokens processed."),
+    "vllm:generation_tokens_total": ("generation_tokens", "Tokens generated."),
+    "vllm:prefix_cache_queries_total": (
+        "prefix_cache_queries",
+        "Tokens of admitted requests that were looked up in the prefix cache.",
+    ),
+    "vllm:prefix_cache_hits_total": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "vllm:spec_decode_num_drafts_total": ("num_drafts", "Steps of a request with draft tokens."),
+    "vllm:spec_decode_num_draft_tokens_total": ("num_draft_tokens", "Draft tokens."),
+    "vllm:spec_decode_num_accepted_tokens_total": ("num_accepted_tokens", "Accepted draft tokens."),
+    _BREACHES: ("num_invariant_breaches", "Self-checks that found something lost or left behind."),
+}
+"""Counters that grow with a field of the engines' EngineStats."""
 _COUNTERS = {
-    "vllm:num_preemptions_total": "Preemptions of running requests.",
-    "vllm:prompt_tokens_total": "Prompt tokens processed.",
-    "vllm:generation_tokens_total": "Tokens generated.",
-    "vllm:prefix_cache_queries_total": "Tokens of admitted requests that were looked up in the prefix cache.",
-    "vllm:prefix_cache_hits_total": "Tokens found in the prefix cache.",
-    "vllm:spec_decode_num_drafts_total": "Steps of a request with draft tokens.",
-    "vllm:spec_decode_num_draft_tokens_total": "Draft tokens.",
-    "vllm:spec_decode_num_accepted_tokens_total": "Accepted draft tokens.",
     _RECOVERED: "Requests that continued after their engine died.",
     _POISON: "Requests that were ended because they killed the engine.",
-    _BREACHES: "Self-checks that found something lost or left behind.",
+    **{name: description for name, (_, description) in _COUNTED_BY_ENGINES.items()},
 }
-_COUNTED_BY_ENGINES = {
-    "vllm:num_preemptions_total": attrgetter("num_preemptions"),
-    "vllm:prompt_tokens_total": attrgetter("prompt_tokens"),
-    "vllm:generation_tokens_total": attrgetter("generation_tokens"),
-    "vllm:prefix_cache_queries_total": attrgetter("prefix_cache_queries"),
-    "vllm:prefix_cache_hits_total": attrgetter("prefix_cache_hits"),
-    "vllm:spec_decode_num_drafts_total": attrgetter("num_drafts"),
-    "vllm:spec_decode_num_draft_tokens_total": attrgetter("num_draft_tokens"),
-    "vllm:spec_decode_num_accepted_tokens_total": attrgetter("num_accepted_tokens"),
-    _BREACHES: attrgetter("num_invariant_breaches"),
-}
-"""Counters whose growth is that of a number in an engine's snapshots."""
 _HISTOGRAMS = {
     "vllm:time_to_first_token_seconds": ("Arrival to first token.", _SECONDS_FIRST_TOKEN),
     "vllm:inter_token_latency_seconds": ("Time between two outputs of a request.", _SECONDS_SHORT),
@@ -130,7 +124,7 @@ class SeriesUsers:
 
 
 class _Unreported:
-    """A family of a model that does not report it."""
+    """A metric family that is not reported."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None: ...
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
@@ -144,10 +138,7 @@ class _Unreported:
 
 
 class LlmMetrics:
-    """The metrics of one model version. `_lock` owns the engines' last snapshots.
-
-    All that tokens change is written once per step.
-    """
+    """The metrics of one model version, written once per step. `_lock` owns the engines' last snapshots."""
 
     def __init__(self, backend: Backend, model: str, version: int, reports_vllm: bool, client_name: str) -> None:
         """reports_vllm: whether metrics with vLLM's names are written. client_name: what clients call the model."""
@@ -239,13 +230,13 @@ class LlmMetrics:
             engines = list(self._engines.values())
         self._kv_blocks.engine_stats(engine, stats)
         self._update_gauges(engines, num_queued)
-        for name, counted in _COUNTED_BY_ENGINES.items():
-            if (after := counted(stats)) != (earlier := counted(before)):
+        for name, (field, _) in _COUNTED_BY_ENGINES.items():
+            if (after := getattr(stats, field)) != (earlier := getattr(before, field)):
                 grown = after - earlier if after > earlier else after
                 self._families[name].increment(grown, **self._labels_of(name))
 
     def engine_removed(self, engine: int, num_queued: int) -> None:
-        """The engine was stopped and others continue: its requests and blocks are no longer counted."""
+        """The engine was stopped while others continue: its requests and blocks are no longer counted."""
         with self._lock:
             self._engines.pop(engine, None)
             engines = list(self._engines.values())
@@ -278,8 +269,7 @@ class LlmMetrics:
         self._observe_seconds("vllm:request_queue_time_seconds", now_ns - task.times.exec_start_ns)
 
     def outputs(self, first_s: Sequence[float], next_s: Sequence[float]) -> None:
-        """The outputs of a step that have tokens. first_s: arrival to the first token, of those that got it; next_s:
-        since the last one, of the others."""
+        """The latencies that a step's tokens end. first_s: from arrival to first token; next_s: between two outputs."""
         if first_s:
             self._first_token.observe_all(first_s, **self._vllm_labels)
         if next_s:

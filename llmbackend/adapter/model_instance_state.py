@@ -44,14 +44,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimes:
-    """When the outputs of a step came, and how long their clients had waited for them."""
+    """When the outputs of one step came, and the latencies that they end."""
 
     def __init__(self, now_ns: int) -> None:
         self.now_ns = now_ns
         self.first_token_s: list[float] = []
-        """Since the arrival of their requests, of those that got their first token."""
+        """From a request's arrival to its first token."""
         self.inter_token_s: list[float] = []
-        """Since their last output, of the others."""
+        """Between two outputs of a request."""
 
 
 class ModelInstanceState:
@@ -108,13 +108,13 @@ class ModelInstanceState:
         self._engine.manager.watch(Watch(steps="steps" in kinds, blocks="blocks" in kinds))
 
     def describe(self) -> InstanceDescription:
-        """The instance now, for those who watch. Any thread."""
+        """The instance now, for watching clients. Any thread."""
         engine = self._engine
         return self._reports.describe(engine.manager.state, engine.config, engine.info)
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """What the engine holds now; an engine on another machine, or on a thread of this process, has no resident
-        memory that could be told. Any thread."""
+        """What the engine holds now. The resident memory of an engine on another machine, or on a thread of this
+        process, is not known. Any thread."""
         engine = self._engine
         pid, info = engine.manager.state.pid, engine.info
         usage = process_memory(pid) if pid else []
@@ -198,8 +198,8 @@ class ModelInstanceState:
     # --- callbacks, on the engine's loop ------------------------------------------------------------------------------
 
     def _get_requests(self, room: int) -> Sequence[InferRequest]:
-        """At most `room` requests in the queue's order, without those that are for other engines; none for an engine
-        that is not ready while another is."""
+        """At most `room` requests in the queue's order, without those that wait for another engine; none for an engine
+        that is not ready while another one is."""
         if not self._tasks.num_queued:
             return ()
         ready = self._model.ready_engines()
@@ -217,7 +217,7 @@ class ModelInstanceState:
         return [request for task in tasks if (request := self._resumed(task)) is not None]
 
     def _resumed(self, task: InferTask) -> InferRequest | None:
-        """What the engine gets of a task; None when that cannot be made, and the task was answered."""
+        """The task's request for the engine; None when it cannot be made, and the task was answered."""
         try:
             return task.resume_request()
         except Exception as error:
@@ -259,7 +259,8 @@ class ModelInstanceState:
         """The dead engine's requests continue in the next free engine, except one that keeps killing engines."""
         engine, model = self._engine, self._model
         lost = self._tasks.engine_died(engine.assignment, request_ids, cause.kind, time.monotonic_ns())
-        logger.warning("%s: engine %d died, %d requests go on: %s", model.name, engine.index, len(lost.requeued), cause)
+        num_requeued = len(lost.requeued)
+        logger.warning("%s: engine %d died, %d requests continue: %s", model.name, engine.index, num_requeued, cause)
         try:
             self._report_lost(lost.requeued, cause)
         finally:  # a report that fails keeps no request from another engine, or from its answer
@@ -337,7 +338,7 @@ class ModelInstanceState:
         self._model.fail(task, error, reason)
 
     def _remove(self, task: InferTask, output: StepOutput) -> None:
-        """Takes the task out of the map; an engine that does not know yet that it ended is told to stop."""
+        """Takes the task out of the map, and stops it in an engine that has not ended it."""
         if output.finish_reason is not None:
             self._tasks.pop(task.request_id)
         else:

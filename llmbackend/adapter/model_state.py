@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _SENT_TOGETHER: Final = 32
-"""Responses that are sent again."""
+"""Repeated responses of a resumed request that are sent in one portion."""
 
 
 class ModelState:
@@ -227,7 +227,7 @@ class ModelState:
         return bool(self.tasks.num_queued) or self.loras.is_loading
 
     def ready_engines(self) -> list[EngineHandle]:
-        """Those that take requests now. One that is down seems the emptiest of all: no request should wait for it."""
+        """The engines that take requests now. One that is down has the most room: no request should wait for it."""
         return [engine for engine in tuple(self._engines) if engine.manager.is_up and not engine.why_not_ready()]
 
     def assignments(self) -> list[EngineAssignment]:
@@ -257,37 +257,34 @@ class ModelState:
             engine.manager.wake()
 
     def wake_later(self, engine: EngineHandle, due_ns: int) -> None:
-        """An engine with room left requests to others: it looks again when they are late, or a little earlier: an
-        alarm that is set already will do. On the engine's loop."""
+        """Has an engine that left requests to others look again at `due_ns`, or earlier if its alarm is set already. On
+        the engine's loop."""
         if not time.monotonic_ns() < engine.wakes_at_ns <= due_ns:
             engine.wakes_at_ns = due_ns
             self._timer.start()
             self._timer.set(engine.manager.wake, due_ns)
 
     def _limits(self) -> ModelLimits:
-        infos = [engine.info for engine in self._engines]
+        infos, engine = [engine.info for engine in self._engines], self.arguments.engine
+        vocab_size = min(info.vocab_size for info in infos)
         return ModelLimits(
             max_tokens=min(info.max_request_tokens for info in infos),
-            vocab_size=min(info.vocab_size for info in infos),
+            vocab_size=vocab_size,
             max_prompt_tokens=self.arguments.max_prompt_tokens,
             max_output_tokens=self.arguments.max_output_tokens,
             kv_block_size=max(info.block_size for info in infos),
             eos_token_ids=infos[0].eos_token_ids,
-            structured_outputs=self.arguments.engine.structured_outputs_config,
+            structured_outputs=engine.structured_outputs_config,
             max_messages_bytes=self.arguments.max_messages_bytes,
-            trusts_request_templates=self.arguments.engine.trust_request_chat_template,
-            template_options=_template_options(self.arguments.engine),
-            max_logprobs=self._max_logprobs(min(info.vocab_size for info in infos)),
+            trusts_request_templates=engine.trust_request_chat_template,
+            template_options=_template_options(engine),
+            max_logprobs=vocab_size if engine.max_logprobs < 0 else engine.max_logprobs,
         )
 
     def report_lora_requests(self) -> None:
         """On the engine's loop, after a step."""
         if self.arguments.engine.enable_lora:
             self.metrics.set_lora_requests(*self.tasks.lora_names(), self.arguments.engine.max_loras)
-
-    def _max_logprobs(self, vocab_size: int) -> int:
-        most = self.arguments.engine.max_logprobs
-        return vocab_size if most < 0 else most
 
     # --- requests come ------------------------------------------------------------------------------------------------
 
@@ -297,11 +294,8 @@ class ModelState:
         convert: Callable[[], Sequence[InferTask]],
         refuse: Callable[[TritonError], None],
     ) -> None:
-        """Converts a long request on another thread than its instance's, and submits its tasks.
-
-        convert: makes the tasks; none when it has answered the request itself
-        refuse: answers it with an error
-        """
+        """Converts a long request on another thread than its instance's, and submits its tasks. For `convert` and
+        `refuse` see Conversion."""
         level = self._policies.level(self._policies.priority(request.priority))
         whole_ns, queue_ns = self._deadlines_ns(level, request.timeout_us, time.monotonic_ns())
         if not self._policies.policy(level).reject:
@@ -323,14 +317,14 @@ class ModelState:
                 self._give_up(task, internal(f"the request could not be queued: {error}"))
 
     def _give_up(self, task: InferTask, error: TritonError) -> None:
-        """Ends a task that may be in the map, with an engine, or have ended."""
+        """Ends a task in any state."""
         if task.request_id in self.tasks:
             self._request_stop(task.request_id, error)
         elif not task.has_ended:
             self.fail(task, error)
 
     def _submit(self, tasks: Sequence[InferTask]) -> None:
-        tasks = self._going_on(tasks)
+        tasks = self._unfinished(tasks)
         if not tasks:
             return
         refusal = self.why_no_engine() or self.tasks.admit(*tasks)
@@ -351,21 +345,21 @@ class ModelState:
         self.update_waiting_gauge()
         self.wake_engines()
 
-    def _going_on(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
-        """Brings the tasks of a request that is resumed to where they were, and ends those that had ended; the others.
-        What is sent again is sent in portions, so that its receiver is never woken for much of it at once."""
+    def _unfinished(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
+        """The tasks that continue. Repeats the responses of a resumed request before, in portions, so that its receiver
+        never gets many at once."""
         pieces = tasks[0].sender.take_known_pieces()
         for start in range(0, len(pieces), _SENT_TOGETHER):
             with responses_together():
                 for piece in pieces[start : start + _SENT_TOGETHER]:
-                    self._go_on(tasks[piece.index], piece)
+                    self._repeat(tasks[piece.index], piece)
         for task in tasks:
             if task.finish_reason is not None and not task.has_ended:
                 self._end(task, task.finish_reason)
         return [task for task in tasks if not task.has_ended]
 
-    def _go_on(self, task: InferTask, piece: Piece) -> None:
-        """Makes a response again."""
+    def _repeat(self, task: InferTask, piece: Piece) -> None:
+        """Makes a response of a resumed request again."""
         if task.has_ended:
             logger.error("%s: request %s: a delta is after the end of its generation", self.name, task.request_id)
             return
@@ -384,15 +378,15 @@ class ModelState:
         task.respond()
 
     def update_waiting_gauge(self) -> None:
-        """After a change of the queue; an engine's steps update it, too."""
+        """After a change of the queue. Steps update it, too."""
         self.metrics.set_num_queued(self.tasks.num_waiting)
 
     def _refused(self, reason: str) -> TritonError:
         return unavailable(f"model '{self.name}' accepts no more requests: {reason}")
 
     def _deadlines_ns(self, level: int, timeout_us: int, start_ns: int) -> tuple[int, int]:
-        """Of a whole request (its own `timeout`, the model's request_timeout_s), and of its time in the queue; 0 =
-        none."""
+        """Deadlines of the whole request (its `timeout` and the model's request_timeout_s) and of its time in the
+        queue; 0 = none."""
         timeouts_s = [self.arguments.request_timeout_s, timeout_us * 1e-6]
         timeout_s = min((one for one in timeouts_s if one), default=0.0)
         whole_ns = start_ns + int(timeout_s * 1e9) if timeout_s else 0

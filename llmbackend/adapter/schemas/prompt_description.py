@@ -1,5 +1,5 @@
-"""Outputs that describe a prompt and its sampling parameters (vLLM's names), for a request that generates nothing;
-written so that no single interpreter call grows with the prompt."""
+"""Outputs that describe a prompt and its sampling parameters (vLLM's names), for a request that generates nothing. No
+single interpreter call grows with the prompt."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ _TOKENS_PER_CALL: Final = 8192
 
 
 def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_model_len_tokens: int) -> list[Tensor]:
-    """The outputs, some of DESCRIPTION_OUTPUTS. The text of a prompt that was given as token ids has its special
-    tokens."""
+    """The requested outputs of DESCRIPTION_OUTPUTS. The text of a prompt of token ids has its special tokens."""
     ids, outputs, tensors = prompt.token_ids, inputs.options.outputs, []
     if "prompt_token_ids" in outputs:
         parts = [np.array(part, np.int32) for part in _parts(ids)]
@@ -44,30 +43,20 @@ def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_
 
 
 def _parts(ids: Sequence[int]) -> list[Sequence[int]]:
-    """At least one."""
     return [ids[start : start + _TOKENS_PER_CALL] for start in range(0, max(len(ids), 1), _TOKENS_PER_CALL)]
 
 
-_OWN = (
-    "n",
-    "stop",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "bad_words",
-)
+_OWN = ("n", "stop", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "bad_words")
+"""Fields of GenerationParams."""
 
 
 def sampling_json(params: GenerationParams, sent: Mapping[str, Any]) -> bytes:
-    """The parameters as they hold, with the model's own defaults and cut to what has room, as a JSON object.
-
-    sent: what the request said
-    """
+    """The effective parameters, with the model's own defaults and cut to the context, as a JSON object. sent: those of
+    the request."""
     values: dict[str, Any] = {name: getattr(params.sampling, name) for name in params.sampling.__struct_fields__}
     values |= {name: getattr(params, name) for name in _OWN}
     values["seed"] = values["seed"] if sent.get("seed") not in (None, -1) else None
-    values["logit_bias"] = values["logit_bias"] or None
-    values["allowed_token_ids"] = values["allowed_token_ids"] or None
-    values["logprob_token_ids"] = values["logprob_token_ids"] or None
+    for name in ("logit_bias", "allowed_token_ids", "logprob_token_ids"):
+        values[name] = values[name] or None
     values["structured_outputs"] = sent.get("structured_outputs")
     return msgspec.json.encode(values)

@@ -1,8 +1,7 @@
-"""Sampling parameters: what clients send and what generation_config.json says, checked, as the engine's message.
+"""Sampling parameters of requests and of generation_config.json: checked, and made the engine's message.
 
-For: request conversion; the one place with each parameter's name, type and range. Does not know: tensors, engines.
-Invariants: the result is complete and self-contained (a seed is always drawn); every refusal names parameter, value and
-range.
+For: request conversion. The only place with each parameter's name, type and range. Does not know: tensors, engines.
+Invariants: the result is complete (a seed is always drawn); every refusal names parameter, value and range.
 Sources: vLLM's SamplingParams and ModelConfig.get_diff_sampling_param (applied by vLLM's OpenAI server, not by
 vllm_backend). Values may be strings, as in vllm_backend.
 """
@@ -53,17 +52,10 @@ SEED_MASK = (1 << 63) - 1
 
 NOT_SUPPORTED = frozenset(
     {
-        "detokenize",
-        "early_stopping",
-        "extra_args",
-        "flat_logprobs",
-        "length_penalty",
-        "logits_processors",
-        "output_kind",
-        "response_format",
-        "use_beam_search",
+        "detokenize", "early_stopping", "extra_args", "flat_logprobs", "length_penalty", "logits_processors",
+        "output_kind", "response_format", "use_beam_search",
     }
-)
+)  # fmt: skip
 """Parameters that vLLM has and this backend does not; they are refused by name."""
 
 IGNORED_REQUEST_PARAMETERS = frozenset({"id"})
@@ -85,31 +77,31 @@ class GenerationParams:
     lora_name: str = ""
     """The LoRA adapter; "" = none."""
     n: int = 1
-    """Choices that the client gets."""
+    """How many choices the client gets."""
     add_special_tokens: bool | None = None
     """Whether the tokenizer adds its special tokens to the prompt; None: to a text, but not to a conversation."""
     truncate_prompt_tokens: int | None = None
     """How many tokens of the prompt are kept; -1: as many as leave room for max_tokens."""
     truncation_side: str = "left"
-    """Which end of the prompt is cut off: "left" or "right"."""
+    """The end of the prompt that is cut off: "left" or "right"."""
     suffix: str = ""
-    """The text behind the one that is generated; "" = none."""
+    """The text after the generated one; "" = none."""
     spaces_between_special_tokens: bool = True
     bad_words: tuple[str, ...] = ()
-    """Texts that may not be generated."""
+    """Texts that must not be generated."""
     priority: int = 0
     """The priority level; 0: the model's default, or the request's."""
     best_of: int = 1
-    """Choices that are generated; the client gets the n with the largest cumulative logprob."""
+    """How many choices are generated; the client gets the n with the largest cumulative logprob."""
     constraint: Constraint | None = None
-    """What the output must be."""
+    """Structured output."""
     reasoning: ReasoningParams | None = None
-    """How the model marks reasoning, and how much of it there may be."""
+    """The model's markers of reasoning, and the budget."""
 
     def of_choice(self, index: int) -> GenerationParams:
-        """The parameters of one of the choices: as alone, with the seed `index` higher."""
+        """The parameters of one choice, as if alone: with the seed `index` higher."""
         sampling = msgspec.structs.replace(self.sampling, seed=(self.sampling.seed + index) & SEED_MASK)
-        if index:  # those of the prompt are the same for all
+        if index:  # the first choice has them for all
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return replace(self, sampling=sampling, n=1, best_of=1)
 
@@ -254,7 +246,7 @@ def _one_of(*choices: str) -> Parser:
 
 
 def _logit_bias(name: str, value: Any) -> dict[Any, float]:
-    """Keys that are no numbers are kept: `_check_vocabulary` names all wrong keys in one error."""
+    """Wrong keys are kept: `_check_vocabulary` names them all in one error."""
     items = _from_json_text(name, value)
     if not isinstance(items, dict):
         raise _refuse(name, value, "an object of token id to bias")
@@ -264,7 +256,7 @@ def _logit_bias(name: str, value: Any) -> dict[Any, float]:
 
 
 def _token_id(key: Any) -> Any:
-    """The number in a key of a JSON object, which is a string."""
+    """A key of a JSON object, as a number if it is one."""
     return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20 else key
 
 
@@ -302,14 +294,14 @@ _PARSERS: dict[str, Parser] = {
     "best_of": _integer(1, MAX_CHOICES),
 }
 _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
-"""Parameters that structured_outputs/ reads, several at once."""
+"""Parameters that structured_outputs/ reads."""
 ACCEPTED = tuple(sorted((*_PARSERS, *_READ_TOGETHER)))
 _OUTSIDE_SAMPLING = (
     "stop", "include_stop_str_in_output", "skip_special_tokens", "cache_salt", "lora_name", "n", "best_of",
     "add_special_tokens", "truncate_prompt_tokens", "truncation_side", "suffix", "spaces_between_special_tokens",
     "bad_words", "priority",
 )  # fmt: skip
-"""Parameters that the engine's SamplingParams do not have."""
+"""Parameters that are not fields of SamplingParams."""
 
 
 def parse_sampling_parameter(name: str, value: Any) -> Any:
@@ -339,8 +331,8 @@ def parse_sampling_parameters(
 
     room_tokens: how many tokens fit after the prompt; max_tokens is cut to it
     vocab_size: bounds token ids
-    max_logprobs: tokens of a position whose logprobs may be asked for
-    logprobs_needed: an output needs the sampled token's logprob, with or without `logprobs`
+    logprobs_needed: whether an output needs the sampled token's logprob, also without the parameter
+    max_logprobs: most tokens of a position whose logprobs a request gets
     defaults: the model's own, for parameters that are missing or null
 
     Without a default, a max_tokens of null is all the room. Without a seed, or with vLLM's -1, one is drawn.
@@ -357,7 +349,7 @@ def parse_sampling_parameters(
     max_tokens = _max_tokens(fields, defaults, room_tokens)
     chosen = {**defaults, **{name: value for name, value in fields.items() if value is not None}}
     chosen.pop("max_tokens", None)
-    if chosen.get("top_p") == 0.0:  # only the most likely token is left
+    if chosen.get("top_p") == 0.0:  # greedy
         chosen |= {"temperature": 0.0, "top_p": 1.0}
     _check_min_tokens(chosen, values, max_tokens, room_tokens)
     _check_vocabulary(chosen, vocab_size)
@@ -372,7 +364,7 @@ def parse_sampling_parameters(
         max_tokens=max_tokens,
         seed=random.getrandbits(63) if seed == -1 else seed & SEED_MASK,
         logprobs=logprobs,
-        top_k=min(max(top_k, 0), vocab_size),  # a larger one is off, and may not fit the engine's integers
+        top_k=min(max(top_k, 0), vocab_size),  # a larger one has no effect, and may not fit the engine's integers
         **chosen,
     )
     return GenerationParams(sampling=sampling, constraint=constraint, reasoning=reasoning, **others)
@@ -481,7 +473,7 @@ def _file_of(config: EngineConfig) -> Mapping[str, Any]:
 
 
 def _checkpoint_of(config: EngineConfig) -> Path:
-    """The first that a load needs of a hub id. Raises TritonError INVALID_ARG."""
+    """The model's directory. For a hub id, it is the load's first access to the hub. Raises TritonError INVALID_ARG."""
     try:
         return local_directory(config.model, config.engine_python)
     except (ValueError, OSError) as error:

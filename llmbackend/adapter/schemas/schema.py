@@ -1,7 +1,7 @@
-"""What a schema is: the translation between a model's Triton tensors and generations, and what all schemas share.
+"""The interface of schemas, which translate between a model's Triton tensors and generations, and what they share.
 
-For: the schemas of vLLM and TensorRT-LLM, and code that uses one without knowing which. Does not know: any tensor's
-name. Invariant: what a schema reads from a request is complete; nothing later looks at its tensors.
+For: the schemas of vLLM and TensorRT-LLM, and their users. Does not know: a schema's tensors. Invariant: a schema reads
+a request completely; nothing reads its tensors later.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ SEQUENCE_INDEX: Final = "sequence_index"
 """The output that says to which choice a response belongs."""
 PROMPT_OUTPUTS: Final = ("prompt_token_ids", "prompt_logprobs", "prompt_text", "prompt_first_token")
 """Outputs that are in one response of a request."""
-
-
 CONSTRAINT_FIELDS = frozenset(FIELDS)
 GUIDE_TYPE, GUIDE = "guided_decoding_guide_type", "guided_decoding_guide"
-"""TensorRT-LLM's tensors of a constraint."""
+"""TensorRT-LLM's tensors for structured output."""
 
 
 @dataclass(slots=True)
@@ -61,7 +59,7 @@ class TaskTimes:
 
 @dataclass(frozen=True, slots=True)
 class OutputOptions:
-    """Which outputs a generation has, and how they are sent."""
+    """The outputs of a generation, and how they are sent."""
 
     stream: bool
     prepend_prompt: bool
@@ -75,7 +73,7 @@ class OutputOptions:
 
 @dataclass(frozen=True, slots=True)
 class LlmInputs:
-    """What one generation was asked for. Exactly one of text_input, messages and input_ids is set."""
+    """The request for one generation. Exactly one of text_input, messages and input_ids is set."""
 
     options: OutputOptions
     sampling: Mapping[str, Any]
@@ -84,11 +82,11 @@ class LlmInputs:
     messages: bytes | None = None
     """JSON."""
     parsed_messages: Any = None
-    """Their value, where the host has it; None: it must be parsed."""
+    """The parsed messages, where the host has them; None = not parsed yet."""
     input_ids: npt.NDArray[Any] | None = None
     """Token ids: integers, one dimension."""
     prior_output_ids: npt.NDArray[Any] | None = None
-    """Tokens that the generation has sent before and continues after; never empty."""
+    """Tokens that were sent before, after which the generation continues; never empty."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
     """Sequences of token ids, each of which ends the generation."""
     max_tokens_must_fit: bool = False
@@ -96,11 +94,11 @@ class LlmInputs:
     bias: TokenBias = NO_BIAS
     """Added to logits, on top of `sampling`."""
     batch_index: int = 0
-    """Of the prompt in its request."""
+    """The prompt's index in its request."""
     num_sequences: int = 1
     """Generations of its prompt."""
     sequence_index: int = 0
-    """Of the generation among those of its prompt."""
+    """The generation's index among those of its prompt."""
     prompt_only: bool = False
     """Whether nothing is generated: the outputs describe the prompt."""
 
@@ -115,11 +113,11 @@ class Prompt:
 
 
 class Generation(Protocol):
-    """What a reply can tell about its generation besides the tokens."""
+    """What a reply may read of its generation besides the tokens."""
 
     times: TaskTimes
     num_draft_tokens: int
-    """That engines guessed for it."""
+    """Tokens that engines guessed for it."""
     num_accepted_draft_tokens: int
 
     @property
@@ -138,7 +136,7 @@ class Generation(Protocol):
 
     @property
     def num_missed_kv_blocks(self) -> int:
-        """KV blocks of its prompt that were not."""
+        """KV blocks of its prompt that were not found there."""
 
     @property
     def assembler(self) -> OutputAssembler: ...
@@ -148,7 +146,7 @@ class Reply(Protocol):
     """Makes the outputs of one generation, response by response."""
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """Of the next tokens of the prompt."""
+        """entries: of the next tokens of the prompt"""
 
     @property
     def waits_for_text(self) -> bool:
@@ -169,8 +167,8 @@ class Schema(Protocol):
     """Whether the model's generation_config.json gives the sampling parameters that a request omits."""
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        """A copy of `config` with what it does not declare. Raises TritonError INVALID_ARG for a declared tensor that
-        does not fit."""
+        """A copy of `config` with the tensors that it does not declare. Raises TritonError INVALID_ARG for a declared
+        tensor that does not fit."""
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
         """A request's generations, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED for
@@ -182,7 +180,7 @@ class Schema(Protocol):
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
     ) -> Reply:
-        """not_enforced: places of keywords of the request's schemas that its grammar does not hold the answer to"""
+        """not_enforced: paths of the JSON schema keywords that the request's grammar does not enforce"""
 
     def client_error(self, error: TritonError) -> TritonError:
         """`error` with the text that clients of this schema expect."""
@@ -203,7 +201,7 @@ class TensorType:
     """"" = any datatype, and any dims."""
     dims: tuple[int, ...] = (1,)
     usual: str = "TYPE_FP16"
-    """The datatype of a tensor that may have any, in a configuration that does not declare it."""
+    """The datatype of a tensor of any datatype, where a configuration does not declare it."""
 
     def __str__(self) -> str:
         return f"{self.data_type}{list(self.dims)}"
@@ -227,7 +225,6 @@ def complete_config(
 
 
 def without_batches(config: ModelConfig) -> None:
-    """Requests are batched inside the engine."""
     if config.max_batch_size:
         logger.warning("model '%s': max_batch_size is set to 0, requests are batched inside the engine", config.name)
         config.max_batch_size = 0
@@ -275,14 +272,14 @@ def single(tensor: Tensor) -> Any:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """The size of its elements; of BYTES, without the overhead of Python objects."""
+    """The size of its elements; for BYTES, of their contents."""
     if tensor.datatype != "BYTES":
         return tensor.data.nbytes
     return sum(map(len, tensor.data.ravel().tolist()))
 
 
 def may_have_constraint(request: Request) -> bool:
-    """Whether the request may ask for structured output; false where it certainly does not."""
+    """False if the request certainly does not ask for structured output."""
     if GUIDE_TYPE in request.inputs or not CONSTRAINT_FIELDS.isdisjoint(request.parameters):
         return True
     tensor = request.inputs.get("sampling_parameters")
@@ -301,8 +298,8 @@ def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:
 
 
 def outputs_of(values: Mapping[str, Any], datatypes: Mapping[str, str], *, stream: bool) -> Sequence[Tensor]:
-    """The outputs with these values, by name: as values where there is a response per token, as tensors where all
-    tokens are in one, so that making them is not left to the event loop."""
+    """The outputs with these values, by name: as values in a stream, which has a response per token; otherwise as
+    tensors, so that the event loop need not make large ones."""
     layout = layout_of(tuple(values), tuple([datatypes[name] for name in values]))
     outputs = Outputs(layout, tuple(values.values()))
     return outputs if stream else outputs.tensors
