@@ -178,10 +178,10 @@ class LlmApiReply:
     def __init__(self, options: OutputOptions, prompt: Prompt) -> None:
         self._options = options
         self._text = prompt.text if options.prepend_prompt else ""
-        """All of it so far."""
+        """The whole text so far."""
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """No client of these tensors asks for them."""
+        """These tensors have no output for them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         self._text += "".join(chunk.text)

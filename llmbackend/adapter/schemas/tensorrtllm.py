@@ -1,4 +1,4 @@
-"""TensorRT-LLM's tensors: how requests are read and answered, in the form of its users and in that of its core model.
+"""How requests with TensorRT-LLM's tensors are read and answered, in its users' form and in that of its core model.
 
 For: models of the schemas "tensorrtllm" and "tensorrtllm_core". Does not know: tokenizers, engines. Invariant:
 TensorRT-LLM's rules and defaults apply, not vLLM's.
@@ -243,7 +243,7 @@ class Row:
         return bool(self.number(name, default))
 
     def text(self, name: str) -> str:
-        """ "" where it is not given."""
+        """The input's string; "" when it is not given."""
         return decoded(name, self.number(name, b""))
 
     def texts(self, name: str) -> list[str]:
@@ -292,7 +292,7 @@ _GUIDE_TYPES = {
 
 
 def _constraint(row: Row) -> Constraint | None:
-    """What the guide asks of the output; a preprocessing model sends empty strings where nothing was asked."""
+    """The guide's constraint. A preprocessing model sends empty strings for no guide."""
     kind, guide = _guide_text(row, "guided_decoding_guide_type"), _guide_text(row, "guided_decoding_guide")
     if not kind and not guide:
         return None
@@ -386,7 +386,7 @@ class TensorRtLlmReply:
         self._log_prob_sum = 0.0
 
     def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """No client of these tensors asks for them."""
+        """These tensors have no output for them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token
@@ -414,8 +414,7 @@ class TensorRtLlmReply:
 
 
 def performance(generation: Generation) -> dict[str, Any]:
-    """The numbers of `return_perf_metrics` so far. Blocks are counted from tokens, so recomputation after a preemption
-    does not show."""
+    """The outputs of `return_perf_metrics` so far. Blocks are counted from tokens: recomputation does not show."""
     times = generation.times
     blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
     drafts, accepted = generation.num_draft_tokens, generation.num_accepted_draft_tokens

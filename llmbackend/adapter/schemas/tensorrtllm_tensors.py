@@ -1,7 +1,7 @@
 """TensorRT-LLM's tensors: names, datatypes and shapes, and which of them this backend does not serve.
 
 For: TensorRtLlmSchema. Does not know: how a tensor is read. Invariant: every tensor of TensorRT-LLM's own
-configurations is here, so that they load unchanged; one that is not served is refused by name when a request uses it.
+configurations is here, so that they load unchanged; a request that uses one that is not served is refused by its name.
 Source: inflight_batcher_llm's config.pbtxt files (TensorRT-LLM 1.0), and the names of earlier releases.
 """
 

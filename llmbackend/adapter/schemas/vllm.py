@@ -1,4 +1,4 @@
-"""vllm_backend's tensors: what a client may send and ask for, and how requests are read and answered.
+"""vllm_backend's tensors, and how requests are read and answered.
 
 For: models of the schema "vllm", the default. Does not know: tokenizers, engines. Invariant: names, datatypes, shapes
 and rules are those of vllm_backend, so that its clients work unchanged; additions of this backend are marked.
@@ -88,18 +88,18 @@ INPUTS: dict[str, TensorType] = {
     # The prompt as text, and the text of its first token, which `prompt_logprobs` does not name.
     "return_prompt_text": _FLAG,
     "return_prompt_first_token": _FLAG,
-    # Nothing is generated, and no engine sees the request: the answer says what the prompt is. Such a prompt may be
-    # longer than the context, or empty. With it alone: the names of its tokens as a JSON list, and the context's size.
+    # Nothing is generated, and no engine gets the request: the answer describes the prompt, which may be longer than
+    # the context, or empty. Only with it: the names of the prompt's tokens as a JSON list, and the context's size.
     "prompt_only": _FLAG,
     "return_prompt_tokens": _FLAG,
     "return_max_model_len": _FLAG,
-    # The request is checked as a generation would be, and the answer has its sampling parameters as they would hold.
+    # The request is checked as for a generation, and the answer has its effective sampling parameters.
     "return_sampling_parameters": _FLAG,
-    # The tokens that an interrupted generation has sent: this request continues after them.
+    # The tokens that an interrupted generation has sent; this request continues after them.
     "prior_output_ids": TensorType("TYPE_INT32", (-1,)),
-    # All counts of a generation so far, with its first and its last response: others then have only their text.
+    # All counts of a generation so far, with its first and its last response, so that others have only their text.
     "return_usage": _FLAG,
-    # Which keywords of the request's schemas its answer is not held to, with the first response.
+    # The keywords of the request's JSON schemas that are not enforced, with the first response.
     "return_not_enforced": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
@@ -136,7 +136,7 @@ USAGE = "usage"
 MAX_TOKENS_MUST_FIT = "triton_max_tokens_must_fit"
 """A request parameter that only the OpenAI frontend can set: vLLM's OpenAI server refuses what vllm_backend cuts."""
 _SCANNED_BYTES, _SCANNED_KEYS = 4 << 20, 1024
-"""A longer JSON text is not searched for its largest parameter."""
+"""Longer JSON texts are not searched for their largest parameter."""
 VLLM_BACKEND = "vllm"
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
 NOT_SUPPORTED_INPUTS = ("image", "embedding_request")
@@ -200,15 +200,7 @@ class VllmSchema:
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
     ) -> Reply:
-        return VllmReply(
-            inputs,
-            not_enforced=not_enforced,
-            prompt=prompt,
-            prompt_text=prompt.text if inputs.options.prepend_prompt else "",
-            wants_logprobs=any(inputs.sampling.get(one) is not None for one in ("logprobs", "logprob_token_ids")),
-            prompt_as_text=_as_text(prompt, tokenizer) if "prompt_text" in inputs.options.outputs else "",
-            tokenizer=tokenizer,
-        )
+        return VllmReply(inputs, prompt, tokenizer, not_enforced)
 
     def _read_options(self, request: Request, source: str, sampling: Mapping[str, Any]) -> OutputOptions:
         stream = _flag(request, "stream")
@@ -249,7 +241,7 @@ class VllmSchema:
 
 
 def _described(request: Request) -> OutputOptions:
-    """Of a request that asks what its prompt is."""
+    """The options of a request that generates nothing."""
     enabled = {name for name in OUTPUTS if _flag(request, f"return_{name}")}
     if others := enabled - DESCRIPTION_OUTPUTS:
         raise invalid_argument(f"'return_{min(others)}' is true, but 'prompt_only' generates nothing")
@@ -291,10 +283,6 @@ def _too_long(text: bytes, size: int) -> TritonError:
     return invalid_argument(f"input 'sampling_parameters' has {size} bytes, expected at most {limit}")
 
 
-def _as_text(prompt: Prompt, tokenizer: ModelTokenizer) -> str:
-    return prompt.text or tokenizer.decode(prompt.token_ids)
-
-
 def _prior_output_ids(request: Request) -> npt.NDArray[Any] | None:
     tensor = request.inputs.get("prior_output_ids")
     return None if tensor is None or not tensor.data.size else tensor.data.ravel()
@@ -314,47 +302,39 @@ class VllmReply:
     """
 
     __slots__ = (
-        "_has_prompt_outputs", "_is_first", "_not_enforced", "_outputs", "_prompt_as_text", "_prompt_logprobs",
+        "_has_prompt_outputs", "_is_first", "_not_enforced", "_outputs", "_prepended", "_prompt_logprobs",
         "_prompt_logprobs_json", "_prompt_text", "_prompt_token_ids", "_sequence_index", "_stream", "_text_layout",
         "_tokenizer", "_wants_logprobs", "waits_for_text",
     )  # fmt: skip
 
     def __init__(
-        self,
-        inputs: LlmInputs,
-        *,
-        prompt: Prompt,
-        prompt_text: str,
-        prompt_as_text: str,
-        wants_logprobs: bool,
-        tokenizer: ModelTokenizer,
-        not_enforced: Sequence[str] = (),
+        self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str]
     ) -> None:
-        """prompt_text: prepended to the first text
-        prompt_as_text: where it is an output of its own
-        wants_logprobs: whether the request has a `logprobs` parameter
-        tokenizer: names tokens in logprobs
-        """
         self._outputs = inputs.options.outputs
         self._stream = inputs.options.stream
         self.waits_for_text = "text_output" in self._outputs
-        """So that text and tokens of a response belong together."""
+        """A response's text and tokens then belong together."""
         names = [name for name in _TEXTS if name in self._outputs]
         is_text = "text_output" in names and len(names) == len(self._outputs) and self._stream
         self._text_layout = layout_of(tuple(names), ("BYTES",) * len(names)) if is_text else None
-        """Of a stream that has nothing but text: what most streams are, and so the short way."""
+        """Of a stream of nothing but text, as most are; None for others."""
         self._sequence_index = inputs.sequence_index
-        self._prompt_text = prompt_text
-        self._prompt_as_text = prompt_as_text
+        self._prepended = prompt.text if inputs.options.prepend_prompt else ""
+        """To the first text."""
+        self._prompt_text = ""
+        """The output of this name."""
+        if "prompt_text" in self._outputs:
+            self._prompt_text = prompt.text or tokenizer.decode(prompt.token_ids)
         self._prompt_token_ids = prompt.token_ids
         self._prompt_logprobs: list[dict[str, dict[str, object]]] = []
         self._prompt_logprobs_json: list[bytes] = []
         self._is_first = True
-        """No usage has been sent."""
+        """Whether no usage has been sent."""
         self._not_enforced: Sequence[str] | None = not_enforced
-        """None: has been sent."""
+        """None once they have been sent."""
         self._has_prompt_outputs = inputs.sequence_index == 0 and not self._outputs.isdisjoint(PROMPT_OUTPUTS)
-        self._wants_logprobs = wants_logprobs
+        asked = (inputs.sampling.get(name) for name in ("logprobs", "logprob_token_ids"))
+        self._wants_logprobs = any(value is not None for value in asked)
         self._tokenizer = tokenizer
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
@@ -363,7 +343,7 @@ class VllmReply:
             return Outputs(layout, (text, str(chunk.finish_reason)) if len(layout.names) == 2 else (text,))
         values: dict[str, Any] = {}
         if "text_output" in self._outputs:
-            prompt, self._prompt_text = self._prompt_text, ""
+            prompt, self._prepended = self._prepended, ""
             values["text_output"] = prompt + text
         if len(self._outputs) > len(values):
             values |= self._additional(chunk, generation)
@@ -377,15 +357,15 @@ class VllmReply:
         if "prompt_logprobs" in self._outputs:
             positions = [self._position(entry) for entry in entries]
             self._prompt_logprobs += positions
-            self._prompt_logprobs_json += map(_encode_json, positions)  # now, since all at once would take long
+            self._prompt_logprobs_json += map(_encode_json, positions)  # encoding all at once would take long
 
     def _of_prompt(self) -> list[Tensor]:
-        """What only the first response has."""
+        """The outputs of the first response alone."""
         tensors: list[Tensor] = []
         if "prompt_token_ids" in self._outputs:
             tensors.append(Tensor.of("prompt_token_ids", np.array(self._prompt_token_ids, np.int32)))
         if "prompt_text" in self._outputs:
-            tensors.append(Tensor.text("prompt_text", self._prompt_as_text))
+            tensors.append(Tensor.text("prompt_text", self._prompt_text))
         if "prompt_first_token" in self._outputs:
             tensors.append(Tensor.text("prompt_first_token", self._tokenizer.token_text(self._prompt_token_ids[0])))
         if "prompt_logprobs" in self._outputs:
