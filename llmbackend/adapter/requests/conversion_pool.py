@@ -1,6 +1,6 @@
-"""Threads that convert long requests, so that the instance's thread can admit others meanwhile.
+"""Converts long requests on threads, so that the instance's thread can admit others meanwhile.
 
-Invariant: each request here has a reserved place in the queue (TaskMap.reserve), and is converted or refused, once.
+Invariant: each request here has a reserved place in the queue (TaskMap.reserve), and is converted or refused once.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _FEW_ELEMENTS = 64
 
 
 def is_short(request: Request) -> bool:
-    """Whether a request can be converted on its instance's thread. A constraint is compiled, which may take long; so do
-    responses that are made again."""
+    """Whether a request can be converted on its instance's thread. Compiling a constraint may take long, as may
+    repeating the responses of a resumed request."""
     if request.resume is not None and len(request.resume.deltas) > _FEW_ELEMENTS:
         return False
     tensors = request.inputs.values()
@@ -55,7 +55,7 @@ class Conversion:
     refuse: Callable[[TritonError], None]
     """Answers the request with an error."""
     has_begun: bool = False
-    """Whether it runs or was refused."""
+    """Whether it is running or was refused."""
     is_stopped: bool = False
     """Whether its tasks are stopped as soon as they are queued."""
     alarm: Alarm | None = None
@@ -64,8 +64,8 @@ class Conversion:
 class ConversionPool:
     """`_changed` owns the set of conversions and their flags.
 
-    A cancel, its deadline or `drain` end a conversion that has not begun. One that runs is queued first; then the same
-    cancel or deadline ends its tasks.
+    A cancel, the deadline or `drain` ends a conversion that has not begun. One that is running is queued first; then
+    its tasks end.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class ConversionPool:
         with self._changed:
             if conversion.has_begun or conversion not in self._live:
                 return
-            conversion.has_begun = True  # so that no other caller refuses or runs it
+            conversion.has_begun = True
         self._tasks.release(conversion.level)
         try:
             conversion.refuse(error)

@@ -1,7 +1,7 @@
 """A request's prompt: from its text, conversation or token ids to the tokens that the engine gets.
 
-For: request conversion. Does not know: sampling beyond what cuts a prompt, the engine. Invariants: a prompt has only
-tokens of the vocabulary; a text or conversation that certainly has too many tokens is refused before it is tokenised.
+For: request conversion. Does not know: the engine. Invariants: a prompt has only tokens of the vocabulary; a text or
+conversation that certainly has too many tokens is refused before it is tokenised.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..text.tokenizer import ModelTokenizer, TooManyTokensError
 
 MAX_DESCRIBED_TOKENS: Final = 1 << 20
 MAX_DESCRIBED_CHARS: Final = 4 << 20
-"""Of a prompt that is described and not generated from, which need not fit into the context: of a text of so many
-characters a conversion thread makes tokens in one to two seconds."""
+"""Limits of a prompt that is only described, which need not fit into the context. A text of so many characters takes a
+conversion thread one to two seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,9 @@ class PromptBounds:
     below_tokens: int
     max_chars: int
     max_messages: int
-    """Also the largest number of content parts."""
+    """And content parts."""
     why: str
-    """Behind the error's text."""
+    """The reason, at the end of an error."""
 
     @classmethod
     def of_context(cls, limits: ModelLimits, max_token_chars: int) -> PromptBounds:
@@ -43,7 +43,7 @@ class PromptBounds:
         return cls(most, most * max_token_chars, most, f"this model's maximum context length is {most} tokens")
 
     def described(self) -> PromptBounds:
-        """Those of a prompt that is only described, or cut to what fits."""
+        """The bounds of a prompt that is only described, or cut to what fits."""
         return PromptBounds(
             max(self.below_tokens, MAX_DESCRIBED_TOKENS + 1),
             max(self.max_chars, MAX_DESCRIBED_CHARS),
@@ -85,7 +85,7 @@ class PromptMaker:
         return self._prompt(inputs, adds, keep, self._described)
 
     def _params(self, values: Mapping[str, Any]) -> tuple[bool | None, slice | None]:
-        """add_special_tokens, and which tokens of the prompt to keep; None = all."""
+        """add_special_tokens, and the tokens of the prompt that are kept; None = all."""
         adds, keep, side, most = (
             parse_sampling_parameter(name, values.get(name))
             for name in ("add_special_tokens", "truncate_prompt_tokens", "truncation_side", "max_tokens")
@@ -137,7 +137,7 @@ class PromptMaker:
 
     def _encode(self, text: str, add_special_tokens: bool, keep: slice | None, bounds: PromptBounds) -> tuple[int, ...]:
         _check_chars(len(text), bounds)
-        if not text and bounds is not self._described:  # the tokenizer would perhaps add a special token
+        if not text and bounds is not self._described:  # the tokenizer might add a special token
             return ()
         try:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, below=bounds.below_tokens)
@@ -190,7 +190,7 @@ def _check_chars(count: int, bounds: PromptBounds) -> None:
 
 
 _PROBE: Final = "☺"
-"""A character that SentencePiece merges with none behind it."""
+"""A character that SentencePiece does not merge with the next one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ class FimForm:
     before_prefix: str
     before_suffix: str
     middle: str = ""
-    """At the end; "" = none: the suffix comes first, and the text continues where the prefix ends."""
+    """At the end; "" = none: the suffix comes first, and the prompt ends with the prefix."""
     strips_space: bool = False
     """Whether the suffix is tokenised without the space that SentencePiece puts before a text."""
 
@@ -222,11 +222,10 @@ FORMS: Final = (
 
 
 class FimEncoder:
-    """Prompts for filling in the middle: the text before a gap and the text behind it, in the form that a model knows.
+    """Prompts for filling in the middle: the texts before and after a gap, in the form that the model was trained with.
 
-    A form is used only where the tokenizer has each of its markers as a token; both texts are tokenised as any prompt,
-    so that only the markers come from here. What the tokenizer adds at a prompt's end is left out: the text is
-    generated there. Read-only: any thread uses it.
+    Both texts are tokenised as any prompt; only the markers are added. What the tokenizer adds at a prompt's end is
+    left out, since the text is generated there. Read-only: any thread uses it.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, form: FimForm, marker_ids: tuple[int, ...]) -> None:
@@ -263,7 +262,7 @@ class FimEncoder:
 
 
 def fim_encoder(tokenizer: ModelTokenizer, vocab_size: int) -> FimEncoder | None:
-    """By the first form whose markers are all tokens of the model; None where there is none."""
+    """For the first form whose markers are all tokens of the model; None if there is none."""
     for form in FORMS:
         ids = [tokenizer.token_id(marker) for marker in form.markers]
         known = tuple(token_id for token_id in ids if token_id is not None and token_id < vocab_size)

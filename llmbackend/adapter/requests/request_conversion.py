@@ -1,7 +1,7 @@
-"""One Triton request → for each of its generations an InferRequest for the engine and an InferTask for its responses.
+"""Converts a Triton request: an InferRequest for the engine and an InferTask for the responses of each generation.
 
-For: ModelInstanceState; everything about a request that can be checked before the engine sees it is checked here. Does
-not know: queues, threads. Invariant: a converted request can be generated: its prompt is not empty, has only tokens of
+For: ModelInstanceState. All that can be checked before the engine gets a request is checked here. Does not know:
+queues, threads. Invariant: an engine can generate from a converted request: its prompt is not empty, has only tokens of
 the vocabulary, and leaves room for a token.
 """
 
@@ -42,29 +42,29 @@ class _CheckedGeneration:
     prompt: Prompt
     params: GenerationParams
     grammar: Grammar
-    """Its text is "" where any text will do."""
+    """NO_GRAMMAR without a constraint."""
     reasoning: Reasoning | None
     adapter: AdapterHandle
     prior: StepOutput | None = None
-    """The output that the client has, behind which this one begins."""
+    """The output that the client has already."""
     grammar_ns: tuple[int, int] | None = None
-    """When the check of the grammar began and ended; None = there is none."""
+    """Begin and end of the grammar's check."""
 
     @property
     def reasoning_for_engine(self) -> Reasoning | None:
-        """None where the engine need not know which tokens are reasoning."""
+        """None if the engine need not know which tokens are reasoning."""
         is_limited = self.reasoning is not None and self.reasoning.max_tokens is not None
         return self.reasoning if is_limited or self.grammar.text else None
 
     @property
     def prompt_marker(self) -> str | None:
-        """The marker of the reasoning in which the prompt ends; None where it ends elsewhere, or is not asked for."""
+        """The start marker of reasoning, if the prompt ends within reasoning and the client gets text tokens."""
         is_open = self.reasoning is not None and self.reasoning.is_open and self.inputs.options.text_tokens
         return self.params.reasoning.start if is_open and self.params.reasoning is not None else None
 
 
 def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
-    """A prompt's generations, with the seeds of as many single ones."""
+    """A prompt's generations, each with its own seed."""
     count = generation.params.best_of
     if count == 1:
         return [generation]
@@ -79,7 +79,7 @@ def _choices(generation: _CheckedGeneration) -> list[_CheckedGeneration]:
 
 
 def _spans(request: Request, prompts: Sequence[_CheckedGeneration], num_generations: int) -> RequestSpans | None:
-    """None for a request that is not traced, or in a form without spans."""
+    """None for a request without a trace that takes spans."""
     trace = request.trace
     if trace is None or not trace.takes_spans:
         return None
@@ -110,9 +110,9 @@ class RequestConverter:
         self._grammars = GrammarCompiler(tokenizer.special_text, limits.vocab_size)
 
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
-        """A task for each generation; none for a request that only asks what its prompt is, which is answered.
+        """A task for each generation; none for a request that only describes its prompt, which is answered.
 
-        Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client; then nothing was done to the request.
+        Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client, who was not answered then.
         """
         wanted = self._schema.read(request)
         if wanted[0].prompt_only:
@@ -156,7 +156,7 @@ class RequestConverter:
         return self._policies.level(self._policies.priority(priority))
 
     def _check_priority(self, priority: int) -> None:
-        """Of the sampling parameter: unlike Triton's request parameter it is not put right."""
+        """Refuses a wrong sampling parameter 'priority'; Triton's request parameter is corrected instead."""
         levels = self._policies.levels
         if 0 <= priority <= levels:
             return
@@ -172,7 +172,7 @@ class RequestConverter:
         num_tasks: int,
         known: ResumeState | None,
     ) -> ResponseSender:
-        """Choices are sent as they come, unless they must be ranked, or one response has them all."""
+        """Choices are sent as they come, unless they must be ranked or joined."""
         options, params = prompts[0].inputs.options, prompts[0].params
         client_error = self._schema.client_error
         is_ranked = params.best_of > params.n
@@ -200,7 +200,7 @@ class RequestConverter:
         )
 
     def _generation(self, inputs: LlmInputs, seed: int | None = None) -> _CheckedGeneration:
-        """seed: the one that was drawn for it before; None = its own, or a new one."""
+        """seed: that was drawn before it was resumed; None = its own, or a new one"""
         prompt = self._prompts.make(inputs)
         if inputs.max_tokens_must_fit:
             self._check_max_tokens(inputs.sampling.get("max_tokens"), len(prompt.token_ids))
@@ -223,7 +223,7 @@ class RequestConverter:
         return _CheckedGeneration(inputs, prompt, params, grammar, reasoning, adapter, prior, grammar_ns)
 
     def _grammar(self, constraint: Constraint) -> tuple[Grammar, tuple[int, int]]:
-        """The grammar, and when its check began and ended."""
+        """The grammar, and begin and end of its check."""
         start_ns = time.monotonic_ns()
         return self._grammars.grammar(self._with_defaults(constraint)), (start_ns, time.monotonic_ns())
 
@@ -239,7 +239,7 @@ class RequestConverter:
         )
 
     def _with_defaults(self, constraint: Constraint) -> Constraint:
-        """What the engine's arguments say of all JSON holds beside what the request says."""
+        """The constraint with the options of the engine arguments."""
         config = self._limits.structured_outputs
         return dataclasses.replace(
             constraint,
@@ -290,7 +290,7 @@ class RequestConverter:
         index: int,
         spans: RequestSpans | None,
     ) -> InferTask:
-        """index: its place among the generations of its request. spans: of a traced request."""
+        """index: of the generation in its request. spans: of a traced request."""
         inputs, prompt, params = generation.inputs, generation.prompt, generation.params
         request = InferRequest(
             # Not the client's id, which need not be unique.

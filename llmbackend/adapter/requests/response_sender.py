@@ -1,9 +1,8 @@
-"""Sends the responses of one Triton request, which all of its tasks share: as they come, or all choices of a prompt at
-once.
+"""Sends the responses of one Triton request for all of its tasks: as they come, or all choices of a prompt together.
 
 For: InferTask; a request with a batch of prompts has one task for each. Does not know: tokens, tensors' names, queues.
-Invariant: exactly one FINAL, with the end of the last task; then statistics, release and closing the factory, in this
-order, once. A task that fails sends its error and does not affect the others, unless they are sent together.
+Invariant: exactly one FINAL, at the end of the last task; then statistics, release and closing the factory, in this
+order, once. A task that fails does not affect the others, unless they are sent together.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ _NONE, _FINAL = ResponseFlag.NONE, ResponseFlag.FINAL
 class Choice:
     """The last response of a task.
 
-    index              the task's place among those of its prompt
-    cumulative_logprob of its tokens, where logprobs were asked for
-    pieces             of its delta: one, where the request is resumable
+    index               the task's index among those of its prompt
+    cumulative_logprob  of its tokens, if logprobs were requested
+    pieces              of its delta: one, if the request is resumable
     """
 
     index: int
@@ -41,7 +40,7 @@ class Choice:
 
 
 class TaskUsage(NamedTuple):
-    """What a task came to. prompt_tokens: 0 where another task of its request has the same prompt."""
+    """The counts of a task. prompt_tokens: 0 where another task of its request has the same prompt."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -66,12 +65,12 @@ class ResponseSender:
         """client_error: gives an error the text that the client expects
         num_prompts: the request's batch size
         num_choices: that the client gets of each prompt
-        known: of a resumable request, with the seeds of its prompts; None = it is none
+        known: for a resumable request, with the seeds of its prompts
         """
         self.client_id = request.id
         self.number = request.number
         self.activity = instance.activity
-        """Of the instance that has the request; it changes when another engine takes it."""
+        """Of the instance that has the request now."""
         self.tenant = request.tenant
         self.timeout_us = request.timeout_us
         self.num_choices = num_choices
@@ -99,12 +98,12 @@ class ResponseSender:
         return self._deltas is not None
 
     def take_known_pieces(self) -> tuple[Piece, ...]:
-        """What the responses before were made of, which its tasks must make again before they continue; once."""
+        """The pieces of the responses that its tasks must make again before they continue; taken once."""
         pieces, self._known_pieces = self._known_pieces, ()
         return pieces
 
     def send(self, outputs: Sequence[Tensor], piece: Piece | None = None) -> None:
-        """Sends one response; others of its task follow. piece: of its delta, as for the other methods."""
+        """Sends one response; others of its task follow. piece: of the response's delta."""
         with self._lock:
             self._send_counted(outputs, _NONE, () if piece is None else (piece,))
 
@@ -119,7 +118,7 @@ class ResponseSender:
             self._send_error(error, self._last_flags(), times, () if piece is None else (piece,))
 
     def count_end(self, usage: TaskUsage, reason: str) -> None:
-        """One of the tasks has ended; the last one tells those who watch that the request has."""
+        """A task has ended; with the last one, the end of the request is reported to watching clients."""
         with self._lock:
             self._usages.append(usage)
             if len(self._usages) < self._num_tasks or not self.activity.kinds:
@@ -159,7 +158,7 @@ class ResponseSender:
         self._instance.report_response_statistics(factory, start_ns, output_start_ns, end_ns)
 
     def _send_flags(self, flags: ResponseFlag) -> None:
-        """In place of a response that its receiver has."""
+        """Instead of a response that its receiver has."""
         if flags is not _NONE:
             self._factory.send_flags(flags)
 
@@ -196,11 +195,11 @@ class ResponseSender:
 
 
 class CollectedChoices(ResponseSender):
-    """Choices of one prompt that are held back until all have ended, ranked, and sent whole: one response with all
-    choices in each output, or one for each choice; FINAL comes with the last.
+    """Holds the choices of one prompt back until all have ended, ranks them, and sends them whole: joined in one
+    response, or a response for each choice.
 
-    Their order follows from their cumulative logprobs and indices, never from which one ended first; a choice that
-    fails makes the request fail, once all have ended.
+    Their order depends on their cumulative logprobs and indices only. If a choice fails, the request fails when all
+    have ended.
     """
 
     def __init__(
@@ -218,8 +217,8 @@ class CollectedChoices(ResponseSender):
     ) -> None:
         """count: how many of the `num_tasks` choices the client gets
         joins: whether one response has them all
-        of_prompt: outputs that are equal for all choices, and are there once in a joined response
-        known: as of ResponseSender; the first response's delta holds all choices
+        of_prompt: outputs that are equal for all choices, and are in a joined response once
+        known: as for ResponseSender; the first response's delta holds all choices
         """
         super().__init__(request, instance, exec_start_ns, client_error, num_tasks, known=known, num_choices=count)
         self._count = count
@@ -258,7 +257,7 @@ class CollectedChoices(ResponseSender):
     def _responses(self) -> list[list[Tensor]]:
         choices = sorted(self._ended, key=self._rank)[: self._count]
         numbered = [_numbered(choice.outputs, index) for index, choice in enumerate(choices)]
-        # Those of the first choice, which may not be among the best.
+        # The first choice has them, which may not be among the best.
         numbered[0] += [tensor for choice in self._ended for tensor in choice.outputs if tensor.name in PROMPT_OUTPUTS]
         return [joined(numbered, self._of_prompt)] if self._joins else numbered
 
@@ -267,7 +266,7 @@ class CollectedChoices(ResponseSender):
 
 
 def joined(choices: Sequence[Sequence[Tensor]], of_prompt: frozenset[str]) -> list[Tensor]:
-    """Each output of all choices, one behind the other; those `of_prompt` once."""
+    """Each output of all choices concatenated; those `of_prompt` once."""
     names = [tensor.name for tensor in choices[0]]
     by_name = [{tensor.name: tensor for tensor in tensors} for tensors in choices]
     return [
@@ -282,7 +281,7 @@ def _concatenated(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _numbered(tensors: Sequence[Tensor], index: int) -> list[Tensor]:
-    """The outputs of the choice itself, with another index."""
+    """The outputs of the choice, without those of the prompt, with this index."""
     return [
         Tensor.of(tensor.name, np.full_like(tensor.data, index)) if tensor.name == SEQUENCE_INDEX else tensor
         for tensor in tensors

@@ -1,10 +1,10 @@
-"""Requests that continue after what was sent before: by the tokens of `prior_output_ids`, or by the deltas of their
-responses, with which another host continues after the last one.
+"""Requests that continue an interrupted one: after the tokens of `prior_output_ids`, or after the deltas of responses,
+from which another host continues.
 
-For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, why a generation was
-interrupted, who keeps tokens and deltas. Invariants: all that a generation has beside its request is a function of its
-seed and of its engines' outputs; a response's delta holds these, so that the same outputs make the same responses
-again. Tokens that the interrupted generation cannot have sent are refused.
+For: request conversion, tasks, the senders of responses. Does not know: tensors, engines, who keeps tokens and deltas.
+Invariants: a generation's responses follow from its request, its seed and its engines' outputs; deltas hold the seeds
+and outputs, so that the same responses can be made again. Tokens that the interrupted generation cannot have sent are
+refused.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from ..schemas.sampling import GenerationParams
 from ..text.output_assembler import OutputAssembler
 
 INPUT: Final = "prior_output_ids"
-"""The input of the tokens."""
 
 
 def prior_output(
     ids: npt.NDArray[Any], params: GenerationParams, *, is_seeded: bool, vocab_size: int, eos_token_ids: Collection[int]
 ) -> StepOutput:
-    """The tokens `ids` as the output that they were, with the reason if they ended the generation.
+    """The tokens `ids` as an engine's output, with the reason if they ended the generation.
 
-    is_seeded: whether the request names its seed, without which it cannot draw the same tokens again.
+    is_seeded: whether the request gives its seed, without which it cannot draw the same tokens again
     Raises TritonError INVALID_ARG naming the input.
     """
     sampling = params.sampling
@@ -49,8 +48,8 @@ def prior_output(
 
 
 def replay(prior: StepOutput, assembler: OutputAssembler) -> None:
-    """Brings a new assembler to where it was behind the tokens: what they show is not shown again. Raises TritonError
-    INVALID_ARG for tokens behind the end."""
+    """Brings a new assembler to its state after the tokens, without their text. Raises TritonError INVALID_ARG for
+    tokens after the end."""
     assembler.replay(prior)
     if assembler.num_tokens < len(prior.token_ids):
         raise _behind_end(assembler.num_tokens, "complete a stop string")
@@ -99,11 +98,11 @@ class ResumeError(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """What one generation adds to a response.
+    """One generation's part of a response.
 
-    index    its place among the generations of its request
+    index    of the generation in its request
     outputs  of engines, since its last response
-    error    in their place, where the generation has failed
+    error    instead of outputs, if the generation has failed
     """
 
     index: int
@@ -112,10 +111,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Delta(msgspec.Struct, frozen=True, array_like=True):
-    """What one response was made of.
+    """The source of one response.
 
-    pieces  none where an earlier response of the request has them
-    seeds   of the request's prompts (of its generations, where the schema reads these), in the first delta of a request
+    pieces  none if an earlier response has them
+    seeds   in the first delta of a request: one for each generation that the schema reads
     """
 
     pieces: tuple[Piece, ...] = ()
@@ -127,12 +126,12 @@ _decode = msgspec.msgpack.Decoder(_Delta).decode
 
 
 class PieceRecord:
-    """Outputs of one generation that no response was made of yet. Owner: its InferTask."""
+    """Outputs of one generation since its last response. Owner: its InferTask."""
 
     __slots__ = ("_index", "_outputs", "add")
 
     def __init__(self, index: int) -> None:
-        """index: its place among the generations of its request."""
+        """index: of the generation in its request"""
         self._index = index
         self._outputs: list[StepOutput] = []
         self.add = self._outputs.append
@@ -148,14 +147,16 @@ class PieceRecord:
 
 @dataclass(frozen=True, slots=True)
 class ResumeState:
-    """What is known of a resumable request."""
+    """The state of a resumable request.
+
+    seeds        as in _Delta; () = not drawn yet
+    pieces       of its responses so far, in their order
+    num_to_skip  responses that are made again but not sent: their receiver has them
+    """
 
     seeds: tuple[int, ...] = ()
-    """As in _Delta; () = they are not drawn yet."""
     pieces: tuple[Piece, ...] = ()
-    """Of its responses so far, in their order."""
     num_to_skip: int = 0
-    """Responses that are made again, but not sent: their receiver has them."""
 
     @staticmethod
     def of(resume: Resume | None) -> ResumeState | None:
@@ -170,14 +171,14 @@ class ResumeState:
         )
 
     def seeds_of(self, count: int) -> tuple[int | None, ...]:
-        """The `count` seeds of the request; None where they are not drawn yet. Raises TritonError INVALID_ARG where the
-        deltas are of another request."""
+        """The `count` seeds of the request; None where they are not drawn yet. Raises TritonError INVALID_ARG for
+        deltas of another request."""
         if self.seeds and len(self.seeds) != count:
             raise _refused(f"they belong to a request with {len(self.seeds)} seeds, this one has {count}")
         return self.seeds or (None,) * count
 
     def check(self, num_generations: int, vocab_size: int) -> None:
-        """Raises TritonError INVALID_ARG where the deltas are of another request."""
+        """Raises TritonError INVALID_ARG for deltas of another request."""
         for piece in self.pieces:
             if not 0 <= piece.index < num_generations:
                 raise _refused(f"they name generation {piece.index}, the request has {num_generations}")
@@ -195,7 +196,7 @@ class DeltaWriter:
         self._num_to_skip = num_to_skip
 
     def skips(self) -> bool:
-        """Whether the next response is one of those that their receiver has; to be asked once for each."""
+        """Whether the receiver has the next response; to be called once for each."""
         if not self._num_to_skip:
             return False
         self._num_to_skip -= 1

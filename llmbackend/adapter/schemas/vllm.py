@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,7 +57,6 @@ from .schema import (
     without_batches,
 )
 
-logger = logging.getLogger(__name__)
 _encode_json = msgspec.json.encode
 
 _TEXT, _FLAG, _COUNT = TensorType("TYPE_STRING"), TensorType("TYPE_BOOL"), TensorType("TYPE_UINT32")

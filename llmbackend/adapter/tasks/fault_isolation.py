@@ -1,4 +1,4 @@
-"""Which request kills engines, found without failing others: a blamed one was alone unproven at two deaths or more."""
+"""Finds a request that kills engines without failing others: it was the only unproven one at two deaths or more."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from llmbackend.engine.errors import DeathKind
 from .infer_task import InferTask
 
 CLEARING_TOKENS = 2
-"""A request that has got so many tokens from an engine (a prefill and a decode step) is not what kills it."""
+"""A request with so many tokens from an engine (a prefill and a decode step) is proven harmless."""
 BLAME_THRESHOLD = 2.0
 KILLED_WEIGHT = 0.4
-"""Of a death whose cause may lie outside: by SIGKILL, from a person or a kernel short of memory (which a request may
-have caused), and of an engine elsewhere that is out of reach. Every other death weighs 1."""
+"""Of a death whose cause may be external: SIGKILL from a person, or from a kernel short of memory (which a request may
+have caused), or a remote engine that cannot be reached. Every other death weighs 1."""
 _FROM_OUTSIDE: Final[tuple[DeathKind, ...]] = ("killed", "disconnect")
 
 

@@ -1,9 +1,9 @@
-"""InferTask: one generation, from its InferRequest to its last response, and what a trace says of it.
+"""InferTask: one generation, from its InferRequest to its last response, and its part of a trace.
 
 For: turning an engine's outputs into a request's responses. Does not know: tensors, other generations, queues, the
-engine, where traces go. Invariants: it ends its part of the request exactly once. With the InferRequest and the tokens
-so far it holds all that another engine needs to continue. No text and no token goes into a trace, whose attributes are
-those of OpenTelemetry's GenAI conventions. Name and role are MindIE's.
+engine, where traces go. Invariants: it ends its part of the request exactly once. It holds all that another engine
+needs to continue: the InferRequest and the tokens so far. Traces hold no text and no tokens; their attributes are those
+of OpenTelemetry's GenAI conventions. Name and role are MindIE's.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .placement import PlacementState
 class InferTask:
     """A task is popped from the TaskMap before `fail` or the last `respond`, so one thread at a time uses it."""
 
-    # Slots, here and in what else a token passes through: after a step's pause each object comes from cold memory.
+    # Slots, as in all objects on a token's path: after a step's pause each object is read from cold memory.
     __slots__ = (
         "_adapter", "_choice", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
@@ -54,10 +54,10 @@ class InferTask:
         adapter: AdapterHandle = NO_ADAPTER,
         record: PieceRecord | None = None,
     ) -> None:
-        """choice: its place among the generations of its prompt
+        """choice: its index among the generations of its prompt
         kv_block_size: tokens per block of the engines' KV cache
-        prior_output_ids: tokens of its output that its client has; `assembler` is behind them
-        adapter: stays loaded as long as the task lives
+        prior_output_ids: tokens of its output that its client has; `assembler` has replayed them
+        adapter: stays loaded as long as the task exists
         record: for the deltas of a resumable request
         """
         self.sender = sender
@@ -73,13 +73,13 @@ class InferTask:
         self.isolated_deaths: list[DeathKind] = []
         """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
-        """Owner: TaskMap. Since when the task is without the engine that it had; 0 = it has one, or never had one."""
+        """Owner: TaskMap. When it lost its engine; 0 = it has one, or never had one."""
         self.place: PlacementState | None = None
-        """Owner: TaskMap, once it is queued. Only where engines say which prefixes they have, or several share work."""
+        """Owner: TaskMap, once it is queued. Set where there are several engines."""
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""
         self.num_preemptions = 0
-        """While someone watched."""
+        """Counted while a client watches."""
         self.num_draft_tokens = self.num_accepted_draft_tokens = 0
         self._adapter = adapter
         self._record = record
@@ -104,7 +104,7 @@ class InferTask:
 
     @property
     def lane(self) -> tuple[int, bool]:
-        """Its place in the order of the queue: priority level first, then whether it is delayed."""
+        """Its order in the queue: priority level, then whether it is delayed."""
         return self.infer_request.priority, self.is_delayed
 
     @property
@@ -118,7 +118,7 @@ class InferTask:
 
     @property
     def num_own_choices(self) -> int:
-        """How many choices its client gets of its prompt; 0 where another task of the prompt counts them."""
+        """How many choices its client gets of the prompt; 0 where another task of the prompt counts them."""
         return 0 if self._choice else self.sender.num_choices
 
     @property
@@ -132,12 +132,12 @@ class InferTask:
 
     @property
     def num_new_tokens(self) -> int:
-        """Without those that its client had before."""
+        """Without the tokens that its client had before."""
         return len(self.output_token_ids) - self._num_prior_tokens
 
     @property
     def num_kv_blocks(self) -> int:
-        """KV blocks that its tokens so far fill; the last token needs no room before the next one is computed."""
+        """KV blocks of its tokens so far; the last token needs none before the next one is computed."""
         return -(-(self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)) // self._kv_block_size)
 
     @property
@@ -191,10 +191,10 @@ class InferTask:
         self._num_prior_tokens = len(self.output_token_ids)
 
     def engine_told(self, event: RequestEvent) -> None:
-        """What its engine's steps did with it; for traced tasks alone."""
+        """An engine's step worked on it; for traced tasks."""
 
     def engine_died(self, cause: DeathKind) -> None:
-        """It goes back into the queue."""
+        """The task goes back into the queue."""
 
     def count_end(self, reason: str) -> None:
         """The generation has ended. Before its last response."""
@@ -204,7 +204,7 @@ class InferTask:
         )
 
     def respond(self) -> None:
-        """Sends a response if one is due: in a stream whenever there is something to show, otherwise at the end."""
+        """Sends a response if one is due: in a stream whenever there is something to send, otherwise at the end."""
         assembler = self.assembler
         if assembler.finish_reason is not None:
             outputs = self._reply.outputs(assembler.take(), self)
@@ -224,11 +224,11 @@ class InferTask:
 
 PROVIDER: Final = "llmbackend"
 MAX_EVENTS: Final = 512
-"""Of one generation; later ones are not recorded."""
+"""Recorded events of one generation."""
 
 
 class RequestSpans:
-    """The trace of one request, which its generations share; their engines' loops may call at the same time."""
+    """The trace of one request. Any thread: the request's generations may be on several engines' loops."""
 
     def __init__(
         self, trace: RequestTrace, operation: str, sampling: SamplingParams, num_choices: int, num_generations: int
@@ -273,7 +273,7 @@ class RequestSpans:
 
 
 class TracedInferTask(InferTask):
-    """A task that remembers what became of it, and tells its request's trace before its last response."""
+    """A task that records its phases, for its request's trace before its last response."""
 
     __slots__ = ("_causes", "_events", "_num_steps", "_recoveries", "_spans")
 

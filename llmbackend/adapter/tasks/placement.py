@@ -1,11 +1,10 @@
-"""Which of several engines a queued request is for, and how long it waits for that one.
+"""Chooses among several engines for a queued request, and how long the request waits for the chosen one.
 
-For: TaskMap, which asks for each request that an engine with room could take. Does not know: queues, priorities, texts.
-The rule: an engine is as good as the prompt tokens that it need not compute (PrefixIndex), and REQUEST_TOKENS more for
-each request that it still has room for; the best one takes the request. While the best one has room, the request waits
-WAKE_S for it, in which its loop wakes up; and in any case as long as computing its advantage in tokens anew would take,
-by the time that prompts took lately, up to MAX_WAIT_S. After that any engine takes it. So no request waits longer than
-MAX_WAIT_S from the moment in which an engine with room first left it, whatever becomes of the other engine.
+For: TaskMap, for each request that an engine with room could take. Does not know: queues, priorities, texts.
+An engine's worth is the number of prompt tokens that it need not compute (PrefixIndex), and REQUEST_TOKENS for each
+request that it still has room for. The request waits for the engine of the largest worth: for as long as computing the
+difference in tokens would take at the recent speed of prompts, at least WAKE_S (in which its loop wakes up) if it has
+room, and at most MAX_WAIT_S since an engine with room first left it. After that any engine takes it.
 """
 
 from __future__ import annotations
@@ -21,24 +20,25 @@ from llmbackend.engine.memory.prefix_cache import numbers
 from llmbackend.engine.messages import BlockChanges
 
 REQUEST_TOKENS: Final = 128
-"""How many prompt tokens a place that one more request has taken is worth: the larger, the more evenly are requests
-spread, and the more prefixes are computed more than once."""
+"""The worth of room for one request, in prompt tokens. The larger it is, the more evenly requests are spread, and the
+more prefixes are computed more than once."""
 WAKE_S: Final = 0.05
 MAX_WAIT_S: Final = 1.0
 SAMPLE: Final = 8
-"""So many engines, and twice as many of those with the longest prefix, are compared for one request."""
+"""Engines that are compared for one request, besides twice as many of those with the longest prefix."""
 _WEIGHT: Final = 0.125
-"""Of the latest prompt in the average."""
+"""Weight of the latest prompt in the running mean."""
 _FIRST_GUESS_S: Final = 50e-6
+"""Seconds per prompt token, before any was measured."""
 
 
 @dataclass(slots=True)
 class PlacementState:
-    """Where a queued request waits. Owner: TaskMap, under whose lock it is changed.
+    """The engine that a queued request waits for. Owner: TaskMap, under whose lock it is changed.
 
-    hashes     of its prompt's blocks; () = no prefix of it is looked for
-    waits_for  the engine that it waits for (a bit); 0 = none
-    since_ns   when an engine with room left it for the first time; 0 = none did
+    hashes     of its prompt's blocks; () = its prefix does not count
+    waits_for  the engine (a bit); 0 = none
+    since_ns   when an engine with room first left it; 0 = none did
     until_ns   when any engine takes it
     """
 
@@ -49,10 +49,10 @@ class PlacementState:
 
 
 class ReadyEngines:
-    """The engines that are compared. It stays the same from one request to the next.
+    """The engines that are compared, the same from one request to the next.
 
-    room_of  asks an engine (a bit) how many requests it would take
-    mask     all of them
+    room_of  by engine (a bit): returns how many requests it would take
+    mask     all engines
     """
 
     def __init__(self, room_of: Mapping[int, Callable[[], int]]) -> None:
@@ -64,13 +64,13 @@ class ReadyEngines:
         self.are_few = len(room_of) <= SAMPLE
 
     def some(self) -> Sequence[int]:
-        """All, or a sample of many: so hosts that share engines do not all choose the same one, and the choice among
-        many takes as long as that among few."""
+        """All, or a sample of many: the choice takes bounded time, and hosts that share engines choose different
+        ones."""
         return self._engines if self.are_few else random.sample(self._engines, SAMPLE)
 
 
 class Rooms:
-    """How many requests each engine would take; it is asked when that is needed, and what it is given since counts."""
+    """How many requests each engine would take: asked when first needed, then counted down."""
 
     def __init__(self, ready: ReadyEngines) -> None:
         self.ready = ready
@@ -83,21 +83,21 @@ class Rooms:
         return room
 
     def given(self, engine: int) -> None:
-        """The engine gets one more request."""
+        """The engine gets a request."""
         self._known[engine] = self[engine] - 1
 
 
 class Placement:
-    """Of one model. `block_size` is set when its engines begin to say what they have."""
+    """Of one model. `block_size` is set when its engines begin to report their blocks."""
 
     def __init__(self, index: PrefixIndex) -> None:
         self.index = index
         self.block_size = 0
-        """Tokens of a block; 0 = hashes are not computed."""
+        """Tokens of a block; 0 = prompts are not hashed."""
         self._prompt_token_s = _FIRST_GUESS_S
 
     def prompt_computed(self, num_tokens: int, seconds: float) -> None:
-        """An engine computed so many tokens of a prompt within this time of taking it."""
+        """An engine computed `num_tokens` of a prompt within `seconds` of taking it."""
         if num_tokens > 0:
             self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
 
@@ -119,8 +119,8 @@ class Placement:
         return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if room > 0 else 0.0)
 
     def _best(self, asking: int, hashes: Sequence[int], rooms: Rooms) -> tuple[int, int]:
-        """The best engine; and by how many tokens it is better than the asking one. Of equals it is the one with the
-        fewest blocks, so that all caches are used; of such equals, the asking one."""
+        """The best engine, and by how many tokens it is better than the asking one. Of equals, the one with the fewest
+        blocks, so that all caches are used; of such equals, the asking one."""
         index, ready = self.index, rooms.ready
         num_blocks, holders = index.longest(ready.mask, hashes)
 
@@ -137,7 +137,7 @@ class Placement:
 
 
 def _some_of(engines: int) -> Iterator[int]:
-    """Engines of a mask, from a random one on."""
+    """Engines of a mask, beginning at a random one."""
     first = random.randrange(engines.bit_length())
     for left in (engines >> first << first, engines & (1 << first) - 1):
         for _ in range(SAMPLE):
@@ -149,19 +149,19 @@ def _some_of(engines: int) -> Iterator[int]:
 
 
 _BLOCKS_AT_A_TIME = 4096
-"""Changed under the lock: others wait for a millisecond at most."""
+"""Changed under the lock at a time, about a millisecond."""
 
 
 class PrefixIndex:
-    """Which engine has the KV of which beginnings of texts.
+    """The prefixes whose KV each engine has.
 
-    Engines are bits of an int. A block is entered under its hash (memory/prefix_cache.py), which stands for all of a
-    text up to that block, and an engine that has a block has all before it: so the longest beginning that anyone has is
-    found by bisection. Invariants: after an engine's message the index has exactly the blocks that the engine then had;
-    apart from that it has what engines are computing for requests that they took, until their first tokens are there.
+    Engines are bits of an int. The key is a block's hash (memory/prefix_cache.py), which stands for the text up to the
+    end of the block. An engine that has a block has all blocks before it, so the longest prefix is found by bisection.
+    Invariant: the index has the blocks that each engine had at its latest message, and those that it has been computing
+    for its requests, until their first tokens.
 
     Any thread calls it. Writers hold the lock; readers need none, since each of their look-ups is atomic. A block costs
-    some 80 bytes, however many engines have it (`benchmarks.prefix_routing --simulate` measures it).
+    about 80 bytes, however many engines have it (`benchmarks.prefix_routing --simulate` measures it).
     """
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class PrefixIndex:
         self._computing: dict[int, int] = {}
         """By hash: the engines that will have it soon."""
         self._computed_for: dict[str, tuple[int, Sequence[int]]] = {}
-        """By request: its engine, and what that did not have."""
+        """By request: its engine, and the blocks that it did not have."""
         self._num_blocks: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -179,13 +179,13 @@ class PrefixIndex:
         return len(self._holders)
 
     def num_blocks(self, engine: int) -> int:
-        """That the engine said it has."""
+        """Blocks that the engine has reported."""
         return self._num_blocks.get(engine, 0)
 
-    # --- what engines say ---------------------------------------------------------------------------------------------
+    # --- reported by engines ------------------------------------------------------------------------------------------
 
     def apply(self, engine: int, changes: BlockChanges) -> None:
-        """A message of an engine (a bit)."""
+        """Applies a message of an engine (a bit)."""
         if changes.is_snapshot:
             self.forget(engine)
         removed, stored = numbers(changes.removed), numbers(changes.stored)
@@ -199,7 +199,7 @@ class PrefixIndex:
         self._num_blocks.pop(engine, None)
 
     def blocks_of(self, engine: int) -> set[int]:
-        """Hashes of all that the engine said it has."""
+        """Hashes of the blocks that the engine has reported."""
         return {block for block in list(self._holders) if self._holders.get(block, 0) & engine}
 
     def _change(
@@ -209,10 +209,10 @@ class PrefixIndex:
             with self._lock:
                 change(self._holders, engine, blocks[start : start + _BLOCKS_AT_A_TIME])
 
-    # --- what engines will have ---------------------------------------------------------------------------------------
+    # --- being computed -----------------------------------------------------------------------------------------------
 
     def expect(self, engine: int, request_id: str, hashes: Sequence[int]) -> None:
-        """The engine has taken a request with these blocks, and computes those that it lacks."""
+        """The engine has taken a request with these blocks, and will compute those that it lacks."""
         missing = hashes[self.num_held(engine, hashes) :]
         if missing:
             with self._lock:
@@ -220,15 +220,15 @@ class PrefixIndex:
                 _enter(self._computing, engine, missing)
 
     def settle(self, request_id: str) -> None:
-        """The engine has said what it has of that request's blocks, or will not compute them any more."""
+        """The engine has reported that request's blocks, or will not compute them."""
         if request_id in self._computed_for:
             with self._lock:
                 _take_out(self._computing, *self._computed_for.pop(request_id))
 
-    # --- who has what -------------------------------------------------------------------------------------------------
+    # --- look-ups -----------------------------------------------------------------------------------------------------
 
     def longest(self, engines: int, hashes: Sequence[int]) -> tuple[int, int]:
-        """How many of a text's first blocks one of `engines` has, and which of them have so many. No blocks: all."""
+        """How many of a text's first blocks one of `engines` has, and which of them have so many."""
         count = self.num_held(engines, hashes)
         return count, self._engines(hashes[count - 1]) & engines if count else engines
 
@@ -242,7 +242,7 @@ class PrefixIndex:
 
 def _enter(index: dict[int, int], engine: int, blocks: Sequence[int]) -> None:
     for block in blocks:
-        # One object of this number serves all blocks that no other engine has.
+        # Blocks that only this engine has share one int object.
         index[block] = index[block] | engine if block in index else engine
 
 

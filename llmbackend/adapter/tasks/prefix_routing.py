@@ -1,6 +1,6 @@
-"""The engines of a model, as it knows them, and how its requests go to those that have the beginnings of their prompts.
+"""A model's handles of its engines, and the routing of requests to those that have a prefix of their prompts.
 
-Invariant: with one engine nothing is asked, hashed or kept.
+Invariant: with one engine nothing is hashed or kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .task_map import EngineAssignment
 
 
 class EngineHandle:
-    """One instance's LlmManager, and what its model knows about it."""
+    """One instance's engine, as its model knows it."""
 
     info: ModelInfo
     """Set when the engine has loaded its model."""
@@ -28,7 +28,7 @@ class EngineHandle:
         self.config = config
         self.manager = manager
         self.wakes_at_ns = 0
-        """When it looks again for requests that it left to others. Owner: its loop."""
+        """When it looks again for requests that it left to other engines. Owner: its loop."""
         self.assignment = EngineAssignment(manager.wake, lambda: manager.room, 1 << index)
 
     def why_not_ready(self) -> str:
@@ -50,7 +50,7 @@ class PrefixRouting:
         self.placement = Placement(self._index)
 
     def follow(self, engines: Sequence[EngineHandle]) -> None:
-        """The model has these engines from now on: where there are several to choose from, they tell what they have."""
+        """The model has these engines from now on. Where there are several, they report their blocks."""
         sizes = {engine.info.block_size for engine in engines}
         is_wanted = self._is_enabled and len(engines) > 1 and len(sizes) == 1
         self.placement.block_size = sizes.pop() if is_wanted else 0
@@ -58,16 +58,16 @@ class PrefixRouting:
             engine.manager.follow_prefixes(is_wanted)
 
     def changed(self, engine: EngineHandle, changes: BlockChanges) -> None:
-        """What an engine says of its prefix cache."""
+        """An engine's prefix cache has changed."""
         self._index.apply(engine.assignment.bit, changes)
 
     def ended(self, engine: EngineHandle) -> None:
-        """The engine and its KV are gone; the next one of the handle begins without any."""
+        """The engine and its KV are gone."""
         self._index.forget(engine.assignment.bit)
 
     def place(self, tasks: Sequence[InferTask]) -> None:
-        """Gives the tasks of a request, which are not queued yet, the hashes by which engines are compared: once for
-        the tasks of one prompt."""
+        """Gives the tasks of a request, before they are queued, the hashes of their prompts, computed once for each
+        prompt."""
         block_size = self.placement.block_size
         if not block_size:
             return
@@ -75,7 +75,7 @@ class PrefixRouting:
         for task in tasks:
             request = task.infer_request
             if request.sampling.prompt_logprobs is not None:
-                continue  # all of its prompt is computed
+                continue  # all of its prompt must be computed
             token_ids = request.prompt_token_ids
             if task.output_token_ids:  # its client has them from another host
                 task.place = PlacementState(

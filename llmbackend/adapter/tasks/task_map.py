@@ -24,19 +24,19 @@ from .infer_task import InferTask
 from .placement import Placement, PlacementState, ReadyEngines, Rooms
 
 WINDOW: Final = 128
-"""So many requests of the queue are looked at for the one engine that has room."""
+"""How many more queued requests than it has room for are compared for an engine, where there are several."""
 
 
 @dataclass(eq=False, slots=True)
 class EngineAssignment:
-    """What is assigned to one engine. The map's lock owns all fields but the first three."""
+    """The tasks of one engine. The map's lock owns all fields but the first three."""
 
     wake: Callable[[], None]
     """Has the engine's loop look for requests and controls."""
     room: Callable[[], int]
     """How many requests it would take now."""
     bit: int
-    """Names it where engines are compared: each has another power of two."""
+    """A different power of two for each engine, as their name in PrefixIndex."""
     isolation: FaultIsolation = field(default_factory=FaultIsolation)
     pending_stops: list[tuple[str, TritonError | None]] = field(default_factory=list)
     """Requests to end with this error (cancelled, or too late), or with None (stopped by their client). Their tasks are
@@ -53,7 +53,7 @@ class EngineAssignment:
 
 @dataclass(frozen=True, slots=True)
 class Controls:
-    """What an engine's loop must do about requests that were stopped."""
+    """Stopped requests, for an engine's loop."""
 
     ended: list[tuple[InferTask, TritonError | None]]
     """Tasks to be answered; they are no longer in the map."""
@@ -68,7 +68,7 @@ NO_CONTROLS: Final = Controls([], [], [])
 
 @dataclass(frozen=True, slots=True)
 class LostTasks:
-    """What a dead engine had."""
+    """The tasks of a dead engine."""
 
     requeued: list[InferTask]
     """Back in the queue."""
@@ -77,11 +77,10 @@ class LostTasks:
 
 
 class TaskMap:
-    """Any thread. An engine is named by its EngineAssignment.
+    """Any thread. An engine is named by its EngineAssignment. Every method is atomic (`_lock`) and makes no callbacks.
 
-    It is the recovery log: a task holds its prompt, the tokens so far and its sampling state, so that the tasks of a
-    dead engine go back into the queue and on to the next engine. Every method is atomic (`_lock`) and makes no
-    callbacks.
+    It is the recovery log: a task holds its prompt, the tokens so far and its sampling state, so that the next engine
+    can continue a dead engine's tasks.
     """
 
     def __init__(self, policies: QueuePolicies, max_queue_size: int, placement: Placement) -> None:
@@ -97,9 +96,9 @@ class TaskMap:
         """The task of a request, None when it has ended."""
         self._engine_of: dict[str, EngineAssignment] = {}
         self._queue: LevelQueue[InferTask] = LevelQueue()
-        """The requests that no engine has yet; those of a dead engine go before all others."""
+        """Requests without an engine; those of a dead engine are first."""
         self._reserved: Counter[int] = Counter()
-        """Places by priority level, for requests that are being converted."""
+        """By priority level: requests that are being converted."""
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
@@ -110,7 +109,7 @@ class TaskMap:
 
     @property
     def num_waiting(self) -> int:
-        """Queued requests, and those that are being converted and have a place in the queue."""
+        """Queued requests, and those that are being converted."""
         with self._lock:
             return len(self._queue) + (self._reserved.total() if self._reserved else 0)
 
@@ -130,7 +129,7 @@ class TaskMap:
         return running, waiting
 
     def ids_of(self, client_id: str, by: Tenant) -> list[str]:
-        """The requests to which their client gave this id, and which `by` may end."""
+        """The requests with this client's id that `by` may end."""
         with self._lock:
             return [
                 request_id
@@ -180,8 +179,8 @@ class TaskMap:
         return ""
 
     def expired_in_queue(self, request_id: str) -> bool:
-        """A request's time in the queue is over. Returns whether it must end: not when it is no longer queued, and not
-        when its level's action is DELAY, which moves it behind all others of its level."""
+        """A request's time in the queue is over. Returns whether it must end: not if it is no longer queued, nor if its
+        level's action is DELAY, which moves it behind all others of its level."""
         with self._lock:
             task = self._tasks.get(request_id)
             if task is None or task not in self._queue:
@@ -197,7 +196,7 @@ class TaskMap:
         self, engine: EngineAssignment, room: int, ready: Sequence[EngineAssignment], now_ns: int
     ) -> list[InferTask]:
         """Assigns at most `room` queued tasks to an engine, in the queue's order; where several engines are ready,
-        those that the placement does not leave to another one. Sets `engine.look_again_ns`."""
+        without those that wait for another one. Sets `engine.look_again_ns`."""
         with self._lock:
             engine.look_again_ns = 0
             taken: list[InferTask] = []
@@ -217,7 +216,7 @@ class TaskMap:
         return Rooms(self._compared)
 
     def _takes(self, engine: EngineAssignment, task: InferTask, rooms: Rooms, now_ns: int) -> bool:
-        """What has lost its engine, and what may kill engines, goes to the first that has room."""
+        """A task that has lost its engine or may kill engines goes to the first one with room."""
         if task.lost_ns or task.is_suspect:
             rooms.given(engine.bit)
             return True
@@ -324,7 +323,7 @@ class TaskMap:
         return controls
 
     def leaked_resources(self, engines: Sequence[EngineAssignment]) -> str:
-        """The self-check: without tasks, nothing may be queued or assigned. Returns a text for the log, "" when all is
+        """A self-check: without tasks, nothing may be queued or assigned. Returns a text for the log; "" = all is
         well."""
         with self._lock:
             in_isolation = sum(len(engine.isolation) for engine in engines)
