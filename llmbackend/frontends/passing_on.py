@@ -31,7 +31,7 @@ from .errors import RETRY_AFTER_S
 from .grpc.messages import UNPARSABLE
 from .grpc.resumable import RESUMABLE, RESUME_FROM
 from .http.errors import refusing
-from .http.request_scope import PRESENCE, ClientPresence, headers_as_sent
+from .http.request_scope import HANDED_OVER, PRESENCE, SENT_NAMES, ClientPresence, headers_as_sent
 from .http.responses import HOP_BY_HOP, ForwardedResponse
 from .http.tunnel import Tunnels
 
@@ -122,8 +122,13 @@ class HostApplication:
         away, for what it knows."""
 
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
-            if scope["type"] != "http" or is_own_request(scope):
+            if scope["type"] != "http":
                 await app(scope, receive, send)
+            elif is_own_request(scope):
+                scope[HANDED_OVER] = None
+                await app(scope, receive, send)
+                if (body := scope[HANDED_OVER]) is not None:
+                    await self._pass_on(_with_body(scope, body), _receiving(body), send, _REFUSING)
             else:
                 await self._pass_on(scope, receive, send, app if is_known_request(scope) else _REFUSING)
 
@@ -212,6 +217,23 @@ async def _send_body(receive: Receive, writer: StreamWriter, is_chunked: bool) -
         if is_chunked and not is_more:
             writer.write(b"0\r\n\r\n")
         await writer.drain()
+
+
+_OF_BODY: Final = frozenset({b"content-length", b"content-encoding", b"transfer-encoding"})
+
+
+def _with_body(scope: Scope, body: bytes) -> Scope:
+    headers = [pair for pair in headers_as_sent(scope) if pair[0].lower() not in _OF_BODY]
+    handed_over = {**scope, "headers": [*headers, (b"content-length", b"%d" % len(body))]}
+    handed_over.pop(SENT_NAMES, None)
+    return handed_over
+
+
+def _receiving(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
 
 
 def _head(scope: Scope, is_chunked: bool) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import os
@@ -25,6 +26,7 @@ import openai
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
+from openai.types.chat import ChatCompletion
 from tritonclient.utils import InferenceServerException
 
 from llmbackend.server.process import descendants
@@ -70,6 +72,7 @@ sequence_batching {
 KEYS = """
 boss:sk-boss role=operator
 few:sk-few rpm=5
+kept:sk-kept rpm=3
 two:sk-two concurrency=2
 metered:sk-metered tpm=100000
 """
@@ -228,6 +231,31 @@ def test_triton_s_client_and_openai_s_get_answers_and_errors(two: ServerProcess)
                 assert other.responses.retrieve(answer.id).output_text == answer.output_text
         with pytest.raises(openai.NotFoundError, match="none"):
             client.chat.completions.create(model="none", messages=[message])  # type: ignore[list-item]
+
+
+def test_a_stored_chat_is_the_same_on_every_connection(keyed: tuple[ServerProcess, Path]) -> None:
+    """The host makes and keeps it, and each request counts once in its key's limit."""
+    server, _ = keyed
+    ask: Any = {"model": "slow", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4, "store": True}
+
+    def client(key: str = "sk-kept") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://{server.http}/v1", api_key=key, max_retries=0)
+
+    with client() as first:
+        made = [first.chat.completions.create(**ask), *first.chat.completions.create(**ask, stream=True)]
+        packed = gzip.compress(json.dumps(ask).encode())
+        headers = {"Content-Encoding": "gzip", "Content-Type": "application/json", **first.auth_headers}
+        made.append(
+            first.post("/chat/completions", content=packed, options={"headers": headers}, cast_to=ChatCompletion)
+        )
+        expected = list(dict.fromkeys(one.id for one in made))
+        with pytest.raises(openai.RateLimitError):
+            first.chat.completions.create(**ask)
+    for _ in range(CONNECTIONS):
+        with client() as other, client("sk-boss") as stranger:
+            assert [one.id for one in other.chat.completions.list()] == expected
+            with pytest.raises(openai.NotFoundError):
+                stranger.chat.completions.retrieve(expected[0])
 
 
 def test_triton_s_http_client_gets_answers_and_errors(two: ServerProcess) -> None:

@@ -102,6 +102,10 @@ class Endpoint:
                 texts[choice["index"]] = texts.get(choice["index"], "") + (text or "")
         return [texts[index] for index in sorted(texts)]
 
+    def retrieved(self, id: str) -> httpx.Response:
+        """A stored answer."""
+        return self._client.get(f"/v1/{self.name}/{id}")
+
     def gauge(self, name: str, model: str) -> float:
         """A metric of vLLM's name, now."""
         found = re.search(

@@ -21,6 +21,7 @@ from .prompts import CHAT_PROMPTS, COMPLETION_PROMPTS, PROMPTS
 from .refusals import CHAT_REFUSED, COMPLETION_REFUSED, LABELS, REFUSED
 from .responses_api import counting, kinds, stored, table
 from .sampling import SAMPLING
+from .stored_chats import STORE, STORED_CHATS
 from .structure import STRUCTURE
 from .table import Row
 from .tokenizing import TOKENIZING
@@ -58,7 +59,7 @@ _VLLM: Final = {
 _BOTH: dict[str, Row] = SAMPLING | ANSWERS | PROMPTS | STRUCTURE | AGENTS | REFUSED | LABELS
 _ONLY_CHAT = ("max_completion_tokens",)
 _ROWS: Final[dict[str, dict[str, Row]]] = {
-    CHAT: _BOTH | CHAT_ANSWERS | CHAT_AGENTS | CHAT_PROMPTS | CHAT_REFUSED,
+    CHAT: _BOTH | CHAT_ANSWERS | CHAT_AGENTS | CHAT_PROMPTS | CHAT_REFUSED | STORE,
     COMPLETIONS: {name: row for name, row in _BOTH.items() if name not in _ONLY_CHAT}
     | COMPLETION_ANSWERS
     | COMPLETION_PROMPTS
@@ -82,6 +83,7 @@ RESPONSES_APIS: Final = (
 )
 APIS: Final[tuple[Api, ...]] = (
     _generating(CHAT),
+    *STORED_CHATS,
     _generating(COMPLETIONS),
     *RESPONSES_APIS,
     *CONVERSATIONS,

@@ -7,7 +7,6 @@ from .table import Label, Refused, Row
 REFUSED: dict[str, Row] = {
     "use_beam_search": Refused([True], [False]),
     "length_penalty": Refused([0.5], [1, 1.0]),
-    "store": Refused([True], [False]),
     "service_tier": Refused(["flex", "priority"], ["auto", "default"]),
     "watermarking": Refused([True], [False]),
     "kv_transfer_params": Refused([{}]),
@@ -30,6 +29,7 @@ CHAT_REFUSED: dict[str, Row] = {
     "prompt_cache_options": Refused([{"mode": "explicit"}], [{"mode": "implicit"}]),
 }
 COMPLETION_REFUSED: dict[str, Row] = {
+    "store": Refused([True], [False]),
     "prompt_embeds": Refused(["AAAA"]),
     "thinking_token_budget": Refused([5], [-1]),
 }

@@ -99,6 +99,8 @@ _PATHS = st.sampled_from(
         "/v2/models/{}", "/v2/models/{}/config", "/v2/models/{}/stats", "/v2/models/{}/ready", "/v2/models/{}/infer",
         "/v2/models/{}/versions/{}/ready", "/v2/models/{}/versions/{}/config", "/v2/models/{}/versions/{}/generate",
         "/v2/repository/{}/index", "/v2/repository/models/{}/unload", "/v2/repository/{}/models/{}/load",
+        "/v1/chat/completions/{}", "/v1/chat/completions/{}/messages?limit={}&after={}",
+        "/v1/chat/completions?limit={}&after={}&metadata[{}]={}",
         "/v1/models/{}", "/v1/{}", "/v1/messages/{}", "/v1/responses/{}", "/v1/responses/{}/cancel",
         "/v1/responses/{}/input_items", "/v1/responses/{}?stream=true&starting_after={}", "/v1/conversations/{}",
         "/v1/conversations/{}/items", "/v1/conversations/{}/items/{}", "/v1/conversations/{}/items?limit={}&after={}",

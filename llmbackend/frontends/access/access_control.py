@@ -66,6 +66,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _LOGGED_PATH_CHARACTERS: Final = 200
+_READING: Final = ("GET", "HEAD")
 
 
 class HttpAccess:
@@ -115,7 +116,7 @@ class HttpAccess:
             self._metrics.decided(account, "http", "forbidden")
             return _forbidden(request, account)
         identity = RequestIdentity(account, "http", self._metrics)
-        if category is not Category.INFERENCE or begins_no_inference(request.path):
+        if category is not Category.INFERENCE or request.method in _READING or begins_no_inference(request.path):
             self._metrics.decided(account, "http", "accepted")
         else:
             refusal = identity.take_first()

@@ -49,7 +49,9 @@ OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health",
 
 _MODEL: Final = r"/v2/models/[^/]+(/versions/[^/]+)?"
 _INDEX: Final = re.compile(r"/v2/repository(/[^/]+)?/index\n?")
-_NO_INFERENCE: Final = re.compile(rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+)\n?", re.DOTALL)
+_NO_INFERENCE: Final = re.compile(
+    rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+|/v1/chat/completions/chatcmpl-.+)\n?", re.DOTALL
+)
 _CATEGORIES: Final = tuple(
     # A router's "$" also matches before a final newline; these must too, or such a path would have no category.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)

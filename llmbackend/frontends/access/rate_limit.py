@@ -159,6 +159,13 @@ class Account:
                 self._requests.take(prompts - taken)
             return refusal
 
+    def give_back(self, prompts: int) -> None:
+        """Of those that `admit` took."""
+        if self._requests is None:
+            return
+        with self._lock:
+            self._requests.take(-prompts)
+
     def charge(self, tokens: int) -> None:
         if self._tokens is None:
             return

@@ -149,6 +149,11 @@ class RequestIdentity:
             self._taken -= prompts
         return refusal
 
+    def give_back(self) -> None:
+        """Gives back what was taken in advance and not used: another process takes it for the same request."""
+        self.account.give_back(self._taken)
+        self._taken = 0
+
     def token_counters(self) -> tuple[Counter, Counter]:
         return self._metrics.token_counters(self.account)
 

@@ -284,7 +284,7 @@ def _counts(request: GenerationRequest) -> tuple[bool, bool]:
         return False, True
     is_asked = bool(request.stream.include_usage)
     has_each = request.stream.interval_tokens > 1 or (is_asked and bool(request.stream.continuous_usage_stats))
-    return has_each, is_asked and not has_each
+    return has_each, (is_asked or request.stored is not None) and not has_each
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:

@@ -170,6 +170,16 @@ NO_REASONING_USE = ReasoningUse()
 
 
 @dataclass(frozen=True, slots=True)
+class StoredParts:
+    """What a chat whose answer is stored adds to it; JSON."""
+
+    messages: bytes
+    """A list, as the client sent it."""
+    fields: bytes
+    """An object: the request's fields that the stored answer repeats."""
+
+
+@dataclass(frozen=True, slots=True)
 class StreamForm:
     """What the client of a stream asks for."""
 
@@ -228,6 +238,8 @@ class GenerationRequest:
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
+    stored: StoredParts | None = None
+    """Of a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()
     """Tokens that an interrupted generation of the same request has sent: it continues after them. Such a request has
     one choice, and a seed unless its temperature is 0."""

@@ -31,6 +31,18 @@ LABELS: Final = "llmbackend.request_labels"
 """Key of the scope: what the access log says of a request beside its line, as text; absent without labels."""
 
 
+HANDED_OVER: Final = "llmbackend.handed_over"
+"""Key of the scope of a frontend process's own request: the body of one that its host is to answer after all, else
+None; absent in a process that is no frontend."""
+
+
+class HandedOver(Response):
+    """Nothing is sent: the host answers the request, whose body, unpacked, was read here."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[HANDED_OVER] = self.body
+
+
 class ClientPresence:
     """Whether the client of one connection is still there.
 

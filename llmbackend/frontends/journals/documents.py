@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,14 +19,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, NamedTuple, Protocol, TypeVar
 
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.server_log import CAUSE, cause_of
 
 from ..errors import log_bug
 
-Kind = Literal["response", "conversation"]
+Kind = Literal["response", "conversation", "chat.completion"]
 T = TypeVar("T")
 _EVICTED_AT_ONCE: Final = 32
 log = logging.getLogger(__name__)
@@ -65,10 +66,25 @@ class Document:
     """Whether it is still being written. A live document is not evicted."""
     continuation: bytes = b""
     """What another process needs to continue with a live document, besides the progress in its log; b"": none can."""
+    labels: bytes = b""
+    """JSON: what a list of its owner's documents may be filtered by; b"" for a document that is in no list."""
 
     @property
     def size_bytes(self) -> int:
-        return len(self.body) + len(self.items) + len(self.continuation) + len(self.id) + len(self.owner)
+        parts = (self.body, self.items, self.continuation, self.labels, self.id, self.owner)
+        return sum(map(len, parts))
+
+    @property
+    def entry(self) -> Entry:
+        return Entry(self.created_s, self.id, self.labels)
+
+
+class Entry(NamedTuple):
+    """A document in a list, which is ordered by the first two fields."""
+
+    created_s: float
+    id: str
+    labels: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +163,10 @@ class Storage(Protocol):
     def live(self) -> list[Document]:
         """The live documents that no running server writes, which from now on are the caller's."""
 
+    def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
+        """Up to `most` of an owner's documents that have labels, in order of creation, from behind `after` or from the
+        first one; some may have expired."""
+
     def next_expiry_s(self) -> float | None:
         """When the next document expires; None where none does, or the store sees to it by itself."""
 
@@ -201,6 +221,10 @@ class OwnStorage(ABC):
         """Up to so many documents that are not live, of one owner or of all; none where `most` is not above 0."""
 
 
+def _place(entry: Entry) -> tuple[float, str]:
+    return entry[:2]
+
+
 class MemoryStorage(OwnStorage):
     """A Storage."""
 
@@ -214,6 +238,8 @@ class MemoryStorage(OwnStorage):
         """Those that are not live, by id; the first of them goes first."""
         self._finished_of: dict[str, OrderedDict[str, None]] = {}
         """The same by owner."""
+        self._listed: dict[str, list[Entry]] = {}
+        """By owner, sorted."""
         self._events: dict[str, list[bytes]] = {}
         self._log_bytes: Counter[str] = Counter()
 
@@ -243,6 +269,14 @@ class MemoryStorage(OwnStorage):
     def live(self) -> list[Document]:
         return []
 
+    def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
+        entries = self._listed.get(owner, [])
+        if is_descending:
+            end = len(entries) if after is None else bisect_left(entries, after[:2], key=_place)
+            return entries[max(end - most, 0) : end][::-1]
+        begin = 0 if after is None else bisect_right(entries, after[:2], key=_place)
+        return entries[begin : begin + most]
+
     def next_expiry_s(self) -> float | None:
         return next((document.expires_s for document in self._documents.values()), None)
 
@@ -258,6 +292,10 @@ class MemoryStorage(OwnStorage):
         self._count_of[document.owner] += before is None
         if before is not None and document.expires_s > before.expires_s:
             self._documents.move_to_end(document.id)
+        if before is not None:
+            self._unlist(before)
+        if document.labels:
+            insort(self._listed.setdefault(document.owner, []), document.entry)
         if not document.is_live:
             self._finished[document.id] = None
             self._finished_of.setdefault(document.owner, OrderedDict())[document.id] = None
@@ -275,6 +313,7 @@ class MemoryStorage(OwnStorage):
         if document is None:
             return
         self._events.pop(id, None)
+        self._unlist(document)
         self.held_bytes -= document.size_bytes + self._log_bytes.pop(id, 0)
         self._finished.pop(id, None)
         owner = document.owner
@@ -284,6 +323,13 @@ class MemoryStorage(OwnStorage):
         if not self._count_of[owner]:
             del self._count_of[owner]
             self._finished_of.pop(owner, None)
+
+    def _unlist(self, document: Document) -> None:
+        if document.labels:
+            entries = self._listed[document.owner]
+            del entries[bisect_left(entries, document.entry[:2], key=_place)]
+            if not entries:
+                del self._listed[document.owner]
 
     def _expired(self, now_s: float) -> Sequence[str]:
         return [one.id for one in takewhile(lambda one: one.expires_s <= now_s, self._documents.values())]

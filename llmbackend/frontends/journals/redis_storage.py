@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
-from .documents import Append, Capacity, Delete, Document, Put, StoreError, Write
+from .documents import Append, Capacity, Delete, Document, Entry, Put, StoreError, Write
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -34,6 +34,7 @@ _REMOVED_AT_ONCE: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _FIELDS: Final = (
     *("owner", "kind", "id", "body", "created_s", "expires_s", "items", "parent", "is_live", "continuation"),
+    "labels",
 )
 
 
@@ -105,6 +106,27 @@ class RedisStorage:
                 if found is None or not found.is_live:  # it ended while it was looked at
                     self._redis.hdel(_key("live"), id)
             return [found for _, found in documents if found is not None and found.is_live]
+
+    def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
+        key = _key("listed", owner)
+        with self._errors():
+            begin = 0 if after is None else self._rank_behind(key, after, is_descending=is_descending)
+            found = self._redis.zrange(key, begin, begin + most - 1, desc=is_descending, withscores=True)
+            with self._redis.pipeline(transaction=False) as pipe:
+                for id, _ in found:
+                    pipe.hget(_key("doc", id.decode()), "labels")
+                labels = pipe.execute()
+        return [Entry(at_s, id.decode(), one or b"") for (id, at_s), one in zip(found, labels, strict=True)]
+
+    def _rank_behind(self, key: str, entry: Entry, *, is_descending: bool) -> int:
+        rank = self._redis.zrevrank(key, entry.id) if is_descending else self._redis.zrank(key, entry.id)
+        if rank is not None:
+            return int(rank) + 1
+        # The document was removed meanwhile.
+        beyond = (f"({entry.created_s!r}", "+inf") if is_descending else ("-inf", f"({entry.created_s!r}")
+        id, at_once = entry.id.encode(), self._redis.zrangebyscore(key, entry.created_s, entry.created_s)
+        before = [one for one in at_once if (one > id if is_descending else one < id)]
+        return int(self._redis.zcount(key, *beyond)) + len(before)
 
     def next_expiry_s(self) -> float | None:
         with self._errors():
@@ -190,6 +212,8 @@ class RedisStorage:
         pipe.incrby(_key("bytes"), document.size_bytes - before)
         pipe.zadd(_key("expiry"), {id: document.expires_s})
         pipe.zadd(_key("owned", document.owner), {id: document.created_s})
+        if document.labels:
+            pipe.zadd(_key("listed", document.owner), {id: document.created_s})
         if document.is_live:
             pipe.hset(_key("live"), id, self._instance)
         else:
@@ -218,8 +242,8 @@ class RedisStorage:
     def _delete(self, pipe: Pipeline, id: str, owner: str, size_bytes: int) -> None:
         pipe.delete(*(_key(name, id) for name in ("doc", "events", "progress")))
         pipe.hdel(_key("live"), id)
-        for name in (_key("expiry"), _key("finished"), _key("owned", owner), _key("finished-of", owner)):
-            pipe.zrem(name, id)
+        for name in (("expiry",), ("finished",), ("owned", owner), ("listed", owner), ("finished-of", owner)):
+            pipe.zrem(_key(*name), id)
         pipe.decrby(_key("bytes"), size_bytes)
 
     def _remove(self, ids: Sequence[bytes]) -> None:
@@ -243,13 +267,13 @@ class RedisStorage:
             self._remove(oldest)
 
     def _document(self, id: str) -> Document | None:
-        owner, kind, _, body, created_s, expires_s, items, parent, is_live, continuation = self._redis.hmget(
+        owner, kind, _, body, created_s, expires_s, items, parent, is_live, continuation, labels = self._redis.hmget(
             _key("doc", id), *_FIELDS
         )
         if body is None:
             return None
         times = float(created_s), float(expires_s)
-        more = items, parent.decode(), is_live == b"1", continuation
+        more = items, parent.decode(), is_live == b"1", continuation, labels or b""
         return Document(owner.decode(), kind.decode(), id, body, *times, *more)
 
     # --- leases -----------------------------------------------------------------------------------------------------

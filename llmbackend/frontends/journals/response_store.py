@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from llmbackend.core.errors import TritonError
 from llmbackend.frontends.access.request_identity import REQUEST_IDENTITY
 from llmbackend.frontends.errors import log_bug
 
-from .documents import Append, Commits, Delete, Document, Kind, Put, Storage, StoreError
+from .documents import Append, Commits, Delete, Document, Entry, Kind, Put, Storage, StoreError
 from .journal import Journal
 
 MAX_LINEAGE = 4096
@@ -33,6 +35,10 @@ _LOADED_BYTES = 1 << 20
 """Of events that are read at once."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
 """Of one log: a producer that is further ahead waits."""
+_LISTED_AT_ONCE = 256
+"""Entries of a list that are looked at in one turn of the event loop."""
+_MAX_PAGE_BYTES = 8 << 20
+"""Of the documents of one page, unless it is one."""
 
 
 class NotStoredError(Exception):
@@ -85,6 +91,7 @@ class ResponseStore:
         self._takes_over_each_s = storage.takes_over_each_s
         self._taking_over: asyncio.Task[None] | None = None
         self._watching: set[asyncio.Task[None]] = set()
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def num_transactions(self) -> int:
@@ -152,6 +159,39 @@ class ResponseStore:
         """The document and those that it continues after, the oldest first. Raises NotStoredError,
         LineageTooLongError, StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
+
+    async def page(
+        self,
+        owner: str,
+        kind: Kind,
+        after: str | None,
+        limit: int,
+        *,
+        is_descending: bool,
+        matches: Callable[[bytes], bool],
+    ) -> tuple[list[Document], bool]:
+        """Documents with labels that match, in order of creation, from behind the document `after`; and whether others
+        follow. Fewer than `limit` where they would have more than _MAX_PAGE_BYTES. Raises NotStoredError for `after`,
+        StoreError."""
+        place = None if after is None else (await self.get(owner, kind, after)).entry
+        found: list[Document] = []
+        size_bytes = 0
+        while entries := await self._commits.read_in_time(partial(_entries, owner, place, is_descending=is_descending)):
+            for place in entries:
+                if not place.labels or not matches(place.labels):
+                    continue
+                with suppress(NotStoredError):
+                    document = await self.get(owner, kind, place.id)
+                    size_bytes += document.size_bytes
+                    if len(found) == limit or (found and size_bytes > _MAX_PAGE_BYTES):
+                        return found, True
+                    found.append(document)
+            await asyncio.sleep(0)
+        return found, False
+
+    def changing(self, id: str) -> asyncio.Lock:
+        """Held by who reads a document, changes it and puts it back."""
+        return self._changing.setdefault(id, asyncio.Lock())
 
     # --- logs -------------------------------------------------------------------------------------------------------
 
@@ -363,6 +403,10 @@ class LiveLog:
 def _expired(storage: Storage, now_s: float) -> float | None:
     storage.commit((), now_s)
     return storage.next_expiry_s()
+
+
+def _entries(owner: str, after: Entry | None, storage: Storage, now_s: float, *, is_descending: bool) -> list[Entry]:
+    return storage.listed(owner, after, _LISTED_AT_ONCE, is_descending=is_descending)
 
 
 def _of(owner: str, kind: Kind, id: str, document: Document | None) -> Document:

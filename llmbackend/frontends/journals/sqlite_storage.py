@@ -17,9 +17,9 @@ from typing import Any, Final
 
 import msgspec
 
-from .documents import Append, Capacity, Document, OwnStorage, StoreError, Write
+from .documents import Append, Capacity, Document, Entry, OwnStorage, StoreError, Write
 
-_VERSION: Final = 1
+_VERSION: Final = 2
 _LOCK_WAIT_S: Final = 2.0
 _SCHEMA: Final = """
 CREATE TABLE documents (
@@ -35,7 +35,11 @@ CREATE UNIQUE INDEX events_of ON events (id, first);
 CREATE TABLE progress (step INTEGER PRIMARY KEY, id TEXT NOT NULL, progress BLOB NOT NULL);
 CREATE INDEX progress_of ON progress (id, step);
 """
-_FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation"
+_SINCE_VERSION_2: Final = """
+ALTER TABLE documents ADD COLUMN labels BLOB NOT NULL DEFAULT x'';
+CREATE INDEX by_list ON documents (owner, created_s, id) WHERE labels <> x'';
+"""
+_FIELDS: Final = "owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels"
 _NAMES: Final = _FIELDS.split(", ")
 _PARTS = msgspec.msgpack.Decoder(list[bytes])
 
@@ -95,6 +99,16 @@ class SqliteStorage(OwnStorage):
         with self._errors():
             return [_document(row) for row in self._rows(f"SELECT {_FIELDS} FROM documents WHERE is_live")]
 
+    def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
+        order, behind = ("DESC", "<") if is_descending else ("ASC", ">")
+        place, values = ("", ()) if after is None else (f"AND (created_s, id) {behind} (?, ?)", after[:2])
+        query = (
+            f"SELECT created_s, id, labels FROM documents WHERE owner = ? AND labels <> x'' {place} "
+            f"ORDER BY created_s {order}, id {order} LIMIT ?"
+        )
+        with self._errors():
+            return [Entry(*row) for row in self._rows(query, owner, *values, most)]
+
     def next_expiry_s(self) -> float | None:
         with self._errors():
             expiry: float | None = self._rows("SELECT MIN(expires_s) FROM documents")[0][0]
@@ -110,9 +124,10 @@ class SqliteStorage(OwnStorage):
         self.held_bytes += document.size_bytes - (before[0][0] if before else 0)
         self._count_of[document.owner] += not before
         self._connection.execute(
-            f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
+            f"INSERT INTO documents ({_FIELDS}, size_bytes, log_bytes) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 0) "
             "ON CONFLICT (id) DO UPDATE SET body = excluded.body, items = excluded.items, is_live = excluded.is_live, "
-            "continuation = excluded.continuation, expires_s = excluded.expires_s, size_bytes = excluded.size_bytes",
+            "continuation = excluded.continuation, expires_s = excluded.expires_s, labels = excluded.labels, "
+            "size_bytes = excluded.size_bytes",
             (*(getattr(document, name) for name in _NAMES), document.size_bytes),
         )
         if before and not document.is_live:
@@ -175,15 +190,14 @@ class SqliteStorage(OwnStorage):
             self._connection.execute(f"PRAGMA {pragma}")
         with self._transaction():
             version = self._rows("PRAGMA user_version")[0][0]
-            if version not in (0, _VERSION):
+            if version not in range(_VERSION + 1):
                 raise StoreError(
                     f"the response store '{self._path}' has version {version}, this server reads version {_VERSION}; "
                     "use another file"
                 )
-            if not version:
-                for statement in _SCHEMA.split(";"):
-                    self._connection.execute(statement)
-                self._connection.execute(f"PRAGMA user_version = {_VERSION}")
+            for statement in "".join((_SCHEMA, _SINCE_VERSION_2)[version:]).split(";"):
+                self._connection.execute(statement)
+            self._connection.execute(f"PRAGMA user_version = {_VERSION}")
         self._count()
 
     def _count(self) -> None:
@@ -233,5 +247,5 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _document(row: Sequence[Any]) -> Document:
-    owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation = row
-    return Document(owner, kind, id, body, created_s, expires_s, items, parent, bool(is_live), continuation)
+    *before, is_live, continuation, labels = row
+    return Document(*before, bool(is_live), continuation, labels)

@@ -49,29 +49,41 @@ class _Choice:
         return self.finish_reason if self.answer is None else self.answer.reader.finish_reason(self.finish_reason)
 
 
-async def whole_response(
-    generation: Generation, request: GenerationRequest, identity: Identity, plan: AnswerPlan
-) -> bytes:
-    """The response's body, once every choice has ended. Raises TritonError when one
-    failed."""
-    choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
-    if request.is_chat:
-        for index, choice in enumerate(choices):
-            choice.answer = Answer(plan, identity.id, index)
-    usage = Usage(request.n)
-    prompts: dict[int, PromptDetails] = {}
-    while not generation.is_over:
-        index, delta = await generation.next()
+class WholeAnswer:
+    """The answer of a chat or a completion, collected from its deltas."""
+
+    def __init__(self, request: GenerationRequest, identity: Identity, plan: AnswerPlan) -> None:
+        self._request = request
+        self._identity = identity
+        self._choices = [_Choice(parts=[echo]) for echo in request.echo for _ in range(request.n)]
+        if request.is_chat:
+            for index, choice in enumerate(self._choices):
+                choice.answer = Answer(plan, identity.id, index)
+        self._usage = Usage(request.n)
+        self._prompts: dict[int, PromptDetails] = {}
+
+    def add(self, index: int, delta: Delta) -> None:
+        request, choices = self._request, self._choices
         if delta.prompt is not None:
-            prompts[index // request.n] = delta.prompt
+            self._prompts[index // request.n] = delta.prompt
             _echo(request, delta.prompt, choices[index // request.n * request.n :][: request.n])
         choices[index].add(delta)
-        usage.add(index, delta)
-    for index, choice in enumerate(choices):
-        if choice.answer is not None and choice.answer.reader.reports_reasoning:
-            usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
-    render = partial(_body, request, identity, choices, usage, prompts)
-    return await generation.in_thread(render) if prompts else render()
+        self._usage.add(index, delta)
+
+    async def body(self, generation: Generation) -> bytes:
+        """Once every choice has ended."""
+        for index, choice in enumerate(self._choices):
+            if choice.answer is not None and choice.answer.reader.reports_reasoning:
+                self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
+        render = partial(_body, self._request, self._identity, self._choices, self._usage, self._prompts)
+        return await generation.in_thread(render) if self._prompts else render()
+
+
+async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
+    """The response's body. Raises TritonError when a choice failed."""
+    while not generation.is_over:
+        answer.add(*await generation.next())
+    return await answer.body(generation)
 
 
 def _body(

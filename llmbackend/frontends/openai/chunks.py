@@ -24,7 +24,7 @@ from ..generation.tensors import (
     PromptDetails,
 )
 from ..http.errors import OpenAIError
-from .bodies import logprobs_renderer
+from .bodies import WholeAnswer, logprobs_renderer
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
@@ -271,6 +271,36 @@ class IntervalWriter:
         return b""
 
     def end(self) -> bytes:
+        return self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
+
+
+class CollectingWriter:
+    """A writer whose deltas are also collected to a whole answer."""
+
+    def __init__(self, writer: Writer, answer: WholeAnswer) -> None:
+        self._writer = writer
+        self._answer = answer
+        self.has_ended = False
+        """Whether the answer is complete."""
+
+    def begin(self) -> bytes:
+        return self._writer.begin()
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        return self._writer.begin_choice(index, prompt)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        self._answer.add(index, delta)
+        return self._writer.delta(index, delta)
+
+    def end(self) -> bytes:
+        self.has_ended = True
         return self._writer.end()
 
     def ping(self) -> bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import Field, with_config
 from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ..http.routing import Count
@@ -102,6 +102,50 @@ class _Answer(TypedDict):
 class ChatCompletion(_Answer, OfPrompt):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+
+
+class StoredChatCompletion(ChatCompletion):
+    temperature: float
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    seed: int | None
+    tools: list[dict[str, Any]] | None
+    tool_choice: str | dict[str, Any] | None
+    response_format: dict[str, Any] | None
+    input_user: str | None
+    service_tier: Literal["default"]
+    metadata: dict[str, str]
+
+
+class _List(TypedDict):
+    object: Literal["list"]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class ChatList(_List):
+    data: list[StoredChatCompletion]
+
+
+class ChatDeleted(TypedDict):
+    object: Literal["chat.completion.deleted"]
+    id: str
+    deleted: Literal[True]
+
+
+@with_config(extra="allow")
+class StoredChatMessage(TypedDict):
+    id: str
+    role: str
+    content: str | None
+    content_parts: list[dict[str, Any]] | None
+    name: str | None
+
+
+class ChatMessageList(_List):
+    data: list[StoredChatMessage]
 
 
 class Completion(_Answer):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import orjson
+
 from llmbackend.core.tensors import Tensor
 
 from ..conversation.tools import ToolUse
@@ -14,6 +16,7 @@ from ..generation.request import (
     GenerationRequest,
     LogprobForm,
     PromptForm,
+    StoredParts,
     StreamForm,
 )
 from ..generation.tensors import input_ids_tensor, messages_tensor, text_tensor
@@ -31,6 +34,7 @@ from .schema import (
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
 """The first of them that a request has is its limit."""
+_STORED_FIELDS = ("response_format", "seed", "tool_choice", "tools")
 _TEMPLATE_OPTIONS = (
     "add_generation_prompt",
     "continue_final_message",
@@ -70,7 +74,21 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
     )
     echo = _last_words(messages[-1]) if fields.echo else ""
     request = _request(fields, body, (prompt,), (echo,), top_logprobs, form)
-    return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use())
+    stored = _stored_parts(fields, body) if fields.store else None
+    return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use(), stored=stored)
+
+
+def _stored_parts(fields: ChatCompletionRequest, body: JsonObject) -> StoredParts:
+    if fields.request_id is not None:
+        message = "'request_id' is not supported with 'store': the server chooses the ids of stored completions"
+        raise OpenAIError(message, param="request_id", code="unsupported_parameter")
+    repeated = {name: body.get(name) for name in _STORED_FIELDS} | {
+        "frequency_penalty": fields.frequency_penalty or 0.0,
+        "presence_penalty": fields.presence_penalty or 0.0,
+        "input_user": fields.user,
+        "service_tier": "default",
+    }
+    return StoredParts(orjson.dumps(body["messages"]), orjson.dumps(repeated))
 
 
 def chat_prompt(

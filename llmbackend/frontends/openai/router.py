@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,6 +23,7 @@ from starlette.types import Scope
 from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
+from ..access.request_identity import REQUEST_IDENTITY
 from ..generation.answer import Identity
 from ..generation.http_answers import Writer, streamed_answer, traced_answer, whole_answer
 from ..generation.inferences import Generation
@@ -33,6 +34,7 @@ from ..generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ..http.errors import JsonObject, OpenAIError
 from ..http.event_stream import EventSource, pieces_of
 from ..http.request_body import release_body
+from ..http.request_scope import HANDED_OVER, HandedOver
 from ..http.routing import CatchAll, get, post
 from ..inference_gate import InferenceGate
 from ..journals.journal import Recording
@@ -47,8 +49,8 @@ from ..journals.resumable_streams import (
 )
 from ..operations.probes import load_headers
 from ..protocol_options import NO_DEFAULTS, RequestDefaults
-from .bodies import whole_response
-from .chunks import IntervalWriter, PromptFirst, chunk_writer
+from .bodies import WholeAnswer, whole_response
+from .chunks import CollectingWriter, IntervalWriter, PromptFirst, chunk_writer
 from .endpoints import OpenAIEndpoints, json_answer, read_body
 from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
@@ -59,6 +61,7 @@ from .responses_api.conversations import ConversationEndpoints, Conversations
 from .responses_api.create import InputTokenEndpoints, ResponseCreation
 from .responses_api.stored_endpoints import StoredResponseEndpoints
 from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest
+from .stored_chats import ChatKeeper, StoredChatEndpoints
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
 """The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
@@ -95,18 +98,19 @@ def create_openai_router(
     responses = ResponseCreation(gate, catalog, size, store, conversations, sealing_key, background)
     router = APIRouter()
     for api in (
-        ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults),
+        ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults, store),
         ConversationEndpoints(gate, conversations, size),
         PromptEndpoints(gate, catalog, size),
         LoraEndpoints(gate, catalog, lora_folder),
         responses,
         InputTokenEndpoints(gate, catalog, responses, size),
         StoredResponseEndpoints(gate, store, background, sealing_key),
+        StoredChatEndpoints(gate, store, size),
     ):
         api.add_to(router)
     unknown = CatchAll(OpenAIEndpoints(gate), partial(_refuse, tuple(router.routes)))
-    paths = ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}", *_NOT_SERVED)
-    router.routes += [Route(path, unknown) for path in paths]
+    router.routes[:0] = [Route(path, unknown) for path in _NOT_SERVED]
+    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}")]
     return router
 
 
@@ -123,8 +127,10 @@ class ModelEndpoints(OpenAIEndpoints):
         max_body_bytes: int,
         streams: ResumableStreams,
         defaults: RequestDefaults,
+        store: ResponseStore | None,
     ) -> None:
         super().__init__(gate, max_body_bytes)
+        self._store = store
         self._defaults = defaults
         self._streams = streams
         self._catalog = catalog
@@ -159,6 +165,8 @@ class ModelEndpoints(OpenAIEndpoints):
         request = self._catalog.with_model(request)
         if is_resumable(http) and request.stream is None:
             raise OpenAIError("the header 'X-Resumable-Stream' requires 'stream': true")
+        if request.stored is not None and self._store is None:
+            return _handed_over(http, body)
         answer = partial(self._answer, http, request, begin_recording(self._streams, http, body))
         return await traced_answer(self._gate, self._catalog, http, start_ns, request, answer)
 
@@ -170,19 +178,28 @@ class ModelEndpoints(OpenAIEndpoints):
         target: Target,
         trace: RequestTrace | None,
     ) -> Response:
-        identity = Identity.of(request, target.model.fingerprint, _request_id(http) or request.request_id)
+        own_id = "" if request.stored is not None else _request_id(http) or request.request_id
+        identity = Identity.of(request, target.model.fingerprint, own_id)
         if recording is not None:
             identity = identity.recorded(recording)
         plan = plan_answer(request, target)
         generation = Generation(self._gate, request, target, identity.id, plan=plan, trace=trace, recording=recording)
         release_body(http)
         headers = partial(load_headers, self._gate.server, http, target.name)
+        keeper = self._keeper(request, identity, target)
         if request.stream is None:
-            work = whole_response(generation, request, identity, plan)
+            work = _whole(generation, WholeAnswer(request, identity, plan), keeper)
             return await whole_answer(http, generation, work, headers)
-        writer = _writer(request, identity, request.stream, plan)
+        writer, before_end = _writer(request, identity, request.stream, plan), None
+        if keeper is not None:
+            writer, before_end = _kept(writer, generation, WholeAnswer(request, identity, plan), keeper)
         make = partial(self._resumable, http) if is_resumable(http) else None
-        return await streamed_answer(http, generation, writer, headers, make=make)
+        return await streamed_answer(http, generation, writer, headers, before_end, make)
+
+    def _keeper(self, request: GenerationRequest, identity: Identity, target: Target) -> ChatKeeper | None:
+        if self._store is None or request.stored is None:
+            return None
+        return ChatKeeper(self._store, request.stored, request, identity, target)
 
     async def _resumable(
         self, http: Request, events: EventSource, on_close: Callable[[], None], headers: Mapping[str, str]
@@ -196,18 +213,48 @@ class ModelEndpoints(OpenAIEndpoints):
         return await come_back(self._streams, http)
 
 
+def _handed_over(http: Request, body: bytes) -> Response:
+    """To the host, which has a store, where this is a frontend process."""
+    if HANDED_OVER not in http.scope:
+        message = "'store' is not supported: this server stores no chat completions"
+        raise OpenAIError(message, param="store", code="unsupported_parameter")
+    if (identity := REQUEST_IDENTITY.get()) is not None:
+        identity.give_back()
+    return HandedOver(body)
+
+
+async def _whole(generation: Generation, answer: WholeAnswer, keeper: ChatKeeper | None) -> bytes:
+    body = await whole_response(generation, answer)
+    if keeper is not None:
+        await keeper.keep(body)
+    return body
+
+
+def _kept(
+    writer: Writer, generation: Generation, answer: WholeAnswer, keeper: ChatKeeper
+) -> tuple[Writer, Callable[[], Awaitable[None]]]:
+    """A stream's writer, and what stores its answer before its last events are sent."""
+    collecting = CollectingWriter(writer, answer)
+
+    async def keep() -> None:
+        if collecting.has_ended:
+            await keeper.keep(await answer.body(generation))
+
+    return collecting, keep
+
+
 async def _refuse(known: Sequence[BaseRoute], http: Request) -> Response:
     path = http.url.path
     if http.headers.get("upgrade", "").lower() == "websocket":
         message = f"WebSocket mode is not supported: send a POST with 'stream': true to {path}"
         raise OpenAIError(message, status=501, code="unsupported")
+    if (reason := _NOT_SERVED.get(path)) is not None:
+        raise OpenAIError(f"{path} is not supported: {reason}", status=404, code="unknown_url")
     if allowed := _methods(known, http.scope):
         error = OpenAIError(f"{http.method} is not allowed on {path}", status=405, code="method_not_allowed")
         response = error.response()
         response.headers["Allow"] = ", ".join(allowed)
         return response
-    if (reason := _NOT_SERVED.get(path)) is not None:
-        raise OpenAIError(f"{path} is not supported: {reason}", status=404, code="unknown_url")
     raise OpenAIError(f"unknown URL: {http.method} {path}", status=404, code="unknown_url")
 
 

@@ -29,7 +29,7 @@ from ..http.errors import JsonObject, OpenAIError, refuse
 from .fields import ChatToolChoice, FunctionCall, Labels, ReasoningFields, StructuredOutputFields
 from .messages import Message
 
-_NOT_STORED = "this server stores only the answers of /v1/responses"
+_NOT_STORED = "only responses and chat completions are stored"
 _RENDER = "it is part of vLLM's render endpoints"
 _ONE_ENGINE = "the KV cache of a request stays in one engine"
 TEXT_ONLY = "models read and write text only"
@@ -51,7 +51,6 @@ class UnservedFields(UnservedEverywhere):
 
     use_beam_search: Annotated[Any, Only(False, reason=_NO_BEAMS)] = None
     length_penalty: Annotated[Any, Only(1, 1.0, reason="it is part of beam search")] = None
-    store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
     repetition_detection: Annotated[Any, Only(reason="use 'stop', 'max_tokens' and the penalties instead")] = None
     routed_experts_prompt_start: Annotated[Any, Only(0, reason="the experts of a token are not returned")] = None
     return_token_offsets: Annotated[Any, Only(False, reason=_RENDER)] = None
@@ -87,6 +86,7 @@ class UnservedByChat(UnservedInConversations):
 class UnservedByCompletions(ClosedObject):
     """Of completions."""
 
+    store: Annotated[Any, Only(False, reason=_NOT_STORED)] = None
     thinking_token_budget: Annotated[Any, Only(-1, reason="completions have no reasoning; chats have")] = None
     prompt_embeds: Annotated[Any, Only(reason="prompts are text or token ids")] = None
 
@@ -330,6 +330,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
     )
     default_max_tokens: ClassVar[int | None] = None
     """As many as the context has room for."""
+    store: Flag | None = Field(None, description="The completion can be retrieved later.")
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(-1)] | None = Field(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from llmbackend.frontends.journals.documents import Capacity, Document, MemoryStorage, Storage
+from llmbackend.frontends.journals.documents import Capacity, Delete, Document, Entry, MemoryStorage, Put, Storage
 from llmbackend.frontends.journals.journal import EventsGoneError, Journal
 from llmbackend.frontends.journals.redis_storage import RedisStorage
 from llmbackend.frontends.journals.response_store import (
@@ -234,3 +234,56 @@ def test_a_quiet_journal_says_so_to_its_readers() -> None:
             await anext(quiet)
 
     asyncio.run(run())
+
+
+async def listed(store: ResponseStore, owner: str, limit: int = 2, *, is_descending: bool = False) -> list[str]:
+    """The ids of all pages."""
+    found: list[str] = []
+    has_more = True
+    while has_more:
+        documents, has_more = await store.page(
+            owner, "response", found[-1] if found else None, limit,
+            is_descending=is_descending, matches=lambda labels: labels != b"other",
+        )  # fmt: skip
+        assert 0 < len(documents) <= limit or not found
+        found += [one.id for one in documents]
+    return found
+
+
+def test_lists_are_in_order_of_creation_and_of_ids(make_storage: MakeStorage) -> None:
+    """Also where several were created at once, and whatever was put again or removed."""
+
+    async def run() -> None:
+        async with opened(make_storage()) as store:
+            times = {"c": 1.25, "a": 2.0, "b": 2.0, "e": 2.0, "d": 3.5}
+            for id, at_s in times.items():
+                made = replace(document(id, "o"), created_s=NOW_S + at_s, labels=b"own")
+                await store.put(made)
+                await store.put(replace(made, body=b"{1}"))
+            await store.put(document("unlisted", "o"))
+            await store.put(replace(document("filtered", "o"), labels=b"other"))
+            await store.put(replace(document("theirs", "p"), labels=b"own"))
+            await store.put(replace(document("of another kind", "o"), kind="conversation", labels=b"own"))
+            for limit in (1, 2, 3, 9):
+                assert await listed(store, "o", limit) == ["c", "a", "b", "e", "d"]
+                assert await listed(store, "o", limit, is_descending=True) == ["d", "e", "b", "a", "c"]
+            assert await listed(store, "p") == ["theirs"] and await listed(store, "nobody") == []
+            await store.delete("o", "response", "b")
+            assert await listed(store, "o") == ["c", "a", "e", "d"]
+            with pytest.raises(NotStoredError):
+                await store.page("o", "response", "b", 2, is_descending=False, matches=bool)
+
+    asyncio.run(run())
+
+
+def test_a_list_continues_behind_a_document_that_was_removed(make_storage: MakeStorage) -> None:
+    storage = make_storage()
+    entries = [Entry(NOW_S + at_s, id, b"x") for at_s, id in ((1.0, "b"), (2.0, "a"), (2.0, "c"), (3.0, "d"))]
+    documents = [replace(document(one.id), created_s=one.created_s, labels=one.labels) for one in entries]
+    storage.commit([Put(one) for one in documents], NOW_S)
+    gone = entries[1]
+    assert storage.listed("", gone, 9, is_descending=False) == entries[2:]
+    storage.commit([Delete(gone.id)], NOW_S)
+    assert storage.listed("", gone, 9, is_descending=False) == entries[2:]
+    assert storage.listed("", gone, 9, is_descending=True) == entries[:1]
+    storage.close()

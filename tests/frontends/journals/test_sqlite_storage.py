@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from llmbackend.frontends.journals import sqlite_storage
 from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put, StoreError
 from llmbackend.frontends.journals.response_store import ResponseStore, StoreOptions
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
@@ -25,6 +26,7 @@ CAPACITY = Capacity(1 << 20, 100)
 _WRITER = """
 import sys
 from pathlib import Path
+from llmbackend.frontends.journals import sqlite_storage
 from llmbackend.frontends.journals.documents import Append, Capacity, Document, Put
 from llmbackend.frontends.journals.sqlite_storage import SqliteStorage
 
@@ -149,6 +151,21 @@ def test_held_bytes_are_what_is_in_the_file(tmp_path: Path) -> None:
     assert SqliteStorage(tmp_path / "store", CAPACITY).held_bytes == held
 
 
+def test_a_file_of_the_version_before_is_used(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "store") as before:
+        for statement in sqlite_storage._SCHEMA.split(";"):
+            before.execute(statement)
+        row = ("a", "o", "response", b"{}", 1.0, 1e12, b"[]", "", 0, b"", 8, 0)
+        before.execute(f"INSERT INTO documents VALUES (?{', ?' * 11})", row)
+        before.execute("PRAGMA user_version = 1")
+    before.close()
+    for _ in range(2):
+        storage = SqliteStorage(tmp_path / "store", CAPACITY)
+        assert storage.get("a", 1.0) == Document("o", "response", "a", b"{}", 1.0, 1e12)
+        assert storage.listed("o", None, 9, is_descending=False) == []
+        storage.close()
+
+
 def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbackend.frontends.journals.sqlite_storage._LOCK_WAIT_S", 0.01)
     storage = SqliteStorage(tmp_path / "store", CAPACITY)
@@ -158,9 +175,9 @@ def test_files_that_can_not_be_used_are_refused_by_name(tmp_path: Path, monkeypa
         SqliteStorage(tmp_path / "store", CAPACITY)
     storage.close()
     with sqlite3.connect(tmp_path / "later") as later:
-        later.execute("PRAGMA user_version = 2")
+        later.execute("PRAGMA user_version = 3")
     later.close()
-    with pytest.raises(StoreError, match="has version 2, this server reads version 1"):
+    with pytest.raises(StoreError, match="has version 3, this server reads version 2"):
         SqliteStorage(tmp_path / "later", CAPACITY)
     (tmp_path / "text").write_text("no database " * 100)
     with pytest.raises(StoreError, match="not a database"):

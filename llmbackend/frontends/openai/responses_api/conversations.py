@@ -9,12 +9,10 @@ Source: OpenAI's API reference.
 
 from __future__ import annotations
 
-import asyncio
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated
-from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import ConfigDict
@@ -23,77 +21,17 @@ from starlette.responses import Response
 
 from ...generation.validation import ClosedObject, read
 from ...generation.validation import Items as ItemCount
-from ...http.errors import JsonObject, OpenAIError, refuse
+from ...http.errors import JsonObject, OpenAIError
 from ...http.routing import delete, get, post
 from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
 from ..endpoints import OpenAIEndpoints, json_answer
 from ..fields import Metadata
+from ..paging import PAGE_PARAMETERS, item_list, page, read_page_query
 from .items import Item, check_fields, full_item, item_type
 from .output_items import item_id
 from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemList, StoredItem
-
-_MAX_ITEMS = 100
-PAGE_PARAMETERS: tuple[JsonObject, ...] = (
-    {
-        "name": "after",
-        "in": "query",
-        "schema": {"type": "string"},
-        "description": "The item after which the page begins.",
-    },
-    {"name": "limit", "in": "query", "schema": {"type": "integer", "minimum": 1, "maximum": _MAX_ITEMS}},
-    {"name": "order", "in": "query", "schema": {"enum": ["asc", "desc"]}},
-)
-_FIELDS = ("after", "limit", "order", "include", "include[]")
-
-
-@dataclass(frozen=True, slots=True)
-class PageQuery:
-    after: str | None = None
-    """The id of the item that the page begins behind."""
-    limit: int = 20
-    is_descending: bool = True
-    """The latest first."""
-
-
-def read_page_query(parameters: Mapping[str, str]) -> PageQuery:
-    """The query of a URL. `include` asks for nothing that an item has not anyway. Raises OpenAIError."""
-    for name in parameters:
-        if name not in _FIELDS:
-            raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
-    for name in ("include", "include[]"):
-        for value in parameters.get(name, "").split(","):
-            if value and value not in INCLUDABLE:
-                raise refuse("include", f"one of {', '.join(INCLUDABLE)}", value)
-    limit, order = parameters.get("limit", "20"), parameters.get("order", "desc")
-    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= _MAX_ITEMS):
-        raise refuse("limit", f"an integer from 1 to {_MAX_ITEMS}", limit)
-    if order not in ("asc", "desc"):
-        raise refuse("order", '"asc" or "desc"', order)
-    return PageQuery(parameters.get("after") or None, int(limit), order == "desc")
-
-
-def page(items: Sequence[JsonObject], query: PageQuery = PageQuery()) -> JsonObject:
-    """items: all of them, the oldest first. Raises OpenAIError where `after` is none of them."""
-    ordered = items[::-1] if query.is_descending else items
-    begin = 0
-    if query.after is not None:
-        begin = next((index + 1 for index, item in enumerate(ordered) if item.get("id") == query.after), 0)
-        if not begin:
-            raise refuse("after", "the id of an item of the list", query.after)
-    return item_list(ordered[begin : begin + query.limit], has_more=begin + query.limit < len(ordered))
-
-
-def item_list(items: Sequence[JsonObject], *, has_more: bool = False) -> JsonObject:
-    return {
-        "object": "list",
-        "data": items,
-        "first_id": items[0].get("id") if items else None,
-        "last_id": items[-1].get("id") if items else None,
-        "has_more": has_more,
-    }
-
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
@@ -109,7 +47,6 @@ class Conversations:
         self._store = store
         self._gate = gate
         self._max_bytes = max_bytes
-        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def create(self, items: Sequence[JsonObject], metadata: JsonObject) -> Document:
         id, created_s = ID_PREFIX + uuid.uuid4().hex, int(self._store.clock_s())
@@ -136,13 +73,13 @@ class Conversations:
         return await self.read(await self.get(id))
 
     async def update(self, id: str, metadata: JsonObject) -> Document:
-        async with self._lock(id):
+        async with self._store.changing(id):
             document = await self.get(id)
             body = orjson.loads(document.body) | {"metadata": metadata}
             return await self._put(replace(document, body=orjson.dumps(body)))
 
     async def delete(self, id: str) -> None:
-        async with self._lock(id):
+        async with self._store.changing(id):
             try:
                 await self._store.delete(current_owner(), "conversation", id)
             except NotStoredError:
@@ -187,7 +124,7 @@ class Conversations:
         more_bytes: int = 0,
     ) -> Document:
         """more_bytes: what `change` has to read"""
-        async with self._lock(id):
+        async with self._store.changing(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
                 len(document.items) + more_bytes, lambda: orjson.dumps(change(orjson.loads(document.items)))
@@ -217,12 +154,6 @@ class Conversations:
         if len(items) > self._max_bytes:
             message = f"the conversation would have {len(items)} bytes of items, expected at most {self._max_bytes}"
             raise OpenAIError(message, param="items", code="invalid_value")
-
-    def _lock(self, id: str) -> asyncio.Lock:
-        lock = self._changing.get(id)
-        if lock is None:
-            lock = self._changing[id] = asyncio.Lock()
-        return lock
 
 
 def with_new_ids(items: Sequence[JsonObject]) -> Items:
@@ -305,7 +236,8 @@ class ConversationEndpoints(OpenAIEndpoints):
     @post(_ITEMS, body=ConversationItemsBody, answer=ItemList)
     async def add_items(self, http: Request) -> Response:
         """Add items"""
-        read_page_query({name: value for name, value in http.query_params.items() if name.startswith("include")})
+        included = {name: value for name, value in http.query_params.items() if name.startswith("include")}
+        read_page_query(included, INCLUDABLE)
 
         def parse(body: JsonObject) -> list[JsonObject]:
             read(ConversationItemsBody, body)
@@ -318,7 +250,7 @@ class ConversationEndpoints(OpenAIEndpoints):
     @get(_ITEMS, answer=ItemList, parameters=PAGE_PARAMETERS)
     async def list_items(self, http: Request) -> Response:
         """Its items"""
-        query = read_page_query(http.query_params)
+        query = read_page_query(http.query_params, INCLUDABLE)
         items = await self._conversations.items(_id(http))
         return await self._json(lambda: page(items, query))
 

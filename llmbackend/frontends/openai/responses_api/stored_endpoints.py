@@ -20,8 +20,8 @@ from ...inference_gate import InferenceGate
 from ...journals.documents import Document
 from ...journals.response_store import NotStoredError, ResponseStore, current_owner
 from ..endpoints import OpenAIEndpoints, json_answer
+from ..paging import PAGE_PARAMETERS, page, read_page_query
 from .background import BackgroundResponses
-from .conversations import PAGE_PARAMETERS, page, read_page_query
 from .events import journal_stream
 from .schema import ENCRYPTED_REASONING, INCLUDABLE, ItemList, ResponseDeleted, ResponseObject
 
@@ -92,7 +92,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
     @get(f"{_ONE}/input_items", answer=ItemList, parameters=PAGE_PARAMETERS)
     async def input_items(self, http: Request) -> Response:
         """What a response was made from"""
-        query = read_page_query(http.query_params)
+        query = read_page_query(http.query_params, INCLUDABLE)
         document = await self._document(http)
         return await self._json(len(document.items), lambda: page(orjson.loads(document.items), query))
 
