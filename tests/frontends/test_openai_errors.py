@@ -246,7 +246,7 @@ def test_unknown_paths_and_methods(http: httpx.Client) -> None:
     assert refusal(http.post("/embeddings", json={}), 404)["code"] == "unknown_url"
     for nothing in ("/", "/%2f", "/."):
         assert refusal(http.get(nothing), 404)["code"] == "unknown_url"
-    wrong_method = http.get("/chat/completions")
+    wrong_method = http.get("/completions")
     assert refusal(wrong_method, 405)["code"] == "method_not_allowed"
     assert wrong_method.headers["allow"] == "POST"
     assert refusal(http.delete("/models/fake"), 405)["code"] == "method_not_allowed"

@@ -57,6 +57,7 @@ from .lora_endpoints import LoraEndpoints
 from .prompt_endpoints import PromptEndpoints
 from .requests import parse_chat, parse_completion, with_defaults
 from .responses_api.background import BackgroundResponses
+from .responses_api.compaction import CompactionEndpoints
 from .responses_api.conversations import ConversationEndpoints, Conversations
 from .responses_api.create import InputTokenEndpoints, ResponseCreation
 from .responses_api.stored_endpoints import StoredResponseEndpoints
@@ -104,6 +105,7 @@ def create_openai_router(
         LoraEndpoints(gate, catalog, lora_folder),
         responses,
         InputTokenEndpoints(gate, catalog, responses, size),
+        CompactionEndpoints(gate, catalog, responses, size, sealing_key),
         StoredResponseEndpoints(gate, store, background, sealing_key),
         StoredChatEndpoints(gate, store, size),
     ):

@@ -326,6 +326,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
             | needs("logprob_token_ids", is_true("logprobs"))
             | needs("functions", {"properties": {"functions": {"maxItems": 0}}}, _NO_TOOLS)
             | needs("function_call", _NO_TOOLS)
+            | needs("request_id", {"properties": {"store": {"enum": [False, None]}}})
         },
     )
     default_max_tokens: ClassVar[int | None] = None

@@ -310,11 +310,6 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] in wrong
 
 
-def test_conversations_are_not_compacted(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError, match="does not compact conversations"):
-        client.responses.compact(model=MODEL, input="x")
-
-
 def test_a_stored_response_belongs_to_its_key_whatever_keys_the_server_has(
     scripted_host: InferenceServer, tmp_path: Path
 ) -> None:

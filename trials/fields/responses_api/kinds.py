@@ -11,6 +11,8 @@ from typing import Any, Final
 import httpx
 from openai.types.responses import response_includable, response_input_item_param, tool_param
 
+from llmbackend.frontends.generation.sealed_reasoning import FIXED_KEY
+
 from ..api import Api
 from ..asking import REASONER, JsonObject
 from ..published import kinds, literals
@@ -134,6 +136,15 @@ def _additional_tools(place: InPlace) -> None:
     assert _prompt_tokens(place, item) > _prompt_tokens(place)
 
 
+@promise("the sealed summary of what came before, as the assistant's; altered seals are refused")
+def _compaction(place: InPlace) -> None:
+    item = {"type": "compaction", "encrypted_content": FIXED_KEY.seal("A seed.")}
+    assert _prompt_tokens(place, item) > _prompt_tokens(place)
+    altered = item | {"encrypted_content": item["encrypted_content"][::-1]}
+    error = place.api.refusal(input=[_QUESTION, altered])
+    assert error["param"] == "input[1].encrypted_content", error
+
+
 _ITEMS_DONE: Final[Mapping[str, Row]] = {
     "message": _message,
     "function_call": _function_call,
@@ -145,6 +156,7 @@ _ITEMS_DONE: Final[Mapping[str, Row]] = {
     "tool_search_call": _tool_search,
     "tool_search_output": _tool_search,
     "additional_tools": _additional_tools,
+    "compaction": _compaction,
 }
 
 

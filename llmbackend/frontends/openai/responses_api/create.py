@@ -32,7 +32,7 @@ from ...generation.models import ModelCatalog, Target
 from ...generation.plan import AnswerPlan, plan_answer
 from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ...generation.tensors import RETURN_NUM_INPUT_TOKENS
-from ...http.errors import JsonObject, OpenAIError, missing
+from ...http.errors import JsonObject, OpenAIError
 from ...http.request_body import release_body
 from ...http.request_scope import unless_disconnected
 from ...http.routing import post
@@ -46,7 +46,7 @@ from ...journals.response_store import (
 )
 from ...journals.resumable_streams import refuse_resuming
 from ...operations.probes import load_headers
-from ..endpoints import OpenAIEndpoints, decode_cost, json_answer, read_body
+from ..endpoints import OpenAIEndpoints, decode_cost, json_answer
 from .conversations import Conversations
 from .events import ResponseWriter
 from .output_items import ID_PREFIX, item_id, response_of
@@ -61,7 +61,7 @@ from .parsing import (
     read_responses,
 )
 from .response_state import ResponseState
-from .schema import CompactBody, InputTokens, ResponseObject, ResponsesBody
+from .schema import InputTokens, ResponseObject, ResponsesBody
 
 _PREVIOUS = "previous_response_id"
 _CONVERSATION = "conversation"
@@ -407,21 +407,17 @@ class InputTokenEndpoints(OpenAIEndpoints):
         counted = {"object": "response.input_tokens", "input_tokens": found.num_tokens}
         return json_answer(orjson.dumps(counted))
 
-    @post("/v1/responses/compact", body=CompactBody, response_class=Response, status_code=404)
-    async def compact(self, http: Request) -> Response:
-        """Not supported"""
-        body = await read_body(self._gate, http, self._max_body_bytes)
-        fields = await self.parsed_body(body, lambda fields: fields)
-        if fields.get("model") is None:
-            raise missing("model")
-        raise OpenAIError("this server does not compact conversations", status=404, code="unsupported")
-
 
 def _read(body: JsonObject) -> ReadBody:
     if body.get("personality") is not None:
         message = "'personality' is not supported: use the instructions"
         raise OpenAIError(message, param="personality", code="unsupported_parameter")
-    for name in body:
-        if name not in FIELDS and name != "personality":
-            raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")
+    check_names(body, FIELDS | {"personality"})
     return read_responses(body)
+
+
+def check_names(body: JsonObject, known: frozenset[str]) -> None:
+    """Raises OpenAIError for a field that is not one of `known`."""
+    for name in body:
+        if name not in known:
+            raise OpenAIError(f"unknown field '{name[:80]}'", param=name[:80], code="unknown_parameter")

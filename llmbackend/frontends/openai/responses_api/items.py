@@ -21,7 +21,6 @@ from ...http.errors import JsonObject
 from ..schema import TEXT_ONLY
 from .tools import HOSTED, Tools
 
-_NOT_COMPACTED = "this server does not compact conversations"
 REFUSED_PARTS: Mapping[str, str] = dict.fromkeys(("input_image", "input_file", "input_audio"), TEXT_ONLY)
 REFUSED_ITEMS: Mapping[str, str] = {
     **dict.fromkeys(
@@ -33,8 +32,7 @@ REFUSED_ITEMS: Mapping[str, str] = {
         ),
         HOSTED,
     ),
-    "compaction": _NOT_COMPACTED,
-    "compaction_trigger": _NOT_COMPACTED,
+    "compaction_trigger": "conversations are compacted by POST /v1/responses/compact",
     "configuration_update": "these are fields of the request",
 }  # fmt: skip
 _DIRECT = {"type": "direct"}
@@ -216,6 +214,15 @@ class AdditionalToolsItem(_Closed):
     tools: Tools
 
 
+class CompactionItem(_Closed):
+    """The sealed summary of what came before."""
+
+    type: Literal["compaction"]
+    id: NotRequired[str | None]
+    encrypted_content: str
+    created_by: NotRequired[str | None]
+
+
 class ItemReference(_Closed):
     """To an item that the server stored."""
 
@@ -233,6 +240,7 @@ ITEM_FORMS: Mapping[str, type] = {
     "tool_search_call": ToolSearchCallItem,
     "tool_search_output": ToolSearchOutputItem,
     "additional_tools": AdditionalToolsItem,
+    "compaction": CompactionItem,
     "item_reference": ItemReference,
 }
 Item = Annotated[
@@ -245,6 +253,7 @@ Item = Annotated[
     | Annotated[ToolSearchCallItem, Tag("(tool_search_call)")]
     | Annotated[ToolSearchOutputItem, Tag("(tool_search_output)")]
     | Annotated[AdditionalToolsItem, Tag("(additional_tools)")]
+    | Annotated[CompactionItem, Tag("(compaction)")]
     | Annotated[ItemReference, Tag("(item_reference)")],
     Discriminator(_tag),
     OfTypes(ITEM_FORMS, REFUSED_ITEMS, item_type),
@@ -278,7 +287,7 @@ def check_fields(items: Sequence[JsonObject], field: str = "input") -> None:
                     refuse_unknown(part, _PART_FIELDS[part["type"]], param, may_be_null=True)
 
 
-_WITHOUT_STATUS = ("reasoning", "additional_tools")
+_WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
 
 
 def full_item(item: JsonObject) -> JsonObject:

@@ -32,6 +32,7 @@ _PREFIXES = {
     "custom_tool_call_output": "ctco",
     "tool_search_call": "tsc",
     "tool_search_output": "tso",
+    "compaction": "cmp",
 }
 
 

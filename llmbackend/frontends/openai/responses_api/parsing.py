@@ -97,6 +97,7 @@ _FIELD_NAMES = {
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
 _LOGGED_CLIENT_METADATA_BYTES = 256
 _SYSTEM_JOINT = "\n\n"
+_SUMMARY_HEAD = "Summary of our conversation so far:\n\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +350,8 @@ class _Conversation(Turns):
                 self._add_output(item, _text(item["output"]))
             case "tool_search_output":
                 self._add_output(item, orjson.dumps(item["tools"]).decode())
+            case "compaction":
+                self._add_summary(_unsealed(item["encrypted_content"], f"{param}.encrypted_content", self._key))
 
     def _add_message(self, item: Mapping[str, Any]) -> None:
         text = _text(item["content"])
@@ -367,6 +370,14 @@ class _Conversation(Turns):
 
     def _add_output(self, item: Mapping[str, Any], text: str) -> None:
         self.add(Turn("tool", [text], fields={"tool_call_id": item["call_id"]}))
+
+    def _add_summary(self, text: str) -> None:
+        """As the assistant's. The user's messages before it have lost their answers and become one: many templates
+        want roles to alternate."""
+        while len(self.all) > 1 and self.all[-1].role == self.all[-2].role == "user":
+            last = self.all.pop()
+            self.all[-1].texts += last.texts
+        self.add(Turn("assistant", [_SUMMARY_HEAD + text]))
 
     def _add_to_answer(self, kind: str) -> Turn:
         turn = self.of("assistant")
@@ -392,12 +403,18 @@ def _reasoning(item: Mapping[str, Any], param: str, key: SealingKey) -> str:
     content, sealed = item.get("content"), item.get("encrypted_content")
     if sealed is not None:
         try:
-            return key.unseal(sealed)
-        except ValueError as error:
+            return _unsealed(sealed, f"{param}.encrypted_content", key)
+        except OpenAIError:
             if not content:
-                message = f"reasoning that this server sealed ({error})"
-                raise refuse(f"{param}.encrypted_content", message, sealed) from None
+                raise
     return _joined(content or item.get("summary") or ())
+
+
+def _unsealed(sealed: str, param: str, key: SealingKey) -> str:
+    try:
+        return key.unseal(sealed)
+    except ValueError as error:
+        raise refuse(param, f"text that this server sealed ({error})", sealed) from None
 
 
 def _text(content: str | Sequence[Mapping[str, Any]]) -> str:

@@ -273,11 +273,11 @@ class ResponseState:
             "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if self.status == "incomplete" else None,
             "output": self.output() if is_over else [],
-            "usage": self._usage_object() if is_over else None,
+            "usage": self.usage() if is_over else None,
         }
         return self._head + self._echo + b"," + orjson.dumps(tail)[1:]
 
-    def _usage_object(self) -> JsonObject | None:
+    def usage(self) -> JsonObject | None:
         if (counted := self._usage.total()) is None:
             return None
         return {

@@ -109,7 +109,7 @@ class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
     """Refused by name, but for values that ask for nothing."""
 
     prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
-    context_management: Annotated[Any, Only([], reason="this server does not compact conversations")] = None
+    context_management: Annotated[Any, Only([], reason="compact with POST /v1/responses/compact")] = None
     access_programs: Annotated[Any, Only(reason="this server has none")] = None
     image: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
     enable_response_messages: Annotated[Any, Only(False, reason="raw tokens and messages are not returned")] = None
@@ -347,10 +347,6 @@ class InputTokens(TypedDict):
     input_tokens: Count
 
 
-class CompactBody(TypedDict):
-    model: str
-
-
 class ConversationObject(TypedDict):
     id: str
     object: Literal["conversation"]
@@ -376,3 +372,11 @@ class ItemList(TypedDict):
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class CompactedResponse(TypedDict):
+    id: str
+    object: Literal["response.compaction"]
+    created_at: Count
+    output: list[StoredItem]
+    usage: ResponseUsage | None
