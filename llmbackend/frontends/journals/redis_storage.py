@@ -273,8 +273,8 @@ class RedisStorage:
         if body is None:
             return None
         times = float(created_s), float(expires_s)
-        more = items, parent.decode(), is_live == b"1", continuation, labels or b""
-        return Document(owner.decode(), kind.decode(), id, body, *times, *more)
+        more = items, parent.decode(), is_live == b"1", continuation
+        return Document(owner.decode(), kind.decode(), id, body, *times, *more, labels=labels or b"")
 
     # --- leases -----------------------------------------------------------------------------------------------------
 

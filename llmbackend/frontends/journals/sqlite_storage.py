@@ -247,5 +247,5 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _document(row: Sequence[Any]) -> Document:
-    *before, is_live, continuation, labels = row
-    return Document(*before, bool(is_live), continuation, labels)
+    owner, kind, id, body, created_s, expires_s, items, parent, is_live, continuation, labels = row
+    return Document(owner, kind, id, body, created_s, expires_s, items, parent, bool(is_live), continuation, labels)

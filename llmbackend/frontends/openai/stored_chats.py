@@ -104,7 +104,9 @@ class StoredChatEndpoints(OpenAIEndpoints):
 
         def matches(labels: bytes) -> bool:
             found = orjson.loads(labels)
-            return (model is None or found["model"] == model) and metadata.items() <= found["metadata"].items()
+            return model in (None, found["model"]) and all(
+                found["metadata"].get(key) == metadata[key] for key in metadata
+            )
 
         try:
             found, has_more = await self._store.page(

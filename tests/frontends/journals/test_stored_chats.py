@@ -82,7 +82,8 @@ def small(settings: StoreSettings, folder: Path, **limits: Any) -> StoreSettings
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**({"model": MODEL, "messages": HI, "store": True} | fields))
+    asked: Any = {"model": MODEL, "messages": HI, "store": True} | fields
+    return client.chat.completions.create(**asked)
 
 
 def ids(client: openai.OpenAI, **query: Any) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import openai
@@ -29,8 +30,12 @@ def seal(text: str) -> dict[str, str]:
     return {"type": "compaction", "encrypted_content": FIXED_KEY.seal(text)}
 
 
-def user(text: str) -> dict[str, str]:
+def user(text: str) -> Any:
     return {"role": "user", "content": text}
+
+
+def texts(items: Sequence[Any]) -> list[str]:
+    return [item.content[0].text for item in items]
 
 
 def test_the_users_messages_stay_and_the_rest_is_a_summary_of_the_models(client: openai.OpenAI) -> None:
@@ -38,7 +43,7 @@ def test_the_users_messages_stay_and_the_rest_is_a_summary_of_the_models(client:
     compacted = client.responses.compact(model=MODEL, input=HISTORY, instructions="Be brief.")
     assert compacted.object == "response.compaction" and compacted.id.startswith("resp_")
     *asked, item = compacted.output
-    assert [one.content[0].text for one in asked] == ["Read the file.", f"{SAY}The file has 42."]  # type: ignore[union-attr]
+    assert texts(asked) == ["Read the file.", f"{SAY}The file has 42."]
     assert item.type == "compaction"
     summary = FIXED_KEY.unseal(item.encrypted_content)
     assert summary.startswith("The file has 42.\nuser: Write a summary of our conversation above")
@@ -53,8 +58,7 @@ def test_a_compacted_conversation_goes_on(client: openai.OpenAI) -> None:
     answer = client.responses.create(model=MODEL, input=[*output, user(f"{SAY}I know.")])
     assert answer.output_text == "I know."
     again = client.responses.compact(model=MODEL, previous_response_id=answer.id)
-    texts = [one.content[0].text for one in again.output[:-1]]  # type: ignore[union-attr]
-    assert texts == ["Read the file.", f"{SAY}The file has 42.", f"{SAY}I know."]
+    assert texts(again.output[:-1]) == ["Read the file.", f"{SAY}The file has 42.", f"{SAY}I know."]
     stored = client.responses.input_items.list(answer.id, order="asc").data
     assert [item.type for item in stored] == ["message", "message", "compaction", "message"]
 
