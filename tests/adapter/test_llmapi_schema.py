@@ -11,8 +11,9 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.adapter.schemas import schema_for
-from llmbackend.adapter.schemas.llmapi import OUTPUTS
+from llmbackend.adapter.schemas.llmapi import INPUTS, OUTPUTS
 from llmbackend.adapter.schemas.schema import LlmInputs
+from llmbackend.adapter.schemas.vllm import INPUTS as VLLM_INPUTS
 from llmbackend.core.backend_api import Tensor, TritonError
 from tests.helpers.llmapi_repository import config_text
 
@@ -35,10 +36,11 @@ def read(pbtxt: str = EXPLICIT, **arrays: Any) -> LlmInputs:
 def test_the_layouts_own_declarations_fit_and_the_rest_is_added() -> None:
     declared = text_format.Parse(config_text("tensorrt_llm"), ModelConfig())
     completed = config_of(config_text("tensorrt_llm"))
-    assert completed.input[: len(declared.input)] == list(declared.input)
-    assert [one.name for one in completed.input if not one.optional] == ["text_input"]
-    assert [one.name for one in completed.input[len(declared.input) :]] == ["sampling_param_logits_post_processor_name"]
-    assert completed.output == declared.output
+    assert [one.name for one in completed.input[: len(declared.input)]] == [one.name for one in declared.input]
+    assert all(one.optional for one in completed.input)
+    added = {one.name for one in completed.input[len(declared.input) :]}
+    assert added == {"sampling_param_logits_post_processor_name"} | VLLM_INPUTS.keys() - INPUTS.keys()
+    assert completed.output[: len(declared.output)] == list(declared.output)
     with pytest.raises(TritonError, match="input 'INPUT0' is not one of the llm backend's"):
         config_of('backend: "python" input { name: "INPUT0" data_type: TYPE_INT32 dims: 1 }')
 

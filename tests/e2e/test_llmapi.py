@@ -11,6 +11,7 @@ from typing import Any
 
 import gevent
 import numpy as np
+import openai
 import pytest
 import tritonclient.grpc as triton_grpc
 import tritonclient.http as triton_http
@@ -27,6 +28,7 @@ PROMPT = "Continuous batching means that a server begins a new request as soon a
 TYPES = {bool: np.bool_, int: np.int32, float: np.float32, str: np.object_}
 NO_PROMPT = {"sampling_param_exclude_input_from_output": True}
 TIMES = ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
+TOOLS: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 DRAFTS = ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
 
 
@@ -220,6 +222,35 @@ def test_a_request_is_stopped_by_another_one_with_its_id(server: ServerProcess) 
     reasons = [result.as_numpy("finish_reason") for result, _ in results]
     assert [reason[0] for reason in reasons if reason is not None and reason[0] != b"None"] == [b"cancelled"]
     server.wait_until_idle(SLOW)
+
+
+def test_the_openai_api_serves_both(server: ServerProcess) -> None:
+    """With all that it has for other models: chat template, usage, logprobs, tools."""
+    question: Any = [{"role": "user", "content": "What is continuous batching?"}]
+    with openai.OpenAI(base_url=f"http://{server.http}/v1", api_key="x", max_retries=0) as client:
+        assert {model.id for model in client.models.list()} == {WHOLE, STREAMING, SLOW}
+        whole = client.completions.create(model=WHOLE, prompt=PROMPT, max_tokens=12, temperature=0)
+        assert whole.choices[0].text == text_of(infer(server, "grpc", sampling_param_max_tokens=12, **NO_PROMPT))
+        assert whole.usage is not None and whole.usage.completion_tokens == 12
+        chunks: Any = client.completions.create(
+            model=STREAMING, prompt=PROMPT, max_tokens=12, temperature=0, stream=True
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+        chat: Any = client.chat.completions.create(
+            model=WHOLE, messages=question, max_tokens=12, temperature=0, logprobs=True
+        )
+        streamed: Any = client.chat.completions.create(
+            model=STREAMING, messages=question, max_tokens=12, temperature=0, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" for chunk in streamed]
+        assert "".join(pieces) == chat.choices[0].message.content
+        assert len([piece for piece in pieces if piece]) > 2 and len(chat.choices[0].logprobs.content) == 12
+        call: Any = client.chat.completions.create(
+            model=STREAMING, messages=question, tools=TOOLS, tool_choice="required", max_tokens=60
+        )
+        assert call.choices[0].message.tool_calls[0].function.name == "f"
+        with pytest.raises(openai.BadRequestError, match="decoupled: false"):
+            client.completions.create(model=WHOLE, prompt=PROMPT, stream=True)
 
 
 def test_the_setting_runs_model_py(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """The tensors of TensorRT-LLM's LLM API in Triton (its `llmapi` layout): how requests are read and answered.
 
-For: models of the schema "llmapi". Does not know: tokenizers, engines, model.yaml. Invariant: names, datatypes, rules
-and defaults are those of TensorRT-LLM's model.py; outputs have the datatypes that its config.pbtxt declares.
+For: models of the schema "llmapi". Does not know: tokenizers, engines, model.yaml. Invariants: names, datatypes, rules
+and defaults are those of TensorRT-LLM's model.py; outputs have the datatypes that its config.pbtxt declares. A request
+with `sampling_parameters`, as the OpenAI and Anthropic APIs send it, is read and answered as vLLM's (vllm.py).
 Source: the llmapi model of TensorRT-LLM's triton_backend, and the SamplingParams of its LLM API.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from llmbackend.core.backend_api import (
@@ -38,6 +40,9 @@ from .schema import (
     without_batches,
 )
 from .tensorrtllm import Row, Rows, is_stop, performance
+from .vllm import INPUTS as VLLM_INPUTS
+from .vllm import OUTPUTS as VLLM_OUTPUTS
+from .vllm import VllmSchema
 
 _TEXT, _TEXTS = TensorType("TYPE_STRING"), TensorType("TYPE_STRING", (-1,))
 _INT, _INTS, _LONG = TensorType("TYPE_INT32"), TensorType("TYPE_INT32", (-1,)), TensorType("TYPE_UINT64")
@@ -104,19 +109,28 @@ _OF_ADAPTERS = ("lora_id", "lora_path", "lora_ckpt_source")
 DEFAULT_MAX_TOKENS = 32
 
 
+@dataclass(frozen=True, slots=True)
+class LlmApiOptions(OutputOptions):
+    """Of a request with the tensors of this module."""
+
+
 class LlmApiSchema:
     """Without temperature, top_k and top_p a generation is greedy. A whole answer begins with the prompt unless it is
     excluded; a stream never has it, and each of its responses has all of the text so far."""
 
     needs_tokenizer = True
-    outputs_of_prompt: frozenset[str] = frozenset()
+    outputs_of_prompt = VllmSchema.outputs_of_prompt
     has_model_defaults = False
 
     def __init__(self, config: ModelConfig) -> None:
         self._decoupled = config.model_transaction_policy.decoupled
+        self._vllm = VllmSchema(config)
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        completed = complete_config(config, INPUTS, OUTPUTS)
+        """Inputs are optional: a chat has no `text_input`."""
+        completed = complete_config(config, VLLM_INPUTS | INPUTS, VLLM_OUTPUTS | OUTPUTS)
+        for tensor in completed.input:
+            tensor.optional = True
         without_batches(completed)
         return completed
 
@@ -130,6 +144,8 @@ class LlmApiSchema:
         return is_stop(request)
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
+        if "sampling_parameters" in request.inputs:
+            return self._vllm.read(request)
         row = Rows(request, False, "text_input").row(0)
         row.refuse(_REFUSED)
         return (
@@ -139,7 +155,9 @@ class LlmApiSchema:
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
     ) -> Reply:
-        return LlmApiReply(inputs.options, prompt)
+        if isinstance(inputs.options, LlmApiOptions):
+            return LlmApiReply(inputs.options, prompt)
+        return self._vllm.reply(inputs, prompt, tokenizer, not_enforced)
 
     def _options(self, row: Row, request: Request) -> OutputOptions:
         stream = row.flag("streaming")
@@ -147,7 +165,7 @@ class LlmApiSchema:
             raise unsupported("Streaming is only supported in decoupled mode.")
         enabled = {"text_output"}
         enabled.update(name for flag, names in _ENABLED_BY.items() if row.flag(flag) for name in names)
-        return OutputOptions(
+        return LlmApiOptions(
             stream,
             prepend_prompt=not stream and not row.flag("sampling_param_exclude_input_from_output"),
             outputs=wanted_outputs(enabled, request),

@@ -179,7 +179,7 @@ def option_inputs(
 
 
 def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta:
-    """Raises the response's own error, and TritonError INTERNAL for a response without `text_output`."""
+    """Raises the response's own error, and TritonError INTERNAL for outputs that are not of the interface."""
     final = flags is not _NONE and is_final(flags)
     if response is None:
         return Delta("", None, [], 0, 0, final)
@@ -190,7 +190,7 @@ def read_delta(response: InferenceResponse | None, flags: ResponseFlag) -> Delta
         # All that most streams ask for: no look-up of anything else for each of their tokens.
         text, reason = outputs.values
         return Delta(text, _REASONS.get(reason, reason), [], 0, 0, final)
-    values = outputs.named() if isinstance(outputs, Outputs) else {one.name: _value(one) for one in outputs}
+    values = outputs.named() if isinstance(outputs, Outputs) else _named_values(response)
     if TEXT_OUTPUT not in values:
         if values or not final:
             raise internal(f"model '{response.model_name}' sent a response without '{TEXT_OUTPUT}'")
@@ -203,6 +203,16 @@ _REASONS = {"": None, "None": None, "null": None}
 """Texts that are none."""
 _JSON_OUTPUTS = frozenset((TEXT_TOKENS, "logprobs", "stop_reason", "not_enforced"))
 _TEXT_OUTPUTS = frozenset((TEXT_OUTPUT, FINISH_REASON, "prompt_text", "prompt_first_token"))
+
+
+def _named_values(response: InferenceResponse) -> dict[str, Any]:
+    values = {}
+    for tensor in response.outputs:
+        try:
+            values[tensor.name] = _value(tensor)
+        except (ValueError, IndexError) as error:  # not UTF-8, not JSON, or empty
+            raise internal(f"model '{response.model_name}' sent an invalid '{tensor.name}': {error}") from None
+    return values
 
 
 def _value(tensor: Tensor) -> Any:
