@@ -1,8 +1,8 @@
-"""Refusals that every frontend shares and Triton has no code for, and how bugs are logged.
+"""Errors of the frontends that have no code in Triton, and the log line of a bug.
 
-Does not know: statuses and bodies of a protocol, which each frontend maps from these types. The whole tree of
-exceptions is drawn in core/errors.py. Invariant: no text that a client sent reaches the log above debug level, since
-the text of an unexpected exception, which may quote it, is logged at that level alone (`--log-verbose=1`).
+Does not know: statuses and bodies, which each protocol derives from these types (core/errors.py shows the whole tree).
+Invariant: no text that a client sent is logged above debug level, so the text of an unexpected exception, which may
+quote it, is logged only there.
 """
 
 from __future__ import annotations
@@ -15,25 +15,23 @@ from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
 from llmbackend.core.server_log import CAUSE, cause_of
 
 RETRY_AFTER_S: Final = "1"
-"""Retry-After of a refusal for lack of room: one decoding step later there may be some."""
+"""Retry-After of a refusal at a limit; there may be room after one decoding step."""
 _INCREASE: Final = "Use --http-max-input-size to increase the limit."
 log = logging.getLogger(__name__)
 
 
 class LimitReachedError(TritonError):
-    """The server has as much to do as it is allowed to accept: HTTP 429, gRPC RESOURCE_EXHAUSTED.
-
-    Where only Triton's codes exist, it is UNAVAILABLE. `kind` is OpenAI's type of the error.
-    """
+    """A limit of the server is reached: HTTP 429, gRPC RESOURCE_EXHAUSTED, UNAVAILABLE among Triton's codes."""
 
     def __init__(self, message: str, retry_after: str = RETRY_AFTER_S, kind: str = "requests") -> None:
+        """kind: OpenAI's type of the error"""
         super().__init__(message, ErrorCode.UNAVAILABLE)
         self.retry_after = retry_after
         self.kind = kind
 
 
 class PermissionDeniedError(TritonError):
-    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED. Where only Triton's codes exist, UNAVAILABLE."""
+    """The client may not do this: HTTP 403, gRPC PERMISSION_DENIED, UNAVAILABLE among Triton's codes."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.UNAVAILABLE)
@@ -51,13 +49,13 @@ class BodyTooLargeError(TritonError):
 
 
 class UnpackedBodyTooLargeError(BodyTooLargeError):
-    """A compressed HTTP body is longer than --http-max-input-size when it is unpacked. INVALID_ARG."""
+    """A compressed HTTP body is longer than --http-max-input-size once unpacked. INVALID_ARG."""
 
     text = "Decompressed data size exceeds the maximum allowed value of {limit} bytes"
 
 
 def input_too_large(what: str, size_bytes: int, max_bytes: int) -> TritonError:
-    """The refusal of an input of /infer that is longer than --http-max-input-size. what: begins the text."""
+    """An input of /infer is longer than --http-max-input-size. what: beginning of the message"""
     return invalid_argument(
         f"{what} has a byte_size ({size_bytes} bytes) that exceeds the maximum allowed value of {max_bytes} bytes. "
         f"{_INCREASE}"
@@ -65,11 +63,11 @@ def input_too_large(what: str, size_bytes: int, max_bytes: int) -> TritonError:
 
 
 class MalformedError(TritonError):
-    """A gRPC message that is no message of its method. INTERNAL."""
+    """A gRPC message that cannot be parsed. INTERNAL."""
 
 
 def log_bug(what: str, error: BaseException) -> None:
-    """Logs the frames of `error` and of its causes as one line of level error, once a minute for each cause."""
+    """Logs the frames of `error` and its causes as one error line, at most once a minute for each cause."""
     places = "".join(
         f"{type(cause).__name__}:\n{''.join(traceback.format_tb(cause.__traceback__))}" for cause in _chain(error)
     )

@@ -1,8 +1,7 @@
 """The HTTP application: KServe v2 with Triton's extensions, and other protocols' routers on the same port.
 
-For: the frontend server, tests, and embedding. Does not know: sockets, content of other protocols (they come as
-routers). Invariant: a path is served exactly as written (no slash redirects, no implicit HEAD), everything else is
-Triton's 404 or 405. Inference on a model is found without the routers.
+Does not know: sockets, the content of other protocols (they come as routers). Invariant: a path is served exactly as
+written (no slash redirects, no implicit HEAD); anything else is Triton's 404 or 405.
 """
 
 from __future__ import annotations
@@ -53,11 +52,9 @@ _READABLE_HEADERS: Final = (
     "X-Schema-Valid",
 )
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
-
-
 Handler = Callable[[Request], Awaitable[Response]]
 _OF_MODEL, _OF_VERSION = 5, 7
-"""How many parts `/v2/models/{name}/infer` and `/v2/models/{name}/versions/{version}/infer` split into at slashes."""
+"""Number of parts of `/v2/models/{name}/infer` and `/v2/models/{name}/versions/{version}/infer`, split at slashes."""
 _PREFIX: Final = ["", "v2", "models"]
 
 
@@ -72,17 +69,18 @@ def create_http_app(
     streams: ResumableStreams | None = None,
     idempotent: IdempotentRequests | None = None,
 ) -> FastAPI:
-    """The application of `server`; `routers`, such as the OpenAI API, are served beside /v2.
+    """The application of `server`.
 
-    `max_input_size_bytes` bounds a request's body, compressed and unpacked (Triton's --http-max-input-size). `gate`
-    and `streams` are those that other frontends of `server` use, and so is `log`, which /v2/logging sets.
-    idempotent: keeps answers for retried requests; None: `Idempotency-Key` is passed over.
+    max_input_size_bytes: of a body, compressed and unpacked (Triton's --http-max-input-size)
+    routers: other protocols, such as the OpenAI API
+    gate, log, streams: shared with the other frontends of `server`; /v2/logging changes `log`
+    idempotent: keeps answers for retried requests; None: `Idempotency-Key` has no effect
     """
     gate = gate or InferenceGate(server)
-    gate.bodies.make_room_for(max_input_size_bytes)
-    kserve = create_kserve_router(server, max_input_size_bytes, gate, options, log, streams)
-    app = _application((kserve, *routers), gate)
     options = options or DEFAULT_OPTIONS
+    gate.bodies.make_room_for(max_input_size_bytes)
+    kserve = _kserve_router(server, max_input_size_bytes, gate, options, log or ServerLog(), streams)
+    app = _application((kserve, *routers), gate)
     FirstLines(app.routes).add_to(app.router)
     if options.documents_api:
         DocumentEndpoints(app.routes, options.root_path).add_to(app.router)
@@ -93,10 +91,10 @@ def create_http_app(
 def create_inference_app(
     gate: InferenceGate, *, max_input_size_bytes: int, routers: Sequence[APIRouter], options: ProtocolOptions
 ) -> FastAPI:
-    """Inference, and what is ready, for a host in another process, which has everything else; arguments as of
+    """Inference, metadata and readiness, for a frontend process; the host's process serves the rest. Arguments as of
     `create_http_app`."""
     gate.bodies.make_room_for(max_input_size_bytes)
-    kserve = create_inference_router(max_input_size_bytes, gate, options, ResumableStreams())
+    kserve = _inference_router(max_input_size_bytes, gate, options, ResumableStreams())
     HealthEndpoints(gate.server).add_to(kserve)
     MetadataEndpoints(gate.server).add_to(kserve)
     ProbeEndpoints(gate).add_to(kserve)
@@ -104,7 +102,7 @@ def create_inference_app(
 
 
 def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
-    """The first of `routers` has inference on a model's path."""
+    """The first of `routers` has the paths of inference."""
     app = _App(
         routes=[route for router in routers for route in router.routes],
         redirect_slashes=False,
@@ -118,18 +116,17 @@ def _application(routers: Sequence[APIRouter], gate: InferenceGate) -> _App:
 
 
 class DirectRoutes:
-    """Handlers of inference, found by one look at the path.
+    """Handlers of inference, found by the path without the routers, whose middlewares cost more than a small inference.
 
-    A request that is found is handled and answered as the routers would do it (their handlers, the same responses to
-    what they raise); all others, also those that nearly match, go through the routers. A router, its middlewares and
-    their guards cost more than the whole of a small inference, and have nothing to do for these routes."""
+    A request that is found is handled and answered as by the routers; all others, also near matches, go through them.
+    """
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 
     @classmethod
     def of(cls, router: APIRouter) -> DirectRoutes:
-        """The routes of `router` that are POST on a model's path plus one word and read their bodies themselves."""
+        """The POST routes of `router` that are a model's path and one word, and read their bodies themselves."""
         prefix = f"{MODEL_PATHS[0]}/"
         return cls(
             {
@@ -140,7 +137,7 @@ class DirectRoutes:
         )
 
     def find(self, scope: Scope) -> Handler | None:
-        """The handler, with the path's parameters put into `scope`; None where the routers have to look."""
+        """The handler, after the path's parameters were put into `scope`; None: use the routers."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
             return None
         parts = scope["path"].split("/")
@@ -157,7 +154,7 @@ class DirectRoutes:
 
 
 async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:
-    """Runs `handler` and sends its response, or that to its error. A bug is raised again after the response."""
+    """Sends the response of `handler`, or the one to its error. A bug is raised again after the response."""
     request = Request(scope, receive, send)
     bug: Exception | None = None
     try:
@@ -170,8 +167,7 @@ async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -
 
 
 class _App(FastAPI):
-    """Answers retried requests, gives each other one a lease of the body budget, and finds inference without the
-    routers."""
+    """Replays answers to retried requests, and gives each request a lease of the body budget."""
 
     direct: DirectRoutes
     bodies: BodyBudget
@@ -195,20 +191,18 @@ class _App(FastAPI):
             lease.release()
 
 
-def create_kserve_router(
+def _kserve_router(
     server: InferenceServer,
     max_input_size_bytes: int,
-    gate: InferenceGate | None = None,
-    options: ProtocolOptions | None = None,
-    log: ServerLog | None = None,
-    streams: ResumableStreams | None = None,
+    gate: InferenceGate,
+    options: ProtocolOptions,
+    log: ServerLog,
+    streams: ResumableStreams | None,
 ) -> APIRouter:
-    """Everything under /v2, and the probes; arguments as of `create_http_app`."""
-    gate = gate or InferenceGate(server)
-    options = options or DEFAULT_OPTIONS
-    router = create_inference_router(max_input_size_bytes, gate, options, streams or ResumableStreams())
+    """Everything under /v2, and the probes."""
+    router = _inference_router(max_input_size_bytes, gate, options, streams or ResumableStreams())
     HealthEndpoints(server).add_to(router)
-    SettingsEndpoints(server, log or ServerLog()).add_to(router)
+    SettingsEndpoints(server, log).add_to(router)
     SharedMemoryEndpoints(server).add_to(router)
     DescriptionEndpoints(server).add_to(router)
     MetadataEndpoints(server).add_to(router)
@@ -220,10 +214,10 @@ def create_kserve_router(
     return router
 
 
-def create_inference_router(
+def _inference_router(
     max_input_size_bytes: int, gate: InferenceGate, options: ProtocolOptions, streams: ResumableStreams
 ) -> APIRouter:
-    """infer, generate and generate_stream: first among all, since routes are tried in order."""
+    """infer, generate and generate_stream: first, since routes are tried in order."""
     router = APIRouter()
     InferEndpoint(gate, max_input_size_bytes, options.http_forward).add_to(router)
     GenerateEndpoints(gate, max_input_size_bytes, streams).add_to(router)
@@ -231,7 +225,7 @@ def create_inference_router(
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """`app`, whose responses have the header X-Request-Id: the client's, or a new one, as vLLM's."""
+    """`app` with the response header X-Request-Id: the client's, or a new one, as in vLLM."""
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -250,10 +244,9 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
 
 
 def with_cors(app: ASGIApp, options: CorsOptions) -> ASGIApp:
-    """`app` with the CORS protocol of the Fetch standard; `app` itself without allowed origins.
+    """`app` with the CORS protocol of the Fetch standard; `app` itself if no origin is allowed.
 
-    To be put before access control: a browser's preflight carries no key, and a page may read why it was refused. A
-    request without an Origin header passes through unchanged.
+    Belongs before access control: a browser's preflight has no key, and a page may read why it was refused.
     """
     if not options.origins:
         return app

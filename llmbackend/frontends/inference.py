@@ -1,9 +1,9 @@
 """An open inference of a frontend: receives the responses of one request on the event loop, and can cancel it.
 
-For: HTTP and gRPC handlers; InferenceGate makes inferences. Does not know: formats, backends. Invariants: the event
-loop is woken once for all responses that arrive before it runs, so that an engine step costs one wake-up and not one
-per token, and a listener is called once for all that have arrived for it; what waits for one client is bounded by its
-Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was taken.
+For: HTTP and gRPC handlers; InferenceGate makes inferences. Does not know: formats, backends. Invariants: an engine
+step wakes the event loop once, and calls each listener once for all its responses; the bytes that wait for one client
+are bounded by its Backlog; an accepted inference ends with `close`, which cancels it unless its FINAL response was
+taken.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .http.request_scope import PRESENCE, ClientPresence
 log = logging.getLogger(__name__)
 
 _NONE = ResponseFlag.NONE
-"""Looking up a member of an enum takes longer than all else that a check of flags does."""
+"""Looking up the member takes longer than the rest of a check of flags."""
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
-"""A response as the host gives it to a response callback."""
+"""The arguments of a response callback."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Mailbox:
-    """Carries responses from the threads of backends into one event loop, on which it is made."""
+    """Carries responses from the threads of backends into the event loop on which it is made."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._thread = threading.get_ident()
         self._arrived: deque[tuple[Inference, InferenceResponse | None, ResponseFlag, int]] = deque()
         self._is_woken = False
-        """Whether `_deliver` will be called. A response is put before this is read, and this is reset before responses
-        are taken, so that without a lock none is left behind; at worst the loop is woken once too often."""
+        """Whether `_deliver` will be called. Needs no lock: a response is put before this is read, and this is reset
+        before responses are taken; at worst the loop is woken once too often."""
 
     def put(self, inference: Inference, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         """Any thread; never waits."""
@@ -55,7 +55,7 @@ class Mailbox:
 
     def _wake(self) -> None:
         if threading.get_ident() == self._thread:
-            self.loop.call_soon(self._deliver)  # without the system calls that wake a loop which is awake
+            self.loop.call_soon(self._deliver)  # saves the system calls of the other one
             return
         try:
             self.loop.call_soon_threadsafe(self._deliver)
@@ -78,7 +78,7 @@ class Mailbox:
 
 
 class Backlog:
-    """The bytes that wait for one client. The inferences that it reads through one connection share a backlog."""
+    """The bytes that wait for one client, over all inferences that it reads through one connection."""
 
     __slots__ = ("limit_bytes", "waiting_bytes")
 
@@ -91,9 +91,8 @@ class Inference:
     """One request to the host and its responses, in order, until FINAL.
 
     The instance is the request's response callback, which any thread may call; everything else is used on the event
-    loop. A `listener` reads with `pop`, other code with `next` or `collect`. When `backlog` is full,
-    the request ends with an error after the responses that wait; but one response may always wait, so that the limit is
-    about streams and not about the size of a tensor.
+    loop. A `listener` reads with `pop`, other code with `next` or `collect`. When `backlog` is full, the request ends
+    with an error after the responses that wait. One response may always wait, whatever its size.
     """
 
     __slots__ = (
@@ -103,7 +102,7 @@ class Inference:
 
     def __init__(self, mailbox: Mailbox, backlog: Backlog, listener: Listener | None = None) -> None:
         self.listener = listener
-        """Who hears of responses; may be changed at any time. It hears only of those that come afterwards."""
+        """May be changed at any time; is called only for responses that arrive afterwards."""
         self._mailbox = mailbox
         self._backlog = backlog
         self._ready: deque[tuple[InferenceResponse | None, ResponseFlag, int]] = deque()
@@ -127,7 +126,7 @@ class Inference:
         self._mailbox.put(self, response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag, size_bytes: int) -> bool:
-        """Called by the mailbox; whether it was taken in: nothing is after FINAL, an overflow or `close`."""
+        """Called by the mailbox. False: dropped, after FINAL, an overflow or `close`."""
         if self._takes_no_more:
             return False
         backlog = self._backlog
@@ -168,7 +167,7 @@ class Inference:
         return self.pop()
 
     async def collect(self, at_most: int) -> list[InferenceResponse]:
-        """Waits for FINAL; the first `at_most` responses. The others are dropped as they come."""
+        """The first `at_most` responses, after FINAL; the others are dropped as they come."""
         responses: list[InferenceResponse] = []
         while (item := await self.next()) is not None:
             if item[0] is not None and len(responses) < at_most:
@@ -187,20 +186,15 @@ class Inference:
                 self._waiter = None
         return True
 
-    def _drop_ready(self) -> None:
-        self._ready.clear()
-        self._backlog.waiting_bytes -= self._waiting_bytes
-        self._waiting_bytes = 0
-
     # --- end --------------------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Asks the host to end the request; its FINAL response still comes. No effect when FINAL was taken."""
+        """Asks the host to end the request, whose FINAL response still comes. No effect once FINAL was taken."""
         if self._handle is not None and (self._ready or not self._takes_no_more):
             self._handle.cancel()
 
     def cancel_on_disconnect(self, request: Request) -> None:
-        """From now until `close`, the end of the client's connection cancels. The body must have been read."""
+        """Until `close`, the end of the client's connection cancels. The body must have been read."""
         self._presence = request.scope.get(PRESENCE)
         if self._presence is not None:
             self._presence.when_lost(self.cancel)
@@ -208,7 +202,7 @@ class Inference:
             self._watcher = asyncio.create_task(self._watch(request.receive))
 
     def outlive_client(self) -> None:
-        """Takes `cancel_on_disconnect` back."""
+        """Ends the effect of `cancel_on_disconnect`."""
         if self._presence is not None:
             self._presence.forget(self.cancel)
         if self._watcher is not None:
@@ -220,7 +214,7 @@ class Inference:
         self.cancel()
 
     def close(self) -> None:
-        """Cancels the request unless it has ended; drops the responses that wait and that still come. Idempotent."""
+        """Cancels the request unless it has ended; drops waiting and later responses. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -228,14 +222,16 @@ class Inference:
         self.cancel()
         self._handle = None  # it holds this object
         self._takes_no_more = True
-        self._drop_ready()
+        self._ready.clear()
+        self._backlog.waiting_bytes -= self._waiting_bytes
+        self._waiting_bytes = 0
         if self._on_close is not None:
             self._on_close()
 
 
 Listener = Callable[[Sequence[Inference]], None]
-"""Called on the event loop, once for all responses of a wake-up: with the inference of each of them, in the order in
-which they have arrived. Inferences may share a listener."""
+"""Called on the event loop, once for all responses of a wake-up, with the inference of each in order of arrival.
+Inferences may share a listener."""
 
 
 def _too_slow(response: InferenceResponse, limit_bytes: int) -> InferenceResponse:

@@ -1,7 +1,6 @@
 """Where frontends submit inferences to the host: within the limits, and with large bodies off the event loop.
 
-For: HTTP and gRPC handlers. Does not know: formats. Invariant: the open inferences of the server, and of each API key,
-are counted and never more than its limit.
+Does not know: formats. Invariant: the open inferences of the server, and of each API key, never exceed its limit.
 """
 
 from __future__ import annotations
@@ -46,13 +45,10 @@ _LARGE_BYTES: Final = 256 << 10
 
 
 class InferenceGate:
-    """Submits requests to the host, counts open inferences, and runs the work on large bodies in threads and processes.
-
-    The frontends of one event loop share one gate, and so its limits and its mailbox.
-    """
+    """The frontends of one event loop share one gate, its limits and its mailbox."""
 
     def __init__(self, server: Host, limits: InferenceLimits | None = None, counts: Counts | None = None) -> None:
-        """counts: of open inferences, with the other processes of the server, where it has several."""
+        """counts: of open inferences, shared with the other processes of the server"""
         self.server = server
         self._limits = limits or InferenceLimits()
         self._mailbox: Mailbox | None = None
@@ -76,12 +72,11 @@ class InferenceGate:
         return self._shares.held(account)
 
     def new_backlog(self, num_known_responses: int = 0) -> Backlog:
-        """The backlog of one client; a client that reads several inferences through one connection shares one.
-        num_known_responses: that come again, all at once."""
+        """The backlog of one client. num_known_responses: which are repeated to it, all at once"""
         return Backlog(self._limits.max_stream_buffer_bytes + num_known_responses * _KNOWN_RESPONSE_BYTES)
 
     def check_room(self, count: int = 1) -> None:
-        """Raises LimitReachedError when `count` more inferences would be too many for the server or for the API key."""
+        """Raises LimitReachedError if `count` more inferences exceed the limit of the server or of the API key."""
         most = self._limits.max_concurrent_requests
         now_open = self._counts.held(_OPEN)
         if now_open + count > most:
@@ -91,8 +86,8 @@ class InferenceGate:
             self._shares.check(identity.account, count, most - now_open - count)
 
     def admit(self, count: int) -> None:
-        """Admits all of a body's `count` generations, its prompts times the choices of each, or none. Raises
-        LimitReachedError when there is no room for them, or when the API key has fewer left in this minute."""
+        """Admits all `count` generations of a body, or none. Raises LimitReachedError if there is no room for them, or
+        the API key has fewer left in this minute."""
         self.check_room(count)
         identity = REQUEST_IDENTITY.get()
         refusal = None if identity is None else identity.take(count)
@@ -100,11 +95,10 @@ class InferenceGate:
             raise refusal.error()
 
     async def decode_in_process(self, size_bytes: int, decode: Callable[..., T], body: bytes, *arguments: Any) -> T:
-        """`decode(body, *arguments)`. size_bytes: how much of the body is to be parsed; above LARGE_BODY_BYTES it runs
-        in a worker process (see WorkerPool for what may be passed), so that no parser holds the interpreter's lock for
-        long.
+        """`decode(body, *arguments)`, in a worker process if `size_bytes` of the body, those to be parsed, exceed
+        LARGE_BODY_BYTES: no parser shall hold the interpreter's lock for long. WorkerPool.run says what may be passed.
 
-        Raises what `decode` raises, and TritonError UNAVAILABLE when no process can be started or it dies meanwhile.
+        Raises what `decode` raises, and TritonError UNAVAILABLE if no process can be started or it dies meanwhile.
         """
         if size_bytes <= LARGE_BODY_BYTES:
             return decode(body, *arguments)
@@ -113,8 +107,8 @@ class InferenceGate:
     async def encode(
         self, as_json: Sequence[Tensor], encode: Callable[..., T], response: InferenceResponse, *arguments: Any
     ) -> T:
-        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others; in a worker
-        process for much JSON, in a thread for much to copy."""
+        """`encode(response, *arguments)`, which makes JSON of the outputs `as_json` and copies the others. Much JSON is
+        made in a worker process, large copies in a thread."""
         if not are_large(response.outputs):
             return encode(response, *arguments)
         if are_large(as_json):
@@ -128,8 +122,8 @@ class InferenceGate:
     async def decode_in_thread(self, body_bytes: int, decode: Callable[[], T]) -> T:
         """`decode()`; for a body above LARGE_BODY_BYTES in a thread, one body at a time.
 
-        JSON parsers hold the interpreter's lock, so this bounds a stall to the longest single call (measured, 8 MiB:
-        a list of numbers 190 ms instead of 600), and the memory of several large bodies does not add up.
+        JSON parsers hold the interpreter's lock: a stall is at most the longest single call (measured, 8 MiB: a list of
+        numbers 190 ms instead of 600), and the memory of several large bodies does not add up.
         """
         if body_bytes <= LARGE_BODY_BYTES:
             return decode()
@@ -137,12 +131,12 @@ class InferenceGate:
             return await self._threads.run(decode)
 
     async def run_in_thread(self, work: Callable[[], T]) -> T:
-        """`work()`, in a thread: for work in proportion to a client's input."""
+        """For work in proportion to a client's input."""
         return await self._threads.run(work)
 
     async def with_shared_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` with its inputs read from shared memory; large ones in a thread. Raises TritonError as
-        SharedMemoryManager.with_inputs does, and PermissionDeniedError for an API key that is no operator's."""
+        """`request` with its inputs from shared memory, large ones read in a thread. Raises as
+        SharedMemoryManager.with_inputs, and PermissionDeniedError unless the API key is an operator's."""
         identity = REQUEST_IDENTITY.get()
         uses_regions = bool(request.shared_inputs or request.shared_outputs)
         if uses_regions and identity is not None and identity.account.role is not Role.OPERATOR:
@@ -157,8 +151,8 @@ class InferenceGate:
     async def send(
         self, request: InferenceRequest, backlog: Backlog | None = None, trace: RequestTrace | None = None
     ) -> Inference:
-        """As `submit`; in a thread for a request with many strings, each of which becomes an object, or with large raw
-        tensors, which may have to be copied."""
+        """As `submit`. A request with many strings, each of which becomes an object, or with large raw tensors, which
+        may have to be copied, is submitted in a thread."""
         if trace is not None:
             request = replace(request, trace=trace)
         raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
@@ -192,18 +186,17 @@ class InferenceGate:
         listener: Listener | None = None,
         count: int = 1,
     ) -> Inference:
-        """Sends `request` to the host. `listener` hears of its responses; `count`: as how many inferences it counts,
-        one for each choice that it generates.
+        """Sends `request` to the host. count: the choices that it generates, each of which counts as one inference
 
-        Raises TritonError when the host refuses it, LimitReachedError when there is no room. The refusal of a host in
-        another process comes as the only response.
+        Raises TritonError if the host refuses it, LimitReachedError if there is no room. The refusal of a host in
+        another process is the only response.
         """
         self.check_room(count)
         inference = self._new_inference(backlog, listener)
         return inference.accepted(self.server.infer_async(request, inference), self._enter(count))
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
-        """Counts so many more open inferences; the returned function uncounts them."""
+        """Counts further open inferences, until the returned function is called."""
         self._counts.add(_OPEN, count)
         identity = REQUEST_IDENTITY.get()
         if identity is not None:
@@ -230,13 +223,13 @@ def _leave_if_refused(leave: Callable[[], None], accepting: asyncio.Future[Infer
 def _close_accepted(
     inference: Inference, leave: Callable[[], None], accepting: asyncio.Future[InferenceHandle]
 ) -> None:
-    """The request was accepted after its client had left."""
+    """Closes a request that was accepted after its client had left."""
     if not accepting.cancelled() and accepting.exception() is None:
         inference.accepted(accepting.result(), leave).close()
 
 
 def are_large(tensors: Sequence[Tensor]) -> bool:
-    """Whether making JSON of them, or copying them, takes more than a few milliseconds."""
+    """Whether their JSON or a copy takes more than a few milliseconds to make."""
     if type(tensors) is Outputs and tensors.layout.is_text:  # one string each
         return tensors.num_bytes() > _LARGE_BYTES
     return sum(tensor.data.size for tensor in tensors) > _LARGE_ELEMENTS or held_bytes(tensors) > _LARGE_BYTES

@@ -1,7 +1,6 @@
 """How much the clients of one server may hold: requests, connections, bytes, seconds.
 
-For: everything in this package that could otherwise grow or wait without end. Does not know: protocols. Invariant:
-every limit has a default that suits a server which is open to unknown clients.
+Invariant: each default suits a server that is open to unknown clients.
 """
 
 from __future__ import annotations
@@ -21,17 +20,15 @@ def networks(texts: Sequence[str]) -> tuple[Network, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class InferenceLimits:
-    """Over all protocols of one server."""
+    """Of one server, over all protocols."""
 
     max_concurrent_requests: int = 4096
-    """Inferences that were submitted and have not ended."""
+    """Open inferences."""
     max_stream_buffer_bytes: int = 4 << 20
     """Responses that wait for one client, over all requests of its stream; a client that is further behind loses its
-    request. A streamed token counts as about 600 bytes (see `messages.held_bytes`), so by default a client may be 7,000
-    tokens behind: minutes of one stream, and with 64 such clients a quarter of a GiB."""
+    request. A streamed token counts as about 600 bytes (`messages.held_bytes`): the default is 7,000 tokens."""
     max_body_memory_bytes: int = 512 << 20
-    """HTTP bodies that arrive at the same time, each from its first byte until its content is handed to the host; never
-    less than four bodies of the largest size."""
+    """HTTP bodies, each from its first byte until the host has its content; at least four of the largest size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class HttpLimits:
     max_websockets_per_peer: int = 32
     """Of the pages, which clients open without a key; 0: no limit."""
     trusted_proxies: tuple[Network, ...] = ()
-    """Addresses that many clients come through, for which the limits per peer do not hold."""
+    """Without limits per peer: many clients come through them."""
     max_url_bytes: int = 16 << 10
     max_header_bytes: int = 64 << 10
     max_headers: int = 128
@@ -57,7 +54,7 @@ class HttpLimits:
     min_body_bytes_per_s: int = 4096
     """On average, checked after body_timeout_s; 0: no minimum."""
     linger_s: float = 5.0
-    """For the rest of a body whose request has been answered already."""
+    """For the rest of a body whose request was answered already."""
     write_timeout_s: float = 60.0
     """Without a byte read by the client."""
     keep_alive_s: float = 75.0
@@ -66,16 +63,16 @@ class HttpLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpcLimits:
-    """Of the gRPC endpoint. Names, meanings and defaults of the first group are those of Triton's flags."""
+    """Of the gRPC endpoint. The first group has the names and defaults of Triton's flags."""
 
     keepalive_time_ms: int = 7_200_000
     keepalive_timeout_ms: int = 20_000
     keepalive_permit_without_calls: bool = False
     http2_max_pings_without_data: int = 2
     http2_min_recv_ping_interval_without_data_ms: int = 300_000
-    """A client that pings more often gets a strike for each ping."""
+    """Each ping that comes earlier is a strike."""
     http2_max_ping_strikes: int = 2
-    """More strikes than this close the connection."""
+    """Further strikes close the connection."""
     max_connection_age_ms: int = 0
     """0: no limit."""
     max_connection_age_grace_ms: int = 0
@@ -90,16 +87,12 @@ class GrpcLimits:
     """Without a byte read by the client."""
 
     def channel_arguments(self) -> list[tuple[str, Any]]:
-        """The limits under the names of gRPC's core."""
         arguments: list[tuple[str, Any]] = [
             ("grpc.keepalive_time_ms", self.keepalive_time_ms),
             ("grpc.keepalive_timeout_ms", self.keepalive_timeout_ms),
             ("grpc.keepalive_permit_without_calls", int(self.keepalive_permit_without_calls)),
             ("grpc.http2.max_pings_without_data", self.http2_max_pings_without_data),
-            (
-                "grpc.http2.min_ping_interval_without_data_ms",
-                self.http2_min_recv_ping_interval_without_data_ms,
-            ),
+            ("grpc.http2.min_ping_interval_without_data_ms", self.http2_min_recv_ping_interval_without_data_ms),
             ("grpc.http2.max_ping_strikes", self.http2_max_ping_strikes),
             ("grpc.max_receive_message_length", self.max_input_size_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),

@@ -1,8 +1,4 @@
-"""What this server answers on HTTP: /openapi.json, an OpenAPI 3.1 document of everything, its page /docs, and GET /.
-
-For: people, client generators, the fuzzer. Does not know: handlers; FastAPI makes the document from routes and types.
-Invariant: it is made on the first request, off the event loop.
-"""
+"""/openapi.json, which FastAPI makes from routes and types on the first request, its page /docs, and GET /."""
 
 from __future__ import annotations
 
@@ -41,13 +37,13 @@ _FIRST_PATHS: Final = (
     ("GET", "/metrics", "metrics (Prometheus)"),
     ("GET", PATH, "every path and its fields"),
 )
-"""What a person who has only the address should ask for; those paths are shown that are served."""
+"""Of them, those that are served are shown."""
 _VARIABLE: Final = re.compile(r"\{\w+\}")
 _KEY_SCHEME: Final = {"apiKey": {"type": "http", "scheme": "bearer", "description": "If the server has API keys."}}
 
 
 class FirstLines(Endpoints):
-    """What `routes` there are, for a person who has only the address."""
+    """The main paths, for a person who has only the address."""
 
     def __init__(self, routes: list[BaseRoute]) -> None:
         self._routes = routes
@@ -98,8 +94,7 @@ def document(routes: Iterable[BaseRoute], root_path: str = "") -> Json:
 
 
 def _schemas(routes: Iterable[ApiRoute]) -> Json:
-    """The components of `routes`: as FastAPI makes them, but without titles and with whole numbers, which it makes
-    floats."""
+    """The components of `routes`, without FastAPI's titles, and with integers, which FastAPI makes floats."""
     models = enumerate(model for route in routes for model in route.models)
     adapters = [(index, mode, TypeAdapter(model)) for index, (model, mode) in models]
     _, made = TypeAdapter.json_schemas(
@@ -112,7 +107,7 @@ def _schemas(routes: Iterable[ApiRoute]) -> Json:
 
 
 class PlainJsonSchema(GenerateJsonSchema):
-    """Without titles, which repeat names, and defaults, which are all null. An answer has no members but its own."""
+    """Without titles, which repeat names, and defaults, which are all null. Answers have no further members."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

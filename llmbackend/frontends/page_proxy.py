@@ -1,7 +1,7 @@
-"""PageProxy: answers browsers' requests for pages from the page process, which runs while there are viewers.
+"""Forwards browsers' requests for pages to the page process, which runs while there are viewers.
 
-Only GET and HEAD without a body are forwarded; every other request goes to the application untouched. The page process
-listens on a socket in a folder that only this user can enter, and ends when its pipe to this process closes.
+Only GET and HEAD are forwarded; the application gets all other requests. The page process listens on a socket in a
+folder that only this user can enter, and ends when its pipe to this process closes.
 """
 
 from __future__ import annotations
@@ -32,18 +32,16 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 _MODULE: Final = "llmbackend.pages.main"
 _BACKLOG: Final = 256
-"""Connections wait here until the process, which takes a second or two to start, accepts them."""
+"""Connections that wait for the process, which takes a second or two to start."""
 _START_INTERVAL_S: Final = 2.0
-"""Between two starts, for a process that can not start."""
+"""Between two starts of a process that ends at once."""
 _STOP_TIMEOUT_S: Final = 3.0
-
-
 _MAX_CONNECTIONS: Final = 256
-"""Each costs this process a descriptor besides that of its browser."""
+"""Each needs a descriptor besides that of its browser."""
 
 
 class PagesUnavailableError(Exception):
-    """The text says why."""
+    pass
 
 
 class PageProcess:
@@ -69,8 +67,8 @@ class PageProcess:
         return None if self._process is None else self._process.pid
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
-        """A connection to the process, which is started if need be. Each one that was made counts until `left` is
-        called. Raises PagesUnavailableError."""
+        """A connection to the process, which is started if necessary. It counts until `left` is called. Raises
+        PagesUnavailableError."""
         if self._num_connections >= _MAX_CONNECTIONS:
             raise PagesUnavailableError(f"the pages are at their limit of {_MAX_CONNECTIONS} connections")
         self._num_connections += 1
@@ -89,7 +87,7 @@ class PageProcess:
         watching = await self._start_once()
         try:
             _, protocol = await loop.create_unix_connection(make_protocol, str(self._socket_path))
-        except OSError:  # it has just ended: the next one is tried
+        except OSError:  # the process has just ended
             await asyncio.wait((watching,), timeout=_STOP_TIMEOUT_S)
             await self._start_once()
             _, protocol = await loop.create_unix_connection(make_protocol, str(self._socket_path))
@@ -114,7 +112,7 @@ class PageProcess:
         return self._folder / "pages.sock"
 
     async def _start_once(self) -> asyncio.Task[None]:
-        """Ends when the process has ended."""
+        """The task that waits for the end of the process, which is started unless it runs."""
         async with self._starting:
             if self._is_stopped:
                 raise PagesUnavailableError("the server is stopping")
@@ -134,8 +132,8 @@ class PageProcess:
             listener.listen(_BACKLOG)
             number = listener.fileno()
             arguments = ("--socket-descriptor", str(number), "--api-socket", str(self.api_path))
-            # Not the event loop's own way: it forks, for which gRPC's handlers would stop its threads.
-            # A session of its own: a Ctrl+C at the server's terminal is for the server, which ends this process.
+            # asyncio would fork, for which gRPC's handlers stop its threads. In a session of its own, Ctrl+C at the
+            # terminal ends only the server, which ends this process.
             return subprocess.Popen(
                 [sys.executable, "-m", _MODULE, *arguments],
                 stdin=PIPE,
@@ -167,12 +165,12 @@ class PageProcess:
                 await self._end()
 
     async def _end(self) -> None:
-        """The caller holds `_starting`."""
+        """Needs `_starting`."""
         process, self._process = self._process, None
         if process is None:
             return
         assert process.stdin is not None and self._watching is not None
-        process.stdin.close()  # which it takes as the end
+        process.stdin.close()  # asks it to end
         done, _ = await asyncio.wait((self._watching,), timeout=_STOP_TIMEOUT_S)
         if not done:
             process.kill()
@@ -186,10 +184,8 @@ _FILES: Final = frozenset({"/favicon.ico"})
 
 
 def is_for_pages(path: str, accept: bytes) -> bool:
-    """Whether a GET of `path` is a browser's: a probe of `/`, which does not ask for HTML, starts no process."""
-    if path.startswith(_ASSETS):
-        return True
-    return (path in _PAGES and b"text/html" in accept) or path in _FILES
+    """A probe of `/`, which does not accept HTML, starts no process."""
+    return path.startswith(_ASSETS) or path in _FILES or (path in _PAGES and b"text/html" in accept)
 
 
 _HEAD_TIMEOUT_S: Final = 60.0
@@ -201,10 +197,10 @@ _DROPPED: Final = HOP_BY_HOP | {b"date", b"server"}
 
 
 class PageProxy:
-    """Owns the page process. `around` an application it is an application."""
+    """Owns the page process."""
 
     def __init__(self, settings: PageSettings, sites: SiteCheck) -> None:
-        """sites: by its names alone are pages served, and to no other site."""
+        """sites: the names by which pages are served"""
         self.process = PageProcess(settings.idle_timeout_s)
         self._sites = sites
 
@@ -218,11 +214,10 @@ class PageProxy:
         return dispatched
 
     def takes_websocket(self, target: bytes) -> bool:
-        """Whether a websocket that a client asks for at `target` is one of the pages."""
         return target.startswith(WEBSOCKET_PATH.encode())
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Why a websocket is refused, "" if it is not. A browser always names the Origin of a websocket."""
+        """ "" if it is not refused. A browser always sends the Origin of a websocket."""
         pairs = list(headers)
         if not any(name == b"origin" for name, _ in pairs):
             return "the request has no Origin, expected that of the pages"
@@ -244,7 +239,7 @@ class PageProxy:
         try:
             try:
                 await self._exchange(scope, response)
-            except ConnectionError:  # the process was about to end when it was asked: the next one is asked
+            except ConnectionError:  # the process was about to end
                 if response.has_begun:
                     raise
                 response = ForwardedResponse(send, dropped=_DROPPED)
@@ -280,7 +275,7 @@ def _is_forwarded(scope: Scope) -> bool:
 
 
 def _head(scope: Scope) -> bytes:
-    """The request as it is sent on: what a page needs, no cookies, and no keys."""
+    """The forwarded request: what a page needs, no cookies, no keys."""
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
     lines += [b"%b: %b" % pair for pair in scope["headers"] if pair[0] in _SENT]

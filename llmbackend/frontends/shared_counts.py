@@ -1,9 +1,8 @@
-"""Counts and token buckets that the processes of one server share: a file that all of them have mapped.
+"""Counts and token buckets that the processes of one server share, in a file that all of them map.
 
-For: a host and its frontend processes, so that a limit holds for all of them together. Does not know: what is counted.
-Invariants: a process changes its own counts alone, and `forget` takes away those of one that died; nobody waits for a
-process that hangs; `add` never fails, so that a caller that counts under several names can always undo it.
-An operation takes some five microseconds.
+For: limits that a host and its frontend processes share. Does not know: what is counted. Invariants: a process changes
+only its own counts, and `forget` removes those of one that died; no process waits for one that hangs; `add` never
+fails, so that a caller that counts under several names can always undo it. An operation takes about 5 µs.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from typing import Final, Protocol
 
 
 class Counts(Protocol):
-    def held(self, name: str) -> int:
-        """How many are open."""
+    def held(self, name: str) -> int: ...
 
     def add(self, name: str, change: int) -> None: ...
 
@@ -52,26 +50,26 @@ _HEAD: Final = struct.Struct("<i")
 """The number of processes."""
 _WINDOWS: Final = 4096
 _WINDOW: Final = 64
-"""Records where a name may have its own: from where its digest points to."""
+"""Number of records in which a name may be, from where its digest points to."""
 _DIGEST_BYTES: Final = 16
 _FREE: Final = bytes(_DIGEST_BYTES)
 _DIGESTS_AT: Final = 64
 _RECORDS_AT: Final = _DIGESTS_AT + _WINDOWS * _WINDOW * _DIGEST_BYTES
 _BUCKET: Final = struct.Struct("<dd")
-"""Units, and when they were counted (monotonic seconds, which all processes of a machine share); 0: not used yet."""
+"""Units, and the time of their count (monotonic seconds, the same in all processes of a machine); 0: not used yet."""
 _COUNT: Final = struct.Struct("<i")
 """Of one process."""
 _LOCK_TIMEOUT_S: Final = 0.02
-"""A process that is stopped while it has the lock must not stop the others: after this they continue without it, and a
-limit may be exceeded by what two of them take at the same moment."""
-_LOCK_ASKED_EVERY_S: Final = 20e-6
+"""After this the others continue without the lock, if a process stops while it holds it; a limit may then be exceeded
+by what two of them take at the same moment."""
+_LOCK_POLL_S: Final = 20e-6
 
 
 class SharedCounts:
-    """Any thread may use it. Counts are kept by process, in `process`'s column."""
+    """Any thread may use it. Each record has a column of counts per process."""
 
     def __init__(self, path: Path, process: int) -> None:
-        """A file that `create` made. process: which one this is, from 0."""
+        """path: of a file that `create` made. process: index of this one"""
         self._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._memory = mmap.mmap(self._file, 0)
         (processes,) = _HEAD.unpack_from(self._memory)
@@ -79,11 +77,11 @@ class SharedCounts:
         self._record_bytes = _record_bytes(processes)
         self._process = process
         self.lock = _ProcessLock(self._file)
-        """Held by who reads and changes together."""
+        """For callers that read and change a bucket."""
 
     @classmethod
     def create(cls, path: Path, processes: int) -> SharedCounts:
-        """A new file for so many processes, as the first of them."""
+        """Makes the file, and maps it as process 0."""
         with path.open("xb") as file:
             file.write(_HEAD.pack(processes))
             file.truncate(_RECORDS_AT + _WINDOWS * _WINDOW * _record_bytes(processes))
@@ -95,7 +93,7 @@ class SharedCounts:
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
     def add(self, name: str, change: int) -> None:
-        """While no record is free for a new name, it is not counted, and so not limited; a warning says so."""
+        """Without a free record, a new name is not counted, and so not limited; a warning says so."""
         with self.lock:
             try:
                 record = self._take(name)
@@ -104,18 +102,18 @@ class SharedCounts:
                 return
             at = self._counts_at(record) + self._process * _COUNT.size
             (count,) = _COUNT.unpack_from(self._memory, at)
-            _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: it was not counted when it came
+            _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: `add` found no record
             self._free_if_unused(record)
 
     def forget(self, process: int) -> None:
-        """Takes away the counts of a process that has ended."""
+        """Removes the counts of a process that has ended."""
         with self.lock:
             for record in self._records():
                 _COUNT.pack_into(self._memory, self._counts_at(record) + process * _COUNT.size, 0)
                 self._free_if_unused(record)
 
     def bucket(self, name: str, full: float) -> SharedCell:
-        """The bucket of that name, which stays; full when no process has used it before."""
+        """The bucket of that name, which is never freed. full: units of a new one"""
         with self.lock:
             cell = SharedCell(self._memory, self._record_at(self._take(name)))
             if not cell.at_s:
@@ -133,7 +131,7 @@ class SharedCounts:
         return self._in_window(digest, digest)
 
     def _take(self, name: str) -> int:
-        """The record of `name`, made if there is none."""
+        """The record of `name`, made if necessary."""
         digest = _digest(name)
         record = self._in_window(digest, digest)
         if record is None:
@@ -148,12 +146,12 @@ class SharedCounts:
         begin = _DIGESTS_AT + first * _DIGEST_BYTES
         window = self._memory[begin : begin + _WINDOW * _DIGEST_BYTES]
         at = window.find(wanted)
-        while at % _DIGEST_BYTES and at >= 0:  # parts of two digests
+        while at % _DIGEST_BYTES and at >= 0:  # across two digests
             at = window.find(wanted, at + 1)
         return None if at < 0 else first + at // _DIGEST_BYTES
 
     def _records(self) -> list[int]:
-        """Those that are in use."""
+        """Used ones."""
         table = self._memory[_DIGESTS_AT:_RECORDS_AT]
         found = []
         for begin in range(0, len(table), _WINDOW * _DIGEST_BYTES):
@@ -180,7 +178,7 @@ class SharedCounts:
 
 
 class SharedCell:
-    """A bucket's two numbers. Its caller holds the lock."""
+    """The two numbers of a bucket. Needs the lock."""
 
     __slots__ = ("_at", "_memory")
 
@@ -206,7 +204,7 @@ class SharedCell:
 
 
 class _ProcessLock:
-    """Between threads of one process, and between processes; the system gives it back for one that dies."""
+    """Between threads and processes; the system releases it for a process that dies."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -220,7 +218,7 @@ class _ProcessLock:
             deadline_s = deadline_s or now_s + _LOCK_TIMEOUT_S
             if now_s >= deadline_s:
                 return
-            time.sleep(_LOCK_ASKED_EVERY_S)
+            time.sleep(_LOCK_POLL_S)
 
     def _is_free(self) -> bool:
         try:

@@ -1,10 +1,9 @@
 """A worker process: `python -m llmbackend.frontends.worker_process DESCRIPTOR`, and its messages with the server.
 
-Messages are pickles with their large buffers beside them: tensors and bodies are neither pickled nor copied under the
-interpreter's lock; a tensor of strings arrives at the server as a RawTensor. Both ends are this package, and the server
-starts the other one over a socket without a name: pickle never reads data from clients. The process ends when its
-server does; when memory is short it is the process that the kernel kills (a body of 64 MiB that is all brackets takes
-2 GiB when it is parsed; a limit of address space does not help, since orjson reserves 8 GiB and uses little).
+Messages are pickles with their large buffers beside them, so that tensors and bodies are neither pickled nor copied
+under the interpreter's lock. Pickle never reads data from clients: both ends are this package, on an unnamed socket.
+The process ends with its server. If memory is short, the kernel kills it first: a body of 64 MiB of brackets takes 2
+GiB to parse, and a limit of address space does not help, since orjson reserves 8 GiB and uses little.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _COUNT: Final = struct.Struct("<I")
 
 
 def to_worker(connection: socket.socket, message: Any) -> None:
-    """Raises OSError when the other end is gone."""
+    """Raises OSError if the other end is gone."""
     _send(connection, message, from_wire)
 
 
@@ -51,7 +50,7 @@ def _send(connection: socket.socket, message: Any, tensor_of_strings: Callable[.
 
 
 def receive(connection: socket.socket) -> Any:
-    """Raises EOFError when the other end has closed, OSError when it is gone or says nothing for too long."""
+    """Raises EOFError if the other end has closed, OSError if it is gone or sends nothing for too long."""
     (count,) = _COUNT.unpack(_exactly(connection, _COUNT.size))
     sizes = struct.unpack(f"<{count}Q", _exactly(connection, 8 * count))
     pickled, *buffers = [_exactly(connection, size) for size in sizes]
@@ -74,7 +73,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    """`recv` fills its result without holding the interpreter's lock."""
+    """`recv` does not hold the interpreter's lock while it fills its result."""
     parts: list[bytes] = []
     missing = size
     while missing:
@@ -87,12 +86,12 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 _NICENESS: Final = 10
-"""Streams have priority: what is parsed here may take seconds anyway."""
+"""Streams have priority over parsing, which may take seconds anyway."""
 _OOM_SCORE: Final = "1000"
 
 
 def main(descriptor: int) -> None:
-    """Serves calls over the socket `descriptor` until the server closes it."""
+    """Serves calls until the server closes the socket `descriptor`."""
     os.nice(_NICENESS)
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)

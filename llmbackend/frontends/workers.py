@@ -1,10 +1,8 @@
-"""Work in proportion to a request's size, off the event loop: threads of its own, and a few worker processes.
+"""Threads and worker processes for work in proportion to a request's size.
 
-For: InferenceGate. Does not know: what the work is. Invariants: a health probe or a registration never waits behind a
-large request, since those use the event loop's own executor and this work never does; no more than WORKERS processes
-run at a time, each with one call; a call is lost only when a fresh process ends during it, and then fails with an error
-of its own; processes without work for IDLE_S are ended, so an idle server has none; `close` leaves none, and neither
-does a pool that is dropped.
+Does not know: what the work is. Invariants: health probes, which use the event loop's default executor, never wait for
+this work; at most WORKERS processes run, each with one call; a call fails only if a fresh process ends during it;
+processes end after IDLE_S without work, with `close`, and with their pool.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ IDLE_S: Final = 60.0
 P = ParamSpec("P")
 T = TypeVar("T")
 CALL_S: Final = 120
-"""How long the process may send no byte during a call; 64 MiB of JSON take it ten seconds."""
+"""Without a byte from the process during a call; 64 MiB of JSON take ten seconds."""
 _MODULE: Final = "llmbackend.frontends.worker_process"
 
 
 class WorkerPool:
-    """The worker processes of one server. `run` and `close` are used on one event loop."""
+    """`run` and `close` are used on one event loop."""
 
     def __init__(self) -> None:
         self._threads = WorkThreads(WORKERS, "large-bodies")
@@ -51,11 +49,11 @@ class WorkerPool:
         self._retirement: asyncio.TimerHandle | None = None
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """What `function(*arguments)` returns or raises in a worker process.
+        """`function(*arguments)` in a worker process.
 
         The function must be at the top level of a module; arguments and result must be small to pickle except for
-        tensors and PickleBuffers, which arrive as bytes. Raises TritonError, UNAVAILABLE also when the process ends
-        during the call.
+        tensors and PickleBuffers, which arrive as bytes. Raises TritonError: the function's, or UNAVAILABLE if the
+        process ends.
         """
         if self._retirement is not None:
             self._retirement.cancel()
@@ -78,7 +76,7 @@ class WorkerPool:
                 if is_fresh:
                     log.error("a worker process exited while decoding a large body: %s", error)
                     raise unavailable("the process that decodes large bodies exited on this request") from None
-                continue  # it had ended before the call
+                continue  # the process had ended before the call
             except TritonError:
                 self._give_back(worker)
                 raise
@@ -103,7 +101,7 @@ class WorkerPool:
                 self._idle.append(worker)
 
     def _drop(self, worker: WorkerProcess) -> bool:
-        """Ends the process. False when `close` had done so."""
+        """Ends the process. False if `close` had done so."""
         worker.close()
         with self._lock:
             is_known = worker in self._all
@@ -134,14 +132,14 @@ def _close_all(workers: Iterable[WorkerProcess]) -> None:
 
 
 class WorkerLostError(Exception):
-    """The process ended, or did not answer in time, during a call."""
+    """The process ended during a call, or did not answer in time."""
 
 
 class WorkerProcess:
-    """One worker process as the server holds it. It serves one call at a time, and none after a call that was lost."""
+    """Serves one call at a time, and none after a WorkerLostError."""
 
     def __init__(self) -> None:
-        """Raises OSError when no process or socket can be made."""
+        """Raises OSError if no process or socket can be made."""
         self._connection, theirs = socket.socketpair()
         timeout = struct.pack("@ll", CALL_S, 0)  # with `settimeout`, MSG_WAITALL would return partial reads
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
@@ -165,7 +163,7 @@ class WorkerProcess:
         return self._process.pid
 
     def call(self, message: Any) -> Any:
-        """The result of (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
+        """message: (function, arguments). Blocks. Raises WorkerLostError, and what the function raised."""
         try:
             to_worker(self._connection, message)
             is_good, result = receive(self._connection)
@@ -190,7 +188,7 @@ class WorkThreads:
         self._executor: ThreadPoolExecutor | None = None
 
     async def run(self, work: Callable[P, T], *arguments: P.args, **fields: P.kwargs) -> T:
-        """Calls `work` on a thread, with the caller's context variables; returns or raises what it does."""
+        """`work(…)` on a thread, with the caller's context variables."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(self._count, thread_name_prefix=self._name)
         context = contextvars.copy_context()

@@ -18,12 +18,12 @@ from llmbackend.frontends.access.keyed_server import of_key
 from llmbackend.frontends.anthropic.router import create_anthropic_router
 from llmbackend.frontends.generation.models import ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY
 from llmbackend.frontends.generation.sealed_reasoning import sealing_key
+from llmbackend.frontends.host_forwarding import FrontendEdge
 from llmbackend.frontends.http_app import create_inference_app
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.probes import KV_CACHE_FAMILY
 from llmbackend.frontends.page_proxy import WEBSOCKET_PATH
-from llmbackend.frontends.passing_on import FrontendEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.remote_server import RemoteServer
 

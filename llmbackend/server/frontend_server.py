@@ -43,9 +43,9 @@ from .ports import ClaimedPorts, PortWish
 from .process import DescriptorRoom, fitted
 
 if TYPE_CHECKING:
+    from llmbackend.frontends.host_forwarding import Edge
     from llmbackend.frontends.http.tunnel import Tunnels
     from llmbackend.frontends.page_proxy import PageProxy
-    from llmbackend.frontends.passing_on import Edge
 
 
 STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"

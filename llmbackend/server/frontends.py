@@ -29,7 +29,7 @@ from .ports import ClaimedPorts
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
-    from llmbackend.frontends.passing_on import Edge
+    from llmbackend.frontends.host_forwarding import Edge
     from llmbackend.frontends.shared_counts import Counts
 
     from .frontend_settings import HostFolder

@@ -14,9 +14,9 @@ from dataclasses import replace
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 from llmbackend.frontends.access.access_control import AccessControl
+from llmbackend.frontends.host_forwarding import HostEdge
 from llmbackend.frontends.journals.response_store import ResponseStore
 from llmbackend.frontends.limits import FrontendLimits
-from llmbackend.frontends.passing_on import HostEdge
 from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.remote.host_endpoint import HostEndpoint

@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc import service_pb2_grpc
 
-from llmbackend.frontends.passing_on import HOST_IS_GONE
+from llmbackend.frontends.host_forwarding import HOST_IS_GONE
 from trials.chaos.cluster.hosts_cluster import hosts_cluster
 from trials.chaos.cluster.returning import Address
 from trials.chaos.server import mock

@@ -1,7 +1,6 @@
 """Tools of a conversation: what is offered to the model, and what it may or must call.
 
-For: the readers of the APIs' fields, which make these; answer plans and grammars. Does not know: the APIs' forms, how a
-model writes calls. Invariant: a ToolUse is complete and without contradictions: its callable functions are among its
+Does not know: the APIs' forms, how a model writes calls. Invariant: the callable functions of a ToolUse are among its
 tools.
 """
 
@@ -17,22 +16,22 @@ MAX_TOOLS: Final = 128
 NAME_PATTERN: Final = "^[a-zA-Z0-9_.-]{1,128}$"
 NAME_EXPECTED: Final = "1 to 128 letters, digits, underscores, dashes or dots"
 INPUT: Final = "input"
-"""The parameter of a custom tool: templates and models know it as a function with this one string."""
+"""The only parameter of a custom tool, which templates and models see as a function."""
 NO_PARAMETERS: Final[JsonObject] = {"type": "object", "properties": {}}
 Mode = Literal["none", "auto", "required"]
 ToolKind = Literal["function", "custom", "tool_search"]
-"""A custom tool takes a text as its input; with `tool_search` the client looks for further tools."""
+"""The input of `custom` is a text; with `tool_search` the client finds further tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenTool:
-    """A tool that a client names in its choice, before it is known which tools there are."""
+    """A tool that a client's choice names, whether or not it is among its tools."""
 
     name: str
     param: str
-    """Where it stands."""
+    """Field of the name."""
     expected: str
-    """What an error says of a name that no tool has."""
+    """For the error if no tool has the name."""
     kind: ToolKind = "function"
 
 
@@ -47,7 +46,7 @@ class ToolChoice:
 
 @dataclass(frozen=True, slots=True)
 class InputGrammar:
-    """What the input of a custom tool is held to."""
+    """Constrains the input of a custom tool."""
 
     syntax: Literal["lark", "regex"]
     definition: str
@@ -55,16 +54,16 @@ class InputGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One that may be called."""
+    """A callable function."""
 
     name: str
     parameters: JsonObject
     """JSON Schema."""
     is_strict: bool
     param: str = "tools"
-    """Where in the request its schema stands (`tools[1].function.parameters`)."""
+    """Field of its schema (`tools[1].function.parameters`)."""
     input_grammar: InputGrammar | None = None
-    """Of a custom tool: its only parameter, the string INPUT, follows it."""
+    """Of a custom tool's INPUT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,24 +78,24 @@ class NamedTool:
 
 @dataclass(frozen=True, slots=True)
 class OfferedTool:
-    """A tool of a request."""
+    """A tool of a request, callable or not."""
 
     function: Function
     description: str
     name_param: str
-    """Where in the request its name stands."""
+    """Field of its name."""
     named: NamedTool
 
     @classmethod
     def of(
         cls, name: str, description: str | None, parameters: JsonObject | None, is_strict: bool, param: str, at: str
     ) -> OfferedTool:
-        """A function. param: where its schema stands; at: where its name stands"""
+        """A function. param: field of its schema; at: field of its name"""
         function = Function(name, NO_PARAMETERS if parameters is None else parameters, is_strict, param)
         return cls(function, description or "", at, NamedTool("function", name))
 
     def for_template(self) -> JsonObject:
-        """As chat templates read it: with all that they may name."""
+        """With all fields that chat templates may read."""
         function = self.function
         fields = {"name": function.name, "description": self.description, "parameters": function.parameters}
         return {"type": "function", "function": fields}
@@ -107,40 +106,35 @@ class OfferedTool:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What a chat asks for with its tools."""
+    """How a chat may use its tools."""
 
     tools: Sequence[JsonObject]
     """All of them, for the chat template."""
     functions: tuple[Function, ...]
-    """Those that may be called."""
+    """Callable ones."""
     is_required: bool
-    """Whether one of them must be called."""
+    """Whether one must be called."""
     max_calls: int | None
     """None: any number."""
     is_legacy: bool
-    """Whether the answer has the older form, `function_call`."""
+    """Whether the answer has `function_call`, the older form."""
 
     @property
     def field(self) -> str:
         return "functions" if self.is_legacy else "tools"
 
     @property
-    def is_restricted(self) -> bool:
-        """Whether some calls are wrong which the model may know how to write."""
-        is_held = any(function.is_strict or function.input_grammar is not None for function in self.functions)
-        return is_held or len(self.functions) < len(self.tools)
-
-    @property
     def needs_grammar(self) -> bool:
-        """Whether the answer is to be held to what was asked for, whatever the model would write."""
-        return self.is_required or self.is_restricted
+        """Whether the model must be kept from some answers that it might write."""
+        is_strict = any(function.is_strict or function.input_grammar is not None for function in self.functions)
+        return self.is_required or is_strict or len(self.functions) < len(self.tools)
 
 
 def tool_use(
     offered: Sequence[OfferedTool], choice: ToolChoice | None, max_calls: int | None = None, *, is_legacy: bool = False
 ) -> ToolUse | None:
-    """None where no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError naming what
-    contradicts what."""
+    """None if no tool may be called. is_legacy: the fields are chat's older ones. Raises OpenAIError for a
+    contradiction."""
     known: dict[str, OfferedTool] = {}
     for tool in offered:
         if known.setdefault(tool.function.name, tool) is not tool:
@@ -161,7 +155,7 @@ def tool_use(
 
 
 def _called_name(chosen: ChosenTool, offered: Sequence[OfferedTool]) -> str:
-    """By which the model calls the tool."""
+    """The name by which the model calls the tool."""
     for tool in offered:
         if tool.is_chosen_by(chosen):
             return tool.function.name

@@ -1,5 +1,4 @@
-"""The turns of a conversation and the messages that chat templates read; equal conversations give equal messages over
-every API."""
+"""The turns of a conversation as messages for chat templates: equal ones for equal conversations, over every API."""
 
 from __future__ import annotations
 
@@ -9,26 +8,26 @@ from ..http.errors import JsonObject
 
 
 def called(id: str, name: str, arguments: str) -> JsonObject:
-    """A call, as one of a message's `tool_calls`. arguments: JSON"""
+    """One of a message's `tool_calls`. arguments: JSON"""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @dataclass(slots=True)
 class Turn:
-    """What one role says without another one in between."""
+    """Successive parts of one role."""
 
     role: str
     texts: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[JsonObject] = field(default_factory=list)
     fields: JsonObject = field(default_factory=dict)
-    """What a tool's message has beside its text."""
+    """Further fields of a tool's message."""
     joint: str = "\n"
-    """Between its texts. An assistant's text stands as the model wrote it, whatever came between."""
+    """Between its texts; an assistant's are joined as the model wrote them."""
     param: str = ""
-    """The request's field that the last part came from."""
+    """The request's field of the last part."""
     last_kind: str = "text"
-    """Of its parts."""
+    """Of the last part."""
 
     def message(self) -> JsonObject:
         message: JsonObject = {"role": self.role}
@@ -56,7 +55,7 @@ class Turns:
 
     @property
     def has_later_system(self) -> bool:
-        """Whether a system message stands behind another one."""
+        """Whether a system message follows another message."""
         return any(turn.role == "system" for turn in self.all[1:])
 
     def messages(self) -> list[JsonObject]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from starlette.responses import PlainTextResponse
 
+from llmbackend.frontends.host_forwarding import HOST_IS_GONE, HostApplication
 from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import GuardedProtocol
 from llmbackend.frontends.limits import HttpLimits
-from llmbackend.frontends.passing_on import HOST_IS_GONE, HostApplication
 
 Host = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REST = b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"

@@ -1,13 +1,10 @@
-"""Requests that a frontend process does not answer itself, answered by its host's HTTP application and gRPC server.
+"""Forwards requests that a frontend process does not answer itself to its host's HTTP application and gRPC server.
 
-For: the network side of a server, which has no Edge where one process does everything. Does not know: paths, keys, what
-an RPC does; how either side is started. Invariants: one of the two decides about a request: the frontend process about
-its own, the host about those that are passed on to it; bodies and messages go both ways as they come, and of each no
-more than a piece is held; metadata, deadline, cancellation, status with its details and trailers are those of the one
-RPC on both sides; a client that leaves ends its request at the host; a host that is gone is a 503 or UNAVAILABLE,
-unless this process knows the answer, too, and within a response the end of the client's connection. Each HTTP request
-has a connection of its own: on a unix socket one costs less than a tenth of a millisecond, and none is ever found
-closed.
+Does not know: keys, what an RPC does, how either side is started. Invariants: bodies and messages are forwarded piece
+by piece in both directions; so are metadata, deadlines, cancellation, statuses with their details and trailers; a
+client that leaves ends its request at the host; if the host is gone, the client gets 503 or UNAVAILABLE, unless this
+process knows the answer, and within a response the end of its connection. Each HTTP request has its own connection: on
+a unix socket that takes less than 0.1 ms, and none is ever found closed.
 """
 
 from __future__ import annotations
@@ -51,7 +48,7 @@ _KEPT: Final = frozenset({b"x-resumable-stream", b"last-event-id", b"idempotency
 
 
 def is_own_request(scope: Scope) -> bool:
-    """Whether a request over HTTP is answered in this process."""
+    """Whether this process answers a request over HTTP itself."""
     if scope["method"] != "POST":
         return False
     path: str = scope["path"]
@@ -60,38 +57,22 @@ def is_own_request(scope: Scope) -> bool:
     return all(name not in _KEPT for name, _ in scope["headers"])
 
 
-def is_own_rpc(method: str) -> bool:
-    """Whether an RPC is answered in this process, if it keeps nothing. method: as gRPC names it, `/service/name`."""
-    return method in _RPCS
-
-
 def is_known_request(scope: Scope) -> bool:
-    """Whether a request over HTTP can be answered here in the place of a host that is away."""
+    """Whether this process can answer a request over HTTP while the host is away."""
     path: str = scope["path"]
     return scope["method"] == "GET" and (path in _KNOWN_PATHS or _KNOWN_MODEL.fullmatch(path) is not None)
-
-
-def is_known_rpc(method: str) -> bool:
-    """The same of an RPC, which has one request and one response."""
-    return method in _KNOWN_RPCS
 
 
 CLIENT_ADDRESS: Final = b"x-llmbackend-client-address"
 
 
-def address_header(scope: Scope) -> tuple[bytes, bytes]:
-    """The header that tells the host who sent the request of `scope`."""
-    address, port = scope.get("client") or ("", 0)
-    return CLIENT_ADDRESS, f"{address} {port}".encode()
-
-
 def from_frontends(app: ASGIApp) -> ASGIApp:
-    """`app`, for requests that frontend processes pass on: it sees their clients' addresses."""
+    """`app`, for requests that frontend processes forward: it sees their clients' addresses."""
 
     async def addressed(scope: Scope, receive: Receive, send: Send) -> None:
         headers = scope["headers"]
-        told = next((value for name, value in headers if name == CLIENT_ADDRESS), b"")
-        address, _, port = told.decode("latin-1").rpartition(" ")
+        value = next((value for name, value in headers if name == CLIENT_ADDRESS), b"")
+        address, _, port = value.decode("latin-1").rpartition(" ")
         if address:
             scope["client"] = (address, int(port))
         scope["headers"] = [pair for pair in headers if pair[0] != CLIENT_ADDRESS]
@@ -105,21 +86,21 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 HOST_IS_GONE: Final = "the server process behind this frontend cannot be reached"
 _REFUSING: Final = refusing(503, HOST_IS_GONE)
 _PIECE_BYTES: Final = 64 << 10
-_NOT_PASSED_ON: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}
+_NOT_FORWARDED: Final = HOP_BY_HOP | {CLIENT_ADDRESS, b"expect", b"te", b"trailer", b"proxy-connection"}
 
 
 class HostApplication:
-    """An ASGI application, and where websockets go (see `Tunnels`)."""
+    """The host's, as an ASGI application and as the target of websockets (see `Tunnels`)."""
 
     def __init__(self, socket_path: Path, websocket_path: str = "") -> None:
-        """socket_path: where the host's application listens. websocket_path: beginning of the targets of its
-        websockets, "" where it has none."""
+        """socket_path: of the host's application. websocket_path: what the targets of its websockets begin with, "": it
+        has none"""
         self._path = str(socket_path)
         self._websocket_path = websocket_path.encode()
 
     def behind(self, app: ASGIApp) -> ASGIApp:
-        """`app` for its own requests, the host's application for all others; `app` in the place of a host that is
-        away, for what it knows."""
+        """`app` for its own requests, and while the host is away for those that it knows; the host's application for
+        all others."""
 
         async def dispatched(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] != "http":
@@ -130,15 +111,15 @@ class HostApplication:
                 if (body := scope[HANDED_OVER]) is not None:
                     await self._pass_on(_with_body(scope, body), _receiving(body), send, _REFUSING)
             else:
-                await self._pass_on(scope, receive, send, app if is_known_request(scope) else _REFUSING)
+                await self._forward(scope, receive, send, app if is_known_request(scope) else _REFUSING)
 
         return dispatched
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._pass_on(scope, receive, send, _REFUSING)
+        await self._forward(scope, receive, send, _REFUSING)
 
-    async def _pass_on(self, scope: Scope, receive: Receive, send: Send, in_its_place: ASGIApp) -> None:
-        """in_its_place: answers where the host is away"""
+    async def _forward(self, scope: Scope, receive: Receive, send: Send, fallback: ASGIApp) -> None:
+        """fallback: answers while the host is away"""
         response = ForwardedResponse(send, has_body=scope["method"] != "HEAD")
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
@@ -147,12 +128,12 @@ class HostApplication:
             presence: ClientPresence = scope[PRESENCE]
             if presence.is_lost:
                 return
-            if in_its_place is _REFUSING or response.has_begun:
+            if fallback is _REFUSING or response.has_begun:
                 log.warning("%s: %s", HOST_IS_GONE, error)
             if response.has_begun:
                 await presence.disconnect()
                 return
-            await in_its_place(scope, receive, send)
+            await fallback(scope, receive, send)
 
     async def _exchange(
         self, scope: Scope, receive: Receive, response: ForwardedResponse, reader: StreamReader, writer: StreamWriter
@@ -175,7 +156,7 @@ class HostApplication:
         return bool(self._websocket_path) and target.startswith(self._websocket_path)
 
     def websocket_refusal(self, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Never one: the host refuses by itself."""
+        """None: the host itself refuses."""
         return ""
 
     async def connect(self, make_protocol: Callable[[], P]) -> P:
@@ -190,8 +171,7 @@ class HostApplication:
 
 
 async def _send_request(scope: Scope, receive: Receive, writer: StreamWriter) -> None:
-    """Sends the request. Where the client's part of the body ends too early, or the host reads no more, the response
-    tells."""
+    """If the body ends too early or the host stops reading, the response says so."""
     names = {name for name, _ in scope["headers"]}
     is_chunked = b"content-length" not in names and b"transfer-encoding" in names
     writer.write(_head(scope, is_chunked))
@@ -239,8 +219,9 @@ def _receiving(body: bytes) -> Receive:
 def _head(scope: Scope, is_chunked: bool) -> bytes:
     target = scope["raw_path"] + (b"?" + scope["query_string"] if scope["query_string"] else b"")
     lines = [b"%b %b HTTP/1.1" % (scope["method"].encode(), target)]
-    lines += [b"%b: %b" % pair for pair in headers_as_sent(scope) if pair[0].lower() not in _NOT_PASSED_ON]
-    lines += [b"%b: %b" % address_header(scope), b"connection: close"]
+    lines += [b"%b: %b" % pair for pair in headers_as_sent(scope) if pair[0].lower() not in _NOT_FORWARDED]
+    address, port = scope.get("client") or ("", 0)
+    lines += [b"%b: %b" % (CLIENT_ADDRESS, f"{address} {port}".encode()), b"connection: close"]
     lines += [b"transfer-encoding: chunked"] if is_chunked else []
     return b"\r\n".join((*lines, b"", b""))
 
@@ -258,54 +239,53 @@ _OPTIONS: Final = (
 )
 _OF_THE_CHANNEL: Final = frozenset({"user-agent", "content-type", "te"})
 _KEPT_PARAMETERS: Final = (RESUMABLE, RESUME_FROM)
-"""Of the first request of a ModelStreamInfer whose responses the host keeps."""
+"""The first request of a ModelStreamInfer whose responses the host keeps has one."""
 _IN_THEIR_NAMES: Final = b"resum"
 Context = grpc.aio.ServicerContext[Any, Any]
 Continuation = Callable[[Any], Awaitable[Any]]
-InItsPlace = Callable[[], Awaitable[Any]]
-"""Finds this process's own handler."""
-_AGAIN: Final = (("retry-after", RETRY_AFTER_S),)
+FindHandler = Callable[[], Awaitable[Any]]
+"""Of this process."""
+_RETRY_AFTER: Final = (("retry-after", RETRY_AFTER_S),)
 
 
 class HostRpcs(grpc.aio.ServerInterceptor):
     """The outermost interceptor. `kept_streams` is the innermost one."""
 
     def __init__(self, socket_path: Path) -> None:
-        """socket_path: where the host's gRPC server listens. To be made on the event loop."""
+        """socket_path: of the host's gRPC server. To be called on the event loop."""
         self._channel = grpc.aio.insecure_channel(f"unix:{socket_path}", options=_OPTIONS)
-        self.kept_streams = _KeptStreams(self.pass_on)
+        self.kept_streams = _KeptStreams(self._forward_stream)
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         method = handler_call_details.method
-        if is_own_rpc(method):
+        if method in _RPCS:
             return await continuation(handler_call_details)
-        in_its_place = partial(continuation, handler_call_details) if is_known_rpc(method) else None
-        # A stream in both directions is on the wire what every kind of RPC is.
-        return grpc.stream_stream_rpc_method_handler(partial(self._pass_on_one, method, in_its_place))
+        find_handler = partial(continuation, handler_call_details) if method in _KNOWN_RPCS else None
+        # On the wire every kind of RPC is a stream in both directions.
+        return grpc.stream_stream_rpc_method_handler(partial(self._forward_one, method, find_handler))
 
     async def close(self) -> None:
         await self._channel.close()
 
-    async def _pass_on_one(
-        self, method: str, in_its_place: InItsPlace | None, requests: AsyncIterator[bytes], context: Context
+    async def _forward_one(
+        self, method: str, find_handler: FindHandler | None, requests: AsyncIterator[bytes], context: Context
     ) -> None:
-        """An RPC with one request, which goes out in one piece: a host that refuses it before it has read it does not
-        make the sending fail."""
+        """An RPC with one request, sent in one piece: sending does not fail if the host refuses it unread."""
         async for request in requests:
             start: Any = self._channel.unary_stream(method)
-            here = None if in_its_place is None else partial(_answer_here, in_its_place, request, context)
-            return await self._answer(partial(start, request), context, here)
+            fallback = None if find_handler is None else partial(_answer_here, find_handler, request, context)
+            return await self._answer(partial(start, request), context, fallback)
         await context.abort(grpc.StatusCode.INTERNAL, UNPARSABLE)
 
-    async def pass_on(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
+    async def _forward_stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
         """An RPC with a stream of requests."""
         start: Any = self._channel.stream_stream(method)
         await self._answer(partial(start, requests), context)
 
     async def _answer(
-        self, start: Callable[..., Any], context: Context, here: Callable[[], Awaitable[None]] | None = None
+        self, start: Callable[..., Any], context: Context, fallback: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """here: answers in the place of a host that is gone"""
+        """fallback: answers while the host is away"""
         metadata = [
             pair
             for pair in context.invocation_metadata() or ()
@@ -322,22 +302,22 @@ class HostRpcs(grpc.aio.ServerInterceptor):
         except grpc.aio.AioRpcError as error:
             if not self._is_gone(error):
                 await context.abort(error.code(), error.details() or "", error.trailing_metadata() or ())
-            elif here is None or has_begun:
-                await context.abort(grpc.StatusCode.UNAVAILABLE, HOST_IS_GONE, _AGAIN)
+            elif fallback is None or has_begun:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, HOST_IS_GONE, _RETRY_AFTER)
             else:
-                await here()
+                await fallback()
         finally:
             call.cancel()
 
     def _is_gone(self, error: grpc.aio.AioRpcError) -> bool:
-        """Whether the host ended, rather than saying so itself."""
+        """Whether the host has ended; it may also answer UNAVAILABLE itself."""
         is_connected = self._channel.get_state() is grpc.ChannelConnectivity.READY
         return error.code() is grpc.StatusCode.UNAVAILABLE and not is_connected
 
 
-async def _answer_here(find: InItsPlace, request: bytes, context: Context) -> None:
-    """An RPC with one request and one response, by this process's own handler, or the refusal of access control."""
-    handler = await find()
+async def _answer_here(find_handler: FindHandler, request: bytes, context: Context) -> None:
+    """Answers an RPC with one request and one response by this process's handler, or by access control's refusal."""
+    handler = await find_handler()
     if handler.unary_unary is None:
         await handler.stream_stream(None, context)
         return
@@ -346,11 +326,11 @@ async def _answer_here(find: InItsPlace, request: bytes, context: Context) -> No
 
 
 class _KeptStreams(grpc.aio.ServerInterceptor):
-    """Passes a ModelStreamInfer on whose first request asks the host to keep its responses, or for such responses. It
-    is behind access control, so that a call that is refused ends before a message is read."""
+    """Forwards a ModelStreamInfer whose first request asks the host to keep responses, or for kept ones. It is behind
+    access control, so that a refused call ends before a message is read."""
 
-    def __init__(self, pass_on: Callable[[str, AsyncIterator[bytes], Context], Awaitable[None]]) -> None:
-        self._pass_on = pass_on
+    def __init__(self, forward: Callable[[str, AsyncIterator[bytes], Context], Awaitable[None]]) -> None:
+        self._forward = forward
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -358,12 +338,14 @@ class _KeptStreams(grpc.aio.ServerInterceptor):
             return handler
 
         async def stream(requests: AsyncIterator[bytes], context: Context) -> None:
-            first = [request async for request in _first_of(requests)]
-            together = _chained(first, requests)
-            if first and _is_kept(first[0]):
-                await self._pass_on(MODEL_STREAM_INFER, together, context)
+            incoming = aiter(requests)
+            first = await anext(incoming, None)
+            together = _chained(first, incoming)
+            if first is not None and _is_kept(first):
+                await self._forward(MODEL_STREAM_INFER, together, context)
             else:
-                await handler.stream_stream(_parsed(handler.request_deserializer, together), context)
+                parsed = (handler.request_deserializer(request) async for request in together)
+                await handler.stream_stream(parsed, context)
 
         return handler._replace(stream_stream=stream, request_deserializer=None)
 
@@ -378,26 +360,15 @@ def _is_kept(request: bytes) -> bool:
     return any(name in parameters for name in _KEPT_PARAMETERS)
 
 
-async def _first_of(requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async for request in requests:
-        yield request
-        return
-
-
-async def _chained(first: list[bytes], rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    for request in first:
-        yield request
+async def _chained(first: bytes | None, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    if first is not None:
+        yield first
     async for request in rest:
         yield request
 
 
-async def _parsed(parse: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield parse(request)
-
-
 Announce = Callable[[], Awaitable[object]]
-"""Returns once every frontend knows of the host's models and settings as they are now."""
+"""Returns once every frontend process knows the host's current models and settings."""
 _CHANGING_PATHS: Final = ("/v2/repository/models/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 _TRACE_SETTING: Final = "/trace/setting"
 _CHANGING_RPCS: Final = frozenset(
@@ -407,7 +378,7 @@ _CHANGING_RPCS: Final = frozenset(
 
 
 def announcing(app: ASGIApp, announce: Announce) -> ASGIApp:
-    """`app`, whose responses to changes begin when they are known."""
+    """`app`, whose responses to changes begin when every frontend process knows them."""
 
     async def known(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_known(message: Message) -> None:
@@ -431,7 +402,7 @@ class AnnouncingRpcs(grpc.aio.ServerInterceptor):
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
 
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
         if handler_call_details.method not in _CHANGING_RPCS or handler is None or handler.unary_unary is None:
             return handler
@@ -446,20 +417,22 @@ class AnnouncingRpcs(grpc.aio.ServerInterceptor):
 
 
 class Edge(Protocol):
+    """What a server of several processes changes about its frontends."""
+
     def around(self, app: ASGIApp) -> ASGIApp:
-        """`app`, which has its access control already, as connections shall see it."""
+        """The application of connections. app: with access control"""
 
     def tunnels(self, pages: Tunnels | None) -> Tunnels | None:
-        """Where websockets go; `pages`: the process's own."""
+        """Where websockets go. pages: those of the process itself"""
 
     def interceptors(self, access: Sequence[grpc.aio.ServerInterceptor]) -> Sequence[grpc.aio.ServerInterceptor]:
-        """All of a gRPC server, outermost first; `access`: those of access control. On the event loop."""
+        """Of the gRPC server, outermost first; called on the event loop. access: those of access control"""
 
     async def close(self) -> None: ...
 
 
 class FrontendEdge:
-    """Of a frontend process: what it does not answer itself goes to the host."""
+    """Of a frontend process."""
 
     def __init__(self, http_socket: Path, grpc_socket: Path, websocket_path: str) -> None:
         self._application = HostApplication(http_socket, websocket_path)
@@ -482,7 +455,7 @@ class FrontendEdge:
 
 
 class HostEdge:
-    """Of the host: its requests come from frontend processes."""
+    """Of the host, whose requests come from frontend processes."""
 
     def __init__(self, announce: Announce) -> None:
         self._announce = announce
