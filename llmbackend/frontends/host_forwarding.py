@@ -109,7 +109,7 @@ class HostApplication:
                 scope[HANDED_OVER] = None
                 await app(scope, receive, send)
                 if (body := scope[HANDED_OVER]) is not None:
-                    await self._pass_on(_with_body(scope, body), _receiving(body), send, _REFUSING)
+                    await self._forward(_with_body(scope, body), _receiving(body), send, _REFUSING)
             else:
                 await self._forward(scope, receive, send, app if is_known_request(scope) else _REFUSING)
 
