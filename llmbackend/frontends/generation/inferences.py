@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,7 @@ from .tensors import (
     read_delta,
 )
 
+T = TypeVar("T")
 Arrival = tuple[int, Delta]
 """(index of the choice, its new tokens)"""
 
@@ -186,7 +187,7 @@ class Generation:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
 
-    async def in_thread(self, work: Callable[[], bytes]) -> bytes:
+    async def in_thread(self, work: Callable[[], T]) -> T:
         """`work()`, apart from the event loop."""
         return await self._gate.run_in_thread(work)
 

@@ -310,6 +310,24 @@ def test_input_tokens_are_those_of_the_response(client: openai.OpenAI) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["param"] in wrong
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_prompt_and_answer_come_as_text_and_tokens(client: openai.OpenAI, stream: bool) -> None:
+    """Reasoning, calls and their markers included: what the model was told and wrote."""
+    script = f"<think>Why?</think>Hello{call(ROME)}"
+    body = {"model": MODEL, "input": SAY + script, "tools": [WEATHER], "enable_response_messages": True}
+    answer: Any = client.responses.create(extra_body=body, stream=stream)
+    response = list(answer)[-1].response if stream else answer
+    ((prompt,), (written,)) = response.input_messages, response.output_messages
+    assert written["type"] == prompt["type"] == "raw_message_tokens"
+    assert written["message"] == script
+    assert prompt["message"].endswith(f"user: {SAY}{script}\n\x1c")
+    assert len(prompt["tokens"]) == response.usage.input_tokens
+    assert len(written["tokens"]) == response.usage.output_tokens
+    assert client.responses.retrieve(response.id).to_dict()["output_messages"] == [written]
+    without = client.responses.create(model=MODEL, input=SAY + "Hi")
+    assert "input_messages" not in without.to_dict()
+
+
 def test_a_stored_response_belongs_to_its_key_whatever_keys_the_server_has(
     scripted_host: InferenceServer, tmp_path: Path
 ) -> None:

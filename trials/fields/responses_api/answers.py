@@ -131,7 +131,19 @@ def _stream_options(api: Responses) -> None:
     assert error["param"].startswith("stream_options")
 
 
+@promise("the answer has the prompt and the model's answer as text and tokens, too; not with background")
+def _response_messages(api: Responses) -> None:
+    answer = api.ask(enable_response_messages=True)
+    ((prompt,), (written,)) = (answer.json[name] for name in ("input_messages", "output_messages"))
+    assert "KV cache" in prompt["message"] and written["message"] == answer.text
+    assert len(prompt["tokens"]) == answer.usage["input_tokens"]
+    assert len(written["tokens"]) == answer.usage["output_tokens"]
+    assert "input_messages" not in api.ask().json
+    assert api.refusal(enable_response_messages=True, background=True)["param"] == "enable_response_messages"
+
+
 ANSWERS: dict[str, Row] = {
+    "enable_response_messages": _response_messages,
     "tools": _tools,
     "tool_choice": _tool_choice,
     "parallel_tool_calls": _parallel_tool_calls,

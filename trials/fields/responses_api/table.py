@@ -82,7 +82,6 @@ _REFUSED: Final[dict[str, Row]] = {
     "kv_transfer_params": Refused([{}]),
     "ec_transfer_params": Refused([{}]),
     "vllm_xargs": Refused([{"one": 1}], [{}]),
-    "enable_response_messages": Refused([True], [False]),
     "request_id": Refused(["mine"]),
     "prompt_logprobs": Refused([1]),
     "previous_input_messages": Refused([[{"role": "user", "content": "x"}]]),

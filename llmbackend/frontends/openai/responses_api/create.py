@@ -229,6 +229,7 @@ class PreparedResponse:
             tools=request.tools,
             logprobs=request.generation.logprobs,
             seal=key.seal if request.includes_encrypted_reasoning else None,
+            has_messages=request.generation.prompt_form.is_asked,
             is_queued=request.background,
         )
 
@@ -345,7 +346,10 @@ async def _whole(generation: Generation, state: ResponseState, keep: Keep | None
     """The response, once it is over. Raises OpenAIError where its generation failed."""
     while not generation.is_over:
         _, delta = await generation.next()
-        state.add(delta)
+        if delta.prompt is None:
+            state.add(delta)
+        else:
+            await generation.in_thread(partial(state.add, delta))
     state.end()
     if keep is not None:
         await keep()

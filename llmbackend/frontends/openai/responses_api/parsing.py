@@ -18,7 +18,14 @@ from pydantic import TypeAdapter
 
 from ...conversation.tools import INPUT, NamedTool
 from ...conversation.turns import Turn, Turns, called
-from ...generation.request import WITH_USAGE, GenerationRequest, LogprobForm, ReasoningUse
+from ...generation.request import (
+    NO_PROMPT_FORM,
+    WITH_USAGE,
+    GenerationRequest,
+    LogprobForm,
+    PromptForm,
+    ReasoningUse,
+)
 from ...generation.sealed_reasoning import FIXED_KEY, SealingKey
 from ...generation.tensors import messages_tensor
 from ...generation.validation import read
@@ -92,9 +99,11 @@ _FIELD_NAMES = {
     "logprobs": "include",
     "reasoning_effort": "reasoning.effort",
     "messages": "input",
+    **dict.fromkeys(("return_prompt_text", "return_token_ids"), "enable_response_messages"),
 }
 """What the model and the rest of this frontend call what has another name here."""
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
+_WITH_PROMPT = PromptForm(has_rendered_text=True, has_token_ids=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
 _SYSTEM_JOINT = "\n\n"
 _SUMMARY_HEAD = "Summary of our conversation so far:\n\n"
@@ -242,6 +251,8 @@ def _generation(
         sampling=sampling,
         stream=WITH_USAGE if fields.stream else None,
         logprobs=logprobs,
+        return_token_ids=bool(fields.enable_response_messages),
+        prompt_form=_WITH_PROMPT if fields.enable_response_messages else NO_PROMPT_FORM,
         labels=_labels(fields),
         sent_fields=sent,
         max_tokens_field="max_output_tokens" if fields.max_output_tokens is not None else "",

@@ -8,7 +8,7 @@ which comes from a clock; the object of a stream's last event is the whole respo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from ...generation.answer import DEFAULT_FINISH_REASON, AnswerReader, Identity, 
 from ...generation.parsers import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart
 from ...generation.plan import AnswerPlan
 from ...generation.request import LogprobForm
-from ...generation.tensors import Delta, TokenEntries
+from ...generation.tensors import PROMPT_IN_REASONING, Delta, TokenEntries
 from ...http.errors import JsonObject, OpenAIError
 from ..bodies import ChatLogprobs
 from .output_items import CALLS, MESSAGE, REASONING, CustomInput, ItemKind, OutputItem, item_id
@@ -203,6 +203,35 @@ def by_token(delta: Delta) -> Iterator[Delta]:
             )
 
 
+class RawMessages:
+    """The prompt and the answer as they are, text and tokens (vLLM's `enable_response_messages`)."""
+
+    def __init__(self) -> None:
+        self._prompt = b"null"
+        self._texts: list[str] = []
+        self._token_ids: list[int] = []
+
+    def add(self, delta: Delta) -> None:
+        if delta.prompt is not None:
+            self._prompt = orjson.dumps([_raw_message(delta.prompt.text, delta.prompt.token_ids)])
+        tokens = delta.text_tokens
+        if tokens and delta.finish_reason == DEFAULT_FINISH_REASON and tokens[-1][2]:
+            tokens = tokens[:-1]  # the token that ends the answer
+        self._texts += [text for id, text, _ in tokens if id != PROMPT_IN_REASONING]
+        if not delta.text_tokens:
+            self._texts.append(delta.text)
+        self._token_ids += delta.token_ids
+
+    def fields(self) -> JsonObject:
+        """Of the response, for orjson."""
+        answer = [_raw_message("".join(self._texts), self._token_ids)] if self._token_ids else None
+        return {"input_messages": orjson.Fragment(self._prompt), "output_messages": answer}
+
+
+def _raw_message(text: str, token_ids: Sequence[int]) -> JsonObject:
+    return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
+
+
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """By HTTP status; others are server errors."""
@@ -221,18 +250,21 @@ class ResponseState:
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
         is_queued: bool = False,
+        has_messages: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """echo: JSON object of the fields that a response repeats of its request
         tools: those of the request, by the name that the model calls
         seal: makes the sealed form of reasoning; None: it is not asked for
         is_queued: whether it begins in the background
+        has_messages: whether it has prompt and answer as text and tokens, too
         """
         self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id
         self.status: Status = "queued" if is_queued else "in_progress"
         self._error: JsonObject | None = None
         self._usage = Usage(1)
+        self._messages = RawMessages() if has_messages else None
         self._completed_at_s: int | None = None
         self._clock = clock
         head = {"id": identity.id, "object": "response", "created_at": identity.created_s, "model": identity.model}
@@ -241,6 +273,8 @@ class ResponseState:
 
     def add(self, delta: Delta) -> list[Happening]:
         happenings = self.builder.add(delta)
+        if self._messages is not None:
+            self._messages.add(delta)
         self._usage.add(0, delta)
         self._usage.set_reasoning(0, self.builder.num_reasoning_tokens)
         return happenings
@@ -275,6 +309,8 @@ class ResponseState:
             "output": self.output() if is_over else [],
             "usage": self.usage() if is_over else None,
         }
+        if self._messages is not None and is_over:
+            tail |= self._messages.fields()
         return self._head + self._echo + b"," + orjson.dumps(tail)[1:]
 
     def usage(self) -> JsonObject | None:

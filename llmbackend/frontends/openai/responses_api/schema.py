@@ -112,7 +112,6 @@ class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
     context_management: Annotated[Any, Only([], reason="compact with POST /v1/responses/compact")] = None
     access_programs: Annotated[Any, Only(reason="this server has none")] = None
     image: Annotated[Any, Only({}, reason=TEXT_ONLY)] = None
-    enable_response_messages: Annotated[Any, Only(False, reason="raw tokens and messages are not returned")] = None
     previous_input_messages: Annotated[Any, Only(reason="put items of earlier turns into 'input'")] = None
     request_id: Annotated[Any, Only(reason="the server chooses the ids of responses")] = None
 
@@ -146,7 +145,9 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         defer_build=False,
         json_schema_extra={
             "anyOf": [_HAS_INPUT, *_HAS_HISTORY],
-            "dependentSchemas": needs("stream_options", is_true("stream")) | {"top_logprobs": _NEEDS_LOGPROBS},
+            "dependentSchemas": needs("stream_options", is_true("stream"))
+            | needs("enable_response_messages", {"properties": {"background": {"enum": [False, None]}}})
+            | {"top_logprobs": _NEEDS_LOGPROBS},
         },
     )
     model: str | None = Field(None, description="Default: the server's only model.")
@@ -183,6 +184,9 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         None, json_schema_extra={"propertyNames": {"not": {"enum": [*sorted(TEMPLATE_NAMES)]}}}
     )
     client_metadata: AnyObject | None = Field(None, description="A label of the client.")
+    enable_response_messages: Flag | None = Field(
+        None, description="Return prompt and answer as text and tokens, without background (a vLLM extra)."
+    )
 
     def check(self) -> None:
         """Raises OpenAIError for fields that contradict one another."""
@@ -195,6 +199,8 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
             raise requires("stream_options", "'stream': true")
         if self.background and self.store is False:
             raise requires("background", "'store': true, because the response is read from the store")
+        if self.background and self.enable_response_messages:
+            raise _excluded("enable_response_messages", "background")
         if self.previous_response_id is not None and self.conversation is not None:
             raise _excluded("conversation", "previous_response_id")
         if self.truncation == "auto" and self.truncate_prompt_tokens is not None:
@@ -299,6 +305,12 @@ class IncompleteDetails(TypedDict):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(TypedDict):
+    type: Literal["raw_message_tokens"]
+    message: str
+    tokens: list[Count]
+
+
 class ResponseObject(TypedDict):
     id: str
     object: Literal["response"]
@@ -334,6 +346,8 @@ class ResponseObject(TypedDict):
     incomplete_details: IncompleteDetails | None
     output: list[MessageOutput | ReasoningOutput | FunctionCallOutput | CustomToolCallOutput | ToolSearchCallOutput]
     usage: ResponseUsage | None
+    input_messages: NotRequired[list[RawMessage] | None]
+    output_messages: NotRequired[list[RawMessage] | None]
 
 
 class ResponseDeleted(TypedDict):
