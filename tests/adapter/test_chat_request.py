@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import MAX_VALUES, ChatBounds, read_chat
+from llmbackend.adapter.text.chat import MAX_VALUES, PromptBounds, read_chat
 from llmbackend.adapter.text.chat_template import ChatTemplate
 from llmbackend.core.backend_api import ErrorCode, TritonError
 
-BOUNDS = ChatBounds(max_messages=10, max_chars=50, why="this model's maximum context length is 10 tokens")
+BOUNDS = PromptBounds(
+    below_tokens=10, max_chars=50, max_messages=10, why="this model's maximum context length is 10 tokens"
+)
 HI = {"role": "user", "content": "hi"}
 
 
-def refusal(value: Any, bounds: ChatBounds = BOUNDS) -> str:
+def refusal(value: Any, bounds: PromptBounds = BOUNDS) -> str:
     text = value if isinstance(value, bytes) else json.dumps(value).encode()
     with pytest.raises(TritonError) as caught:
         read_chat(text, bounds)
@@ -62,7 +64,7 @@ def test_a_conversation_that_cannot_fit_is_refused_by_name(value: Any, expected:
 def test_brackets_in_a_text_are_text() -> None:
     content = '[{",\\' * 30_000 + '"' + "\\" * 3
     text = json.dumps([{"role": "user", "content": content}]).encode()
-    assert read_chat(text, ChatBounds(10, 200_000, "")).messages[0]["content"] == content
+    assert read_chat(text, PromptBounds(10, 200_000, 10, "")).messages[0]["content"] == content
 
 
 def test_the_text_is_bounded_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from llmbackend.adapter.text.chat import ChatBounds, read_chat
+from llmbackend.adapter.text.chat import PromptBounds, read_chat
 from llmbackend.adapter.text.chat_template import request_template
 from llmbackend.adapter.text.token_bias import banned_texts
 from llmbackend.adapter.text.tokenizer import HuggingFaceTokenizer
@@ -160,7 +160,7 @@ def test_own_templates_read_documents_and_special_tokens() -> None:
     text = chat(
         MESSAGES[:1], documents=[{"title": "t", "text": "body"}], chat_template="{{ documents[0].text }}{{ bos }}"
     )
-    found = read_chat(text.encode(), ChatBounds(100, 1000, "", trusts_templates=True))
+    found = read_chat(text.encode(), PromptBounds(100, 1000, 100, "", trusts_templates=True))
     template = request_template(found.template, (("bos", "<s>"),))
     assert template.render(found.messages, options=found.options) == "body<s>"
     with pytest.raises(TritonError, match="documents"):

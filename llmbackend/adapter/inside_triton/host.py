@@ -1,9 +1,9 @@
 """The backend contract in a stub of Triton's python backend, on top of pb_utils.
 
-For: TritonPythonModel, and the adapter, which sees `core.backend_api` and nothing else. Does not know: LLMs. A stub is
-the process of one model instance, so there is one of each here; `instance_group.count: 2` are two stubs that share only
-Triton's own queue. Invariants: nothing is sent after FINAL; pb_utils is not asked about a request once its FINAL is on
-its way; after `release` no input of Triton's is used.
+For: TritonPythonModel, and the adapter, which uses `core.backend_api` alone. Does not know: LLMs. A stub is the process
+of one model instance; `instance_group.count: 2` are two stubs that share only Triton's own queue. Invariants: nothing
+is sent after FINAL; pb_utils is not asked about a request after its FINAL; after `release` no input of Triton's is
+used.
 Source: the `args` of TritonPythonModel.initialize; python_backend's response_sender.cc and pb_cancel.cc.
 """
 
@@ -48,15 +48,15 @@ logger = logging.getLogger(__name__)
 MIN_PAUSE_S = 0.01
 METRICS_PERIOD_S = 0.1
 DUTY = 0.05
-"""Largest share of the time in which the poller works."""
+"""Largest share of time that the poller works."""
 
 
 class BackgroundPoller:
-    """One thread that asks Triton which requests were cancelled and tells it the metrics that changed.
+    """A thread that asks Triton which requests were cancelled, and sends it changed metrics.
 
-    pb_utils has no events: a cancel can only be asked for, and each question is a round trip between processes.
-    Invariants: without a live request or a changed metric it sleeps without a timeout; otherwise it works for at most
-    DUTY of the time, however many requests are live; no failure ends it, or the stub.
+    pb_utils has no events: cancels must be polled, and each poll is a round trip between processes. Invariants: without
+    a live request or a changed metric it sleeps without a timeout; otherwise it works for at most DUTY of the time; no
+    failure ends it, or the stub.
     """
 
     def __init__(self) -> None:
@@ -198,8 +198,8 @@ class Channel:
         self._is_final = False
 
     def send(self, response: Any | None, flags: ResponseFlag) -> None:
-        """Blocks until Triton has taken it (the stub waits for its parent process). Raises what pb_utils raises; for
-        the final response, after which nothing more can be done, it logs instead."""
+        """Blocks until Triton has taken it (the stub waits for its parent process). Raises errors of pb_utils; those of
+        the final response are logged."""
         is_final = bool(flags & ResponseFlag.FINAL)
         with self._lock:
             if self._is_final:
@@ -229,7 +229,7 @@ class Channel:
 class CancelWatch:
     """The live requests with cancel callbacks. Any thread adds and discards, one thread asks.
 
-    It does not ask about a request whose FINAL is on its way: the stub asks by address, and Triton's side may be gone.
+    A request must not be asked about after its FINAL: the stub asks by address, and Triton's object may be freed.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -251,7 +251,7 @@ class CancelWatch:
             self._callbacks.pop(channel, None)
 
     def ask_all(self) -> None:
-        """Asks Triton about each request, and calls the callbacks of the cancelled ones, once."""
+        """Asks Triton about each request, and calls the callbacks of cancelled ones once."""
         with self._lock:
             channels = list(self._callbacks)
         for channel in channels:
@@ -263,13 +263,10 @@ class CancelWatch:
 
 
 class TritonRequest:
-    """One inference request.
-
-    Different from the host's, because of pb_utils: its priority is not known (Triton's own queue has ordered it), and
-    Triton's python backend reports statistics itself.
-    """
+    """One inference request."""
 
     priority = 0
+    """Not known; Triton's own queue has ordered it."""
     trace = None
     """Triton traces requests itself."""
     tenant = NO_TENANT
@@ -278,7 +275,7 @@ class TritonRequest:
     """Triton has no resumable requests."""
 
     def __init__(self, request: Any, channel: Channel, watch: CancelWatch) -> None:
-        """Reads everything at once. Raises TritonError for a tensor of an unknown type."""
+        """Raises TritonError for a tensor of an unknown type."""
         self.id: str = request.request_id()
         self.number = next(_NUMBERS)
         self.correlation_id: int | str = request.correlation_id()

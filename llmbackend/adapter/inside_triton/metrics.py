@@ -1,7 +1,7 @@
 """Metric families on top of pb_utils, written in the background.
 
-For: TritonBackend. Does not know: what is measured. Invariants: after a flush Triton's /metrics has exactly what was
-written; the buffer holds one number per series.
+For: TritonBackend. Does not know: what is measured. Invariants: a flush brings Triton's /metrics up to date; the buffer
+holds one number per series.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SeriesKey = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class MetricBuffer:
-    """All series of one model, and their changes since the last flush. `_lock` owns the changes, and is not held during
-    calls to Triton; `_pb_lock` owns the objects of pb_utils, and is.
+    """All series of one model, and their changes since the last flush. `_lock` owns the changes; `_pb_lock` owns the
+    objects of pb_utils, and is held during calls to Triton.
 
-    A write through pb_utils is a round trip to Triton's process, which costs as much as sending a token. Here a write
-    only changes a number, and `flush` sends the sums.
+    A write through pb_utils is a round trip to Triton's process, as expensive as sending a token. A write here only
+    changes a number, and `flush` sends the sums.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -114,7 +114,7 @@ class MetricBuffer:
 
 
 class _Series:
-    """What scalars and histograms have in common."""
+    """The common part of Scalar and Histogram."""
 
     _name: str
 
@@ -150,11 +150,8 @@ class Scalar(_Series):
 
 
 class Histogram(_Series):
-    """Counters of how many values were at most each bound, of their sum and of their number.
-
-    They are the counters that Prometheus makes of a histogram (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`),
-    because pb_utils observes one value per call.
-    """
+    """The counters that Prometheus makes of a histogram (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`), because
+    pb_utils observes one value per call."""
 
     def __init__(self, buffer: MetricBuffer, name: str, buckets: Sequence[float]) -> None:
         self._buffer = buffer

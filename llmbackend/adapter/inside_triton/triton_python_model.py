@@ -45,9 +45,8 @@ HEALTH_CHECK = "ENABLE_VLLM_HEALTH_CHECK"
 class TritonPythonModel:
     """One instance of one model. Triton calls execute on one thread, and finalize after the last response.
 
-    It calls the entry points of backend.py in the order in which a host calls them. A stub that dies would leave every
-    stream in Triton open forever. `finalize` returns when the engine's process is reaped, every request is answered
-    and no thread of ours is left.
+    Calls the entry points of backend.py in a host's order. If a stub died, its streams in Triton would stay open
+    forever. `finalize` returns when the engine's process is reaped, every request is answered and no thread is left.
     """
 
     @staticmethod

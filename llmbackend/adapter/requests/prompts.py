@@ -7,7 +7,7 @@ conversation that certainly has too many tokens is refused before it is tokenise
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from llmbackend.core.backend_api import TritonError, invalid_argument
 from ..limits import ModelLimits
 from ..schemas.sampling import parse_sampling_parameter
 from ..schemas.schema import LlmInputs, Prompt
-from ..text.chat import MAX_VALUES, ChatBounds, read_chat
+from ..text.chat import MAX_VALUES, PromptBounds, read_chat
 from ..text.tokenizer import ModelTokenizer, TooManyTokensError
 
 MAX_DESCRIBED_TOKENS: Final = 1 << 20
@@ -26,30 +26,15 @@ MAX_DESCRIBED_CHARS: Final = 4 << 20
 conversion thread one to two seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptBounds:
-    """What a prompt must fit into."""
-
-    below_tokens: int
-    max_chars: int
-    max_messages: int
-    """And content parts."""
-    why: str
-    """The reason, at the end of an error."""
-
-    @classmethod
-    def of_context(cls, limits: ModelLimits, max_token_chars: int) -> PromptBounds:
-        most = limits.max_tokens
-        return cls(most, most * max_token_chars, most, f"this model's maximum context length is {most} tokens")
-
-    def described(self) -> PromptBounds:
-        """The bounds of a prompt that is only described, or cut to what fits."""
-        return PromptBounds(
-            max(self.below_tokens, MAX_DESCRIBED_TOKENS + 1),
-            max(self.max_chars, MAX_DESCRIBED_CHARS),
-            max(self.max_messages, MAX_VALUES),
-            "longer texts are not tokenised",
-        )
+def _described(bounds: PromptBounds) -> PromptBounds:
+    """The bounds of a prompt that is only described, or cut to what fits."""
+    return replace(
+        bounds,
+        below_tokens=max(bounds.below_tokens, MAX_DESCRIBED_TOKENS + 1),
+        max_chars=max(bounds.max_chars, MAX_DESCRIBED_CHARS),
+        max_messages=max(bounds.max_messages, MAX_VALUES),
+        why="longer texts are not tokenised",
+    )
 
 
 def _suffix_refused(reason: str) -> TritonError:
@@ -62,9 +47,12 @@ class PromptMaker:
     def __init__(self, tokenizer: ModelTokenizer, limits: ModelLimits) -> None:
         self._tokenizer = tokenizer
         self._limits = limits
-        self._in_context = PromptBounds.of_context(limits, tokenizer.max_token_chars)
-        self._before_cut = self._in_context.described()
-        self._described = self._in_context.described()
+        most = limits.max_tokens
+        why = f"this model's maximum context length is {most} tokens"
+        forms = limits.max_messages_bytes, limits.trusts_request_templates
+        self._in_context = PromptBounds(most, most * tokenizer.max_token_chars, most, why, *forms)
+        self._before_cut = _described(self._in_context)
+        self._described = _described(self._in_context)
         self._fim = fim_encoder(tokenizer, limits.vocab_size)
 
     def make(self, inputs: LlmInputs) -> Prompt:
@@ -147,14 +135,7 @@ class PromptMaker:
             raise
 
     def _render(self, text: bytes, value: Any, bounds: PromptBounds) -> str:
-        chat_bounds = ChatBounds(
-            bounds.max_messages,
-            bounds.max_chars,
-            bounds.why,
-            self._limits.max_messages_bytes,
-            self._limits.trusts_request_templates,
-        )
-        chat = read_chat(text, chat_bounds, value)
+        chat = read_chat(text, bounds, value)
         options = {**self._limits.template_options, **chat.options}
         return chat.prompt_of(self._tokenizer.render_chat(chat.messages, chat.tools, options, chat.template))
 

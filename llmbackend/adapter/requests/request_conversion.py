@@ -174,7 +174,6 @@ class RequestConverter:
     ) -> ResponseSender:
         """Choices are sent as they come, unless they must be ranked or joined."""
         options, params = prompts[0].inputs.options, prompts[0].params
-        client_error = self._schema.client_error
         is_ranked = params.best_of > params.n
         joins = params.n > 1 and SEQUENCE_INDEX not in options.outputs
         if options.stream and is_ranked:
@@ -183,21 +182,11 @@ class RequestConverter:
                 "are the best is known at the end",
                 param="best_of",
             )
+        client_error = self._schema.client_error
+        arguments = request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known, params.n
         if options.stream or not (is_ranked or joins):
-            return ResponseSender(
-                request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known, params.n
-            )
-        return CollectedChoices(
-            request,
-            instance,
-            exec_start_ns,
-            client_error,
-            num_tasks,
-            count=params.n,
-            joins=joins,
-            of_prompt=self._schema.outputs_of_prompt,
-            known=known,
-        )
+            return ResponseSender(*arguments)
+        return CollectedChoices(*arguments, joins=joins, of_prompt=self._schema.outputs_of_prompt)
 
     def _generation(self, inputs: LlmInputs, seed: int | None = None) -> _CheckedGeneration:
         """seed: that was drawn before it was resumed; None = its own, or a new one"""

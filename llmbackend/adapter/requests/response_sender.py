@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -202,27 +202,13 @@ class CollectedChoices(ResponseSender):
     have ended.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        instance: ModelInstance,
-        exec_start_ns: int,
-        client_error: Callable[[TritonError], TritonError],
-        num_tasks: int,
-        *,
-        count: int,
-        joins: bool,
-        of_prompt: frozenset[str],
-        known: ResumeState | None = None,
-    ) -> None:
-        """count: how many of the `num_tasks` choices the client gets
+    def __init__(self, *arguments: Any, joins: bool, of_prompt: frozenset[str]) -> None:
+        """arguments: as for ResponseSender; of a resumable request, the first response's delta holds all choices
         joins: whether one response has them all
         of_prompt: outputs that are equal for all choices, and are in a joined response once
-        known: as for ResponseSender; the first response's delta holds all choices
         """
-        super().__init__(request, instance, exec_start_ns, client_error, num_tasks, known=known, num_choices=count)
-        self._count = count
-        self._is_ranked = count < num_tasks
+        super().__init__(*arguments)
+        self._is_ranked = self.num_choices < self._num_tasks
         self._joins = joins
         self._of_prompt = of_prompt
         self._ended: list[Choice] = []
@@ -255,7 +241,7 @@ class CollectedChoices(ResponseSender):
         self._send(last, flags, times, pieces)
 
     def _responses(self) -> list[list[Tensor]]:
-        choices = sorted(self._ended, key=self._rank)[: self._count]
+        choices = sorted(self._ended, key=self._rank)[: self.num_choices]
         numbered = [_numbered(choice.outputs, index) for index, choice in enumerate(choices)]
         # The first choice has them, which may not be among the best.
         numbered[0] += [tensor for choice in self._ended for tensor in choice.outputs if tensor.name in PROMPT_OUTPUTS]

@@ -1,9 +1,9 @@
-"""From a constraint to the grammar that the engine enforces, checked by the same compiler.
+"""Makes the engine's grammar of a constraint, and checks it with the engine's compiler.
 
-For: request_conversion.py. Does not know: requests, the engine. Invariants: a grammar that is returned compiles; the
-same constraint gives the same grammar; the last ones are kept, so that a client's next request costs a look-up. Whether
-a grammar can be followed is tried on the beginnings of a few of its texts: neither a place beyond them is found, nor a
-mask that is too much work for the model's vocabulary alone.
+For: request_conversion.py. Does not know: requests, the engine. Invariants: a returned grammar compiles; the same
+constraint gives the same grammar; recent grammars are cached. Whether a grammar can be followed is tried with the
+beginnings of a few random texts, so a dead end after them is not found, nor a mask that takes too much work only for
+the model's vocabulary.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _ESCAPES: Final = 'nrbtf\\"'
-"""Those of JSON that are generated: without \\u a string has one spelling, so that a property's name has one, too."""
+"""JSON escapes that are generated: without \\u each string, and so each property name, has one spelling."""
 DEFAULT_WHITESPACE: Final = r"\x20|\n\x20{0,40}"
-"""Between two parts of JSON: one space, or a line break and an indentation. A weak model that may write more of it
-writes nothing else any more."""
+"""Between two parts of JSON: one space, or a line break and an indentation. A weak model that may write more whitespace
+writes nothing else."""
 _WHITESPACE_ONLY = re.compile(r"(?:[ \n\r\t]|\\[nrts]|\\x20|\\u0020|[\[\](){}?*+|,0-9])*")
 _CACHED_GRAMMARS_CHARS = 8 << 20
 _MAX_ERROR_CHARS = 300
 _MAX_PATHS = 4
 _ONE_OF: Final = "oneOf constraints are not supported"
-"""The compiler's words for alternatives of which it cannot tell that they exclude each other."""
+"""The compiler's error for alternatives that it cannot prove to be mutually exclusive."""
 _REFUSED_KEYWORDS: Final = (
     (_ONE_OF, ("oneOf",)),
     ("are not disjoint", ("patternProperties",)),
     ("min/maxProperties only supported", ("minProperties", "maxProperties")),
     ("NoExtensionBias", ("pattern",)),
 )
-"""The compiler's words, and the keywords that they are about."""
+"""Parts of the compiler's errors, and the keywords that cause them."""
 _QUOTED_LINES = re.compile(r" \d+ \| ")
 _NUM_BYTES: Final = 256
 _CLOSING: Final = frozenset(b'"}],:>)\n')
-"""They are written often, so that a text does not stay in its first string."""
+"""Bytes that are chosen often, so that a random text leaves its first string."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
     text: str
-    """In the engine's form."""
+    """In the engine's form; "" = any text."""
     not_enforced: tuple[str, ...] = ()
-    """The places of keywords of schemas that it does not hold an answer to."""
+    """Paths of schema keywords that it does not enforce."""
 
 
 NO_GRAMMAR: Final = Grammar("")
 
 
 class GrammarCompiler:
-    """Of one model. Any thread uses it; the lock guards the grammars that are kept."""
+    """Of one model. Any thread uses it; the lock owns the cached grammars."""
 
     def __init__(self, special_text: Callable[[int], str | None], vocab_size: int) -> None:
-        """special_text: the text of a special token, None for any other; structural tags may name special tokens"""
+        """special_text: the text of a special token, None for any other token; structural tags may name them"""
         self._special_text = special_text
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -91,7 +91,7 @@ class GrammarCompiler:
         return grammar
 
     def _compiled(self, constraint: Constraint) -> Grammar:
-        """Keywords that the compiler refuses are left out one after the other, unless the request is strict."""
+        """Keywords that the compiler refuses are left out, unless the request is strict."""
         not_compiled: frozenset[str] = frozenset()
         while True:
             grammar = _translated(constraint, self.special_tokens, not_compiled)
@@ -105,7 +105,7 @@ class GrammarCompiler:
 
     @functools.cached_property
     def special_tokens(self) -> dict[str, int]:
-        """Id by text; read with the first constraint, since a vocabulary is large."""
+        """Id by text. Read with the first constraint, since a vocabulary is large."""
         texts = ((self._special_text(token_id), token_id) for token_id in range(self._vocab_size))
         return {text: token_id for text, token_id in texts if text}
 
@@ -119,12 +119,12 @@ class GrammarCompiler:
                 self._kept_chars -= len(oldest) + len(dropped.text)
 
     def _error(self, grammar: Grammar) -> str:
-        """Why the grammar cannot be used; "" where it can."""
+        """Why the grammar cannot be used; "" if it can."""
         matcher = self.matcher(grammar.text)
         return (matcher.get_error() or "") if matcher.is_error() else why_not_followed(matcher)
 
     def matcher(self, grammar: str) -> LLMatcher:
-        """A matcher of bytes within the bounds; the compiler works without the GIL."""
+        """A matcher of bytes within CHECK_LIMITS. The compiler releases the GIL."""
         from llguidance import LLMatcher
 
         limits = CHECK_LIMITS.for_library()
@@ -197,7 +197,7 @@ def _refused_keywords(error: str) -> frozenset[str]:
 
 
 def _refuse(error: str, constraint: Constraint) -> NoReturn:
-    """Without the lines of the grammar that the compiler quotes."""
+    """Raises TritonError with the compiler's error, without the lines of the grammar that it quotes."""
     place = constraint.place
     if _ONE_OF in error:
         paths = list(islice(_paths_of("oneOf", constraint.value, ""), _MAX_PATHS))
@@ -210,7 +210,7 @@ def _refuse(error: str, constraint: Constraint) -> NoReturn:
 
 
 def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
-    """Where the keyword stands; the value is no deeper than its translation allowed."""
+    """Paths of the keyword. The value is not nested deeper than its translation allows."""
     members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, member in members:
         at = f"{path}/{name}"
@@ -220,14 +220,14 @@ def _paths_of(keyword: str, value: object, path: str) -> Iterator[str]:
 
 
 def _byte_tokenizer(largest_id: int) -> LLTokenizer:
-    """For checking: a token for each byte, and ids up to the largest that a grammar may name."""
+    """A token for each byte, and ids up to the largest that a grammar may name."""
     from llguidance import LLTokenizer, TokenizerWrapper
 
     return LLTokenizer(TokenizerWrapper(_Bytes(max(largest_id, 256))))
 
 
 class _Bytes:
-    """As llguidance asks for a tokenizer."""
+    """A tokenizer as llguidance reads it."""
 
     eos_token_id = bos_token_id = 256
     special_token_ids = (256,)
@@ -240,7 +240,7 @@ class _Bytes:
 
 
 def why_not_followed(matcher: LLMatcher) -> str:
-    """The library's reason; "" when nothing was found. matcher: of bytes, at its beginning"""
+    """The library's error; "" if none was found. matcher: of bytes, at the start of a text"""
     for probe in range(PROBES):
         if error := _why_stuck(matcher.deep_copy(), random.Random(probe)):
             return error

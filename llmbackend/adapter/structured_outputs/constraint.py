@@ -1,9 +1,8 @@
-"""What a client asks of its output's form, read from sampling parameters of vLLM's names, present and former.
+"""Constraints of structured output, read from sampling parameters by vLLM's names, present and former.
 
-For: schemas/sampling.py, and compilation.py, which makes a grammar of it. Does not know: grammars, tokenizers.
-Invariants: a constraint asks for one thing; the value inside is not checked yet, since that may take long. Within the
-bounds a constraint costs its own request well below a second of a conversion thread, and no other request a step: the
-compiler works without the GIL.
+For: schemas/sampling.py, and compilation.py, which makes grammars of them. Does not know: grammars, tokenizers.
+Invariants: a constraint has one kind; its value is not checked yet, since that may take long. Within the limits a
+constraint takes well below a second of a conversion thread, and delays no other request: the compiler releases the GIL.
 Source: vLLM's StructuredOutputsParams, its former GuidedDecodingParams and guided_* fields.
 """
 
@@ -19,15 +18,15 @@ from llmbackend.core.backend_api import ErrorCode, TritonError, invalid_argument
 from llmbackend.engine.grammars.grammar_compiler import ENGINE_LIMITS
 
 MAX_DEPTH = 64
-"""Of nested schemas, tags, groups of a regular expression."""
+"""Levels of nested schemas, of tags, and of groups of a regular expression."""
 MAX_SCHEMA_NODES = 8192
-"""Schemas, enumerated values and what is in them, in one constraint."""
+"""Schemas and enumerated values, members included, in one constraint."""
 MAX_ADDED_ALTERNATIVES = 600
-"""For lists without repetitions: those of five such lists of five values, which compile in 0.2 s."""
+"""For lists without repetitions: enough for five lists of five values, which compile in 0.2 s."""
 MAX_LEFT_OUT = 64
-"""Places of a constraint that are named as not enforced."""
+"""Keywords of a constraint that are reported as not enforced."""
 MAX_PROPERTIES = 480
-"""Of one object: the parser follows four items for each, and 2000 at a time."""
+"""Of one object: the parser has four items for each, and at most 2000 at a time."""
 MAX_CHOICES = 4096
 MAX_CHOICE_CHARS = 65536
 """Of all choices together."""
@@ -39,18 +38,18 @@ MAX_MULTIPLE_OF = 10_000
 MAX_GRAMMAR_CHARS = 65536
 MAX_TAGS = 512
 CHECK_LIMITS = dataclasses.replace(ENGINE_LIMITS, initial_lexer_fuel=500_000, max_grammar_size=100_000)
-"""Of the compiler. None is larger than the engine's, so that what passes here compiles there."""
+"""The compiler's. None is larger than the engine's, so that what passes here compiles there."""
 PROBES, PROBE_MASKS = 2, 32
-"""Texts of a grammar that are begun to see whether it can be followed, and masks for each of them."""
+"""Random texts of a grammar, and tokens of each, by which it is checked that the grammar can be followed."""
 
 
 class NotEnforcedError(TritonError):
-    """A keyword of a valid schema that a grammar cannot enforce. No bound depends on it: a request that is not strict
-    is served without it."""
+    """A keyword of a valid schema that a grammar cannot enforce. A request that is not strict is served without it; no
+    limit depends on it."""
 
 
 class RequestPath:
-    """Where in a request something stands: the parameter, and the path inside its value."""
+    """A parameter of a request, and a path in its value."""
 
     __slots__ = ("param", "path")
 
@@ -59,7 +58,7 @@ class RequestPath:
         self.path = path
 
     def __truediv__(self, part: str | int) -> RequestPath:
-        """The place of a member, as a JSON pointer."""
+        """The path of a member, as a JSON pointer."""
         text = str(part)[:80].replace("~", "~0").replace("/", "~1")
         return RequestPath(self.param, f"{self.path}/{text}")
 
@@ -67,7 +66,7 @@ class RequestPath:
         return f"'{self.param}'" + (f" at {self.path}" if self.path else "")
 
     def refuse(self, value: object, expected: str) -> NoReturn:
-        """Raises TritonError INVALID_ARG naming the place, the value, and what was expected."""
+        """Raises TritonError INVALID_ARG with path, value and expectation."""
         raise invalid_argument(f"{self} is {shown(value)}, expected {expected}", param=self.param)
 
     def wrong(self, why: str) -> NoReturn:
@@ -84,7 +83,7 @@ class RequestPath:
 
     @property
     def pointer(self) -> str:
-        """The parameter and the path as one word: `structured_outputs#/json/not`."""
+        """For example `structured_outputs#/json/not`."""
         return f"{self.param}#{self.path}"
 
     def check_at_most(self, count: int, limit: int, unit: str) -> None:
@@ -95,7 +94,7 @@ class RequestPath:
 KINDS: Final = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 _FLAGS = ("disable_any_whitespace", "disable_additional_properties", "strict")
 _BACKENDS = ("auto", "guidance")
-"""Of vLLM's names for compilers, those that mean the one used here."""
+"""vLLM's names for compilers that mean the one used here."""
 _FORMER_FIELDS: Final = {
     "guided_json": "json",
     "guided_regex": "regex",
@@ -112,16 +111,16 @@ FIELDS: Final = (*OBJECT_FIELDS, *_FORMER_FIELDS, *_OPTION_FIELDS)
 @dataclass(frozen=True, slots=True)
 class Constraint:
     kind: str
-    """One of KINDS, but `json_object`, which is the kind "json" with a schema."""
+    """One of KINDS except `json_object`, which is a schema."""
     value: Any
     place: RequestPath
     disable_any_whitespace: bool = False
     """JSON has no spaces and line ends between its parts."""
     disable_additional_properties: bool = False
     is_strict: bool = False
-    """Whether a schema's keyword that cannot be enforced is refused. Otherwise the answer is not held to it."""
+    """Whether keywords that cannot be enforced are refused. Otherwise they are left out."""
     whitespace_pattern: str = ""
-    """A regular expression of what may stand between parts of JSON; "" = the default."""
+    """A regular expression of the whitespace in JSON; "" = the default."""
 
 
 def read(parameters: Mapping[str, Any]) -> Constraint | None:
@@ -143,11 +142,11 @@ def read(parameters: Mapping[str, Any]) -> Constraint | None:
 
 def of_kind(kind: str, value: object, place: RequestPath) -> Constraint:
     """A constraint of one of KINDS. Raises TritonError INVALID_ARG for a value of another type."""
-    return Constraint("json" if kind == "json_object" else kind, _checked(kind, value, place), place)
+    return Constraint("json" if kind == "json_object" else kind, _CHECKS[kind](value, place), place)
 
 
 def _read_field(name: str, value: object) -> Constraint | None:
-    if isinstance(value, Constraint):  # of a schema that has tensors for it
+    if isinstance(value, Constraint):  # from a schema with tensors for it
         return value
     place = RequestPath(name)
     if name in _FORMER_FIELDS:
@@ -179,24 +178,16 @@ def _read_object(fields: dict[str, Any], place: RequestPath) -> Constraint | Non
     if len(kinds) != 1:
         place.wrong(f"asks for {' and '.join(kinds) or 'nothing'}, expected exactly one of: {', '.join(KINDS)}")
     kind = kinds[0]
-    flags = {name: _flag(fields.get(name), place / name) for name in _FLAGS}
+    flags: dict[str, Any] = {name: _flag(fields.get(name), place / name) for name in _FLAGS}
     is_strict = flags.pop("strict")
     _flag(fields.get("disable_fallback"), place / "disable_fallback")  # there is no other compiler to fall back to
     pattern = fields.get("whitespace_pattern")
-    value = _checked(kind, fields[kind], place / kind)
-    return Constraint(
-        "json" if kind == "json_object" else kind,
-        value,
-        place / kind,
+    return replace(
+        of_kind(kind, fields[kind], place / kind),
         is_strict=is_strict,
         whitespace_pattern="" if pattern is None else _text(pattern, place / "whitespace_pattern"),
         **flags,
     )
-
-
-def _checked(kind: str, value: object, place: RequestPath) -> object:
-    """Of the right type."""
-    return _CHECKS[kind](value, place)
 
 
 def _text(value: object, place: RequestPath) -> str:
@@ -228,19 +219,22 @@ def _json_object(value: object, place: RequestPath) -> object:
     return {"type": "object"}
 
 
+def from_json_text(value: object, place: RequestPath, expected: str) -> object:
+    """The value of JSON text, as which lists arrive where parameters are scalars; any other value itself. Raises
+    TritonError INVALID_ARG."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        place.refuse(value, expected)
+
+
 def _choice(value: object, place: RequestPath) -> object:
-    if isinstance(value, str):  # as JSON text, where parameters are scalars
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            place.refuse(value, "a list of strings")
+    value = from_json_text(value, place, "a list of strings")
     if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
         place.refuse(value, "a non-empty list of strings")
     return value
-
-
-def _tag(value: object, place: RequestPath) -> object:
-    return _object(value, place)
 
 
 def _check_backend(value: object, place: RequestPath) -> None:
@@ -254,5 +248,5 @@ _CHECKS: dict[str, Callable[[Any, RequestPath], object]] = {
     "regex": _text,
     "choice": _choice,
     "grammar": _text,
-    "structural_tag": _tag,
+    "structural_tag": _object,
 }

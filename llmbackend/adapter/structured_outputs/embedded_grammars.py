@@ -1,10 +1,10 @@
-"""A client's grammar, or a regular expression, as a part of another grammar: as it is, as text up to an end, or as the
+"""A client's grammar or regular expression as a part of another grammar: unchanged, as text up to an end, or as the
 content of a JSON string.
 
-For: compilation.py and structural tags. Does not know: tools. Invariants: what stands there is a text of the client's
-grammar, spelled as its place requires; as text it never holds what would end it before its end, whether in one terminal
-or across several. What is not recursive is one terminal, so that the compiler's longest match cannot cut it where the
-grammar would not; a recursive grammar that such a cut would make impossible to follow is refused.
+For: compilation.py and structural tags. Does not know: tools. Invariants: the part is a text of the client's grammar,
+spelled for its surroundings; as text it never contains what would end it early, in one terminal or across several. What
+is not recursive becomes one terminal, so that the compiler's longest match cannot cut it where the grammar would not; a
+recursive grammar that such a cut would make impossible to follow is refused.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from .regular_expressions import AS_IT_IS, IN_JSON, Spelling
 
 NOTHING_NODE: Final = Node("all")
 END: Final = ""
-"""In a set of characters that may follow: the end of the text."""
+"""The end of the text, in a set of characters that may follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where a text stands."""
+    """What a text is embedded in."""
 
     spelling: Spelling = IN_JSON
     end: str = ""
-    """What ends it; "" where its spelling tells."""
+    """The text that ends it; "" if its spelling shows the end."""
     excluded: tuple[str, ...] = ()
-    """What would end it, too."""
+    """Other texts that would end it."""
 
     @property
     def forbidden(self) -> tuple[str, ...]:
@@ -67,7 +67,7 @@ def ebnf(text: str, place: RequestPath, rules: Rules) -> str:
 
 
 def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
-    """Of a text that is one terminal: with its end it is one lexeme, which may begin like the end."""
+    """A text that is one terminal, and its end: together one lexeme, since the text may begin like the end."""
     name = rules.terminal(body)
     if not around.forbidden:
         return name
@@ -81,7 +81,7 @@ def _with_end(body: str, rules: Rules, around: Surroundings) -> str:
 
 
 def _with_ignored(found: Definitions) -> dict[str, Node]:
-    """All definitions, with what is ignored behind each terminal of the rules and before the first one."""
+    """All definitions, with the ignored terminals allowed after each terminal of the rules and before the first one."""
     if not found.ignored:
         return found.terminals | found.rules
     between = Node("times", parts=(Node("any", parts=found.ignored),), least=0, most=None)
@@ -105,7 +105,7 @@ class _Writer:
         around: Surroundings,
         terminals: Collection[str] = (),
     ) -> None:
-        """terminals: the names of definitions that must not be recursive"""
+        """terminals: names of definitions that must not be recursive"""
         self.definitions = definitions
         self.start = start
         self.around = around
@@ -128,7 +128,7 @@ class _Writer:
         self._followers: _Followers | None = None
 
     def write(self) -> str:
-        """Writes all that the start reaches; the body of the text and its end."""
+        """Writes all that the start reaches; returns the body of the text and its end."""
         for name in self._reached_from_start:
             if name not in self._recursive:
                 self._check_length(Node("name", name))
@@ -146,7 +146,7 @@ class _Writer:
         return f"{self._rule_names[self.start]} {end}"
 
     def is_text(self, node: Node) -> bool:
-        """Whether it is a terminal: nothing in it is recursive."""
+        """Whether it is written as a terminal: nothing in it is recursive."""
         if node.kind == "name":
             return node.text not in self._recursive
         return all(map(self.is_text, node.parts))
@@ -161,7 +161,7 @@ class _Writer:
         return _joined(node, [self._body(part) for part in self.parts(node)])
 
     def parts(self, node: Node) -> tuple[Node, ...]:
-        """Those of a row with each run of terminals as one."""
+        """The parts, with each run of terminals in a sequence as one."""
         if node.kind != "all":
             return node.parts
         parts: list[Node] = []
@@ -171,7 +171,7 @@ class _Writer:
         return tuple(parts)
 
     def _use(self, node: Node) -> str:
-        """A terminal where a rule has it."""
+        """A terminal's name, for use in a rule."""
         self._check_length(node)
         body = self._text(node)
         if self._followers is None:
@@ -184,8 +184,8 @@ class _Writer:
         return self._limited(body, tuple(_bad_endings(self.around.forbidden, followers)))
 
     def _check_goes_on(self, node: Node, followers: frozenset[str]) -> None:
-        """A terminal is matched as far as it goes. Where it holds what the next text begins with, and that is more than
-        one character, it would continue over it."""
+        """A terminal's match is the longest, so it would continue into what follows if it may hold its first character
+        and the following text has more than one."""
         end, escaped = self.around.end, self.around.spelling.escapes.keys()
         if END in followers and end and end[0] in self.held(node) and self._rules.special_marker(end) is None:
             self._place.wrong(
@@ -213,7 +213,7 @@ class _Writer:
         return self._terminals[body]
 
     def _limited(self, body: str, bad_endings: tuple[str, ...]) -> str:
-        """A terminal of those of its texts that neither hold what ends a text, nor end with one of `bad_endings`."""
+        """A terminal of the texts that neither contain an end nor end with one of `bad_endings`."""
         if not self.around.forbidden:
             return self._named(body)
         inside = " | ".join(map(literal, self.around.forbidden))
@@ -244,7 +244,7 @@ class _Writer:
         return regular_expressions.spelled(node.text, self._place, self.around.spelling, node.flags, watched)
 
     def _check_length(self, node: Node) -> int:
-        """Characters of a terminal with its repetitions written out; the compiler builds a state for each."""
+        """Returns a terminal's characters with repetitions written out; the compiler builds a state for each."""
         if node.kind == "name":
             if node.text not in self._lengths:
                 self._lengths[node.text] = self._check_length(self.definitions[node.text])
@@ -256,7 +256,7 @@ class _Writer:
         return length
 
     def held(self, node: Node) -> frozenset[str]:
-        """Characters that a terminal may hold, of those that matter beside another."""
+        """The watched characters that a terminal may hold."""
         if node.kind == "name":
             if node.text not in self._held:
                 self._held[node.text] = self.held(self.definitions[node.text])
@@ -268,7 +268,7 @@ class _Writer:
         return frozenset().union(*map(self.held, node.parts))
 
     def constant(self, node: Node) -> str | None:
-        """The only text of a terminal; None where it has several."""
+        """A terminal's only text; None if it has several."""
         if node.kind == "name":
             if node.text not in self._constants:
                 self._constants[node.text] = self.constant(self.definitions[node.text])
@@ -279,14 +279,14 @@ class _Writer:
         return node.text if node.kind == "text" and not node.flags else None
 
     def first(self, node: Node) -> tuple[frozenset[str], bool]:
-        """What a terminal may begin with, and whether it may be empty; more than that where it is not a fixed text."""
+        """The watched characters that a terminal may begin with (or more), and whether it may be empty."""
         text = self.constant(node)
         return (self.held(node), True) if text is None else (frozenset(text[:1]), not text)
 
 
 class _Followers:
-    """Which characters may come behind each terminal of a grammar's rules, its end among them. Computed until nothing
-    is added; more than can come, but never less."""
+    """The characters, or END, that may follow each terminal of a grammar's rules: a superset, computed as a fixed
+    point."""
 
     def __init__(self, rules: Mapping[str, Node], writer: _Writer) -> None:
         self._rules = rules
@@ -301,7 +301,7 @@ class _Followers:
             pass
 
     def behind(self, node: Node) -> frozenset[str]:
-        """Wherever the same terminal stands in the rules."""
+        """For all uses of a terminal together."""
         return self._behind[node]
 
     def _grow_first(self) -> bool:
@@ -349,7 +349,7 @@ class _Followers:
 
 
 def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Iterator[str]:
-    """Beginnings of forbidden texts that what follows may continue with."""
+    """Beginnings of forbidden texts that the following text may complete."""
     for text in forbidden:
         for length in range(1, len(text)):
             if text[length] in followers:
@@ -357,7 +357,7 @@ def _bad_endings(forbidden: tuple[str, ...], followers: frozenset[str]) -> Itera
 
 
 def _reached(name: str, uses: Mapping[str, Iterable[str]]) -> dict[str, None]:
-    """The definitions that a definition uses, directly or not, in the order of their first use; itself if it does."""
+    """The definitions that a definition uses, directly or not, in the order of first use; with itself if recursive."""
     seen: dict[str, None] = {}
     waiting = [name]
     while waiting:

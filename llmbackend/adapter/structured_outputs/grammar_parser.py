@@ -1,9 +1,9 @@
-"""Reads a grammar in Lark's notation or in EBNF as definitions, so that it can be written again inside another grammar.
+"""Reads a grammar in Lark's notation or in EBNF as definitions, which can be written inside another grammar.
 
-For: embedded_grammars.py. Does not know: how definitions are written. Invariant: what a notation has and this reader
-has not is refused by its line; a grammar that is read is complete: every name in it is defined.
-llguidance's own `gbnf_to_lark` has no bounds and cuts a rule into several lexemes, whose longest matches then refuse
-texts of the grammar (`[a-z]* "end"`: "endend"); its escapes of characters beyond ASCII do not compile.
+For: embedded_grammars.py. Does not know: how definitions are written. Invariants: an unsupported part of a notation is
+refused by its line; every name in a grammar that was read is defined. llguidance's own `gbnf_to_lark` (1.9.1) has no
+limits and cuts a rule into several lexemes, whose longest matches then refuse texts of the grammar (`[a-z]* "end"`:
+"endend"; `("a" | "ab") "b"`: "ab"); its escapes of characters beyond ASCII do not compile.
 Source: Lark's grammar reference, whose `common` library has the common terminals; llama.cpp's GBNF, XGrammar's EBNF.
 """
 
@@ -85,10 +85,10 @@ class Node:
     flags: str = ""
     """Of a text ("i") or a regular expression ("i", "s")."""
     parts: tuple[Node, ...] = ()
-    """In a row of "all", alternatives of "any", the repeated one of "times"."""
+    """The sequence of "all", the alternatives of "any", the repeated part of "times"."""
     least: int = 1
     most: int | None = 1
-    """How often; None: any number of times."""
+    """Repetitions of "times"; None = no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +347,7 @@ def _common() -> dict[str, Node]:
 
 
 def _inlined(node: Node, common: dict[str, Node]) -> Node:
-    """With the definitions of what it uses."""
+    """The node with the definitions of its names in their place."""
     if node.kind == "name":
         return _inlined(common[node.text], common)
     parts = tuple(_inlined(part, common) for part in node.parts)

@@ -1,10 +1,10 @@
-"""A client's JSON schema → one that the grammar compiler enforces completely, or a refusal with the path.
+"""Translates a client's JSON schema to one that the grammar compiler enforces completely.
 
 For: compilation.py and structural_tags.py. Does not know: where the schema came from. Invariants: every keyword is
-enforced, or says nothing about validity, or is named by its path: in a refusal where the request is strict, otherwise
-among those left out; the result is made again and holds only keywords that this module wrote, so that no option of the
-compiler can be smuggled in; each `$ref` has its own definition.
-Source: JSON Schema 2020-12, and the spellings of the drafts before that differ.
+enforced, or does not affect validity, or is named by its path: in a refusal if the request is strict, otherwise among
+those left out. The result has only keywords that are written here, so that a client cannot set options of the compiler.
+Each `$ref` has its own definition.
+Source: JSON Schema 2020-12, and spellings of earlier drafts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def parse_schema(value: object, place: RequestPath) -> object:
 
 
 def enforceable(value: object, place: RequestPath, options: SchemaOptions) -> tuple[Schema, list[str]]:
-    """The schema for the compiler, and the places of what is not enforced. Raises TritonError INVALID_ARG with the path
-    of what is wrong or, where the request is strict, not enforced."""
+    """The schema for the compiler, and the paths of keywords that are not enforced. Raises TritonError INVALID_ARG with
+    the path of what is wrong or, if the request is strict, not enforced."""
     translation = _Translation(value, place, options)
     return translation.result(), translation.left_out
 
@@ -61,7 +61,7 @@ class _Translation:
             self._place.refuse(False, "a schema that something matches")
         if not isinstance(self._root, dict | bool):
             self._place.refuse(self._root, "a JSON schema, which is an object")
-        schema = self._schema(self._root, self._place, is_in_place=True)
+        schema = self.schema(self._root, self._place, is_in_place=True)
         result = dict(schema) if isinstance(schema, dict) else {}
         definitions = self._definitions()
         self._check_cycles()
@@ -72,13 +72,13 @@ class _Translation:
         while self._waiting:
             pointer, place = self._waiting.pop()
             self._owner = pointer
-            definitions[self._names[pointer]] = self._schema(
+            definitions[self._names[pointer]] = self.schema(
                 self._target(pointer, place), self._place_of(pointer), is_in_place=True
             )
         return definitions
 
-    def _schema(self, value: object, place: RequestPath, *, is_in_place: bool = False) -> Schema | bool:
-        """is_in_place: whether it applies to the same value as the definition that holds it."""
+    def schema(self, value: object, place: RequestPath, is_in_place: bool = False) -> Schema | bool:
+        """is_in_place: whether it applies to the same value as the definition that it is in"""
         if isinstance(value, bool):
             return value
         if not isinstance(value, dict):
@@ -95,20 +95,20 @@ class _Translation:
         if self._nodes > MAX_SCHEMA_NODES:
             place.wrong(f"the schema has more than {MAX_SCHEMA_NODES} nodes (schemas and enumerated values)")
 
-    # --- what one object needs of the document ------------------------------------------------------------------------
+    # --- for Keywords -------------------------------------------------------------------------------------------------
 
     def leave_out(self, place: RequestPath) -> None:
-        """Notes that what stands there is not enforced."""
+        """The keyword there is not enforced."""
         if len(self.left_out) < MAX_LEFT_OUT and place.pointer not in self.left_out:
             self.left_out.append(place.pointer)
 
     def has_room_for(self, alternatives: int) -> bool:
-        """Counts alternatives that no client wrote; False where they would be too many."""
+        """Counts alternatives that no client wrote; False if they are too many."""
         self._added_alternatives += alternatives
         return self._added_alternatives <= MAX_ADDED_ALTERNATIVES
 
     def resolved(self, value: object, place: RequestPath) -> object:
-        """What a schema that is nothing but a reference stands for; others are their own."""
+        """The target of a schema that is nothing but a reference; other schemas themselves."""
         seen: list[str] = []
         while isinstance(value, dict) and isinstance(pointer := value.get("$ref"), str) and pointer not in seen:
             if not all(name == "$ref" or is_annotation(name) for name in value) or not _is_local(pointer):
@@ -117,24 +117,16 @@ class _Translation:
             value = self._target(pointer, place)
         return value
 
-    def member(self, value: object, place: RequestPath) -> Schema | bool:
-        """A schema for a part of the value."""
-        return self._schema(value, place)
-
-    def applied(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
-        """A schema for the value itself."""
-        return self._schema(value, place, is_in_place=is_in_place)
-
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool:
-        """One of `oneOf`: a reference is replaced by its target, so that the compiler can see that alternatives exclude
-        each other."""
+        """One of `oneOf`. A reference is replaced by its target, so that the compiler can tell that alternatives are
+        mutually exclusive."""
         pointer = value.get("$ref") if isinstance(value, dict) else None
         is_alone = isinstance(value, dict) and all(name == "$ref" or is_annotation(name) for name in value)
         if not is_alone or not isinstance(pointer, str) or not _is_local(pointer) or pointer in self._inlined:
-            return self._schema(value, place, is_in_place=is_in_place)
+            return self.schema(value, place, is_in_place=is_in_place)
         self._inlined.append(pointer)
         target = self._target(pointer, place / "$ref")
-        schema = self._schema(target, self._place_of(pointer), is_in_place=is_in_place)
+        schema = self.schema(target, self._place_of(pointer), is_in_place=is_in_place)
         self._inlined.pop()
         return schema
 

@@ -1,9 +1,9 @@
-"""Grammars in Lark's notation, as the compiler reads it: the pieces that others are made of, and a client's own.
+"""Grammars in Lark's notation for the compiler: the parts of generated grammars, and clients' own grammars.
 
-For: compilation.py and the translators beside it. Does not know: what is asked for. Invariants: in a grammar that is
-made here, a client's text stands as a quoted literal, a translated regular expression or translated JSON, never as
-notation. Of a client's own grammar, no attribute or directive comes through that takes tokens back, changes sampling or
-makes the compiler lenient, and the schemas in it are made enforceable.
+For: compilation.py and its translators. Does not know: constraints. Invariants: in a generated grammar, a client's text
+is a quoted literal, a translated regular expression or translated JSON, never notation. A client's own grammar has no
+attribute or directive that takes tokens back, changes sampling or makes the compiler lenient, and its schemas are made
+enforceable.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .schema_keywords import SchemaOptions
 
 NOTHING = '""'
 TEXT = "TEXT"
-"""The terminal of any text; defined by `Rules`."""
+"""The name of the terminal of any text, which `Rules` defines."""
 _ANY_TEXT = "/(?s:.*)/"
 _PIECES: Final = re.compile(
     r"""(?P<comment>//[^\n]*|\#[^\n]*)
@@ -42,7 +42,7 @@ class Rules:
     """The rules of one grammar, under names that no client chose."""
 
     def __init__(self, special_tokens: Mapping[str, int], json_options: Mapping[str, Any]) -> None:
-        """special_tokens: id by text, of tokens whose text no other tokens can write
+        """special_tokens: id by text
         json_options: the compiler's, for embedded schemas
         """
         self._special_tokens = special_tokens
@@ -53,7 +53,7 @@ class Rules:
         self._num_names = 0
 
     def new_name(self) -> str:
-        """For `define`: of a rule that is referred to before it is written."""
+        """For `define`: the name of a rule that is used before it is written."""
         self._num_names += 1
         return f"n{self._num_names}"
 
@@ -64,22 +64,22 @@ class Rules:
         return name
 
     def define(self, name: str, body: str) -> None:
-        """A rule whose name was chosen before, since its body refers to it."""
+        """Writes a rule with a name of `new_name`."""
         self._lines.append(f"{name}: {body}")
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal: one regular expression, matched as far as it goes."""
+        """The name of a new terminal, whose longest match counts."""
         name = f"T{len(self._lines)}"
         self._lines.append(f"{name}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """Of JSON that a translated schema describes."""
+        """The name of a new rule of the JSON of a translated schema."""
         with_options = {"x-guidance": self._json_options, **schema}
         return self.rule(f"%json {json.dumps(with_options, ensure_ascii=False)}")
 
     def marker(self, text: str) -> str:
-        """Text in which special tokens may stand as such or as text."""
+        """A text, in which special tokens match as tokens and as text."""
         pieces, end = [], 0
         for match in self._special.finditer(text) if self._special else ():
             if match.start() > end:
@@ -90,7 +90,7 @@ class Rules:
         begins_as_text = bool(pieces) and pieces[0].startswith('"')
         if end < len(text) or not pieces:
             pieces.append(literal(text[end:]))
-        # The lexer takes the longest match: a first piece by itself would lose to another marker that begins with it.
+        # The lexer takes the longest match: a first piece alone would lose to another marker that begins with it.
         return f"({literal(text)} | {' '.join(pieces)})" if begins_as_text else " ".join(pieces)
 
     def text_until(self, end: str, excluded: tuple[str, ...] = ()) -> str:
@@ -105,7 +105,7 @@ class Rules:
         return f"({' | '.join(alternatives)})"
 
     def special_marker(self, text: str) -> str | None:
-        """The text with the special token that it begins with as such; None where it begins with none."""
+        """The text beginning with its special token as a token; None if it begins with none."""
         token = self._special.match(text) if self._special else None
         if token is None:
             return None
@@ -122,7 +122,7 @@ def literal(text: str) -> str:
 
 
 def without(excluded: tuple[str, ...]) -> str:
-    """Any text that holds none of `excluded`, as a terminal's body."""
+    """A terminal's body of any text that contains none of `excluded`."""
     if not excluded:
         return TEXT
     # One complement of them all: an intersection of several takes many times the lexer's states.
@@ -165,7 +165,7 @@ def _schema(
         value, end = json.JSONDecoder().raw_decode(text, at)
     except (ValueError, RecursionError) as error:
         place.wrong(f"line {line} of the grammar: what follows %json is not JSON: {error}")
-    strict = dataclasses.replace(options, is_strict=True)  # as the compiler is with what a client writes for it
+    strict = dataclasses.replace(options, is_strict=True)  # as is the compiler with the rest of the grammar
     schema, _ = enforceable(value, place / f"%json at line {line}", strict)
     return f"%json {json.dumps({'x-guidance': dict(json_options), **schema}, ensure_ascii=False)}", end
 

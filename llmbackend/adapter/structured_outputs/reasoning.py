@@ -1,15 +1,14 @@
-"""Reasoning as the engine sees it: a request's markers and budget (by vLLM's names) as sequences of tokens."""
+"""A request's markers of reasoning and its budget (by vLLM's names), made tokens for the engine."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from llmbackend.engine.messages import Reasoning
 
-from .constraint import RequestPath
+from .constraint import RequestPath, from_json_text
 
 MARKERS, BUDGET = "reasoning_markers", "thinking_token_budget"
 FIELDS: Final = (MARKERS, BUDGET)
@@ -17,11 +16,11 @@ FIELDS: Final = (MARKERS, BUDGET)
 _MAX_MARKER_CHARS = 256
 _MAX_BUDGET_TOKENS = 1 << 31
 _TAIL_TOKENS = 16
-"""Beside the marker's own, how many tokens of the prompt's end are looked at: spaces and line ends may follow it."""
+"""Tokens of the prompt's end that are searched for the marker besides its own: whitespace may follow it."""
 
 
 class Tokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is used here."""
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]: ...
     def token_text(self, token_id: int) -> str: ...
@@ -30,7 +29,7 @@ class Tokens(Protocol):
 @dataclass(frozen=True, slots=True)
 class ReasoningParams:
     start: str
-    """"" = reasoning only where the prompt ends inside it, which such a model's always does."""
+    """"" = every prompt ends within reasoning."""
     end: str
     max_tokens: int | None
 
@@ -47,7 +46,7 @@ class ReasoningParams:
 
 
 def read_reasoning(parameters: Mapping[str, Any]) -> ReasoningParams | None:
-    """None where a request says nothing of it. Raises TritonError INVALID_ARG."""
+    """None for a request without these parameters. Raises TritonError INVALID_ARG."""
     markers, budget = parameters.get(MARKERS), parameters.get(BUDGET)
     if budget is not None and (type(budget) is not int or not 0 <= budget <= _MAX_BUDGET_TOKENS):
         RequestPath(BUDGET).refuse(budget, f"an integer from 0 to {_MAX_BUDGET_TOKENS}")
@@ -60,13 +59,10 @@ def read_reasoning(parameters: Mapping[str, Any]) -> ReasoningParams | None:
 
 
 def _pair(markers: object) -> tuple[str, str]:
-    if isinstance(markers, str):  # as JSON text, where parameters are scalars
-        try:
-            markers = json.loads(markers)
-        except (ValueError, RecursionError):
-            RequestPath(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+    place, expected = RequestPath(MARKERS), "a list of two strings: the start and the end of reasoning"
+    markers = from_json_text(markers, place, expected)
     if not isinstance(markers, list) or len(markers) != 2 or not all(isinstance(marker, str) for marker in markers):
-        RequestPath(MARKERS).refuse(markers, "a list of two strings: the start and the end of reasoning")
+        place.refuse(markers, expected)
     for index, marker in enumerate(markers):
-        (RequestPath(MARKERS) / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
+        (place / index).check_at_most(len(marker), _MAX_MARKER_CHARS, "characters")
     return markers[0], markers[1]

@@ -1,10 +1,9 @@
-"""Regular expressions of clients (ECMA-262, as JSON Schema has them) → the compiler's syntax, which is Rust's.
+"""Translates clients' regular expressions (ECMA-262, as in JSON Schema) to the compiler's syntax, which is Rust's.
 
-For: patterns of schemas, regex constraints, terminals of grammars. Does not know: schemas, grammars. Invariants:
-whatever the result matches, the client's expression matches under ECMA-262 and under Python's `re`, too; where they
-differ (what `.`, \\d, \\s and \\w mean) it is the part they share. What cannot be expressed without looking around is
-refused by name. A character of a text that stands in something else has one Spelling there, so that the text can be
-read back from it.
+For: patterns of schemas, regex constraints, terminals of grammars. Does not know: schemas, grammars. Invariants: what
+the result matches, the client's expression matches under ECMA-262 and under Python's `re`; where they differ (`.`, \\d,
+\\s and \\w) the result is their intersection. What cannot be expressed without looking around is refused by name. In a
+text that is embedded in another, each character has one Spelling, so that the text can be read back.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from .constraint import MAX_DEPTH, MAX_REGEX_CHARS, MAX_REGEX_LENGTH, RequestPat
 _LINE_ENDS = "\n\r\u2028\u2029"
 _ANY = r"[\u{0}-\u{10ffff}]"
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": r"\t\n\u{b}\u{c}\r\u{20}"}
-"""What every dialect counts as a digit, word character, space."""
+"""Digits, word characters and spaces of every dialect."""
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{M}\p{N}\p{Pc}", "s": r"\p{Z}\u{9}-\u{d}\u{1c}-\u{1f}\u{85}\u{feff}"}
-"""What any dialect counts as one; without \\w and the like, which the compiler would take for ASCII's."""
+"""Those of any dialect; without \\w and the like, which are ASCII's for the compiler."""
 _CONTROL = {"n": 0x0A, "r": 0x0D, "t": 0x09, "v": 0x0B, "f": 0x0C, "0": 0x00}
 _QUANTIFIERS = {"*": (0, None), "+": (1, None), "?": (0, 1)}
 _MAX_CODE_POINT = 0x10FFFF
@@ -39,19 +38,19 @@ def character(code_point: int) -> str:
 @dataclass(frozen=True, slots=True)
 class Spelling:
     escapes: dict[str, str]
-    """By character: what stands for it."""
-    unspeakable: str = ""
-    """Characters that have no spelling."""
+    """By character."""
+    unspellable: str = ""
+    """Characters without a spelling."""
 
     def has(self, text: str) -> bool:
         """Whether the text can be spelled."""
-        return not any(one in self.unspeakable for one in text)
+        return not any(one in self.unspellable for one in text)
 
     def text(self, text: str) -> str:
         return "".join(self.escapes.get(one, one) for one in text)
 
     def pattern(self, text: str) -> str:
-        """A regular expression of the text. Escapes are in their own case also where case is ignored."""
+        """A regular expression of the text. Escapes keep their case even where case is ignored."""
         return "".join(self._one(one) for one in text)
 
     def character_class(self, items: str, holds: Callable[[str], bool]) -> str:
@@ -62,7 +61,7 @@ class Spelling:
         """
         if not self.escapes:
             return items
-        special = "".join(character(ord(one)) for one in (*self.escapes, *self.unspeakable))
+        special = "".join(character(ord(one)) for one in (*self.escapes, *self.unspellable))
         escaped = [self._one(one) for one in self.escapes if holds(one)]
         return f"(?:{'|'.join((f'[{items}&&[^{special}]]', *escaped))})"
 
@@ -75,11 +74,11 @@ class Spelling:
 AS_IT_IS: Final = Spelling({})
 _JSON_ESCAPES = {one: json.dumps(one)[1:-1] for one in '"\\\b\f\n\r\t'}
 IN_JSON: Final = Spelling(_JSON_ESCAPES, "".join(chr(one) for one in range(32) if chr(one) not in _JSON_ESCAPES))
-"""With JSON's short escapes alone: other control characters have no spelling."""
+"""With JSON's short escapes only: other control characters have no spelling."""
 
 
 def category_holds(name: str, one: str) -> bool | None:
-    """Whether a Unicode general category has the character; None where `name` is none."""
+    """Whether the character is in the Unicode general category `name`; None if there is none of that name."""
     if len(name) > 2 or not name.isalpha():
         return None
     return unicodedata.category(one).startswith(name.capitalize())
@@ -91,15 +90,15 @@ def searched(pattern: str, place: RequestPath) -> str:
 
 
 def whole(pattern: str, place: RequestPath) -> str:
-    """An expression that the whole text must match. Anchors at the ends of its alternatives say what holds anyway."""
+    """An expression that the whole text must match. Anchors at the ends of its alternatives are redundant."""
     return _Translation(pattern, place, keep_anchors=False).result()
 
 
 def spelled(
     pattern: str, place: RequestPath, spelling: Spelling, flags: str = "", watched: frozenset[str] = frozenset()
 ) -> tuple[str, frozenset[str]]:
-    """As `whole`, of a text that is spelled in some way, in the dialect of Lark: Python's, where `.` is all but the
-    newline. flags: "i" and "s". Also returns those of the `watched` ASCII characters that the text may hold."""
+    """As `whole`, for a spelled text, in Lark's dialect: Python's, where `.` is all but the newline. flags: "i" and
+    "s". Also returns the `watched` ASCII characters that the text may hold."""
     not_dot = "" if "s" in flags else "\n"
     both_cases = {case for one in watched for case in (one.lower(), one.upper())} if "i" in flags else watched
     translation = _Translation(pattern, place, keep_anchors=False, spelling=spelling, not_dot=not_dot)
@@ -143,7 +142,7 @@ class _Translation:
         self._not_dot = not_dot
         self.watched: frozenset[str] = frozenset()
         self.held: set[str] = set()
-        """Those of the watched characters that some part may match."""
+        """The watched characters that some part may match."""
 
     def result(self) -> str:
         part = self._alternatives()
@@ -277,7 +276,7 @@ class _Translation:
         return int(least), int(least) if not comma else int(most) if most else None
 
     def _escape(self) -> str:
-        """Of one behind a backslash, outside a class."""
+        """The escape after a backslash, outside a class."""
         symbol = self._peek()
         if symbol and symbol in "dwsDWS":
             self._at += 1
@@ -385,15 +384,15 @@ class _Translation:
 
 
 def _kind(letter: str, is_excluded: bool) -> str:
-    """Digits, word characters or spaces, or all others, as items of a class; of a class whose items are excluded, as
-    many as any dialect means."""
+    """Digits, word characters or spaces, or all others, as items of a class; in an excluding class, those of any
+    dialect."""
     if letter.islower():
         return (_WIDE if is_excluded else _NARROW)[letter]
     return f"[^{(_NARROW if is_excluded else _WIDE)[letter.lower()]}]"
 
 
 def _kind_holds(letter: str, one: str) -> bool:
-    """Whether it has an ASCII character. All dialects agree on these, but for four separators that nobody asks for."""
+    """Whether it has an ASCII character. All dialects agree, except on four separators, which are never watched."""
     if letter in "dD":
         is_member = one.isdigit()
     elif letter in "wW":

@@ -1,7 +1,7 @@
-"""The keywords of one schema that is an object: what each becomes for the grammar compiler.
+"""Translates the keywords of one schema that is an object for the grammar compiler.
 
-For: json_schema.py. Does not know: references, the rest of the document. Invariant: a keyword is enforced, or says
-nothing about validity, or raises; one that raises NotEnforcedError leaves the others as they are.
+For: json_schema.py. Does not know: references, the rest of the document. Invariant: a keyword is enforced, or does not
+affect validity, or raises; one that raises NotEnforcedError does not affect the others.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _ANNOTATIONS = frozenset(
         "writeOnly", "xml",
     }
 )  # fmt: skip
-"""Say nothing about validity. Anchors: a reference to one is refused where it stands."""
+"""They do not affect validity. References to anchors are refused."""
 _DEFINITIONS = ("$defs", "definitions")
-"""Read where something refers to them."""
+"""Read where they are referred to."""
 _NOT_ENFORCED = frozenset(
     {
         "$dynamicRef", "$recursiveRef", "$vocabulary", "contains", "contentEncoding", "contentMediaType",
@@ -56,15 +56,15 @@ _MAX_COUNT = 1 << 31
 @dataclass(frozen=True, slots=True)
 class SchemaOptions:
     disable_additional_properties: bool = False
-    """An object that lists properties, and says nothing of others, has no others."""
+    """An object schema with `properties` and without a keyword for others allows no others."""
     is_strict: bool = True
-    """Whether a keyword that is not enforced is refused. Otherwise it is left out, and its place is noted."""
+    """Whether a keyword that is not enforced is refused. Otherwise it is left out, and its path is reported."""
     not_compiled: frozenset[str] = frozenset()
-    """Keywords that the compiler has refused in this schema: they are not enforced anywhere in it."""
+    """Keywords that the compiler has refused: they are not enforced anywhere in the schema."""
 
 
 class Document(Protocol):
-    """What a schema needs of the document that it stands in."""
+    """The whole schema: what the translation of one object in it needs."""
 
     options: SchemaOptions
 
@@ -74,8 +74,7 @@ class Document(Protocol):
     def leave_out(self, place: RequestPath) -> None: ...
     def has_room_for(self, alternatives: int) -> bool: ...
     def resolved(self, value: object, place: RequestPath) -> object: ...
-    def member(self, value: object, place: RequestPath) -> Schema | bool: ...
-    def applied(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
+    def schema(self, value: object, place: RequestPath, is_in_place: bool = False) -> Schema | bool: ...
     def alternative(self, value: object, place: RequestPath, is_in_place: bool) -> Schema | bool: ...
     def reference(self, pointer: object, place: RequestPath, is_in_place: bool) -> str: ...
     def literal(self, value: object, place: RequestPath) -> object: ...
@@ -83,8 +82,6 @@ class Document(Protocol):
 
 
 class Keywords:
-    """One schema that is an object."""
-
     def __init__(self, document: Document, source: Mapping[str, Any], place: RequestPath, is_in_place: bool) -> None:
         self._document = document
         self._source = source
@@ -153,7 +150,7 @@ class Keywords:
     def _alternatives(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not value:
             place.refuse(value, "a non-empty list of schemas")
-        read = self._document.alternative if name == "oneOf" else self._document.applied
+        read = self._document.alternative if name == "oneOf" else self._document.schema
         is_any_of = name == "oneOf" and len(value) > 1 and name in self._document.options.not_compiled
         if is_any_of:
             self._document.leave_out(place)
@@ -168,11 +165,11 @@ class Keywords:
     def _properties(self, name: str, value: object, place: RequestPath) -> None:
         members = _members(value, place)
         self._result[name] = {
-            encodable(key, place): self._document.member(item, place / key) for key, item in members.items()
+            encodable(key, place): self._document.schema(item, place / key) for key, item in members.items()
         }
 
     def _pattern_properties(self, name: str, value: object, place: RequestPath) -> None:
-        members = {key: self._document.member(item, place / key) for key, item in _members(value, place).items()}
+        members = {key: self._document.schema(item, place / key) for key, item in _members(value, place).items()}
         self._unnamed = [*members.values()]
         if name in self._document.options.not_compiled:
             place.not_enforced("the compiler rejects it")
@@ -180,7 +177,7 @@ class Keywords:
         self._unnamed = []
 
     def _subschema(self, name: str, value: object, place: RequestPath) -> None:
-        self._result[name] = self._document.member(value, place)
+        self._result[name] = self._document.schema(value, place)
 
     def _required(self, name: str, value: object, place: RequestPath) -> None:
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -265,7 +262,7 @@ class Keywords:
         if first_name in source:
             self._result["prefixItems"] = self._first_items(source[first_name], place / first_name)
         if given:
-            self._result["items"] = self._document.member(source[given[0]], place / given[0])
+            self._result["items"] = self._document.schema(source[given[0]], place / given[0])
 
     def _without_effect(self, name: str, value: object, place: RequestPath) -> None:
         place.not_enforced(f"the keyword '{name}' has no effect beside '{value}'")
@@ -273,7 +270,7 @@ class Keywords:
     def _first_items(self, value: object, place: RequestPath) -> list[Schema | bool]:
         if not isinstance(value, list):
             place.refuse(value, "a list of schemas")
-        return [self._document.member(item, place / index) for index, item in enumerate(value)]
+        return [self._document.schema(item, place / index) for index, item in enumerate(value)]
 
     def _add_other_properties(self) -> None:
         if "additionalProperties" in self._result:
@@ -282,7 +279,7 @@ class Keywords:
             return
         if "unevaluatedProperties" in self._source:
             value = self._source["unevaluatedProperties"]
-            self._result["additionalProperties"] = self._document.member(value, self._place / "unevaluatedProperties")
+            self._result["additionalProperties"] = self._document.schema(value, self._place / "unevaluatedProperties")
         elif self._document.options.disable_additional_properties and "properties" in self._result:
             self._result["additionalProperties"] = False
 

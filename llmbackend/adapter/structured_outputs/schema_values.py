@@ -1,11 +1,10 @@
-"""Values in schemas: numbers and texts as far as the grammar compiler can represent them, lists of few values, and the
-formats of strings.
+"""Values in schemas: numbers and texts that the grammar compiler can represent, lists of few values, string formats.
 
 For: json_schema.py and schema_keywords.py. Does not know: keywords beyond their names, the document around a schema.
-Invariants: a value that is returned means to the compiler what it means to the client. Values that are listed are all
-that a schema allows, each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not). A string of an
-enforced format is valid to strict validators, by RFC 3339 also in leap years; leap seconds are not generated, since
-their dates are not known in advance.
+Invariants: a returned value means the same to the compiler as to the client. `finite_values` lists all that a schema
+allows, each once as JSON Schema compares them (1 and 1.0 are equal, 1 and true are not). A string of an enforced format
+is valid for strict validators, by RFC 3339 also in leap years; leap seconds are not generated, since their dates are
+not known in advance.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from typing import Any, Final
 from .constraint import RequestPath
 
 EXACT = 1 << 53
-"""Beyond it the compiler's numbers, which are doubles, are not the client's."""
+"""Larger integers are not exact in the compiler, whose numbers are doubles."""
 _SMALLEST = 1e-9
 _FINE_EXCLUSIVE, _LARGEST_EXCLUSIVE, _COARSE_STEP = 10**6, 10**12, 1e-3
-"""Up to which exclusive limits 1e-9 beside them, or 0.001, are numbers of their own."""
+"""Largest exclusive limits from which 1e-9, or 0.001, can be told apart."""
 
 
 def within(value: object, name: str) -> object:
-    """A limit; one beyond what the compiler compares exactly becomes the nearest exact one, which is stricter."""
+    """A limit; one that the compiler cannot compare exactly becomes the nearest exact one, which is stricter."""
     if isinstance(value, int) and not isinstance(value, bool):
         return min(value, EXACT) if name.endswith("aximum") else max(value, -EXACT)
     return value
@@ -43,8 +42,8 @@ def number_of(value: object, place: RequestPath, *, smallest: float = _SMALLEST)
 
 
 def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) -> tuple[float, str]:
-    """An exclusive limit that is an integer, as an inclusive one beside it: where both limits have one integer part,
-    the compiler's exclusive ones include the integer."""
+    """An exclusive integer limit as the inclusive limit beside it: if both limits have the same integer part, the
+    compiler's exclusive limits include the integer."""
     if abs(number) > _LARGEST_EXCLUSIVE and not is_integer:
         expected = f"an exclusive limit from {-_LARGEST_EXCLUSIVE} to {_LARGEST_EXCLUSIVE}, or a fraction"
         place.value_not_enforced(number, expected)
@@ -55,8 +54,7 @@ def beside(number: float, name: str, place: RequestPath, *, is_integer: bool) ->
 
 
 def encodable(text: str, place: RequestPath) -> str:
-    """JSON strings may hold half of a surrogate pair, and names or values with control characters need an escape that
-    is not generated."""
+    """Raises NotEnforcedError for half of a surrogate pair, or a control character whose escape is not generated."""
     if any(
         "\ud800" <= character < "\ue000" or (character < " " and character not in "\b\t\n\f\r") for character in text
     ):
@@ -74,7 +72,7 @@ MAX_ORDERS: Final = 120
 
 
 def finite_values(schema: Mapping[str, Any]) -> list[Scalar] | None:
-    """The values of a schema that has only `type`, `enum` and `const`; None unless they are listed scalars."""
+    """The values of a schema of `type`, `enum` and `const` alone; None unless they are finitely many scalars."""
     if not schema.keys() <= _KEYWORDS:
         return None
     kinds = schema.get("type")
@@ -110,8 +108,7 @@ def _has_type(value: Any, kind: str) -> bool:
 
 
 def lists_without_repetition(values: Sequence[object], least: int, most: int) -> list[dict[str, Any]] | None:
-    """Schemas whose instances are the lists of `least` to `most` of the values, none of them twice; None where these
-    are too many."""
+    """Schemas of the lists of `least` to `most` of the values without repetition; None if there are too many."""
     most = min(most, len(values))
     if least > most or math.perm(len(values), most) > MAX_ORDERS:
         return None
@@ -149,7 +146,7 @@ def _uuid(version: int) -> str:
 
 
 def _ipv4_networks() -> str:
-    """An address whose bits behind the prefix are 0, for each length of the prefix, as Python's ipaddress wants it."""
+    """Addresses whose bits after the prefix are 0, for each prefix length, as Python's ipaddress requires."""
     return "|".join(_ipv4_network(prefix) for prefix in range(33))
 
 
@@ -172,11 +169,11 @@ PATTERNS: Final = {
 }
 """Formats that are enforced by a pattern."""
 ANY_TEXT: Final = frozenset({"binary", "directory-path", "file-path", "password", "path"})
-"""Formats that every string has: OpenAPI's of how a text is shown or sent, Pydantic's of paths that need not exist."""
+"""Formats of any string: OpenAPI's of how a text is shown or sent, Pydantic's of paths that need not exist."""
 COMPILED: Final = frozenset({"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
 """Formats that the compiler knows."""
 WITHOUT_LOOKING_AROUND: Final = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",  # Pydantic's of a decimal number
 }
-"""Common patterns, each with one that matches the same and that a grammar can have."""
+"""Common patterns with lookahead, and equivalent ones without."""
 ENFORCED: Final = tuple(sorted({*PATTERNS, *COMPILED}))

@@ -1,7 +1,7 @@
-"""Structural tags: free text with constrained parts between markers → rules of a grammar.
+"""Structural tags: the rules of a grammar of free text with constrained parts between markers.
 
-For: compilation.py. Does not know: tools, parsers of model output. Invariant: a marker is matched as special tokens and
-as text alike; once a trigger is written, one of its tags must follow.
+For: compilation.py. Does not know: tools, parsers of model output. Invariants: a marker matches as special tokens and
+as text; after a trigger, one of its tags must follow.
 Source: XGrammar's structural tags (`format`), and vLLM's former form of them (`structures` and `triggers`).
 """
 
@@ -22,8 +22,8 @@ from .schema_keywords import SchemaOptions
 def structural_tag(
     value: dict[str, Any], place: RequestPath, rules: Rules, options: SchemaOptions
 ) -> tuple[str, list[str]]:
-    """The start of the grammar, and the places of keywords of schemas that are not enforced. Raises TritonError
-    INVALID_ARG naming the path."""
+    """The start of the grammar, and the paths of schema keywords that are not enforced. Raises TritonError INVALID_ARG
+    with the path."""
     _check_keys(value, place, ("type", "format", "structures", "triggers"))
     if value.get("type", "structural_tag") != "structural_tag":
         (place / "type").refuse(value["type"], "'structural_tag'")
@@ -100,7 +100,7 @@ class _Tags:
         return ebnf(text, at, self._rules)
 
     def _embedded(self, fields: dict[str, Any], end: str, place: RequestPath) -> str:
-        """A text that keeps to where it stands, with its end."""
+        """A text that is embedded in its surroundings, with its end."""
         style, excluded = fields.get("style", "text"), _excluded(fields, place)
         if style not in ("text", "json_string"):
             (place / "style").refuse(style, "'text' or 'json_string'")
@@ -179,7 +179,7 @@ class _Tags:
         return f"({head} {part}* {tail})"
 
     def _by_trigger(self, fields: dict[str, Any], place: RequestPath) -> dict[str, str]:
-        """For each trigger, what must follow it."""
+        """By trigger: the rule of what must follow it."""
         triggers = _list(fields, "triggers", place)
         if not triggers or not all(isinstance(trigger, str) and trigger for trigger in triggers):
             (place / "triggers").refuse(triggers, "a non-empty list of non-empty strings")

@@ -1,7 +1,7 @@
 """The input `messages`: a conversation as JSON, checked for size and fields.
 
-For: request conversion. Does not know: tokens, tensors, how a template renders it (chat_template.py). Invariant: what
-is wrong with it is an INVALID_ARG of the request that names the field.
+For: request conversion. Does not know: tokens, tensors, how a template renders it (chat_template.py). Invariant: every
+error is an INVALID_ARG that names the field.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from llmbackend.core.json_text import count_outside_strings
 from ..limits import MAX_MESSAGES_BYTES, check_at_most
 
 MAX_VALUES = 1 << 16
-"""JSON values in the text; parsing so many takes 10 to 30 ms, during which the parser holds the GIL."""
+"""JSON values in the text. Parsing so many takes 10 to 30 ms with the GIL."""
 MAX_TEMPLATE_CHARS = 64 << 10
 """Of a request's own template."""
 MAX_TEMPLATE_KWARGS_BYTES = 64 << 10
 MAX_TEMPLATE_KWARGS_DEPTH = 32
 
 SYSTEM_IS_ANYWHERE = "system_is_anywhere"
-"""true: a system message behind the start that the template refuses or leaves out is said as the user's."""
+"""true: a later system message that the template refuses or leaves out becomes a user's."""
 CONTENT_AS_PARTS = "content_as_parts"
 """true: the template gets a message's content as a list of parts. Not a field of requests."""
 _FIELDS = (
@@ -43,19 +43,20 @@ _JSON_NAMES: dict[type, str] = {list: "list", dict: "object"}
 
 
 @dataclass(frozen=True, slots=True)
-class ChatBounds:
-    """What a conversation must fit into."""
+class PromptBounds:
+    """What a prompt must fit into."""
 
-    max_messages: int
-    """Also the largest number of content parts."""
+    below_tokens: int
     max_chars: int
     """Of all texts together."""
+    max_messages: int
+    """And content parts."""
     why: str
-    """Behind the text of an error about them."""
+    """The reason, at the end of an error."""
     max_bytes: int = MAX_MESSAGES_BYTES
-    """Of the JSON text."""
+    """Of a conversation's JSON text."""
     trusts_templates: bool = False
-    """Whether a request may bring its own template."""
+    """Whether a request may have its own template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,19 @@ class ChatRequest:
     template: str = ""
     """The request's own; "" = the model's."""
     continues_final_message: bool = False
-    """Whether the prompt ends within the last message, which the model continues with."""
+    """Whether the model continues the last message."""
 
     def prompt_of(self, rendered: str) -> str:
         """The prompt, from all messages as the template rendered them. Raises TritonError INVALID_ARG."""
         return _up_to_final_message(rendered, self.messages[-1]) if self.continues_final_message else rendered
 
 
-def read_chat(text: bytes, bounds: ChatBounds, value: Any = None) -> ChatRequest:
-    """Parses and checks the input. Raises TritonError INVALID_ARG naming what is wrong, or too large and by how much.
+def read_chat(text: bytes, bounds: PromptBounds, value: Any = None) -> ChatRequest:
+    """Parses and checks the input. Raises TritonError INVALID_ARG.
 
-    value: what `text` stands for, where that is known; it must not change. The result may be too long for the context,
-    but not by orders of magnitude: every message is at least a token, and no token has more characters than the longest
-    of the vocabulary.
+    value: the parsed `text`, if known; it must not change
+    The result may be too long for the context, but not by orders of magnitude: every message is at least a token, and
+    no token has more characters than the vocabulary's longest.
     """
     chat = _parsed(text, bounds, value)
     for name, kind in (("tools", list), ("chat_template_kwargs", dict)):
@@ -114,7 +115,7 @@ def _continues(chat: dict[str, Any]) -> bool:
     return continues
 
 
-def _own_template(chat: dict[str, Any], bounds: ChatBounds) -> str:
+def _own_template(chat: dict[str, Any], bounds: PromptBounds) -> str:
     template = chat.get("chat_template") or ""
     if not isinstance(template, str):
         raise invalid_argument(f"'chat_template' is {shown(template)}, expected a string", param="chat_template")
@@ -129,8 +130,8 @@ def _own_template(chat: dict[str, Any], bounds: ChatBounds) -> str:
 
 
 def _up_to_final_message(rendered: str, message: Message) -> str:
-    """Cuts what the template wrote after the text of the last message. Where it trimmed that text, the prompt ends
-    without the spaces. Source: transformers' apply_chat_template."""
+    """The prompt up to the end of the last message's text, without spaces that the template trimmed. Source:
+    transformers' apply_chat_template."""
     text = _content_text(-1, message.get("content"))
     bare = text.strip()
     found = rendered.rfind(bare) if bare else -1
@@ -144,7 +145,7 @@ def _up_to_final_message(rendered: str, message: Message) -> str:
     return rendered[: found + len(whole if rendered.startswith(whole, found) else bare)]
 
 
-def _parsed(text: bytes, bounds: ChatBounds, value: Any) -> dict[str, Any]:
+def _parsed(text: bytes, bounds: PromptBounds, value: Any) -> dict[str, Any]:
     """The object with `messages` and other fields; the input may also be just the list of messages."""
     check_at_most(_INPUT, len(text), bounds.max_bytes, "bytes")
     if text.count(b"{") + text.count(b"[") + text.count(b",") > MAX_VALUES:
@@ -165,7 +166,7 @@ def _parsed(text: bytes, bounds: ChatBounds, value: Any) -> dict[str, Any]:
     return chat
 
 
-def _check_messages(messages: list[Any], bounds: ChatBounds) -> None:
+def _check_messages(messages: list[Any], bounds: PromptBounds) -> None:
     if len(messages) > bounds.max_messages:
         raise invalid_argument(
             f"{_INPUT} has {len(messages)} messages, expected at most {bounds.max_messages}: {bounds.why}"
@@ -207,11 +208,9 @@ Message = dict[str, Any]
 
 
 def normalise_messages(messages: Sequence[Message], as_parts: bool = False) -> list[Message]:
-    """Copies with text as one string, or as a list of parts, and tool-call arguments as objects, as templates expect
-    them.
-
-    OpenAI's clients send text as a list of parts, null for no text, and arguments as JSON text. A model's text that is
-    no JSON object comes back as it is: its conversation continues.
+    """Copies in the form that templates expect: text as one string, or as a list of parts, and tool-call arguments as
+    objects. OpenAI's clients send lists of parts, null for no text, and arguments as JSON text; arguments that are not
+    a JSON object, because a model wrote them, are kept.
 
     Raises TritonError INVALID_ARG for a malformed message, UNSUPPORTED for a part that is not text.
     """
@@ -263,11 +262,11 @@ def _normalise_call(index: int, call: Any) -> Any:
 
 
 UNREADABLE: Final = "arguments"
-"""The parameter whose value is a text of arguments that are no object."""
+"""The name of the one argument whose value is a text that is not an object."""
 
 
 def called_arguments(sent: object) -> object:
-    """The arguments of a call as it was sent: an object, its JSON text, or the text that a model wrote instead."""
+    """The arguments of a tool call, sent as an object, as its JSON text, or as the text that a model wrote instead."""
     if sent is None or sent == "":
         return CalledArguments({})
     if isinstance(sent, dict):
@@ -282,7 +281,7 @@ def called_arguments(sent: object) -> object:
 
 
 class CalledArguments(dict[str, Any]):
-    """An object that is its JSON text where a template puts it into text. Must not be changed."""
+    """An object that a template can also insert as its JSON text. Must not be changed."""
 
     __slots__ = ("_text",)
 
@@ -303,8 +302,8 @@ class CalledArguments(dict[str, Any]):
 
 
 class UnreadableArguments(str):
-    """A text that is no JSON object, such as arguments that were cut off: the text itself, and to a template that goes
-    through an object's items, one parameter that has it."""
+    """A text that is not a JSON object, such as arguments that were cut off. To a template that iterates over items, it
+    is an object with the text as its only member."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""Chat templates: a conversation to the prompt text of a model.
+"""Chat templates, which render a conversation as a model's prompt text.
 
 For: tokenizers. Does not know: tokens, where a conversation comes from (chat.py). Invariants: rendering cannot leave
 its sandbox; every failure is an INVALID_ARG of the request with the template's text.
@@ -38,11 +38,11 @@ class _GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled template. Thread safe: rendering keeps no state.
+    """A compiled template. Any thread: rendering keeps no state.
 
-    As transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
-    `raise_exception`, `strftime_now`, and the special tokens as variables. What a template does not read is refused by
-    name: tools, documents, further fields of messages.
+    As in transformers: sandboxed jinja2 with trimmed blocks, loop controls, `tojson` without HTML escaping,
+    `raise_exception`, `strftime_now`, and the special tokens as variables. Tools, documents and further fields of
+    messages that the template does not read are refused by name.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -95,7 +95,7 @@ class ChatTemplate:
             raise invalid_argument(f"the model's chat template refuses 'messages': {error}") from error
 
     def _as_read(self, index: int, message: Message) -> Message:
-        """The message with its reasoning under the names that the template reads. Raises for a field that it does not
+        """The message with its reasoning by the names that the template reads. Raises for other fields that it does not
         read."""
         for name in message.keys() - _MESSAGE_FIELDS:
             if name not in self._names:
@@ -106,9 +106,8 @@ class ChatTemplate:
         return message | {name: reasoning for name in _REASONING_NAMES if name in self._names}
 
     def _with_effort(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`options` with `reasoning_effort` as the template reads it: by its name, or as the switch of a template that
-        can only think or not. One that reads neither takes no notice of it (as in vLLM); raises for one that would
-        think although the effort is "none"."""
+        """`options` with `reasoning_effort` as the template reads it: by name, or as a switch of reasoning. If it reads
+        neither, the effort has no effect (as in vLLM); raises if it would reason with the effort "none"."""
         effort = options.get("reasoning_effort")
         if effort is None:
             return options
@@ -131,15 +130,15 @@ def request_template(source: str, special_tokens: tuple[tuple[str, str], ...] = 
 
 
 _MESSAGE_FIELDS = frozenset(("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"))
-"""Of OpenAI and vLLM: a template need not read them."""
+"""Fields of OpenAI and vLLM that a template need not read."""
 _REASONING_NAMES = ("reasoning", "thinking")
-"""What templates call the reasoning of an earlier answer, besides `reasoning_content`."""
+"""Templates' names for the reasoning of an earlier answer, besides `reasoning_content`."""
 _THINKING_SWITCHES = ("enable_thinking", "thinking")
-"""Variables by which a template lets the model reason or not."""
+"""Variables that turn reasoning on and off."""
 
 
 def _names(tree: nodes.Template) -> Iterator[str]:
-    """All names of fields that a template may read: `message.x`, `message["x"]`, `"x" in message`."""
+    """Names of all fields that a template may read: `message.x`, `message["x"]`, `"x" in message`."""
     yield from (node.attr for node in tree.find_all(nodes.Getattr))
     yield from (node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str))
 
@@ -182,12 +181,12 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def later_texts(messages: Sequence[Message]) -> list[str]:
-    """Of system messages that another message stands before."""
+    """The texts of system messages after the first message."""
     return [text.strip() for _, text in _later(messages)]
 
 
 def has_all(prompt: str, texts: Iterable[str]) -> bool:
-    """Whether they are in the prompt in this order; in time that grows with the prompt alone."""
+    """Whether the prompt has them in this order; in time proportional to the prompt."""
     at = 0
     for text in texts:
         found = prompt.find(text, at)
@@ -198,7 +197,7 @@ def has_all(prompt: str, texts: Iterable[str]) -> bool:
 
 
 def said_as_user(messages: Sequence[Message]) -> list[Message]:
-    """The conversation with those messages as the user's."""
+    """The conversation with later system messages as the user's."""
     later = {index for index, _ in _later(messages)}
     said: list[Message] = []
     for is_user, group in groupby(enumerate(messages), lambda one: one[0] in later or one[1]["role"] == "user"):

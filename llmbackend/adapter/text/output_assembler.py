@@ -1,8 +1,8 @@
-"""Engine outputs → what a client sees: text, token ids, logprobs and finish reason, all cut at the same place.
+"""Assembles an engine's outputs for the client: text, token ids, logprobs and finish reason, all cut at the same place.
 
-For: one request's outputs, stream or not. Does not know: Triton, other requests. Invariants: text, ids and logprobs of
-all chunks put together are the same however the engine's steps were cut and however often chunks were taken; the
-cost of finding stop strings and stop sequences per symbol depends neither on the output's length nor on their number.
+For: one generation's outputs, stream or not. Does not know: Triton, other requests. Invariants: all chunks together
+have the same text, ids and logprobs, however the engine's steps were divided and however often chunks were taken; the
+cost per symbol of finding stop strings and sequences depends neither on the output's length nor on their number.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from llmbackend.engine.messages import FinishReason, StepOutput, TokenLogprobs
 from .tokenizer import Detokenizer
 
 HELD_BACK = -1
-"""In a text token: text of earlier tokens, which was held back until a special token or the end released it."""
+"""Token id of a text that earlier tokens made, and that was held back until a special token or the end."""
 IN_REASONING = -2
-"""In the first text token: the marker of the reasoning in which the prompt ends."""
+"""Token id of the first entry: the marker of the reasoning in which the prompt ends."""
 TextToken = tuple[int, str, bool]
 """(token id, HELD_BACK or IN_REASONING; the text that it added to the output; whether it is a special token, with its
 own text)"""
 
 
 class Chunk(msgspec.Struct):
-    """The output since the last chunk was taken. (A Struct, because one is made per token.)"""
+    """The output since the last chunk was taken. A Struct, because one is made per token."""
 
     text: list[str] = []
-    """Pieces, to be joined."""
+    """Parts, to be joined."""
     token_ids: list[int] = []
     logprobs: list[TokenLogprobs] = []
     """One per token, or none."""
     finish_reason: FinishReason | None = None
     """Set in the last chunk only."""
     stop_reason: int | str | None = None
-    """In the last chunk: the stop string, or the request's own stop token, that ended the generation; None where
-    something else did. vLLM's name."""
+    """In the last chunk: the stop string, or the request's own stop token, that ended the generation, if one did.
+    vLLM's name."""
     ends_with_stop_token: bool = False
     """Whether the last token is the end-of-sequence or stop token that ended the generation."""
     text_tokens: list[TextToken] = []
-    """All tokens with their text, where the request asks for them. Text is in the order of the tokens: what stands
-    before a special token is never in an entry after it."""
+    """All tokens with their text, if the request asks for them. Text before a special token is in an entry before
+    it."""
 
 
 class OutputAssembler:
-    """Owner: its InferTask; only the loop thread of the request's LlmManager calls it.
+    """Owner: its InferTask. For the loop of the task's engine.
 
-    Where a stop string ends a request, the text is cut, and the tokens up to the one that completed it are kept (as in
-    vLLM). A stop sequence of token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text
-    only with include_stop_str_in_output. With text tokens, a special token shows the text that was held back before it:
-    no character and no stop string spans it.
+    A stop string cuts the text; the tokens up to the one that completed it are kept (as in vLLM). A stop sequence of
+    token ids cuts nothing. An end-of-sequence or stop token is kept as a token, and adds text only with
+    include_stop_str_in_output. With text tokens, a special token releases the text that was held back: no character and
+    no stop string spans it.
     """
 
     __slots__ = (
@@ -76,13 +76,13 @@ class OutputAssembler:
         stop_sequences: sequences of token ids that end it
         include_stop_str_in_output: whether the text keeps the stop string or token that ended it
         min_tokens: stop strings do not count in the text of so many tokens
-        special_text: the own text of a special token, None for any other token; without it, no text tokens are made
-        prompt_marker: the marker of the reasoning in which the prompt ends, the first of the text tokens
-        own_stop_token_ids: those that the client is told of when they end the generation
+        special_text: the text of a special token, None for any other token; without it, no text tokens are made
+        prompt_marker: the marker of the reasoning in which the prompt ends, for the first text token
+        own_stop_token_ids: those that become `stop_reason`
         """
         self._detokenizer = detokenizer
         self._is_plain = not stop and not stop_sequences and special_text is None
-        """Whether every text passes at once, until the generation ends."""
+        """Whether no text is ever held back before the end."""
         self._stop = StopStrings(stop, include_stop_str_in_output)
         self._sequences = StopSequences(stop_sequences)
         self._min_tokens = min_tokens if stop else 0
@@ -90,7 +90,7 @@ class OutputAssembler:
         self._special_text = special_text
         self._own_stop_token_ids = own_stop_token_ids
         self.chunk = Chunk()
-        """What was not taken yet."""
+        """The output that was not taken yet."""
         if prompt_marker is not None:
             self.chunk.text_tokens.append((IN_REASONING, prompt_marker, True))
         self.num_tokens = 0
@@ -132,8 +132,7 @@ class OutputAssembler:
         return self._keep(output, ids, reason)
 
     def replay(self, output: StepOutput) -> None:
-        """As `push`, for tokens whose output the client has: only what follows them, and why they are the end if they
-        are, is to be taken."""
+        """As `push`, for tokens that the client has: the chunk has their finish reason only."""
         self.push(output)
         shown = self.take()
         self.chunk.finish_reason, self.chunk.stop_reason = shown.finish_reason, shown.stop_reason
@@ -154,11 +153,11 @@ class OutputAssembler:
         self.chunk.text_tokens.append((token_id, shown if special_text is None else special_text, is_special))
 
     def _show(self, text: str, num_tokens: int) -> str:
-        """Returns what of `text`, and of the text held back before it, may be shown."""
+        """Returns what may be shown of the text held back and `text`."""
         return self._append(self._stop.push(text) if num_tokens > self._min_tokens else text) if text else ""
 
     def _flush(self, num_tokens: int) -> None:
-        """Shows the text that was held back when the generation ends, unless a stop string has cut it off."""
+        """Shows the text that was held back, unless a stop string has cut it off."""
         if self._stop.matched is None:
             shown = self._show(self._detokenizer.flush(), num_tokens)
             if self._stop.matched is None:
@@ -206,11 +205,11 @@ class State(Generic[Symbols]):
 
 
 class StopAutomaton(Generic[Symbols]):
-    """Finds any of many patterns in a sequence that arrives symbol by symbol. For one thread: it grows as it is used.
+    """Finds any of many patterns in a sequence that arrives symbol by symbol. For one thread.
 
-    The automaton is Aho and Corasick's, but a state is made when the input first reaches it: the sorted patterns are
-    the trie, and a binary search tells whether a sequence begins one. So a waiting request holds only its patterns, and
-    a symbol costs a dictionary lookup, or amortised a constant number of binary searches.
+    The automaton is Aho and Corasick's, but a state is made when the input first reaches it: a binary search in the
+    sorted patterns tells whether a sequence begins one. So a waiting request holds only its patterns, and a symbol
+    costs a dictionary lookup or, amortised, a constant number of binary searches.
     """
 
     def __init__(self, patterns: Iterable[Symbols], empty: Symbols) -> None:
@@ -248,10 +247,10 @@ class StopAutomaton(Generic[Symbols]):
 
 
 class StopStrings:
-    """Cuts one generation's text at its stop string, and never shows a part of one. Owner: its OutputAssembler.
+    """Cuts one generation's text at a stop string. Owner: its OutputAssembler.
 
     The stop string that is completed first ends the text; of several completed by the same character, the longest. Text
-    is held back only as long as it is a proper prefix of a stop string.
+    is held back while it is a proper prefix of a stop string.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:

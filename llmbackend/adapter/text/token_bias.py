@@ -2,7 +2,7 @@
 
 For: schemas, which read them, and request conversion, which has the tokenizer. Does not know: tensors, the sampler.
 Invariant: a resolved bias names only tokens of the vocabulary, at most MAX_LOGIT_BIAS of them. A banned word of one
-token becomes a bias; one of several tokens is left to the sampler, which knows the tokens before.
+token becomes a bias; the sampler, which knows earlier tokens, bans those of several tokens.
 Source: TensorRT-LLM's embedding bias, and the words that its preprocessing turns into token ids.
 """
 
@@ -53,8 +53,8 @@ class TokenBias:
 
 
 def banned_texts(words: Iterable[str], tokenizer: ModelTokenizer) -> list[tuple[int, ...]]:
-    """Banned words as vLLM reads them: as they begin a text, and as they follow a space, if that is a token of as many
-    tokens that begins otherwise."""
+    """Banned words as vLLM reads them: as at the start of a text, and as after a space if that gives as many tokens
+    with another first token."""
     found: list[tuple[int, ...]] = []
     for word in words:
         bare = tuple(tokenizer.encode(word.lstrip(), add_special_tokens=False))

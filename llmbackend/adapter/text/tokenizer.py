@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 REPLACEMENT = "\ufffd"
 MAX_UTF8_BYTES = 4
 CONTEXT_TOKENS = 6
-"""How many tokens of the prompt's end WindowDetokenizer decodes with the output."""
+"""Tokens of the prompt's end that WindowDetokenizer decodes with the output."""
 _CACHED_TOKEN_TEXTS = 1 << 16
 _FALLBACK_BYTE = re.compile("<0x([89A-F][0-9A-F])>")
-"""The name of a token that is one byte of a character, in vocabularies with byte fallback."""
+"""The name of a token that is one byte, in vocabularies with byte fallback."""
 _SHORT_CHARS = 4096
-"""Texts of so many characters, and as many tokens, are converted on the calling thread. Longer ones go to the library's
-own threads, which release the GIL, but on which a short text would wait for long ones."""
+"""Longer texts, and sequences of more tokens, are converted on the library's own threads, which release the GIL, but on
+which a short text would wait for long ones."""
 
 
 class TooManyTokensError(Exception):
@@ -48,7 +48,7 @@ def _check_length(num_tokens: int, below: int | None) -> None:
 
 
 class Detokenizer:
-    """Tokens to text, one token at a time, at a cost that does not grow with the sequence. Of one generation. This base
+    """Tokens of one generation to text, one by one, each at a cost that does not grow with the sequence. The base class
     is for generations whose text is not read."""
 
     __slots__ = ()
@@ -63,11 +63,10 @@ class Detokenizer:
 
 
 class ModelTokenizer:
-    """What the adapter needs to know about a model's text. This base is for models whose clients send and get only
-    token ids."""
+    """A model's tokenizer and chat template. The base class is for models whose clients send and get token ids only."""
 
     max_token_chars = 1
-    """No token stands for more characters; so a text's length says at once that it has too many tokens."""
+    """Of the longest token: a long text has too many tokens, whatever they are."""
     chat_template = ""
     """Its source; "" = none, or one that is built in."""
     _template: ChatTemplate | None = None
@@ -103,7 +102,7 @@ class ModelTokenizer:
         return ""
 
     def partial_bytes(self, token_id: int) -> bytes | None:
-        """The bytes of a token that is not made of whole characters; None for one that is."""
+        """The bytes of a token that is not whole characters; None for one that is."""
         return None
 
     def special_text(self, token_id: int) -> str | None:
@@ -119,7 +118,7 @@ class ModelTokenizer:
         return ""
 
     def vocabulary(self) -> Vocabulary | None:
-        """What tokens stand for, for grammars; None where that cannot be told."""
+        """The tokens' bytes or tokenizer.json, for grammars; None if unknown."""
         return None
 
     def detokenizer(
@@ -188,7 +187,7 @@ class ByteTokenizer(ModelTokenizer):
 
 
 def _longest_name(tokenizer: Tokenizer) -> int:
-    """In characters. Without get_vocab(), a dict of all tokens, unless ids have gaps."""
+    """In characters. Reads get_vocab(), a dict of all tokens, only if ids have gaps."""
     size = tokenizer.get_vocab_size()
     lengths = [len(name) for name in map(tokenizer.id_to_token, range(size)) if name is not None]
     return max(lengths if len(lengths) == size else map(len, tokenizer.get_vocab()), default=1)
@@ -204,8 +203,8 @@ class HuggingFaceTokenizer(ModelTokenizer):
         directory: Path | None = None,
         tokenizer_json: str = "",
     ) -> None:
-        """directory: the checkpoint's; None for a tokenizer that was made in memory. tokenizer_json: from which it was
-        made; "" = the directory's file."""
+        """directory: the checkpoint's; None for a tokenizer that was made in memory. tokenizer_json: its source; "" =
+        the directory's file."""
         self._json = tokenizer_json.encode()
         self.directory = directory
         tokenizer.no_truncation()
@@ -222,7 +221,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         self.token_text = functools.lru_cache(_CACHED_TOKEN_TEXTS)(self._decode_one)  # type: ignore[method-assign]
 
     def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
-        """The same with another tokenizer, given as the text of a tokenizer.json."""
+        """The same with another tokenizer, of the text of a tokenizer.json."""
         return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), self._template, self.directory, tokenizer_json)
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
@@ -283,8 +282,7 @@ class HuggingFaceTokenizer(ModelTokenizer):
         return b"" if token_id in self._special_ids else self._token_bytes(token_id)
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a byte-level token. A token with a character outside the alphabet (an added one) is its own
-        text."""
+        """The bytes of a byte-level token, or the text of a token with other characters (an added one)."""
         token: str | None = self._tokenizer.id_to_token(token_id)
         if token is None:
             return b""
@@ -304,8 +302,8 @@ def byte_of_character() -> dict[str, int]:
 
 
 class TokenTexts(dict[int, str | None]):
-    """The texts of tokens that are byte strings; None for one whose bytes are not whole characters. Filled as it is
-    used, by any thread, with at most _CACHED_TOKEN_TEXTS."""
+    """A cache of the texts of tokens that are byte strings; None for one whose bytes are not whole characters. Any
+    thread."""
 
     def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
         super().__init__()
@@ -334,7 +332,7 @@ class ByteDetokenizer(Detokenizer):
         self._is_inside_character = False
 
     def push(self, token_id: int) -> str:
-        if not self._is_inside_character:  # then nearly every token is whole characters: no decoder is needed
+        if not self._is_inside_character:  # nearly every token is whole characters and needs no decoder
             text = self._texts[token_id]
             if text is not None:
                 return text
@@ -349,9 +347,8 @@ class ByteDetokenizer(Detokenizer):
 class WindowDetokenizer(Detokenizer):
     """For every other decoder (byte fallback, WordPiece …), where a token's text depends on its neighbours.
 
-    It decodes a window: some tokens already shown, and the tokens not shown yet, whose text is the difference. The
-    window begins with the end of the prompt, so that a space before the first word is kept. Tokens in `skip` add no
-    text.
+    It decodes a window: some tokens that were shown and those that were not, whose text is the difference. The window
+    begins with the end of the prompt, so that a space before the first word is kept. Tokens in `skip` add no text.
     """
 
     def __init__(
@@ -372,7 +369,7 @@ class WindowDetokenizer(Detokenizer):
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(REPLACEMENT):
-            # The start of a character, or invalid bytes; with the fourth byte that is decided.
+            # The start of a character, or invalid bytes: decided by the fourth byte.
             self._incomplete += 1
             if self._incomplete < MAX_UTF8_BYTES:
                 return ""
@@ -394,8 +391,7 @@ class WindowDetokenizer(Detokenizer):
 
 
 class TightSpecialTokens(Detokenizer):
-    """Special tokens that follow each other have no spaces between them, as with vLLM's
-    `spaces_between_special_tokens: false`."""
+    """No spaces between consecutive special tokens: vLLM's `spaces_between_special_tokens: false`."""
 
     def __init__(self, detokenizer: Detokenizer, special_text: Callable[[int], str | None]) -> None:
         self._detokenizer = detokenizer

@@ -1,9 +1,8 @@
-"""Tokenizer files that only large libraries can get: from the hub, or from a checkpoint without tokenizer.json.
+"""Tokenizer files that need large libraries: from the hub, or for a checkpoint without tokenizer.json.
 
-For: tokenizer_loading.py, and itself as a process. Does not know: ModelTokenizer. huggingface_hub and transformers
-belong to the engine's environment; the host may run in a leaner one (inside Triton), so the functions here can run in
-another Python. Invariant: their failures come back as ValueError or OSError with the same text; this module imports
-little.
+For: tokenizer_loading.py, and itself as a process. Does not know: ModelTokenizer. huggingface_hub and transformers are
+in the engine's environment, which may not be the host's (inside Triton), so these functions can run in another Python.
+Invariants: their failures are raised here as ValueError or OSError with the same text; this module imports little.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def convert(directory: str, trust_remote_code: str) -> str:
 
 
 def rebuilt(directory: str, trust_remote_code: str) -> str:
-    """Another tokenizer.json as text, when AutoTokenizer does not tokenise as the checkpoint's own does; else "".
+    """The text of another tokenizer.json if AutoTokenizer tokenises differently from the checkpoint's; else "".
 
     Some of AutoTokenizer's classes take only the vocabulary from the file, and build the rest themselves.
     """
@@ -88,7 +87,7 @@ def rebuilt(directory: str, trust_remote_code: str) -> str:
 
 
 def probe_texts(added_tokens: Sequence[str]) -> list[str]:
-    """Texts that tell tokenizers apart: spaces everywhere, lines, scripts, added tokens."""
+    """Texts in which tokenizers differ: spaces everywhere, lines, scripts, added tokens."""
     words = "Hello, world!"
     texts = [
         words,
@@ -115,7 +114,7 @@ def run_in(interpreter: str, function: Callable[..., str], *arguments: str) -> s
 
 
 def start_in(interpreter: str, function: Callable[..., str], *arguments: str) -> subprocess.Popen[bytes]:
-    """Starts a process that runs a function; `result_of` waits for it."""
+    """Starts a process that runs a function, for `result_of`."""
     return subprocess.Popen(
         [*command(interpreter, __name__), function.__name__, *arguments],
         stdin=subprocess.DEVNULL,
@@ -136,7 +135,7 @@ def result_of(process: subprocess.Popen[bytes], timeout_s: float | None = None) 
 
 
 def main(*arguments: str) -> None:
-    """In the other Python: prints the result, or the error, as one line of JSON."""
+    """In the other Python: prints the result or the error as a line of JSON."""
     functions: dict[str, Callable[..., str]] = {"download": download, "convert": convert, "rebuilt": rebuilt}
     if arguments[-1] == WITHOUT_REMOTE_CODE:
         sys.modules["torch"] = None  # type: ignore[assignment]  # AutoTokenizer imports it, which takes seconds, without need

@@ -1,9 +1,9 @@
-"""A model's tokenizer and chat template from its files, verified against transformers' before the first request.
+"""Loads a model's tokenizer and chat template, and verifies them against transformers before the first request.
 
 For: ModelState. Does not know: requests, engines. Invariants: `TokenizerLoader.verified` makes the token ids of
-AutoTokenizer, or a warning says why that could not be verified. What transformers said is kept beside the cached
-weights, and used only for files with the same bytes under the same versions of the libraries; a file that others may
-have written, or that is damaged, is no verdict; a verdict that cannot be kept fails no start.
+AutoTokenizer, or a warning says why that could not be verified. The verdict is cached beside the packed weights and
+used only for the same bytes of the files and the same versions of the libraries; a damaged file, or one that other
+users may have written, is not used; failing to write one fails no start.
 Source: AutoTokenizer.from_pretrained and TokenizersBackend.convert_to_native_format of transformers 5.
 """
 
@@ -52,7 +52,7 @@ from .tokenizer_files import (
 logger = logging.getLogger(__name__)
 
 _AS_IN_THE_FILE = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Tokenizer classes that load tokenizer.json as it is."""
+"""Tokenizer classes that load tokenizer.json unchanged."""
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REBUILT_MODEL_TYPES = frozenset(
     {
@@ -69,16 +69,16 @@ REBUILT_MODEL_TYPES = frozenset(
 
 
 class TokenizerLoader:
-    """Owner of the process that verifies. `_lock`: instances that start side by side wait for one result.
+    """Owner of the verifying process. `_lock`: instances that start side by side wait for one result.
 
-    Reads `tokenizer.json` with the `tokenizers` library; a checkpoint that has none is converted by transformers, in
-    the engine's environment (tokenizer_files.py). AutoTokenizer rebuilds some tokenizers from a class of its own; only
-    running it tells which. That takes seconds, in a process beside the engine's start; it is left out where the
-    checkpoint's class uses the file as it is, and where an earlier start has kept the answer.
+    Reads `tokenizer.json` with the `tokenizers` library; a checkpoint without one is converted by transformers, in the
+    engine's environment (tokenizer_files.py). AutoTokenizer rebuilds some tokenizers from a class of its own, which
+    only running it shows. That takes seconds, in a process during the engine's start, unless the checkpoint's class
+    uses the file unchanged or the verdict is cached.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Looks at the small files. Raises TritonError INVALID_ARG saying what is missing."""
+        """Reads the small files. Raises TritonError INVALID_ARG saying what is missing."""
         self._config = config
         self._lock = threading.Lock()
         self._check: subprocess.Popen[bytes] | None = None
@@ -92,12 +92,12 @@ class TokenizerLoader:
 
     @property
     def chat_template(self) -> str:
-        """The source of the chat template; "" where there is none, or none was given to the mock model."""
+        """The source of the chat template; "" = none."""
         return self._files.chat_template or ""
 
     @property
     def kind(self) -> str:
-        """What the tokenizer is made from, for people."""
+        """The tokenizer's source, to be shown."""
         directory = self._files.directory
         if directory is None:
             return "bytes"
@@ -111,7 +111,7 @@ class TokenizerLoader:
             self._load()
 
     def verified(self) -> ModelTokenizer:
-        """The tokenizer to use from now on; waits until it is verified."""
+        """The tokenizer; waits until it is verified."""
         with self._lock:
             tokenizer = self._load()
             check, self._check = self._check, None
@@ -137,8 +137,8 @@ class TokenizerLoader:
         return self._tokenizer
 
     def _look_up(self, directory: Path) -> str | None:
-        """The verdict of an earlier start; None: verification begins. A checkpoint's own code, and libraries of another
-        Python, are asked each time."""
+        """The cached verdict; if None, verification begins. A verdict that depends on a checkpoint's own code, or on
+        another Python's libraries, is not cached."""
         trust = self._config.trust_remote_code
         if is_this(self._config.engine_python) and not trust:
             self._verdicts = Verdicts(self._config, directory)
@@ -157,7 +157,7 @@ class TokenizerLoader:
                 logger.info("%s: transformers rebuilds this tokenizer with other token ids, which are used", directory)
             if self._verdicts is not None:
                 self._verdicts.keep(tokenizer_json)
-        except Exception as error:  # of transformers, of a checkpoint's code, or a timeout
+        except Exception as error:  # from transformers, from a checkpoint's code, or a timeout
             _end(check)
             logger.warning("%s: tokenizer.json is used unverified: AutoTokenizer fails: %s", directory, error)
         return tokenizer
@@ -168,9 +168,9 @@ class TokenizerLoader:
 
 
 def may_be_rebuilt(directory: Path) -> bool:
-    """Whether AutoTokenizer might not use this tokenizer.json as it is."""
+    """Whether AutoTokenizer might not use this tokenizer.json unchanged."""
     if not (directory / TOKENIZER_FILE).is_file():
-        return False  # transformers has made the tokenizer
+        return False  # transformers converts it
     tokenizer, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
     tokenizer_class = tokenizer.get("tokenizer_class") or model.get("tokenizer_class")
     if tokenizer_class not in _AS_IN_THE_FILE or model.get("model_type") in REBUILT_MODEL_TYPES:
@@ -180,7 +180,7 @@ def may_be_rebuilt(directory: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """What a tokenizer is made from; only small files have been read."""
+    """The source of a tokenizer; only small files have been read."""
 
     directory: Path | None
     """None: the mock model's."""
@@ -222,11 +222,10 @@ def load_tokenizer(
     interpreter: str = "",
     chat_template: str = "",
 ) -> ModelTokenizer:
-    """The tokenizer of `model`, or `tokenizer` when it is given; both a directory, a hub id or "mock".
+    """The tokenizer of `model`, or `tokenizer` if given; both a directory, a hub id or "mock".
 
-    interpreter: the Python that has the libraries which only a hub id and an old kind of tokenizer need; "" = this one.
-    chat_template: a file or a template, used instead of the checkpoint's.
-
+    interpreter: the Python with the libraries for hub ids and old kinds of tokenizers; "" = this one
+    chat_template: a file or a template, instead of the checkpoint's
     Raises ValueError or OSError saying what is missing.
     """
     return TokenizerSource.of(tokenizer or model, interpreter, chat_template).load(trust_remote_code, interpreter)
@@ -243,7 +242,7 @@ def local_directory(source: str, interpreter: str) -> Path:
 
 
 def _check_files(directory: Path) -> None:
-    """Raises ValueError for a tokenizer's file that a library would wait for, such as a pipe."""
+    """Raises ValueError for a tokenizer's file on which a library would block, such as a pipe."""
     for pattern in FILES:
         for path in directory.glob(pattern):
             if not path.is_file() and not path.is_dir():
@@ -312,12 +311,11 @@ _FORMAT: Final = b"llmbackend tokenizer verdict 1\n"
 _DIGEST_BYTES: Final = 32
 _ENDING: Final = ".tokenizer"
 MAX_VERDICTS: Final = 32
-"""The oldest ones go."""
+"""The oldest are removed."""
 
 
 class Verdicts:
-    """What transformers said of one tokenizer in an earlier start: the text of another tokenizer.json, "" where the
-    file is used as it is."""
+    """The cached verdict on one tokenizer: the text of another tokenizer.json, "" if the file is used unchanged."""
 
     def __init__(self, config: EngineConfig, directory: Path) -> None:
         """directory: of the tokenizer's files"""
@@ -330,7 +328,7 @@ class Verdicts:
             self._path = None
 
     def read(self) -> str | None:
-        """None: there is none."""
+        """None if there is none."""
         try:
             with contextlib.ExitStack() as stack:
                 descriptor = self._folder(stack).open_image(self._name)
@@ -369,7 +367,7 @@ class Verdicts:
 
 
 def _key(directory: Path) -> str:
-    """Of the files that decide what AutoTokenizer makes, and of the libraries."""
+    """A digest of the files that AutoTokenizer reads, and of the libraries' versions."""
     digest = hashlib.sha256(f"{__version__} {version('tokenizers')} {version('transformers')}".encode())
     for path in sorted(directory.iterdir()):
         if any(fnmatch(path.name, pattern) for pattern in FILES) and path.is_file():
