@@ -1,8 +1,7 @@
-"""Finds the Python modules of backends, loads them once, and binds their TRITONBACKEND_* functions.
+"""Finds the Python modules of backends, loads them once, and calls their TRITONBACKEND_* functions.
 
-For: model loading. Does not know: models' life cycle, requests. Invariants: a path in a model configuration does not
-leave the directory it is looked up in; a backend is initialised once, and finalised at `close` or after a failed
-Initialize. Source: Triton's backend manager, and its search for libtriton_<backend>.so.
+Invariants: a path in a model configuration does not leave its directory; a backend is initialised once, and finalised
+at `close` or after a failed Initialize. Source: Triton's backend manager, and its search for libtriton_<backend>.so.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from functools import partial
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,86 +28,66 @@ from .backend_api import (
     Request,
     SendPolicy,
 )
-from .errors import TritonError, internal, invalid_argument, not_found
-from .files import import_file
+from .errors import TritonError, invalid_argument, not_found
+from .files import call_entry_point, import_file, load_library
 from .metrics.metric_family import MetricFamilies
 
 log = logging.getLogger(__name__)
 
+EXECUTE = "TRITONBACKEND_ModelInstanceExecute"
 DEFAULT_MAX_BATCH_SIZE = "4"
 ENTRY_POINT_GROUP = "llmbackend.backends"
-EXTENSION_PREFIX = "LLMBACKEND_"
-"""Of functions that are not in Triton's API."""
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
 LLM_BACKEND = "llm"
 LLMAPI_FILE = "model.yaml"
-"""In the version directory of a model that TensorRT-LLM's LLM API serves, with a section `triton_config`."""
+"""In the version directory of a model for TensorRT-LLM's LLM API; has a section `triton_config`."""
 SERVE_LLMAPI_BY = "serve-llmapi-by"
-"""The setting of the python backend that says which backend has such models."""
+"""Setting of the python backend: which backend serves such models."""
 _LLMAPI_SECTION = re.compile(rb"^triton_config\s*:", re.MULTILINE)
 NOT_SERVED = {
     "openvino": "OpenVINO models",
     "tensorflow": "TensorFlow graphs and saved models",
     "tensorrt": "TensorRT plans",
 }
-"""Model formats for which NVIDIA's server has a backend and this one has none, by backend."""
+"""Triton's backends that this server does not have, and the model formats that they serve."""
 
 
 class BackendFunctions:
-    """The functions of one backend module. Every exception that they raise leaves `call` as a TritonError."""
+    """The functions of one backend library, by the names in backend_api. They raise only TritonErrors.
 
-    def __init__(self, module: ModuleType, backend: str) -> None:
-        self._module = module
+    library: its attributes are the functions; None = none, for a model without a backend (an ensemble)
+    """
+
+    def __init__(self, backend: str, library: object) -> None:
         self.backend = backend
-        if not callable(getattr(module, "TRITONBACKEND_ModelInstanceExecute", None)):
-            raise not_found(
-                f"unable to find required entrypoint 'TRITONBACKEND_ModelInstanceExecute' in backend library "
-                f"of '{backend}'"
-            )
+        self._library = library
+        self._owner = f"backend '{backend}'"
 
     def has(self, name: str) -> bool:
-        """Whether the module has the function: TRITONBACKEND_<name>, or `name` itself for one that begins with
-        LLMBACKEND_."""
-        return self._find(name) is not None
+        return getattr(self._library, name, None) is not None
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Calls the function, named as for `has`, if the module has it."""
-        function = self._find(name)
-        if function is None:
-            return None
-        try:
-            return function(*arguments)
-        except TritonError as error:
-            raise TritonError(error.message, error.code) from None
-        except (Exception, SystemExit) as error:
-            log.exception("TRITONBACKEND_%s of backend '%s' failed", name, self.backend)
-            raise internal(f"{type(error).__name__}: {error}") from None
-
-    def _find(self, name: str) -> Callable[..., Any] | None:
-        return getattr(self._module, name if name.startswith(EXTENSION_PREFIX) else f"TRITONBACKEND_{name}", None)
+        """Calls the function, if the library has it."""
+        function: Callable[..., Any] | None = getattr(self._library, name, None)
+        return None if function is None else call_entry_point(self._owner, function, *arguments)
 
     def execute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
-        self.call("ModelInstanceExecute", instance, requests)
+        self.call(EXECUTE, instance, requests)
 
     def finalize(self, name: str, subject: Any) -> None:
-        """Calls a Finalize and logs its error."""
+        """Calls a Finalize function and logs its error."""
         try:
             self.call(name, subject)
         except TritonError as error:
             log.error("failed to finalize backend '%s' (%s): %s", self.backend, name, error.status)
 
 
-class NoFunctions(BackendFunctions):
-    """For a model without a backend (an ensemble): no functions."""
-
-    def __init__(self) -> None:
-        self._module = ModuleType("no backend")
-        self.backend = ""
-
-
 class LoadedBackend:
-    """backend_api.Backend, and its entry points for the host."""
+    """backend_api.Backend, and the backend's functions.
+
+    runtime: of models whose configuration has none
+    """
 
     api_version = API_VERSION
 
@@ -128,7 +108,7 @@ class LoadedBackend:
         self.directory = directory
         self.config = config
         self.functions = functions
-        self.runtime = runtime  # the `runtime` of models whose configuration has none
+        self.runtime = runtime
         self._families = families
 
     def metric_family(
@@ -146,7 +126,7 @@ class LoadedBackend:
         """The result of GetBackendAttribute; the defaults if it fails."""
         attributes = BackendAttributes()
         try:
-            self.functions.call("GetBackendAttribute", self, attributes)
+            self.functions.call("TRITONBACKEND_GetBackendAttribute", self, attributes)
         except TritonError as error:
             log.warning("backend '%s': ignored attributes: %s", self.name, error.status)
             return BackendAttributes()
@@ -154,6 +134,8 @@ class LoadedBackend:
 
 
 class BackendManager:
+    """Loads and keeps backends. Any thread. As in Triton, one backend is loaded and initialised at a time."""
+
     def __init__(
         self,
         directory: Path | None,
@@ -169,17 +151,17 @@ class BackendManager:
         self._backends: dict[tuple[str, str], LoadedBackend] = {}
 
     def get(self, backend: str, model: str, version_directory: Path, runtime: str) -> LoadedBackend:
-        """The backend of a model, loaded and initialised at first use. For the name "", a backend that does nothing.
+        """The backend of a model, loaded and initialised at first use; one without functions for the name "".
 
-        Raises TritonError when it is not found, has no Execute, or fails to initialise.
+        Raises TritonError when it is not found, has no Execute function, or fails to initialise.
         """
         if not backend:
-            return LoadedBackend("", Path(), {}, NoFunctions(), self._families, "")
+            return LoadedBackend("", Path(), {}, BackendFunctions("", None), self._families, "")
         if backend == PYTHON_BACKEND and _is_llmapi(version_directory):
             backend = self._backend_of_llmapi(model)
         location = find_backend(backend, model, version_directory, self._directory, runtime)
+        key = (backend, location.key)
         with self._lock:
-            key = (backend, location.key)
             if key not in self._backends:
                 self._backends[key] = self._load(backend, location)
             return self._backends[key]
@@ -197,7 +179,7 @@ class BackendManager:
         """Finalises every backend, the last loaded first."""
         with self._lock:
             for loaded in reversed(self._backends.values()):
-                loaded.functions.finalize("Finalize", loaded)
+                loaded.functions.finalize("TRITONBACKEND_Finalize", loaded)
             self._backends.clear()
 
     def _backend_of_llmapi(self, model: str) -> str:
@@ -216,22 +198,24 @@ class BackendManager:
         return backend
 
     def _load(self, backend: str, location: BackendLocation) -> LoadedBackend:
-        module = _import(location)
+        module = load_library("backend library", location.key, location.load)
+        if not callable(getattr(module, EXECUTE, None)):
+            raise not_found(f"unable to find required entrypoint '{EXECUTE}' in backend library of '{backend}'")
         directory = location.directory
         if location.file is None and directory == Path():
             directory = Path(module.__file__ or ".").parent
         runtime = PYTHON_BASED_FILE if location.is_python_based else ""
-        config = self._config(location)
-        loaded = LoadedBackend(backend, directory, config, BackendFunctions(module, backend), self._families, runtime)
+        functions = BackendFunctions(backend, module)
+        loaded = LoadedBackend(backend, directory, self._config(location), functions, self._families, runtime)
         try:
-            loaded.functions.call("Initialize", loaded)
+            functions.call("TRITONBACKEND_Initialize", loaded)
         except TritonError:
-            loaded.functions.finalize("Finalize", loaded)
+            functions.finalize("TRITONBACKEND_Finalize", loaded)
             raise
         return loaded
 
     def _config(self, location: BackendLocation) -> dict[str, str]:
-        """Triton's defaults, overridden by settings for all backends, overridden by those of this backend."""
+        """Triton's defaults, overridden by the settings of all backends, overridden by those of this backend."""
         config = {
             "backend-directory": str(self._directory or ""),
             "min-compute-capability": "6.000000",
@@ -251,31 +235,19 @@ def _is_llmapi(version_directory: Path) -> bool:
         return False
 
 
-def _import(location: BackendLocation) -> ModuleType:
-    try:
-        if location.file is None:
-            assert location.entry_point is not None
-            module = location.entry_point.load()
-            assert isinstance(module, ModuleType), "an entry point of a backend names a module"
-            return module
-        return import_file(location.file)
-    except Exception as error:
-        log.exception("unable to load backend library %s", location.key)
-        raise internal(f"unable to load backend library: {type(error).__name__}: {error}") from None
-
-
 @dataclass(frozen=True, slots=True)
 class BackendLocation:
-    """Where a backend's module comes from: a file or an entry point."""
+    """Where a backend's module is: in a file, or in an installed package (`file` None)."""
 
     key: str
     """A backend is initialised once per key."""
     directory: Path
-    """What the backend sees as its directory; Path() = that of its module."""
+    """`Backend.directory`; Path() = that of its module."""
     settings_name: str
-    """The name in --backend-config of its settings."""
+    """The name of its settings in --backend-config."""
+    load: Callable[[], ModuleType]
+    """Imports the module. Raises the module's exceptions."""
     file: Path | None = None
-    entry_point: EntryPoint | None = None
     is_python_based: bool = False
     """The python backend under another name, with one model.py for all of its models."""
 
@@ -283,7 +255,7 @@ class BackendLocation:
 def find_backend(
     backend: str, model: str, version_directory: Path, backend_directory: Path | None, runtime: str
 ) -> BackendLocation:
-    """Searches, in this order, the version, model and backend directory, python-based backends, installed entry points.
+    """Searches the version, model and backend directory, then python-based backends, then installed entry points.
 
     runtime: file name from the model's configuration, "" = the default names. Raises TritonError INVALID_ARG, with
     Triton's text, when nothing is found or a path leaves its directory.
@@ -296,7 +268,7 @@ def find_backend(
             for name in (runtime,) if runtime else ("backend.py", f"triton_{backend}.py"):
                 file = _inside(directory, name)
                 if file.is_file():
-                    return BackendLocation(str(file), directory, backend, file=file)
+                    return BackendLocation(str(file), directory, backend, partial(import_file, file), file)
     if not runtime or runtime == PYTHON_BASED_FILE:
         if own_directory is not None and (own_directory / PYTHON_BASED_FILE).is_file():
             return _python_based(backend, own_directory, directories, backend_directory)
@@ -315,14 +287,13 @@ def _python_based(
     for directory in (*directories, python_directory):
         file = directory / f"triton_{PYTHON_BACKEND}.py"
         if file.is_file():
-            return BackendLocation(key, own_directory, PYTHON_BACKEND, file=file, is_python_based=True)
+            return BackendLocation(key, own_directory, PYTHON_BACKEND, partial(import_file, file), file, True)
     installed = _installed(PYTHON_BACKEND)
     if installed is None:
         raise invalid_argument(
             f"backend '{backend}' is python-based ({key}), but no backend '{PYTHON_BACKEND}' is installed"
         )
-    entry_point = installed.entry_point
-    return BackendLocation(key, own_directory, PYTHON_BACKEND, entry_point=entry_point, is_python_based=True)
+    return BackendLocation(key, own_directory, PYTHON_BACKEND, installed.load, is_python_based=True)
 
 
 def installed_backends() -> list[str]:
@@ -332,7 +303,7 @@ def installed_backends() -> list[str]:
 
 def _installed(backend: str) -> BackendLocation | None:
     for entry_point in entry_points(group=ENTRY_POINT_GROUP, name=backend):
-        return BackendLocation(f"{ENTRY_POINT_GROUP}:{backend}", Path(), backend, entry_point=entry_point)
+        return BackendLocation(f"{ENTRY_POINT_GROUP}:{backend}", Path(), backend, entry_point.load)
     return None
 
 
@@ -342,7 +313,7 @@ def _check_name(backend: str) -> None:
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """`directory/name`. A name must not leave the directory; a symbolic link of the repository's owner may."""
+    """`directory/name`. The name must not leave the directory; a symbolic link of the repository's owner may."""
     if Path(name).is_absolute() or ".." in Path(name).parts:
         raise invalid_argument(
             f"backend library '{name}' escapes backend directory '{directory}', check model config runtime field"
@@ -363,5 +334,5 @@ def _not_found(backend: str, model: str, directories: list[Path], runtime: str) 
 def _why_not_served(backend: str) -> str:
     if backend not in NOT_SERVED:
         return ""
-    installed = ", ".join(sorted(entry_points(group=ENTRY_POINT_GROUP).names))
+    installed = ", ".join(installed_backends())
     return f" This server does not run {NOT_SERVED[backend]}; its backends are {installed}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict
@@ -28,7 +29,29 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ENTRY_OVERHEAD_BYTES = 256
-"""Of one entry: its key, the bytes objects and the slot in the dictionary."""
+"""Memory of an entry besides its bytes: its key, the objects and the slot in the dictionary."""
+
+
+class ResponseCache(Protocol):
+    """Any thread."""
+
+    is_remote: bool
+    """Whether it is another process, which servers may share and whose answers take time."""
+
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
+        """Calls `task`, which looks up: at once, or, if that waits for a network, on a thread of the cache; calls
+        `skip` instead where `task` has waited for a thread for too long."""
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        """Calls `task`, which inserts, at once or on a thread of the cache; drops it when too many wait."""
+
+    def lookup(self, key: bytes) -> bytes | None:
+        """The entry; None when there is none, or when it cannot be read (which is logged)."""
+
+    def insert(self, key: bytes, entry: bytes) -> None:
+        """Raises TritonError ALREADY_EXISTS when there is one, INTERNAL when it cannot be stored."""
+
+    def close(self) -> None: ...
 
 
 class CacheCounts(NamedTuple):
@@ -43,6 +66,8 @@ class CacheCounts(NamedTuple):
 
 
 class LocalCache:
+    """The response cache in memory, bounded in bytes; the least recently used entries are evicted."""
+
     is_remote = False
 
     def __init__(self, size_bytes: int) -> None:
@@ -56,7 +81,7 @@ class LocalCache:
 
     @classmethod
     def create(cls, settings: Mapping[str, str]) -> LocalCache:
-        """Raises TritonError INVALID_ARG for settings without `size`, or with others."""
+        """Raises TritonError INVALID_ARG unless the only setting is a valid `size`."""
         if "size" not in settings:
             raise invalid_argument("Failed to initialize LocalCache: config didn't contain a valid 'size' field.")
         if unknown := sorted(settings.keys() - {"size"}):
@@ -68,7 +93,7 @@ class LocalCache:
             )
         return cls(int(text))
 
-    def run_lookup(self, task: Callable[[], None]) -> None:
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
         task()
 
     def run_insert(self, task: Callable[[], None]) -> None:
@@ -146,7 +171,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[CacheCounts], float]], ...] = (
 
 
 class LocalCacheMetrics:
-    """A collector. By design read at each scrape, where Triton copies the values once a second."""
+    """A collector. Values are read at each scrape; Triton copies them once a second."""
 
     def __init__(self, cache: LocalCache) -> None:
         self._cache = cache
@@ -163,29 +188,34 @@ KEY_PREFIX = b"llmbackend:response:"
 MAX_WAITING_INSERTS = 256
 _TLS_OPTIONS = {"cert": "ssl_certfile", "key": "ssl_keyfile", "cacert": "ssl_ca_certs", "cacert_dir": "ssl_ca_path"}
 _NUMBERS = {"port": 0, "db": 0, "connect_timeout": 1000, "socket_timeout": 1000, "pool_size": 1, "wait_timeout": 100}
-"""Settings that are numbers, and their defaults; timeouts in ms."""
+"""Settings that are numbers, and their defaults. Timeouts in ms, 0 = none."""
 _SETTINGS = frozenset({"host", "user", "password", *_NUMBERS, *_TLS_OPTIONS})
 
 
 class RedisCache:
-    """A ResponseCache. At most `MAX_WAITING_INSERTS` insertions wait.
+    """The response cache in Redis, with one thread per connection.
 
-    By design different from Triton: connect_timeout and
-    socket_timeout are 1 second each unless set (0 = no timeout, Triton's default). The lifetime of entries and their
-    memory are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
+    A lookup that waits longer than wait_timeout for a connection is skipped, so that a Redis that hangs delays a
+    request by one lookup of another and not by all that came before. At most MAX_WAITING_INSERTS insertions wait. By
+    design different from Triton: connect_timeout and socket_timeout are 1 second unless set. The lifetime of entries
+    and their memory are configured in Redis (`maxmemory`, `maxmemory-policy allkeys-lru`).
     """
 
     is_remote = True
 
-    def __init__(self, client: Redis, threads: int) -> None:
+    def __init__(
+        self, client: Redis, threads: int, wait_timeout_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._client = client
+        self._wait_timeout_s = wait_timeout_s
+        self._clock = clock
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="redis-cache")
         self._insert_room = threading.BoundedSemaphore(MAX_WAITING_INSERTS)
 
     @classmethod
     def create(cls, settings: Mapping[str, str]) -> RedisCache:
-        """Connects. Raises TritonError: INVALID_ARG for settings, UNSUPPORTED without the `redis` package, INTERNAL
-        when Redis does not answer."""
+        """Connects. Raises TritonError: INVALID_ARG for invalid settings, UNSUPPORTED without the `redis` package,
+        INTERNAL when Redis does not answer."""
         if "host" not in settings or "port" not in settings:
             raise invalid_argument(
                 "Failed to initialize RedisCache, didn't specify address. Must at a minimum specify 'host' and 'port' "
@@ -201,10 +231,13 @@ class RedisCache:
         except Exception as error:
             client.connection_pool.disconnect()
             raise internal(f"Failed to initialize RedisCache: {error}") from None
-        return cls(client, max(numbers["pool_size"], 1))
+        return cls(client, max(numbers["pool_size"], 1), numbers["wait_timeout"] / 1000 or math.inf)
 
-    def run_lookup(self, task: Callable[[], None]) -> None:
-        self._threads.submit(task)
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
+        self._threads.submit(self._run_in_time, task, skip, self._clock() + self._wait_timeout_s)
+
+    def _run_in_time(self, task: Callable[[], None], skip: Callable[[], None], deadline_s: float) -> None:
+        (task if self._clock() <= deadline_s else skip)()
 
     def run_insert(self, task: Callable[[], None]) -> None:
         if not self._insert_room.acquire(blocking=False):
@@ -257,7 +290,6 @@ def _client(settings: Mapping[str, str], numbers: dict[str, int]) -> Redis:
     pool = redis.BlockingConnectionPool(
         connection_class=redis.SSLConnection if tls else redis.Connection,
         max_connections=max(numbers["pool_size"], 1),
-        timeout=numbers["wait_timeout"] / 1000,
         host=settings["host"],
         port=numbers["port"],
         db=numbers["db"],
@@ -265,31 +297,10 @@ def _client(settings: Mapping[str, str], numbers: dict[str, int]) -> Redis:
         password=settings.get("password"),
         socket_connect_timeout=numbers["connect_timeout"] / 1000 or None,
         socket_timeout=numbers["socket_timeout"] / 1000 or None,
-        retry=Retry(NoBackoff(), 1),  # reopens a connection that Redis closed, once
+        retry=Retry(NoBackoff(), 1),  # reopens a connection that Redis closed
         **tls,
     )
     return redis.Redis(connection_pool=pool)
-
-
-class ResponseCache(Protocol):
-    """Any thread."""
-
-    is_remote: bool
-    """Whether it is another process, which servers may share and whose answers take time."""
-
-    def run_lookup(self, task: Callable[[], None]) -> None:
-        """Runs a task that looks up: at once, or on a thread of the cache if the task waits for a network."""
-
-    def run_insert(self, task: Callable[[], None]) -> None:
-        """As `run_lookup`, for a task that inserts. It may be dropped when too many wait."""
-
-    def lookup(self, key: bytes) -> bytes | None:
-        """The entry; None when there is none, or when it cannot be read (which is logged)."""
-
-    def insert(self, key: bytes, entry: bytes) -> None:
-        """Raises TritonError ALREADY_EXISTS when there is one, INTERNAL when it cannot be stored."""
-
-    def close(self) -> None: ...
 
 
 class _Output(msgspec.Struct, array_like=True):
@@ -312,9 +323,8 @@ class CacheKeys:
     """The keys of one model version. load_id: differs between loads; empty where loads share entries.
 
     By design stricter than Triton's key (a 64-bit hash of model name, version and inputs' names and bytes): 128 bits,
-    and tenant, datatypes, shapes and requested outputs count, too. In a cache of one server the load of the model
-    counts as well, so that a reloaded model gets no older answers. Tenants with different cache names share no entry.
-    As in Triton, request parameters do not count.
+    also of the tenant's cache name, datatypes, shapes, requested outputs and, in a local cache, the load, so that a
+    reloaded model gets no older responses. As in Triton, request parameters do not count.
     """
 
     def __init__(self, model: str, version: int, load_id: bytes) -> None:
@@ -342,16 +352,14 @@ def pack(response: InferenceResponse) -> bytes:
 
 
 def unpack(entry: bytes) -> tuple[Iterable[Tensor], Mapping[str, ParameterValue]]:
-    """Outputs and parameters. Raises ValueError or TritonError for bytes that are not an entry."""
+    """Outputs and parameters. Raises ValueError or TritonError for a malformed entry."""
     found = _decoder.decode(entry)
     return [from_wire(each.name, each.datatype, each.shape, each.raw) for each in found.outputs], found.parameters
 
 
 def create_cache(config: Mapping[str, Mapping[str, str]]) -> ResponseCache | None:
-    """The cache that `--cache-config` configures. config: cache name → settings; empty = None.
-
-    Raises TritonError with the texts of Triton and its caches.
-    """
+    """The cache of `--cache-config`. config: cache name → settings; {} = None. Raises TritonError with the texts of
+    Triton and its caches."""
     if not config:
         return None
     if len(config) > 1:

@@ -1,17 +1,46 @@
-"""Imports Python files beside models (backends, agents, strategies), each under a unique module name, and checks paths
-in configurations."""
+"""Python files outside of the package (backends, repository agents, batching strategies), and paths in
+configurations."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from .errors import TritonError, internal
+
+log = logging.getLogger(__name__)
+
+
+def load_library(what: str, source: object, load: Callable[[], ModuleType]) -> ModuleType:
+    """The module that `load` returns. Raises TritonError INTERNAL, with Triton's text, for its exceptions."""
+    try:
+        return load()
+    except Exception as error:
+        log.exception("unable to load %s %s", what, source)
+        raise internal(f"unable to load {what}: {type(error).__name__}: {error}") from None
+
+
+def call_entry_point(owner: str, entry_point: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function of a library. Its TritonErrors are raised as new ones; other exceptions, which are logged, as
+    INTERNAL."""
+    try:
+        return entry_point(*arguments)
+    except TritonError as error:
+        raise error.copy() from None
+    except (Exception, SystemExit) as error:
+        log.exception("%s of %s failed", getattr(entry_point, "__name__", entry_point), owner)
+        raise internal(f"{type(error).__name__}: {error}") from None
 
 
 def import_file(file: Path) -> ModuleType:
-    """Runs `file` as a package, so that it can import files beside it relatively. Raises what the file raises."""
+    """Runs `file` as a package under a unique name, so that it can import files beside it relatively. Raises the file's
+    exceptions."""
     name = f"llmbackend_file_{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
     spec = importlib.util.spec_from_file_location(name, file, submodule_search_locations=[str(file.parent)])
     assert spec is not None and spec.loader is not None
@@ -26,7 +55,7 @@ def import_file(file: Path) -> ModuleType:
 
 
 def path_inside(directory: Path, filename: str) -> Path | None:
-    """The real path of a file that a configuration, perhaps a client's, names; None outside of `directory`."""
+    """The real path of a file named in a configuration, which may be a client's; None outside of `directory`."""
     try:
         path = (directory / filename).resolve()
         return path if path.is_relative_to(directory.resolve()) else None

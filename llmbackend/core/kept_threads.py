@@ -1,10 +1,4 @@
-"""KeptThreads: threads for jobs that may hang, one of which is kept for the next job.
-
-For: readiness probes. Does not know: what a job does. Invariants: a job that hangs delays no other while another thread
-can be started; where none can (a process limit), jobs wait for the existing threads, so that a server that has answered
-one probe keeps answering. Every job that `run` took is run, also after `close`. An executor would not do: the
-interpreter waits for its threads at exit, including those that hang.
-"""
+"""KeptThreads: threads for jobs that may hang, such as readiness probes."""
 
 from __future__ import annotations
 
@@ -16,7 +10,13 @@ Job = Callable[[], None]
 
 
 class KeptThreads:
-    """Methods may be called from any thread."""
+    """One thread is kept for the next job. Any thread.
+
+    A job that hangs delays no other while another thread can be started; where none can (a process limit), jobs wait
+    for the existing threads, so that a server that has answered one probe keeps answering. Every job that `run` took is
+    run, also after `close`. Not an executor: the interpreter waits at exit for an executor's threads, also if they
+    hang.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,8 +28,8 @@ class KeptThreads:
         self._is_closed = False
 
     def run(self, job: Job) -> None:
-        """Runs `job`, which must not raise, on one of the threads. Raises RuntimeError where there is none and none can
-        be started."""
+        """Runs `job`, which must not raise, on a thread. Raises RuntimeError when there is none and none can be
+        started."""
         with self._lock:
             if self._num_free <= 0:
                 self._start()
@@ -37,7 +37,7 @@ class KeptThreads:
             self._jobs.put(job)
 
     def close(self) -> None:
-        """Each thread ends when no job is left. To be called after the last `run`."""
+        """After the last `run`: each thread ends when no job is left."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._num_free):
@@ -57,7 +57,7 @@ class KeptThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # a waiting thread keeps nothing alive that may own these threads
+            del job  # it may own these threads
             with self._lock:
                 if self._num_free > 0 or (self._is_closed and not self._num_free):
                     self._num_threads -= 1

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmbackend.core.caching import ENTRY_OVERHEAD_BYTES, CacheKeys, LocalCache, create_cache, pack, unpack
+from llmbackend.core.caching import ENTRY_OVERHEAD_BYTES, CacheKeys, LocalCache, RedisCache, create_cache, pack, unpack
 from llmbackend.core.config.model_config import parse_text
 from llmbackend.core.config.model_config_rules import validate_response_cache
 from llmbackend.core.errors import ErrorCode, TritonError, internal
@@ -513,7 +514,7 @@ class SlowCache:
         self.entries: dict[bytes, bytes] = {}
         self.fails = False
 
-    def run_lookup(self, task: Any) -> None:
+    def run_lookup(self, task: Any, skip: Any = None) -> None:
         threading.Thread(target=task, daemon=True).start()
 
     run_insert = run_lookup
@@ -590,3 +591,47 @@ def test_a_cache_that_breaks_costs_hits_and_no_request(
         assert STAGE.events == ["a", "b"]
         eventually(lambda: server.model_statistics("m")[0].inference_stats.cache_miss.count == 2)
     assert "Failed to look up" in caplog.text and "Failed to insert" in caplog.text
+
+
+class HangingRedis:
+    """A Redis client whose first `get` returns when the test lets it."""
+
+    connection_pool = SimpleNamespace(disconnect=lambda: None)
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.num_lookups = 0
+
+    def get(self, key: bytes) -> bytes | None:
+        self.num_lookups += 1
+        assert self.gate.wait(20)
+        return None
+
+    def set(self, key: bytes, entry: bytes, nx: bool) -> bool:
+        return True
+
+
+def test_redis_that_hangs_delays_a_request_by_one_lookup_and_not_by_all_before(
+    cached: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, clock = HangingRedis(), Clock()
+    cache = RedisCache(client, 1, wait_timeout_s=0.1, clock=clock)
+    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda config: cache)
+    with serving(cached, "m") as server:
+        clients = [send(server, "m", x(1), id="a")]
+        eventually(lambda: client.num_lookups)
+        clients += [send(server, "m", x(2), id="b"), send(server, "m", x(3), id="c")]
+        clock.now_s = 5.0
+        client.gate.set()
+        assert [each.responses()[0].error for each in clients] == [None, None, None]
+        assert STAGE.events == ["a", "b", "c"] and client.num_lookups == 1
+        clock.now_s = 6.0
+        answer(server, 4, id="d")
+        assert client.num_lookups == 2
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -277,7 +277,7 @@ class LoadedModel:
         try:
             self._config.complete_instance_groups()
             with self._config.open():
-                self.backend.functions.call("ModelInitialize", self)
+                self.backend.functions.call("TRITONBACKEND_ModelInitialize", self)
             self._config.check()
             self._start_serving(self._config.current)
         except BaseException:
@@ -299,7 +299,7 @@ class LoadedModel:
     def not_ready_reason(self, timeout_s: float | None = None) -> str:
         """Why the backend says that an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at most,
         or `timeout_s`."""
-        if not self.backend.functions.has("ModelInstanceReady"):
+        if not self.backend.functions.has("TRITONBACKEND_ModelInstanceReady"):
             return ""
         return self._readiness.reason(self._instances.check_ready, timeout_s)
 
@@ -314,7 +314,7 @@ class LoadedModel:
             self._strategy.finalize()
             self._strategy = None
         self._instances.finalize()
-        self.backend.functions.finalize("ModelFinalize", self)
+        self.backend.functions.finalize("TRITONBACKEND_ModelFinalize", self)
         self._services.leaks.forget(self.name, self.version)
 
     # --- requests ---------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class LoadedInstance:
         self.model.activity_hub.add_instance(self)
         try:
             with self.host_policy.bound():
-                self._functions.call("ModelInstanceInitialize", self)
+                self._functions.call("TRITONBACKEND_ModelInstanceInitialize", self)
         except OSError as error:
             raise internal(f"instance '{self.name}' cannot be bound as its host policy says: {error}") from error
         self._is_initialized = True
@@ -196,7 +196,7 @@ class LoadedInstance:
     def finalize(self) -> None:
         self.model.activity_hub.remove_instance(self)
         self._is_initialized = False
-        self._functions.finalize("ModelInstanceFinalize", self)
+        self._functions.finalize("TRITONBACKEND_ModelInstanceFinalize", self)
 
     def watch(self, kinds: frozenset[EventKind]) -> None:
         if self._is_initialized:
@@ -237,7 +237,7 @@ class LoadedInstance:
 
     def check_ready(self) -> None:
         """Raises the backend's TritonError when the instance is not ready."""
-        self._functions.call("ModelInstanceReady", self)
+        self._functions.call("TRITONBACKEND_ModelInstanceReady", self)
 
     def kill(self) -> int:
         """Kills the process that the instance runs in, and returns its id. Raises the backend's TritonError."""

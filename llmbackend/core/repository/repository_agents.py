@@ -1,8 +1,6 @@
-"""Repository agents: finds and loads them, and tells them of every load and unload of a model that names them.
+"""Repository agents: finds and loads them, and calls them at every load and unload of a model that names them.
 
-For: the repository (LOAD, which may refuse or move a model) and the life cycle (how the load ended). Does not know:
-what agents do. Invariant: an agent is initialised while a model uses it and finalised, once, when none does.
-Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
+An agent is loaded while a model uses it. Source: repo_agent.cc and TritonRepoAgentModelList in Triton's core.
 """
 
 from __future__ import annotations
@@ -10,18 +8,19 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.config.model_config import read_config
-from llmbackend.core.errors import TritonError, internal, invalid_argument, unavailable
-from llmbackend.core.files import import_file
-from llmbackend.core.repoagent_api import API_VERSION, Action
 from llmbackend.fork_server.process_resources import OwnedFolder
 
+from ..config.model_config import read_config
+from ..errors import TritonError, internal, invalid_argument, unavailable
+from ..files import call_entry_point, import_file, load_library
+from ..repoagent_api import API_VERSION, Action
 from .model_files import config_path
 
 log = logging.getLogger(__name__)
@@ -29,24 +28,24 @@ log = logging.getLogger(__name__)
 BUNDLED_DIRECTORY = Path(__file__).parents[2] / "repoagents"
 DEFAULT_DIRECTORY = Path("/opt/tritonserver/repoagents")
 _FORWARD = (Action.LOAD, Action.UNLOAD)
-"""Told to the first agent first; other actions to the last one first."""
+"""Sent to the first agent first; other actions to the last one first."""
 _NEXT: dict[Action | None, tuple[Action, ...]] = {
     None: (Action.LOAD,),
     Action.LOAD: (Action.LOAD_COMPLETE, Action.LOAD_FAIL),
     Action.LOAD_COMPLETE: (Action.UNLOAD,),
     Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
 }
-"""By the last action that an agent was told: the actions that may follow."""
+"""By an agent's last action: the actions that may follow."""
 _REMAINING: dict[Action | None, tuple[Action, ...]] = {
     Action.LOAD: (Action.LOAD_FAIL,),
     Action.LOAD_COMPLETE: (Action.UNLOAD, Action.UNLOAD_COMPLETE),
     Action.UNLOAD: (Action.UNLOAD_COMPLETE,),
 }
-"""By the last action that an agent was told: those that it must still see before it is finalised."""
+"""By an agent's last action: those that must follow before it is finalised."""
 
 
 class LoadedAgent:
-    """repoagent_api.Agent: what an agent's functions get as `agent`. `state` belongs to the agent."""
+    """repoagent_api.Agent, and the agent's functions."""
 
     api_version = API_VERSION
 
@@ -62,17 +61,10 @@ class LoadedAgent:
             )
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Calls TRITONREPOAGENT_<function> if the module has it. Any exception of it becomes a TritonError."""
+        """Calls TRITONREPOAGENT_<function> if the module has it. Raises only TritonErrors."""
         entry_point: Callable[..., None] | None = getattr(self._module, f"TRITONREPOAGENT_{function}", None)
-        if entry_point is None:
-            return
-        try:
-            entry_point(self, *arguments)
-        except TritonError as error:
-            raise TritonError(error.message, error.code) from None
-        except (Exception, SystemExit) as error:
-            log.exception("TRITONREPOAGENT_%s of repository agent '%s' failed", function, self.name)
-            raise internal(f"{type(error).__name__}: {error}") from None
+        if entry_point is not None:
+            call_entry_point(f"repository agent '{self.name}'", entry_point, self, *arguments)
 
     def call_logged(self, function: str, *arguments: Any) -> None:
         """As `call`, but logs the error."""
@@ -83,7 +75,7 @@ class LoadedAgent:
 
 
 class LoadedAgentModel:
-    """repoagent_api.AgentModel: one load of a model, as one of its agents sees it. `state` belongs to the agent."""
+    """repoagent_api.AgentModel: one load of a model, for one agent."""
 
     def __init__(self, agent: LoadedAgent, parameters: Mapping[str, str], config: ModelConfig, location: Path) -> None:
         self.state: Any = None
@@ -133,7 +125,7 @@ class LoadedAgentModel:
         self.agent.call("ModelAction", self, action)
 
     def finish(self) -> None:
-        """Tells the agent the remaining actions, then ModelFinalize."""
+        """Sends the remaining actions, then calls ModelFinalize."""
         for action in _REMAINING.get(self.last, ()):
             try:
                 self.act(action)
@@ -145,14 +137,10 @@ class LoadedAgentModel:
 
 
 class AgentChain:
-    """The agents of one load of a model, shared by its versions. Any thread; agents are called one at a time.
-
-    An agent sees the actions of a model in order: LOAD and UNLOAD first agent first, their ends last agent first; the
-    last is LOAD_FAIL or UNLOAD_COMPLETE. Owns the agents and the directories that they acquire for the model.
-    """
+    """The agents of one load of a model, shared by its versions. Any thread; agents are called one at a time."""
 
     def __init__(self, release: Callable[[LoadedAgent], None]) -> None:
-        """release: called once for each agent when the model no longer uses it."""
+        """release: called once for each agent, when the model no longer uses it."""
         self._release = release
         self._lock = threading.RLock()
         self._models: list[LoadedAgentModel] = []
@@ -162,24 +150,24 @@ class AgentChain:
 
     @property
     def location(self) -> Path:
-        """Where to load the model from: the last agent decides."""
+        """Where to load the model from, as the last agent decided."""
         return self._models[-1].location
 
     def add(self, model: LoadedAgentModel) -> None:
-        """Adds an agent: initialises it for this model and sends it LOAD. Raises the agent's TritonError."""
+        """Initialises an agent for this model and sends it LOAD. Raises the agent's TritonError."""
         self._models.append(model)
         model.agent.call("ModelInitialize", model)
         model.act(Action.LOAD)
 
     def load_ended(self, succeeded: bool, versions: int) -> None:
-        """`versions` were made; `version_unloaded` will be called for each."""
+        """versions: how many were made; `version_unloaded` follows for each."""
         with self._lock:
             self._tell(Action.LOAD_COMPLETE if succeeded else Action.LOAD_FAIL)
             self._versions = versions
             self._close_if_unused()
 
     def unloading(self) -> None:
-        """A version is taken out of service; only the first call counts."""
+        """A version is taken out of service; later calls do nothing."""
         with self._lock:
             self._tell(Action.UNLOAD)
 
@@ -190,13 +178,13 @@ class AgentChain:
             self._close_if_unused()
 
     def close_unless_loaded(self) -> None:
-        """Closes the chain of a load that failed before `load_ended`; otherwise does nothing."""
+        """Closes the chain of a load that failed before `load_ended`."""
         with self._lock:
             if self._versions is None:
                 self.close()
 
     def close(self) -> None:
-        """Ends every agent model, last agent first, and releases the agents."""
+        """Finalises and releases the agents, the last one first."""
         with self._lock:
             if self._is_closed:
                 return
@@ -237,14 +225,13 @@ class AgentManager:
             return sorted((agent.name, str(agent.file)) for agent in self._agents.values())
 
     def load(self, config: ModelConfig, directory: Path, config_name: str) -> AgentChain:
-        """Asks the agents that `config` names, in order, whether the model in `directory` may load.
+        """Sends LOAD for the model in `directory` to the agents that `config` names, in order.
 
-        Raises TritonError INTERNAL when one cannot be found or refuses; those asked before have then been told
-        LOAD_FAIL."""
+        Raises TritonError INTERNAL when one cannot be found or refuses; the agents before it then get LOAD_FAIL."""
         chain = AgentChain(self._release)
-        original, current = config, config
+        current = config
         try:
-            for index, wanted in enumerate(original.model_repository_agents.agents):
+            for index, wanted in enumerate(config.model_repository_agents.agents):
                 if index:
                     directory = chain.location
                     current = _config_at(directory, config_name)
@@ -256,7 +243,7 @@ class AgentManager:
         return chain
 
     def _release(self, agent: LoadedAgent) -> None:
-        """A model no longer uses the agent; after the last one the agent is finalised."""
+        """A model no longer uses the agent, which is finalised after the last one."""
         with self._lock:
             agent.users -= 1
             if agent.users:
@@ -275,12 +262,7 @@ class AgentManager:
 
     def _load(self, name: str) -> LoadedAgent:
         file = self._find(name)
-        try:
-            module = import_file(file)
-        except Exception as error:
-            log.exception("unable to load repository agent %s", file)
-            raise internal(f"unable to load shared library: {type(error).__name__}: {error}") from None
-        agent = LoadedAgent(name, file, module)
+        agent = LoadedAgent(name, file, load_library("shared library", file, partial(import_file, file)))
         try:
             agent.call("Initialize")
         except TritonError:

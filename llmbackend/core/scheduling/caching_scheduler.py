@@ -1,8 +1,7 @@
-"""A scheduler with the response cache before it: a cached response is sent at once, without queueing the request.
+"""A scheduler behind the response cache: a cached response is sent at once, without queueing the request.
 
-For: models with `response_cache { enable: true }` on a server with a cache. Does not know: what a cache is made of, how
-the scheduler behind it works. Invariants: a request is answered from the cache or by the scheduler, never by both;
-only a single, successful, final response is cached; a failure of the cache costs a hit, never a request.
+Invariants: a request is answered from the cache or by the scheduler, never by both; only a single, successful, final
+response is cached; a failure of the cache costs a hit, never a request.
 Source: CacheLookUp and DelegateResponse in Triton's dynamic_batch_scheduler.cc; golden transcript 44.
 """
 
@@ -12,25 +11,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
-from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.caching import CacheKeys, ResponseCache, pack, unpack
-from llmbackend.core.errors import ErrorCode, TritonError, internal, request_tag
-from llmbackend.core.messages import InferenceResponse, ResponseCallback
-from llmbackend.core.metrics.model_metrics import FailureReason
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.requests.response_channel import ChannelOwner
-
+from ..backend_api import ResponseFlag
+from ..caching import CacheKeys, ResponseCache, pack, unpack
+from ..errors import ErrorCode, TritonError, internal, request_tag
+from ..messages import InferenceResponse, ResponseCallback
+from ..metrics.model_metrics import FailureReason
+from ..requests.queued_request import QueuedRequest
+from ..requests.response_channel import ChannelOwner
 from .scheduler import DelegatingScheduler, Scheduler
 
 log = logging.getLogger(__name__)
 
 
 class _Recording:
-    """The responses of a request that missed, on their way to the client. only: the single response so far; None when
-    there are several, or an error."""
+    """The responses of a request that missed. only: the single response so far; None after several, or an error."""
 
     __slots__ = ("client", "key", "lookup_ns", "only", "responses")
 
@@ -60,15 +57,16 @@ class CachingScheduler(DelegatingScheduler):
         return super().__len__() + self._waiting
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Raises TritonError as the inner scheduler does; if the cache looks up on its own threads, fails the request
-        with that error instead. A request that continues after earlier responses is not looked up."""
+        """Raises TritonError as the inner scheduler does; fails the request with that error instead if the cache looks
+        up on its own threads. A request that continues after earlier responses is not looked up."""
         if request.resume is not None and request.resume.deltas:
             super().enqueue(request)
-        elif self._cache.is_remote:
+            return
+        look_up, skip = partial(self._look_up, request), partial(super().enqueue, request)
+        if self._cache.is_remote:
             self._count_waiting(1)
-            self._cache.run_lookup(partial(self._look_up_later, request))
-        else:
-            self._cache.run_lookup(partial(self._look_up, request))
+            look_up, skip = partial(self._run_later, look_up, request), partial(self._run_later, skip, request)
+        self._cache.run_lookup(look_up, skip)
 
     def leaked_resources(self) -> Mapping[str, int]:
         return {**super().leaked_resources(), "requests that wait for the response cache": self._waiting}
@@ -77,10 +75,11 @@ class CachingScheduler(DelegatingScheduler):
         with self._lock:
             self._waiting += change
 
-    def _look_up_later(self, request: QueuedRequest) -> None:
+    def _run_later(self, step: Callable[[], None], request: QueuedRequest) -> None:
+        """On a thread of the cache."""
         self._count_waiting(-1)
         try:
-            self._look_up(request)
+            step()
         except TritonError as error:
             request.fail(error, FailureReason.REJECTED)
         except Exception as error:
@@ -139,6 +138,6 @@ class CachingScheduler(DelegatingScheduler):
             self._cache.insert(key, pack(response))
         except Exception as error:
             if isinstance(error, TritonError) and error.code is ErrorCode.ALREADY_EXISTS:
-                return  # an equal request was answered in the meantime; as in Triton, not counted as a miss
+                return  # an equal request was answered meanwhile; as in Triton, not counted as a miss
             log.error("%sFailed to insert into response cache: %s", request_tag(response.request_id), error)
         self._statistics.record_cache_miss(lookup_ns, time.monotonic_ns() - start_ns)

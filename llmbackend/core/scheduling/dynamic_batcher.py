@@ -1,9 +1,7 @@
-"""The dynamic batcher: several queued requests that fit together go to one Execute.
+"""The dynamic batcher: queued requests that fit together are executed together, also those of sequences (oldest).
 
-For: models with `dynamic_batching`, and sequences of the oldest strategy. Does not know: how tensors are joined
-(Execute gets separate requests). Invariants: a batch is a prefix of the queue; no request waits longer than
-max_queue_delay for others.
-Source: GetDynamicBatch in Triton's dynamic_batch_scheduler.cc, RequiredEqualInputs; golden transcript 59.
+Invariants: a batch is a prefix of the queue; no request waits longer than max_queue_delay for others. Execute gets
+separate requests. Source: GetDynamicBatch in Triton's dynamic_batch_scheduler.cc, RequiredEqualInputs; golden 59.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,8 +23,8 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import MAX_SLEEP_S, Timer
 
 from ..backend_api import Model, Request
-from ..errors import TritonError, internal, invalid_argument, not_found, unsupported
-from ..files import import_file
+from ..errors import TritonError, invalid_argument, not_found, unsupported
+from ..files import call_entry_point, import_file, load_library
 from ..metrics.model_metrics import Statistics
 from ..requests.queued_request import QueuedRequest
 from .request_queue import RequestQueue
@@ -45,7 +44,7 @@ FUNCTIONS = (
 
 
 class FormingBatch:
-    """One batch that is being put together."""
+    """One batch that is being formed."""
 
     def __init__(self, include: Callable[[Request, Any], bool], state: Any, model: str) -> None:
         self._include = include
@@ -53,7 +52,7 @@ class FormingBatch:
         self._model = model
 
     def includes(self, request: Request) -> bool:
-        """Whether the request may join. If so, the strategy counts it as joined."""
+        """Whether the strategy lets the request join; if so, it has joined."""
         try:
             return bool(self._include(request, self._state))
         except Exception:
@@ -62,14 +61,12 @@ class FormingBatch:
 
 
 class BatchStrategy:
-    """The five functions for one model version, from `initialize` to `finalize`.
-
-    Where Triton loads a batchstrategy.so, this host loads a Python module with the same five names. They run under the
-    queue's lock, as in Triton, so they must be quick.
+    """A custom batching strategy for one model version: a Python module with the five functions of Triton's
+    batchstrategy.so. As in Triton they run under the queue's lock, so they must be quick.
 
     TRITONBACKEND_ModelBatcherInitialize(model: Model) -> batcher          once per model version
     TRITONBACKEND_ModelBatcherFinalize(batcher) -> None                    before the model is finalised
-    TRITONBACKEND_ModelBatchInitialize(batcher) -> batch                   a batch begins to form; its own state
+    TRITONBACKEND_ModelBatchInitialize(batcher) -> batch                   the state of a batch that begins to form
     TRITONBACKEND_ModelBatchIncludeRequest(request: Request, batch) -> bool
     TRITONBACKEND_ModelBatchFinalize(batch) -> None
     """
@@ -81,14 +78,9 @@ class BatchStrategy:
         self._batcher: Any = None
 
     def initialize(self, model: Model) -> None:
-        """Raises the strategy's TritonError; its other exceptions become INTERNAL."""
-        try:
-            self._batcher = self._functions["TRITONBACKEND_ModelBatcherInitialize"](model)
-        except TritonError as error:
-            raise TritonError(error.message, error.code) from None
-        except Exception as error:
-            log.exception("Custom batcher initialization failed for model %s", self._model)
-            raise internal(f"{type(error).__name__}: {error}") from None
+        """Raises TritonError when the strategy's initialization fails."""
+        initialize = self._functions["TRITONBACKEND_ModelBatcherInitialize"]
+        self._batcher = call_entry_point(f"the batching strategy of model '{self._model}'", initialize, model)
 
     def finalize(self) -> None:
         self._call("batcher finalization", "TRITONBACKEND_ModelBatcherFinalize", self._batcher)
@@ -112,16 +104,16 @@ class BatchStrategy:
 
 
 def load_strategy(model: Model) -> BatchStrategy | None:
-    """The strategy of a model version, initialised; None when it has none.
+    """The initialised strategy of a model version; None when it has none.
 
-    Raises TritonError: INVALID_ARG for a module that lacks functions, a path out of the model's directory or a sequence
-    model, NOT_FOUND for a path that does not exist, UNSUPPORTED for native code, or what its initialisation raised.
+    Raises TritonError: INVALID_ARG for a module that lacks functions, a path outside of the model's directory or a
+    sequence model, NOT_FOUND for a path that does not exist, UNSUPPORTED for native code, and when it fails to load.
     """
     path = _find(model.config, model)
     if path is None:
         return None
     log.info("Loading custom batching strategy library %s for model %s", path, model.name)
-    module = _import(path)
+    module = load_library("batching library", path, partial(import_file, path))
     functions = _functions(module, path, model.name)
     if not functions:
         return None
@@ -131,7 +123,7 @@ def load_strategy(model: Model) -> BatchStrategy | None:
 
 
 def _find(config: ModelConfig, model: Model) -> Path | None:
-    """The module that the configuration names, or the first of: version, model and backend directory."""
+    """The module that the configuration names, else the first in the version, model and backend directory."""
     if PATH_PARAMETER in config.parameters:
         if config.HasField("sequence_batching"):
             raise invalid_argument(
@@ -177,16 +169,8 @@ def _native(path: Path, model: str) -> TritonError:
     )
 
 
-def _import(path: Path) -> ModuleType:
-    try:
-        return import_file(path)
-    except Exception as error:
-        log.exception("unable to load batching library %s", path)
-        raise internal(f"unable to load batching library: {type(error).__name__}: {error}") from None
-
-
 def _functions(module: ModuleType, path: Path, model: str) -> dict[str, Callable[..., Any]]:
-    """The five functions, or none of them, as Triton allows."""
+    """All five functions, or none, as Triton allows."""
     functions = {name: function for name in FUNCTIONS if callable(function := getattr(module, name, None))}
     if functions and len(functions) < len(FUNCTIONS):
         raise invalid_argument(f"{path} does not define all required custom batching functions for model {model}")
@@ -197,9 +181,9 @@ BatchKey = tuple[tuple[str, tuple[int, ...] | None], ...]
 
 
 class EqualInputs:
-    """What requests of one model must have in common to share a batch: the shapes of inputs that are variable and not
-    `allow_ragged_batch`, and, if inputs are optional, which ones are there. Equal keys mean that requests can be joined
-    along the batch dimension; a model whose inputs cannot differ has one key, so that nothing is compared."""
+    """What requests must have in common to share a batch, so that they can be joined along the batch dimension: the
+    shapes of inputs that are variable and not `allow_ragged_batch`, and, if inputs are optional, which ones are
+    present."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._of_equal_shape = frozenset(
@@ -226,7 +210,7 @@ class _Prefix:
     """Requests."""
     rows: int = 0
     preferred_count: int = 0
-    """How many of the requests make up the best preferred size; 0 = none."""
+    """Requests in the best preferred size; 0 = none."""
     is_full: bool = False
     """Whether the batch cannot grow."""
     oldest_ns: int = 0
@@ -242,11 +226,9 @@ class _Prefix:
 class DynamicBatcher(RequestQueue):
     """The queue of a model with dynamic batching.
 
-    A batch has at most max_batch_size rows unless a single request has more. It exceeds the largest preferred size
-    only when its oldest request has waited max_queue_delay. An instance forms its batch on its own thread, when it is
-    free, so that a batch grows until then; `optimization.eager_batching` therefore has no effect.
-
-    strategy: may end a batch earlier
+    A batch has at most max_batch_size rows unless a single request has more. It exceeds the largest preferred size only
+    when its oldest request has waited max_queue_delay. An instance forms its batch when it is free, so that a batch
+    grows until then; `optimization.eager_batching` therefore has no effect.
     """
 
     def __init__(
@@ -292,7 +274,7 @@ class DynamicBatcher(RequestQueue):
                 if prefix.rows + rows > self._most_rows or request.batch_key != first.batch_key:
                     prefix.is_full = True
                     break
-            # A request that the strategy refuses even as the first goes alone, or it would block the queue.
+            # A request that the strategy refuses as the first one is executed alone, or it would block the queue.
             if batch is not None and not batch.includes(request) and prefix.count:
                 prefix.is_full = True
                 break
