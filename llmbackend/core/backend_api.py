@@ -1,8 +1,7 @@
-"""The contract between the host and a backend: what a backend must export, and what it sees of the host.
+"""The contract between the host and a backend: what a backend must export, and what it can use of the host.
 
-A backend imports this module and nothing else of the host. It does not see language models, wire protocols, or how the
-host is built. Source: Triton's `tritonbackend.h` (API 1.19). Names are kept: a C function `TRITONBACKEND_XDoY(x, …)` is
-the method `X.do_y(…)` here.
+A backend imports only this module of the host. Source: Triton's `tritonbackend.h` (API 1.19). A C function
+`TRITONBACKEND_XDoY(x, …)` is the method `X.do_y(…)` here.
 
 Functions
     A backend is a Python module with the functions below. Only TRITONBACKEND_ModelInstanceExecute is required.
@@ -10,7 +9,7 @@ Functions
     TRITONBACKEND_Initialize(backend: Backend) -> None
         Once per backend, before its first model. Sets the backend's policies.
     TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None
-        Fills in `attributes`. If it fails, the defaults apply.
+        Fills in `attributes`. If it fails, the defaults are used.
     TRITONBACKEND_Finalize(backend: Backend) -> None
         When the server stops.
 
@@ -22,36 +21,32 @@ Functions
     TRITONBACKEND_ModelInstanceInitialize(instance: ModelInstance) -> None
         Once per instance, after ModelInitialize.
     TRITONBACKEND_ModelInstanceExecute(instance: ModelInstance, requests: Sequence[Request]) -> None
-        Computes a batch, or takes it over to compute it later. Never called twice at once for one instance.
+        Computes a batch, or takes it over to compute it later. Calls for one instance do not overlap.
     TRITONBACKEND_ModelInstanceReady(instance: ModelInstance) -> None
         Raises TritonError when the instance is not ready. Called from any thread.
     TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None
-        When no request is with the instance any more.
+        When the instance has no requests any more.
 
     Not in Triton's API:
 
     LLMBACKEND_ModelForecast(model: Model) -> Mapping[str, Any]
-        What an instance would be and take: JSON values by name, for `llmbackend check`. Called after ModelInitialize of
-        a model that gets no instances. Raises the TritonError that an instance would fail with.
-
+        Properties and needs of an instance: JSON values by name, for `llmbackend check`. Called after ModelInitialize
+        of a model that gets no instances. Raises the TritonError that an instance would fail with.
     LLMBACKEND_ModelInstanceMemoryUsage(instance: ModelInstance) -> Sequence[MemoryUsage]
-        What the instance holds now, for statistics: TRITONBACKEND_ModelInstanceReportMemoryUsage, asked for instead of
-        reported. Called from any thread, only after ModelInstanceInitialize; it must not block.
-
-    And for backends whose instances run in processes of their own:
-
+        The instance's memory now, for statistics (in Triton reported by TRITONBACKEND_ModelInstanceReportMemoryUsage).
+        Called from any thread, after ModelInstanceInitialize; it must not block.
     LLMBACKEND_ModelInstanceKill(instance: ModelInstance) -> int
-        Kills the instance's process with SIGKILL, as a crash would, and returns its id: operators test by it what a
-        crash does. Raises TritonError UNAVAILABLE when there is no process now. Called from any thread.
+        For instances with their own process: kills it with SIGKILL and returns its id, so that operators can test a
+        crash. Raises TritonError UNAVAILABLE when there is no process now. Called from any thread.
 
-    Not in Triton's API, for backends that say what their instances do (core/activity/messages.py); otherwise the host
-    says which requests they have:
+    Not in Triton's API, for backends that report the activity of their instances (core/activity/messages.py); for
+    others the host reports their requests:
 
     LLMBACKEND_ModelInstanceWatch(instance: ModelInstance, kinds: frozenset[str]) -> None
-        What to report to `instance.activity` from now on ("requests", "steps", …); at first nothing. With "blocks", all
-        of them are to be reported now. Called from any thread, under locks of the host: it must only take note.
+        What to report to `instance.activity` from now on ("requests", "steps", …); initially nothing. With "blocks",
+        all blocks must be reported again. Called from any thread, under locks of the host: it must not block.
     LLMBACKEND_ModelInstanceDescribe(instance: ModelInstance) -> InstanceDescription
-        The instance now. Called from any thread, only after ModelInstanceInitialize.
+        The instance now. Called from any thread, after ModelInstanceInitialize.
 
 Failure
     - A function fails by raising TritonError. Any other exception counts as INTERNAL.
@@ -68,14 +63,14 @@ Ownership of requests
       stays usable until it is closed.
 
 Sending
-    - `Response.send` does not block, so one thread can send for many requests. It does so `with responses_together():`,
-      which wakes the clients' side once for all of them.
-    - `ResponseFactory.send` sends a response in one call. Its outputs may be `Outputs`, plain values of which tensors
-      are made only for clients that need them: together this makes a stream of small responses cheap.
+    - `Response.send` does not block, so one thread can send for many requests. `with responses_together():` wakes the
+      receivers once for all of them.
+    - `ResponseFactory.send` sends a response in one call. Its outputs may be `Outputs`: plain values, which are
+      converted to tensors only for clients that need them. Both make streams of small responses cheap.
     - An ensemble may take the responses of a decoupled model more slowly than the model sends them
-      (`max_inflight_requests`). Responses are then held up to a limit in bytes. Beyond it that one request ends with an
-      error, and is cancelled at the backend.
-    - A backend that sends from a thread per request or per instance may ask to be blocked instead: see SendPolicy.
+      (`max_inflight_requests`). Responses are then held up to a limit in bytes; beyond it the request ends with an
+      error and is cancelled at the backend. A backend that sends from a thread per request or per instance may choose
+      to be blocked instead: see SendPolicy.
 """
 
 from __future__ import annotations
@@ -146,12 +141,12 @@ __all__ = [
 ]  # fmt: skip
 
 API_VERSION = (1, 19)
-"""Of this module. A backend keeps the value that it was written for as a constant of its own."""
+"""Of this module. A backend has a constant with the version that it was written for."""
 _log = logging.getLogger(__name__)
 
 
 class ExecutionPolicy(Enum):
-    """On which thread Execute is called. It returns when the instance can take another call."""
+    """On which thread Execute is called."""
 
     BLOCKING = "BLOCKING"
     """Each instance has its own thread."""
@@ -163,9 +158,9 @@ class SendPolicy(Enum):
     """What `Response.send` does when an ensemble takes responses more slowly than they are sent."""
 
     IMMEDIATE = "IMMEDIATE"
-    """It returns at once; the response is held, up to a limit."""
+    """Returns at once; the response is held, up to a limit."""
     BLOCKING = "BLOCKING"
-    """It blocks the calling thread until the ensemble has room, for at most 300 s."""
+    """Blocks until the ensemble has room, for at most 300 s."""
 
 
 class InstanceGroupKind(Enum):
@@ -181,17 +176,19 @@ class ReleaseFlag(IntFlag):
 
 
 class Backend(Protocol):
-    """A loaded backend."""
+    """A loaded backend. The policies and `resumes` may be set in Initialize.
+
+    state: for the backend's own use; None at first
+    execution_policy: default BLOCKING
+    send_policy: default IMMEDIATE
+    resumes: whether it reads `Request.resume` and sends deltas; default false; the host refuses requests with deltas
+        to other backends. Not in Triton's API
+    """
 
     state: Any
-    """For the backend's own use; None at first."""
     execution_policy: ExecutionPolicy
-    """To be set in Initialize; default BLOCKING."""
     send_policy: SendPolicy
-    """To be set in Initialize; default IMMEDIATE."""
     resumes: bool
-    """To be set in Initialize: whether it reads `Request.resume` and gives responses deltas; default false. The host
-    refuses requests with deltas to other backends. Not in Triton's API."""
 
     @property
     def name(self) -> str: ...
@@ -203,7 +200,7 @@ class Backend(Protocol):
     def api_version(self) -> tuple[int, int]: ...
     @property
     def config(self) -> Mapping[str, str]:
-        """The merged settings of `--backend-config`, those inside Triton's `{"cmdline": {...}}`."""
+        """The merged settings of `--backend-config`, which Triton gives as `{"cmdline": {...}}`."""
 
     def metric_family(
         self,
@@ -213,10 +210,10 @@ class Backend(Protocol):
         label_names: Sequence[str] | None = (),
         buckets: Sequence[float] | None = None,
     ) -> MetricFamily:
-        """The family of that name. The first call creates it and decides its description.
+        """The family of that name. The first call creates it, with this description.
 
         label_names: the labels of all its metrics; None = each metric names its own
-        buckets: upper bounds of its histograms
+        buckets: upper bounds of its histograms; None = Prometheus's usual ones
 
         Raises TritonError ALREADY_EXISTS when it exists with another kind or other label names.
         """
@@ -224,19 +221,20 @@ class Backend(Protocol):
 
 @dataclass
 class BackendAttributes:
-    """What TRITONBACKEND_GetBackendAttribute may fill in."""
+    """The attributes that TRITONBACKEND_GetBackendAttribute may set.
+
+    preferred_groups: kind and count of the instance groups of models whose configuration has none
+    parallel_instance_loading: whether instances of a model may be initialised at the same time
+    """
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
-    """Kind and count of the instance groups for models whose configuration has none."""
     parallel_instance_loading: bool = False
-    """Whether instances of a model may be initialised at the same time."""
 
 
 class Model(Protocol):
-    """One version of a model."""
+    """One version of a model. state: for the backend's own use; None at first."""
 
     state: Any
-    """For the backend's own use; None at first."""
 
     @property
     def name(self) -> str: ...
@@ -255,51 +253,49 @@ class Model(Protocol):
         """A copy of the current configuration."""
 
     def set_config(self, config: ModelConfig) -> None:
-        """Auto-complete: takes over from `config` max_batch_size, inputs, outputs, model_transaction_policy, the
-        scheduling choice unless one is set, and parameters that are not set (the last is not in Triton).
-
-        Raises TritonError UNSUPPORTED outside of ModelInitialize.
-        """
+        """Auto-complete: takes from `config` max_batch_size, inputs, outputs, model_transaction_policy, the scheduling
+        choice unless one is set, and, not in Triton, parameters that are not set. Raises TritonError UNSUPPORTED
+        outside of ModelInitialize."""
 
     @property
     def auto_complete_config(self) -> bool:
         """False with --disable-auto-complete-config; then `set_config` must not be called."""
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Runs an inference on another model of the host (BLS): TRITONSERVER_ServerInferAsync for backends.
+        """Runs an inference on another model of the host (BLS; TRITONSERVER_ServerInferAsync). Returns at once.
 
-        Returns at once. The responses come through `callback`: one from an ordinary model, any number from a decoupled
-        one. The request is validated, scheduled, counted and cancelled like a client's, it keeps its model loaded, and
-        it is served also while the server stops. Cancelling the request that it is made for does not cancel it; if it
-        should, pass `handle.cancel` to that request's `on_cancel`.
+        `callback` gets one response from an ordinary model, any number from a decoupled one. The request is validated,
+        scheduled, counted and cancelled like a client's, keeps its model loaded, and is also served while the server
+        stops. It is not cancelled with the request that it is made for, unless `handle.cancel` is passed to that
+        request's `on_cancel`.
 
         Raises TritonError with Triton's texts when the request is refused (unknown or unready model, invalid input,
         full queue); then `callback` is never called.
         """
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """Whether a READY model may answer with any number of responses. Raises TritonError as `infer_async` does."""
+        """Whether a READY model may send any number of responses. Raises TritonError as `infer_async`."""
 
     def is_model_ready(self, name: str, version: int = -1) -> bool:
         """False also for a model that is unknown or not loaded."""
 
     def load_model(self, name: str, parameters: Mapping[str, str | bytes] | None = None) -> None:
-        """Loads or reloads a model of the repository, as a client's load request does; blocks until done. A model must
-        not load itself from its own ModelInitialize.
+        """Loads or reloads a model of the repository, like a client's load request; blocks until done. A model must not
+        load itself in its ModelInitialize.
 
-        parameters: "config" = JSON text of a configuration, "file:<path>" = a file's content. Raises TritonError when
-        the load fails, and UNAVAILABLE unless the model control mode is explicit.
+        parameters: "config" = JSON text of a configuration, "file:<path>" = a file's content
+
+        Raises TritonError when the load fails, and UNAVAILABLE unless the model control mode is explicit.
         """
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload a model; its requests in flight are finished. Raises TritonError as `load_model`."""
+        """Begins to unload a model, whose requests in flight are finished. Raises TritonError as `load_model`."""
 
 
 class ModelInstance(Protocol):
-    """One instance of a model version."""
+    """One instance of a model version. state: for the backend's own use; None at first."""
 
     state: Any
-    """For the backend's own use; None at first."""
 
     @property
     def name(self) -> str: ...
@@ -313,12 +309,12 @@ class ModelInstance(Protocol):
     def is_passive(self) -> bool: ...
     @property
     def host_policy(self) -> HostPolicy:
-        """TRITONBACKEND_ModelInstanceHostPolicy: what the instance's threads are bound to. The host binds the thread of
-        Initialize and the thread of Execute; a backend that starts processes binds those."""
+        """What the instance's threads are bound to. The host binds the threads of Initialize and Execute; a backend
+        binds the processes that it starts."""
 
     @property
     def activity(self) -> InstanceActivity:
-        """For those who watch the server. Not in Triton's API."""
+        """Where to report what the instance does. Not in Triton's API."""
 
     def report_statistics(
         self,
@@ -329,8 +325,8 @@ class ModelInstance(Protocol):
         compute_end_ns: int,
         exec_end_ns: int,
     ) -> None:
-        """To be called once per request, before its release. Times are of time.monotonic_ns(). With success=False the
-        times are ignored and a failure with reason BACKEND is counted."""
+        """To be called once per request, before its release. Times are of time.monotonic_ns(). Without success the
+        times are ignored, and a failure with reason BACKEND is counted."""
 
     def report_batch_statistics(
         self, batch_size: int, exec_start_ns: int, compute_start_ns: int, compute_end_ns: int, exec_end_ns: int
@@ -345,8 +341,7 @@ class ModelInstance(Protocol):
         response_end_ns: int,
         error: TritonError | None = None,
     ) -> None:
-        """To be called once per response; it counts for the response's index in `factory`. compute_output_start_ns
-        0 = an empty response."""
+        """To be called once per response, in their order. compute_output_start_ns: 0 = an empty response."""
 
 
 @runtime_checkable
@@ -359,7 +354,7 @@ class Request(Protocol):
 
     @property
     def number(self) -> int:
-        """Unique in the server's life; operators name the request by it. Not in Triton's API."""
+        """Unique in this process; operators name the request by it. Not in Triton's API."""
 
     @property
     def correlation_id(self) -> int | str: ...
@@ -375,43 +370,41 @@ class Request(Protocol):
     def inputs(self) -> Mapping[str, Tensor]: ...
     @property
     def requested_outputs(self) -> Sequence[str]:
-        """Names of the outputs to return; all outputs of the model when the client named none."""
+        """All outputs of the model when the client named none."""
 
     @property
     def trace(self) -> RequestTrace | None:
-        """None for a request that is not traced."""
+        """None = not traced."""
 
     @property
     def tenant(self) -> Tenant:
-        """The client that the request is made for. Not in Triton's API; inside NVIDIA's Triton always NO_TENANT."""
+        """The client that the request is made for. Not in Triton's API; NO_TENANT inside NVIDIA's Triton."""
 
     @property
     def resume(self) -> Resume | None:
-        """Whether and where the request continues. Not in Triton's API; inside NVIDIA's Triton always None."""
+        """See Resume. Not in Triton's API; None inside NVIDIA's Triton."""
 
     @property
     def is_cancelled(self) -> bool: ...
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once when the request is cancelled, on the thread that cancels; at once if it already is
-        cancelled. The callback must only enqueue. It stays registered after release, until the request completes. Not
-        in Triton's API, where a backend can only poll."""
+        """Calls `callback` once when the request is cancelled, on the thread that cancels, or at once if it was
+        cancelled before. The callback must only enqueue. It stays registered after the release, until the request
+        completes. Not in Triton's API, where a backend can only poll."""
 
     def new_response(self) -> Response: ...
     def response_factory(self) -> ResponseFactory:
-        """A factory that stays usable after the request's release. Raises TritonError INVALID_ARG after release."""
+        """A factory, usable also after the request's release. Raises TritonError INVALID_ARG after release."""
 
     def new_state(self, tensor: Tensor) -> State:
-        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name.
-
-        Raises TritonError INVALID_ARG after release, for a model without states, and for an unknown name.
-        """
+        """TRITONBACKEND_StateNew: a new value of an implicit state, by the state's output name. Raises TritonError
+        INVALID_ARG after release, for a model without states, and for an unknown name."""
 
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Gives the request back; its inputs must not be used afterwards. With RESCHEDULE the host passes it to Execute
-        again (iterative sequences only).
+        """Returns the request to the host; its inputs must not be used afterwards. With RESCHEDULE the host passes it
+        to Execute again (iterative sequences only).
 
         Raises TritonError INVALID_ARG when it was released before, and for RESCHEDULE on a model without iterative
-        sequences or after the sequence ended; the backend then still owns the request.
+        sequences or after the end of the sequence; then the backend still owns the request.
         """
 
 
@@ -423,18 +416,18 @@ class State(Protocol):
 
 
 class Response(Protocol):
-    """A response under construction. It must not be used after `send`, even if sending failed."""
+    """A response under construction. It must not be used after `send`, also if that failed."""
 
     def add_output(self, tensor: Tensor) -> None: ...
     def set_parameter(self, name: str, value: ParameterValue) -> None: ...
     def send(
         self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
     ) -> None:
-        """Sends it to the client. Blocks only with SendPolicy.BLOCKING. delta: see InferenceResponse."""
+        """Blocks only with SendPolicy.BLOCKING. delta: see InferenceResponse."""
 
 
 class ResponseFactory(Protocol):
-    """Makes responses of one request, also after its release."""
+    """Makes the responses of one request, also after its release."""
 
     @property
     def is_cancelled(self) -> bool: ...
@@ -450,12 +443,9 @@ class ResponseFactory(Protocol):
 
 
 def check_api_version(backend: Backend, built_for: tuple[int, int]) -> None:
-    """For Initialize: logs both versions of this interface, as Triton's backends do.
+    """For Initialize: logs both versions of this interface, as Triton's backends do. built_for: the backend's constant.
 
-    built_for: API_VERSION as it was when the backend was written: a constant of the backend, not this module's value
-
-    Raises TritonError UNSUPPORTED unless the host's major version equals that of `built_for`, and its minor version is
-    at least as high.
+    Raises TritonError UNSUPPORTED unless the host has the same major version and at least the minor version.
     """
     (host_major, host_minor), (major, minor) = backend.api_version, built_for
     _log.info("Triton TRITONBACKEND API version: %d.%d", host_major, host_minor)

@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry
@@ -52,17 +52,6 @@ class ResponseCache(Protocol):
         """Raises TritonError ALREADY_EXISTS when there is one, INTERNAL when it cannot be stored."""
 
     def close(self) -> None: ...
-
-
-class CacheCounts(NamedTuple):
-    size_bytes: int
-    used_bytes: int
-    entries: int
-    lookups: int
-    hits: int
-    evictions: int
-    lookup_ns: int
-    insertion_ns: int
 
 
 class LocalCache:
@@ -131,18 +120,19 @@ class LocalCache:
             self._entries.clear()
             self._used_bytes = 0
 
-    def counts(self) -> CacheCounts:
+    def gauges(self) -> dict[str, float]:
+        """The values of Triton's metrics, by name."""
         with self._lock:
-            return CacheCounts(
-                self._size_bytes,
-                self._used_bytes,
-                len(self._entries),
-                self._lookups,
-                self._hits,
-                self._evictions,
-                self._lookup_ns,
-                self._insertion_ns,
-            )
+            return {
+                "nv_cache_util": self._used_bytes / self._size_bytes,
+                "nv_cache_num_entries": len(self._entries),
+                "nv_cache_num_hits": self._hits,
+                "nv_cache_num_misses": self._lookups - self._hits,
+                "nv_cache_num_lookups": self._lookups,
+                "nv_cache_num_evictions": self._evictions,
+                "nv_cache_lookup_duration": self._lookup_ns // 1000,
+                "nv_cache_insertion_duration": self._insertion_ns // 1000,
+            }
 
     def _evict(self) -> None:
         _, entry = self._entries.popitem(last=False)
@@ -150,24 +140,16 @@ class LocalCache:
         self._evictions += 1
 
 
-_GAUGES: tuple[tuple[str, str, Callable[[CacheCounts], float]], ...] = (
-    ("nv_cache_util", "Cache utilization [0.0 - 1.0]", lambda counts: counts.used_bytes / counts.size_bytes),
-    ("nv_cache_num_entries", "Number of responses stored in response cache", lambda counts: counts.entries),
-    ("nv_cache_num_hits", "Number of cache hits in response cache", lambda counts: counts.hits),
-    ("nv_cache_num_misses", "Number of cache misses in response cache", lambda counts: counts.lookups - counts.hits),
-    ("nv_cache_num_lookups", "Number of cache lookups in response cache", lambda counts: counts.lookups),
-    ("nv_cache_num_evictions", "Number of cache evictions in response cache", lambda counts: counts.evictions),
-    (
-        "nv_cache_lookup_duration",
-        "Total cache lookup duration (hit and miss), in microseconds",
-        lambda counts: counts.lookup_ns // 1000,
-    ),
-    (
-        "nv_cache_insertion_duration",
-        "Total cache insertion duration, in microseconds",
-        lambda counts: counts.insertion_ns // 1000,
-    ),
-)
+_GAUGES = {
+    "nv_cache_util": "Cache utilization [0.0 - 1.0]",
+    "nv_cache_num_entries": "Number of responses stored in response cache",
+    "nv_cache_num_hits": "Number of cache hits in response cache",
+    "nv_cache_num_misses": "Number of cache misses in response cache",
+    "nv_cache_num_lookups": "Number of cache lookups in response cache",
+    "nv_cache_num_evictions": "Number of cache evictions in response cache",
+    "nv_cache_lookup_duration": "Total cache lookup duration (hit and miss), in microseconds",
+    "nv_cache_insertion_duration": "Total cache insertion duration, in microseconds",
+}
 
 
 class LocalCacheMetrics:
@@ -177,10 +159,9 @@ class LocalCacheMetrics:
         self._cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._cache.counts()
-        for name, description, read in _GAUGES:
-            metric = Metric(name, description, "gauge")
-            metric.add_sample(name, {}, read(counts))
+        for name, value in self._cache.gauges().items():
+            metric = Metric(name, _GAUGES[name], "gauge")
+            metric.add_sample(name, {}, value)
             yield metric
 
 

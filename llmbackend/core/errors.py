@@ -11,9 +11,8 @@
         ├── BodyTooLargeError           an HTTP body over the limit; UnpackedBodyTooLargeError when it is unpacked
         └── MalformedError              a gRPC message that cannot be parsed
 
-The engine must not import this module; its exceptions are in engine/errors.py. Does not know: HTTP or gRPC; each
-frontend maps `ErrorCode` to its own status in one table. Invariant: an error carries a text that a client may read and
-nothing else (no stack trace, no path of this program).
+The engine's exceptions are in engine/errors.py. Each frontend maps `ErrorCode` to its own status in one table. An error
+has only a text that a client may read (no stack trace, no path of this program).
 Source: TRITONSERVER_Error_Code in Triton's tritonserver.h.
 """
 
@@ -41,7 +40,7 @@ class TritonError(Exception):
     """An error with a Triton code. `str(error)` is the bare message, `error.status` is `"<Code>: <message>"`."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INTERNAL, param: str | None = None) -> None:
-        """param: the request's parameter that is wrong, where the error is about one."""
+        """param: the request parameter that is wrong, if the error is about one."""
         super().__init__(message)
         self.message = message
         self.code = code
@@ -52,17 +51,17 @@ class TritonError(Exception):
         return f"{self.code.value}: {self.message}"
 
     def copy(self, prefix: str = "") -> TritonError:
-        """A new error of the same code, with `prefix` before its message. For an error that outlives its `except`: the
-        traceback of this one holds frames, and they hold requests."""
+        """A new error of the same code, with `prefix` before its message. For an error that outlives its `except`: its
+        traceback holds frames, and they hold requests."""
         return TritonError(prefix + self.message, self.code, self.param)
 
     def __reduce__(self) -> tuple[type[TritonError], tuple[str, ErrorCode, str | None]]:
-        """A worker process sends it as a plain TritonError, which is what clients see of it."""
+        """Subclasses are pickled as plain TritonErrors."""
         return (TritonError, (self.message, self.code, self.param))
 
 
 class LoadError(TritonError):
-    """No version of a model was changed, because of `reason`. INVALID_ARG. causes: the errors of its versions."""
+    """A load that changed no version of its model. INVALID_ARG. causes: the errors of the versions."""
 
     def __init__(self, name: str, reason: str, causes: Sequence[TritonError] = ()) -> None:
         super().__init__(f"load failed for model '{name}': {reason}", ErrorCode.INVALID_ARG)
@@ -85,7 +84,7 @@ def _reason(error: TritonError) -> str:
 
 
 class OverrideError(TritonError):
-    """A load request's override that no model could use; its text reaches the client unchanged."""
+    """A load request's override that cannot be used; its text reaches the client unchanged."""
 
     def __init__(self, message: str, code: ErrorCode = ErrorCode.INVALID_ARG) -> None:
         super().__init__(message, code)
@@ -116,7 +115,7 @@ def cancelled(message: str) -> TritonError:
 
 
 def as_triton_error(error: BaseException) -> TritonError:
-    """`error` as a TritonError; any other exception becomes INTERNAL."""
+    """Exceptions other than TritonErrors become INTERNAL."""
     if isinstance(error, TritonError):
         return error
     return TritonError(f"{type(error).__name__}: {error}", ErrorCode.INTERNAL)
@@ -127,7 +126,7 @@ _shortened.maxlevel, _shortened.maxstring, _shortened.maxother = 4, 80, 80
 
 
 def shown(value: object) -> str:
-    """`value` for an error's text, shortened: a client's value may have any size and depth."""
+    """`value` for an error text, shortened: a client's value may have any size and depth."""
     return _shortened.repr(value)
 
 
@@ -136,15 +135,15 @@ _MAX_NAME_CHARACTERS = 255
 
 
 def shown_name(name: str) -> str:
-    """A model's name for an error's text, shortened: a client may ask for one of any length."""
+    """A model's name for an error text, shortened."""
     return name[:_MAX_NAME_CHARACTERS]
 
 
 def shown_id(request_id: int | str) -> str:
-    """A request's or sequence's id for an error's text, shortened to fit a gRPC status."""
+    """A request's or sequence's id for an error text, shortened to fit a gRPC status."""
     return str(request_id)[:_MAX_ID_CHARACTERS]
 
 
 def request_tag(request_id: str) -> str:
-    """The prefix of Triton's core before every message about a request."""
+    """The prefix of messages about a request in Triton's core."""
     return f"[request id: {shown_id(request_id) or '<id_unknown>'}] "

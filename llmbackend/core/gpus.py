@@ -1,8 +1,7 @@
 """The NVIDIA GPUs that this process may use, from the driver's management library (NVML).
 
-For: the host, which places instances, and the adapter, which gives engines their devices. Does not know: torch, whose
-import takes seconds, and CUDA, whose initialisation takes memory on every GPU. Invariants: ids are CUDA's, counted from
-0 over the visible GPUs, in the order of their bus (engines tell CUDA so, gpu/device.py); a host whose driver is
+Not from torch, whose import takes seconds, nor CUDA, whose initialisation takes memory on every GPU. Ids are CUDA's,
+counted from 0 over the visible GPUs in bus order, which engines also set (gpu/device.py). A host whose driver is
 missing or does not answer has no GPUs.
 """
 
@@ -20,7 +19,7 @@ from .errors import invalid_argument
 log = logging.getLogger(__name__)
 
 STAND_IN = "LLMBACKEND_GPUS"
-"""Environment variable, for tests: ids of this host's GPUs ("0,1"; "" = none), used instead of asking the driver."""
+"""Environment variable for tests: ids of this host's GPUs ("0,1"; "" = none), instead of the driver's."""
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 MIN_COMPUTE_CAPABILITY = 6.0
@@ -30,26 +29,23 @@ _UUID_BYTES = 96
 
 @dataclass(frozen=True, slots=True)
 class DriverGpu:
-    """A GPU of the machine, as the driver describes it."""
+    """A GPU of the machine. instances: names of the instances that it is divided into (MIG)."""
 
     uuid: str
     compute_capability: float
     instances: tuple[str, ...] = ()
-    """Names of the instances that it is divided into (MIG)."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostGpus:
-    """The GPUs that instances may be placed on."""
+    """The GPUs for model instances: ids, ascending, of the visible ones with at least `min_compute_capability`."""
 
     ids: tuple[int, ...]
-    """CUDA's ids of the visible GPUs with at least `min_compute_capability`, ascending."""
     min_compute_capability: float
 
     @classmethod
     def find(cls, settings: Mapping[str, Mapping[str, str]]) -> HostGpus:
-        """settings: ServerOptions.backend_config. Raises TritonError INVALID_ARG for a compute capability that is not a
-        number."""
+        """settings: ServerOptions.backend_config. Raises TritonError INVALID_ARG for an invalid compute capability."""
         minimum = settings.get("", {}).get("min-compute-capability", str(MIN_COMPUTE_CAPABILITY))
         try:
             return cls(supported_gpus(float(minimum)), float(minimum))
@@ -58,10 +54,8 @@ class HostGpus:
 
 
 def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tuple[int, ...]:
-    """Ids of the visible GPUs that have at least this CUDA compute capability, ascending.
-
-    Raises ValueError when the variable STAND_IN does not hold ids.
-    """
+    """Ids of the visible GPUs with at least this compute capability, ascending. Raises ValueError for an invalid
+    variable STAND_IN."""
     stand_in = os.environ.get(STAND_IN)
     if stand_in is not None:
         return _parse(stand_in)
@@ -71,8 +65,8 @@ def supported_gpus(min_compute_capability: float = MIN_COMPUTE_CAPABILITY) -> tu
 
 
 def visible_gpus(gpus: Sequence[DriverGpu], environment: Mapping[str, str]) -> list[DriverGpu]:
-    """Those of the driver's GPUs that CUDA shows, in CUDA's order. As in CUDA, the first name that matches no GPU, or
-    one a second time, ends the list, and so does an instance of a GPU (MIG), of which a process has one."""
+    """The GPUs that CUDA shows, in CUDA's order. As in CUDA, the list ends before the first name that matches no GPU or
+    a GPU for the second time, and after an instance of a GPU (MIG), of which a process has one."""
     wanted = environment.get(VISIBLE_DEVICES)
     if wanted is None:
         return list(gpus)
@@ -109,7 +103,7 @@ def _parse(text: str) -> tuple[int, ...]:
 
 @cache
 def _devices() -> tuple[DriverGpu, ...]:
-    """The GPUs of the machine, in the driver's order, which is that of their bus."""
+    """The GPUs of the machine in bus order."""
     try:
         nvml = ctypes.CDLL(_LIBRARY)
     except OSError:
@@ -131,7 +125,7 @@ def driver_gpus(nvml: ctypes.CDLL) -> tuple[DriverGpu, ...]:
 
 
 def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
-    """A GPU that does not answer has compute capability 0, so that the others keep their ids."""
+    """A GPU that does not answer gets compute capability 0, so that the others keep their ids."""
     handle, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     failed = nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle)) or nvml.nvmlDeviceGetCudaComputeCapability(
         handle, ctypes.byref(major), ctypes.byref(minor)
@@ -143,7 +137,7 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> DriverGpu:
 
 
 def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterator[str]:
-    """Both names of each instance that the GPU is divided into (MIG), the one of drivers before 470 too."""
+    """Both names of each MIG instance: of current drivers and of drivers before 470."""
     count, instance = ctypes.c_uint(), ctypes.c_void_p()
     if nvml.nvmlDeviceGetMaxMigDeviceCount(gpu, ctypes.byref(count)):
         return
@@ -161,6 +155,6 @@ def _instances(nvml: ctypes.CDLL, gpu: ctypes.c_void_p, gpu_uuid: str) -> Iterat
 
 
 def _uuid(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> str:
-    """Empty where there is no answer."""
+    """Empty when the driver does not answer."""
     uuid = ctypes.create_string_buffer(_UUID_BYTES)
     return "" if nvml.nvmlDeviceGetUUID(handle, uuid, _UUID_BYTES) else uuid.value.decode("ascii", "replace")

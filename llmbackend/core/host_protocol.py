@@ -1,7 +1,6 @@
-"""Host: what frontends need of the server that they send inferences to.
+"""Host: the InferenceServer as frontends see it, in their own process or in another one.
 
-For: frontends, which serve inferences of an InferenceServer in their own process and of one in another process alike.
-Does not know: where the host is. Invariant: nothing here waits for a backend, except where it says so.
+No method waits for a backend unless it says so.
 """
 
 from __future__ import annotations
@@ -11,25 +10,18 @@ from typing import Any, Protocol
 
 from prometheus_client.samples import Sample
 
-from .messages import (
-    InferenceHandle,
-    InferenceRequest,
-    ModelIndex,
-    ModelMetadata,
-    ResponseCallback,
-    ServerMetadata,
-)
+from .messages import InferenceHandle, InferenceRequest, ModelIndex, ModelMetadata, ResponseCallback, ServerMetadata
 from .models.served_config import Description
 from .tracing.manager import HeaderLookup
 from .tracing.trace import RequestTrace
 
 InThread = Callable[[Callable[[], Any]], Awaitable[Any]]
-"""Runs a function on a thread of its caller's, and returns what it returns."""
+"""Runs a function on a thread, and returns its value."""
 
 
 class SharedRegions(Protocol):
     def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """See SharedMemoryManager. May leave the reading to the host, which does it before it accepts a request."""
+        """See SharedMemoryManager. A remote host reads the inputs itself, before it accepts the request."""
 
 
 class Sampling(Protocol):
@@ -42,7 +34,7 @@ class Sampling(Protocol):
 
 
 class Host(Protocol):
-    """Methods are those of InferenceServer, and so are their errors."""
+    """Methods and errors are those of InferenceServer."""
 
     @property
     def shared_memory(self) -> SharedRegions: ...
@@ -50,15 +42,14 @@ class Host(Protocol):
     def tracing(self) -> Sampling: ...
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Any thread. A host in another process cannot refuse a request at once: `callback` then gets the refusal, as
-        the request's only response."""
+        """Any thread. A host in another process refuses a request by its only response."""
 
     async def infer_accepted(
         self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
     ) -> InferenceHandle:
-        """Returns once the request is accepted. in_thread: for a request that takes long to validate or to encode.
+        """Returns when the request is accepted. Raises TritonError when it is refused; then `callback` is never called.
 
-        Raises TritonError when it is refused; then `callback` is never called.
+        in_thread: for a request that takes long to validate or to encode
         """
 
     def is_live(self) -> bool: ...

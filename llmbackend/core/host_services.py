@@ -1,8 +1,6 @@
-"""What every model version gets from the host: timer, reaper, response cache, rate limiter, GPUs, host policies, leak
-log, other models.
+"""The services of the host that all model versions share: timer, reaper, response cache, rate limiter …
 
-For: the server, which owns the services, and model versions. Does not know: models. Invariant: the services start
-before the first model is loaded and stop after the last one is finalised.
+They start before the first model is loaded and stop after the last one is finalised.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from llmbackend.fork_server.host_policy import HostPolicy
 from llmbackend.waiting.timer import Timer
 
 from .activity.hub import ActivityHub
-from .backend_api import MetricFamily, MetricKind
+from .backend_api import MetricKind
 from .caching import CacheSlot
 from .gpus import HostGpus
 from .metrics.metric_family import MetricFamilies
@@ -35,9 +33,8 @@ LEAKS_DESCRIPTION = "Number of times the host found something left behind by fin
 
 
 class LeakLog:
-    """Logs and counts the resources that requests of an idle model version leaked. Any thread. The metric is made at
-    the first leak, so that a server without leaks shows Triton's metrics alone. A leak counts once per model version
-    and kind, not once per check."""
+    """Logs and counts leaked resources of idle model versions, once per version and kind. Any thread. The metric is
+    created at the first leak, so that a server without leaks shows only Triton's metrics."""
 
     def __init__(self, families: MetricFamilies) -> None:
         self._families = families
@@ -54,13 +51,12 @@ class LeakLog:
                 log.error(
                     "invariant violated: model '%s' version %d is idle, but has %d %s", model, version, count, what
                 )
-                self._metric().increment(model=model, version=str(version))
-
-    def _metric(self) -> MetricFamily:
-        return self._families.get(MetricKind.COUNTER, LEAKS_METRIC, LEAKS_DESCRIPTION, ("model", "version"), None)
+                labels = ("model", "version")
+                metric = self._families.get(MetricKind.COUNTER, LEAKS_METRIC, LEAKS_DESCRIPTION, labels, None)
+                metric.increment(model=model, version=str(version))
 
     def forget(self, model: str, version: int) -> None:
-        """The version is unloaded: if it is loaded again, its leaks are new."""
+        """The version was unloaded: after another load its leaks are new."""
         with self._lock:
             self._seen = {seen for seen in self._seen if seen[:2] != (model, version)}
 
@@ -82,7 +78,7 @@ class HostServices:
     def create(
         cls, options: ServerOptions, host: ModelHost, registry: CollectorRegistry, families: MetricFamilies
     ) -> HostServices:
-        """Raises TritonError INVALID_ARG for settings that cannot be used."""
+        """Raises TritonError INVALID_ARG for invalid settings."""
         return cls(
             Reaper(),
             Timer(),

@@ -1,8 +1,8 @@
-"""The server: the whole host behind one object. Source: Triton's in-process API and server.cc.
+"""The server: the whole host behind one object, also as models see it (ModelHost).
 
-For: frontends, the command line, and models that use other models (ModelHost). Does not know: wire protocols, language
-models. Invariants: a request is accepted only while the server is READY, or while it exits if it continues a sequence
-or comes from a model; after `stop` returned True no model, backend or thread of the host is left.
+Invariants: a request is accepted only while the server is READY, or while it exits if it continues a sequence or comes
+from a model; after `stop` returned True no model, backend or thread of the host is left.
+Source: Triton's in-process API and server.cc.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from .tracing.manager import TraceManager
 log = logging.getLogger(__name__)
 
 CONTROL_THREADS = 8
-"""Load requests that run, or wait for another load of their model, at the same time."""
+"""Concurrent load requests, including those that wait for another load of their model."""
 EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
 EXTENSIONS = (
     "classification",
@@ -72,9 +72,9 @@ EXTENSIONS = (
     "trace",
     "logging",
 )
-"""Triton's names of the protocol extensions that this host serves."""
+"""Protocol extensions that this host serves."""
 UNLOAD_GRACE_S = 8.0
-"""Time that unloading has at least, however long requests took: an engine that hangs is killed after 5 s."""
+"""Minimum time for unloading, however long requests took: an engine that hangs is killed after 5 s."""
 
 
 class ServerState(Enum):
@@ -112,9 +112,9 @@ class InferenceServer:
     def start(self) -> None:
         """Loads the startup models; blocks until they are READY or failed.
 
-        Raises StartupError when a startup model failed and options.exit_on_error, another TritonError when the server
-        itself cannot start; the server is stopped then. Without options.exit_on_error it serves what it can; where a
-        repository cannot be read, it is neither live nor ready, as Triton.
+        With options.exit_on_error raises StartupError when a startup model failed; raises another TritonError when the
+        server itself cannot start; then the server is stopped. Without it the server serves the other models; as
+        Triton, it is neither live nor ready if a repository cannot be read.
         """
         self._state = ServerState.INITIALIZING
         try:
@@ -149,10 +149,10 @@ class InferenceServer:
             self._lacks_repository = True
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses new work, waits up to `timeout_s` for in-flight requests, cuts off those that run longer, unloads
-        every model and finalises backends. Any thread; may be called while `start` still loads, and again.
+        """Refuses new work, waits up to `timeout_s` for in-flight requests, cuts off the others, unloads every model
+        and finalises backends. Any thread, also during `start`, and repeatedly.
 
-        False = requests were cut off, or a model did not unload; in the second case backends are not finalised.
+        False = requests were cut off, or a model did not unload; then backends are not finalised.
         """
         with self._state_lock:
             self._state = ServerState.EXITING
@@ -184,7 +184,7 @@ class InferenceServer:
         return self._state in (ServerState.READY, ServerState.EXITING) and not self._lacks_repository
 
     def is_ready(self) -> bool:
-        """READY; with strict readiness also every known version READY or unloaded, and every instance ready. Answers
+        """READY; with strict readiness also every known version READY or unloaded, and every instance ready. Returns
         within seconds, also when a backend hangs."""
         if self._state is not ServerState.READY or self._lacks_repository:
             return False
@@ -195,13 +195,12 @@ class InferenceServer:
         return self._state is ServerState.EXITING
 
     def forecasts(self) -> dict[tuple[str, int], Mapping[str, Any]]:
-        """What the backends say of the instances of their models, by name and version; for options.starts_instances
-        false."""
+        """LoadedModel.forecast by name and version; for options.starts_instances false."""
         return {(model.name, model.version): model.forecast for model in self._versions.ready_models()}
 
     def check(self) -> list[str]:
-        """Resource leaks, one sentence each. Call it when no request runs and nothing is loaded or unloaded. (Each
-        model version also checks itself whenever it becomes idle.)"""
+        """Resource leaks, one sentence each, when no request runs and nothing is loaded or unloaded. (Each model
+        version also checks itself whenever it becomes idle.)"""
         found = []
         models = self._versions.live_models()
         for model in models:
@@ -228,8 +227,8 @@ class InferenceServer:
     # --- inference --------------------------------------------------------------------------------------------------
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """Validates and enqueues. Raises TritonError when the request is refused; then `callback` is never called.
-        While the server exits, requests of open sequences are still accepted."""
+        """Validates and enqueues. While the server exits, requests of open sequences are still accepted. Raises
+        TritonError when the request is refused; then `callback` is never called."""
         if not (self.is_exiting and self._continues_sequence(request)):
             self._check_serving()
         if request.shared_inputs:
@@ -256,11 +255,10 @@ class InferenceServer:
     def cancel_requests(
         self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
     ) -> int:
-        """Cancels every live request of the model with that client id, and returns how many there were. Version -1 =
-        every version, also those that drain. The empty id matches nothing. With `by` only requests that this tenant may
-        end count.
+        """Cancels every live request of the model with that client id; returns how many. Version -1 = all versions,
+        also those that drain. The empty id matches nothing. by: only requests that this tenant may end.
 
-        Raises TritonError as `infer_async` does for a model or version that is unknown and has no request left.
+        Raises TritonError as `infer_async` for a model or version that is unknown and has no requests.
         """
         channels = [
             channel
@@ -273,11 +271,8 @@ class InferenceServer:
         return len(channels)
 
     def cancel_request(self, number: int, by: Tenant | None = None) -> None:
-        """Cancels the live request with this number (ResponseChannel.number), as its client could. With `by` only if
-        this tenant may end it.
-
-        Raises TritonError NOT_FOUND when there is none.
-        """
+        """Cancels the live request with this number (ResponseChannel.number). by: only if this tenant may end it.
+        Raises TritonError NOT_FOUND when there is none."""
         for model in self._versions.live_models():
             for channel in model.live_requests.all():
                 if channel.number == number and not channel.is_final and (by is None or by.may_end(channel.tenant)):
@@ -286,11 +281,10 @@ class InferenceServer:
         raise not_found(f"request {number} is not in flight")
 
     def kill_instance(self, model_name: str, version: int, instance_name: str) -> list[int]:
-        """Kills the processes of a model's instances of that name, as a crash would (LLMBACKEND_ModelInstanceKill).
-        Returns their process ids.
+        """Kills the processes of a model's instances of that name (LLMBACKEND_ModelInstanceKill). Returns their ids.
 
-        Raises TritonError: NOT_FOUND for an unknown instance, UNSUPPORTED when its backend runs in no process that can
-        be killed, UNAVAILABLE when there is no such process now.
+        Raises TritonError: NOT_FOUND for an unknown instance, UNSUPPORTED when its backend has no processes for
+        instances, UNAVAILABLE when there is no process now.
         """
         model = self._models.get(model_name, version)
         named = [instance for instance in model.instances if instance.name == instance_name]
@@ -314,25 +308,23 @@ class InferenceServer:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     def watch(self, kinds: frozenset[EventKind], wake: Callable[[], None], by: Tenant | None = None) -> Viewer:
-        """Opens a viewer of what models do, to be closed. With `by`, what this tenant may see.
-
-        wake: see Viewer. Raises TritonError UNAVAILABLE when there are too many viewers, or the server has stopped.
-        """
+        """Opens a viewer of the server's activity. by: only what this tenant may see. wake: see Viewer. Raises
+        TritonError UNAVAILABLE when there are too many viewers, or the server has stopped."""
         key_name = None if by is None or by.is_operator else by.key_name
         return self._services.activity.open(kinds, key_name, wake)
 
     def report_log(self, line: LogLine) -> None:
-        """Shows a line of the server's log to those who watch it. Any thread, never blocks."""
+        """Shows a line of the log to viewers. Any thread, never blocks."""
         self._services.activity.report(Source(), LogActivity(time=line.time, level=line.level, text=line.text))
 
     def describe_instances(self) -> list[tuple[Source, InstanceDescription]]:
-        """Every instance now, with its requests; takes time in proportion to these."""
+        """Every instance with its requests, in time proportional to these."""
         return self._services.activity.describe()
 
     # --- model control ----------------------------------------------------------------------------------------------
 
     def load_model(self, name: str, parameters: LoadParameters | None = None) -> None:
-        """Loads or reloads; blocks until done. A loaded model whose files did not change is left alone.
+        """Loads or reloads; blocks until done. A loaded model without changed files is left alone.
 
         Raises TritonError: UNAVAILABLE unless the model control mode is explicit, INTERNAL when the model cannot be
         polled, INVALID_ARG when the load fails.
@@ -341,7 +333,7 @@ class InferenceServer:
         self._loader.load(name, parameters)
 
     def start_load(self, name: str, parameters: LoadParameters | None = None) -> Future[None]:
-        """`load_model` on a thread for loads, so that a slow load does not occupy a thread of other calls."""
+        """`load_model` on a thread for loads, so that a slow load does not block other calls."""
         self._check_explicit()
         try:
             return self._control.submit(self.load_model, name, parameters)
@@ -349,11 +341,9 @@ class InferenceServer:
             raise unavailable(STOPPING) from None
 
     def unload_model(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload a model and the ensembles that are made of it; requests in flight are finished. With
-        `unload_dependents` also the composing models of an ensemble that nothing else needs.
-
-        Raises TritonError UNAVAILABLE unless the model control mode is explicit.
-        """
+        """Begins to unload a model and the ensembles that use it; requests in flight are finished. unload_dependents:
+        also composing models that nothing else needs. Raises TritonError UNAVAILABLE unless the model control mode is
+        explicit."""
         self._check_explicit()
         self._loader.unload(name, unload_dependents)
 
@@ -368,7 +358,6 @@ class InferenceServer:
         return ServerMetadata(self._options.server_id, __version__, EXTENSIONS)
 
     def metric_samples(self, name: str) -> list[Sample]:
-        """The current samples of a backend's metric family; [] for an unknown family."""
         return self._families.samples(name)
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:
@@ -378,18 +367,16 @@ class InferenceServer:
         return self._models.metadata(name, version)
 
     def model_description(self, name: str, version: int = -1) -> Description:
-        """What requests need to know of a model's configuration; made once per load."""
         return self._models.get(name, version).description
 
     def model_parameters(self, name: str, version: int = -1) -> Mapping[str, str]:
         return self._models.get(name, version).description.parameters
 
     def model_config(self, name: str, version: int = -1) -> ModelConfig:
-        """A copy, which takes time: requests are served with `model_metadata`, `model_parameters`, `is_decoupled`."""
+        """A copy, which takes time; the other methods read the Description."""
         return self._models.get(name, version).config
 
     def is_decoupled(self, name: str, version: int = -1) -> bool:
-        """The configuration's `decoupled`, without a copy of the configuration."""
         return self._models.get(name, version).answers_decoupled
 
     def model_table(self) -> ModelTable:

@@ -1,8 +1,6 @@
-"""What frontends, models and the host exchange: inference requests, their responses, and descriptions of models.
+"""The messages of frontends, models and the host: inference requests, responses, and descriptions of models.
 
-For: frontends and models (they make an `InferenceRequest` and receive `InferenceResponse`s) and the host. Does not
-know: wire protocols, schedulers. Invariants: a request and a response never change; the callback that a request is sent
-with ends with exactly one call that carries ResponseFlag.FINAL.
+All are frozen.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class ResponseFlag(IntFlag):
 
 
 def is_final(flags: ResponseFlag) -> bool:
-    """Whether FINAL is set. (Combining flags of an enum costs a microsecond; this runs several times per response.)"""
+    """Whether FINAL is set. (An operation on enum flags takes a microsecond; this runs several times per response.)"""
     return flags is ResponseFlag.FINAL or (flags is not ResponseFlag.NONE and bool(flags & ResponseFlag.FINAL))
 
 
@@ -46,20 +44,20 @@ def is_final(flags: ResponseFlag) -> bool:
 class Tenant:
     """The client on whose behalf a request is made. It separates clients in caches, request ids and sequences.
 
-    A client cannot choose it: it is no part of a request's parameters, headers or tensors. A request that a model makes
-    for another request has that request's tenant.
+    A client cannot choose it. A request that a model makes for another request has that request's tenant.
+
+    key_name: name of the API key; "" = none
+    is_operator: whether it may end the requests of others
+    cache_name: requests share entries of the prefix cache and the response cache only if this is equal: the key's name,
+        or "" for keys that share
     """
 
     key_name: str = ""
-    """Name of the API key; "" = none."""
     is_operator: bool = False
-    """Whether it may end the requests of others."""
     cache_name: str = ""
-    """Requests share entries of the prefix cache and the response cache only if this is equal: the key's name, or ""
-    where keys share."""
 
     def may_end(self, request_of: Tenant) -> bool:
-        """Whether it may stop that tenant's requests by their ids."""
+        """Whether it may stop that tenant's requests."""
         return self.is_operator or self.key_name == request_of.key_name
 
 
@@ -68,8 +66,8 @@ NO_TENANT: Final = Tenant()
 
 
 def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
-    """The tenant of work done for all of `tenants` at once. For several it is a new one that shares no cache entry and
-    may end no request."""
+    """The tenant of work for all of `tenants`. For several it is a new one, which shares no cache entry and may end no
+    request."""
     if not tenants:
         return NO_TENANT
     if len(tenants) == 1:
@@ -78,11 +76,11 @@ def common_tenant(tenants: frozenset[Tenant]) -> Tenant:
 
 
 class Resume(msgspec.Struct, frozen=True):
-    """Marks a request as resumable: each of its responses brings a delta. The same request with the deltas of all the
-    responses that came continues after the last of them, on any host that serves the same model.
+    """Marks a request as resumable: each of its responses has a delta. The same request with the deltas of all
+    responses so far continues after the last of them, on any host that serves the same model.
 
-    deltas: of the responses that came, in their order; () = a new request
-    replays: whether the responses of `deltas` are sent again first, one for each, with their deltas
+    deltas: of the responses so far, in their order; () = a new request
+    replays: whether the responses of `deltas` are sent again first, one for each
     """
 
     deltas: tuple[bytes, ...] = ()
@@ -104,9 +102,8 @@ class InferenceRequest:
     raw_input: the only input, whose shape the host deduces from the configuration (Triton's raw binary request)
     shared_inputs: inputs that lie in shared memory; clients only
     shared_outputs: where in shared memory to write outputs, by name; clients only
-    classes: for how many of its largest elements an output is asked as text, by name
-    trace: of a client's request its own, if it is sampled; of a model's the trace of the request it is made for
-    tenant: the client on whose behalf the request is made
+    classes: by output, how many of its largest elements are returned as text
+    trace: of a client's sampled request its own; of a model's request that of the request it is made for
     resume: None = the request is not resumable
     """
 
@@ -134,7 +131,7 @@ class InferenceResponse(msgspec.Struct, frozen=True):
 
     request_id: the client's id
     outputs: a tuple, or Outputs; () where `error` is set
-    delta: what a resumable request needs to continue after this response, known to its backend alone; b"" where the
+    delta: what a resumable request needs to continue after this response, in a format of its backend; b"" when the
         request is not resumable, or its backend cannot resume
     """
 
@@ -171,8 +168,8 @@ def held_bytes(tensors: Sequence[Tensor]) -> int:
 
 
 ResponseCallback = Callable[[InferenceResponse | None, ResponseFlag], None]
-"""(response, flags) as TRITONSERVER_InferenceResponseCompleteFn_t; response None is a flags-only completion. Exactly
-one call carries FINAL, and none comes after it. Called on any thread, under locks of the host: it must only enqueue."""
+"""(response, flags), as TRITONSERVER_InferenceResponseCompleteFn_t; response None = only flags. Exactly one call
+carries FINAL, and it is the last. Called on any thread, under locks of the host: it must only enqueue."""
 
 
 class _Waiting(threading.local):
@@ -210,16 +207,16 @@ def wake_receiver(wake: Callable[[], None]) -> None:
 
 
 class InferenceHandle(Protocol):
-    """What infer_async returns: the way to cancel."""
+    """The result of infer_async."""
 
     def cancel(self) -> None:
-        """Asks the request to stop: idempotent, any thread. The FINAL callback still comes, with a CANCELLED error or
-        with what the backend had in flight."""
+        """Asks the request to stop: idempotent, any thread. The call with FINAL follows, with a CANCELLED error or with
+        what the backend had in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelIndex:
-    """One row of the repository index. Of a model that was never loaded, all but the name is ""."""
+    """One row of the repository index. For a model that was never loaded, all but the name is ""."""
 
     name: str
     version: str = ""
@@ -236,7 +233,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What Triton's model metadata says of a model, and, not part of the protocol, the last two fields.
+    """Triton's model metadata, and two fields that are not in the protocol: optional_inputs and fingerprint.
 
     versions: every READY one, unless one version was asked for
     inputs, outputs: shapes have a leading -1 when the model batches

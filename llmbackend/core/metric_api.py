@@ -1,4 +1,4 @@
-"""What a backend reports of its instances: metrics of its own, and the memory that they hold.
+"""Metrics of backends, and the memory of their instances.
 
 Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the message MemoryUsage of Triton's statistics, whose types
 are CPU and GPU; the types of the parts are this server's.
@@ -19,20 +19,17 @@ class MetricKind(Enum):
 
 
 class MetricFamily(Protocol):
-    """One Prometheus family. Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric."""
+    """One Prometheus family."""
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Creates the metric with these labels at 0, unless it exists.
-
-        buckets: a histogram's upper bounds, ascending, instead of its family's. Raises TritonError INVALID_ARG for
-        invalid labels or buckets.
-        """
+        """Creates the metric with these labels at 0, unless it exists. buckets: a histogram's upper bounds, ascending,
+        instead of its family's. Raises TritonError INVALID_ARG for invalid labels or buckets."""
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None: ...
     def set(self, value: float, /, **labels: str) -> None: ...
     def observe(self, value: float, /, **labels: str) -> None: ...
     def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
-        """As `observe` for each of them, in one call."""
+        """As `observe` for each value."""
 
     def value(self, /, **labels: str) -> float:
         """The current value of a counter or gauge."""
@@ -45,11 +42,11 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryType(Enum):
-    """CPU and GPU are totals, the others parts. CPU_KV_CACHE is reserved memory, of which CPU includes only what has
-    been used and so is resident."""
+    """CPU and GPU are totals, the others parts. CPU_KV_CACHE is reserved memory; CPU includes only its resident
+    part."""
 
     CPU = "CPU"
-    """Resident memory of the instance's process, including shared pages; without its own process, what the
+    """Resident memory of the instance's process, including shared pages; without its own process, the memory that the
     instance is known to hold."""
     CPU_WEIGHTS = "CPU_WEIGHTS"
     CPU_KV_CACHE = "CPU_KV_CACHE"
@@ -68,7 +65,7 @@ class MemoryUsage(NamedTuple):
 
 
 def process_memory(pid: int) -> list[MemoryUsage]:
-    """The resident memory of a process of this machine; empty when it has ended. Takes microseconds."""
+    """The resident memory of a process; [] when it has ended. Takes microseconds."""
     try:
         with open(f"/proc/{pid}/statm", "rb") as file:
             resident_pages = int(file.read().split()[1])

@@ -1,9 +1,8 @@
-"""What a model may ask of the host it runs in: infer on another model, load and unload models, ask for readiness.
+"""The host as models use it: infer on another model, load and unload models, readiness.
 
-For: backends (these are methods of backend_api.Model) and ensembles, whose steps are such requests. Does not know: what
-a request is for. Invariants: a request of a model is validated, queued, counted and cancelled as a client's; it is also
-served while the server stops, so that the requests in flight that need it can end.
-Source: TRITONSERVER_ServerInferAsync and its neighbours as a Triton backend calls them (python_backend's BLS).
+For backends (methods of backend_api.Model) and the steps of ensembles. A request of a model is validated, queued,
+counted and cancelled like a client's; it is also served while the server stops, so that the requests in flight that
+need it can end. Source: TRITONSERVER_ServerInferAsync and its neighbours, as Triton's backends call them.
 """
 
 from __future__ import annotations
@@ -28,28 +27,24 @@ class ModelHandle(Protocol):
         """Whether a request may have any number of responses."""
 
     def enter(self) -> None:
-        """Takes one more handle, also while the model is being unloaded."""
+        """Takes another handle, also while the model is being unloaded."""
 
     def infer(
         self, request: InferenceRequest, callback: ResponseCallback, observer: RequestObserver | None = None
     ) -> InferenceHandle:
         """Validates and enqueues. The request takes over one handle and gives it back when it is done or refused.
-
-        Raises TritonError when refused; then neither callback nor observer is called.
-        """
+        Raises TritonError when refused; then neither callback nor observer is called."""
 
     def leave(self) -> None:
         """Gives one handle back."""
 
 
 class ModelHost(Protocol):
-    """What the host offers the models in it."""
+    """The host as its models see it."""
 
     def acquire_model(self, name: str, version: int = -1) -> ModelHandle:
-        """A READY model, kept from being finalised until its `leave`. -1 = the highest READY version.
-
-        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
-        """
+        """A handle on a READY model; -1 = the highest READY version. Raises TritonError NOT_FOUND or UNAVAILABLE with
+        Triton's texts."""
 
     def load_model(self, name: str, parameters: LoadParameters | None = None) -> None: ...
     def unload_model(self, name: str, unload_dependents: bool = False) -> None: ...

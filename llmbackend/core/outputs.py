@@ -1,8 +1,6 @@
 """Outputs of a response as plain Python values, converted to tensors on first access.
 
-For: backends that send many small responses, and frontends that write text or JSON and need no arrays. Does not know:
-what the outputs mean, wire formats. Invariant: as a sequence, the outputs are the tensors of `values` in the order of
-the layout, the same ones each time.
+For backends that send many small responses, and frontends that write text or JSON and need no arrays.
 """
 
 from __future__ import annotations
@@ -18,24 +16,25 @@ import numpy as np
 from .tensors import NUMPY_DTYPE, JsonTensor, Tensor
 
 JSON: Final = "JSON"
-"""In a layout, of an output that is a BYTES tensor with the JSON text of its value."""
+"""In a layout: a BYTES tensor with the JSON text of the value."""
 _encode_json = msgspec.json.encode
 _LAYOUTS: Final = 1024
 _NUMBER_BYTES: Final = 8
 _MEMBER_BYTES: Final = 256
-"""Of a member of a JSON object: such as the three fields of one logprob."""
+"""About the memory of a member of a JSON object, such as the three fields of a logprob."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputLayout:
-    """Names and datatypes of a response's outputs. There is one object for equal ones (`layout_of`): responses of a
-    stream share it, and what is the same in all of them can be prepared once."""
+    """Names and datatypes (KServe's, or JSON) of a response's outputs. Equal ones are one object (`layout_of`), which
+    the responses of a stream share, so that what is the same in all of them can be prepared once.
+
+    is_text: whether each output is one string
+    """
 
     names: tuple[str, ...]
     datatypes: tuple[str, ...]
-    """KServe's, or JSON."""
     is_text: bool = field(init=False)
-    """Whether each output is one string."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "is_text", all(datatype == "BYTES" for datatype in self.datatypes))
@@ -48,14 +47,14 @@ def layout_of(names: tuple[str, ...], datatypes: tuple[str, ...]) -> OutputLayou
 
 @functools.lru_cache(maxsize=_LAYOUTS)
 def _others(layout: OutputLayout, names: frozenset[str]) -> tuple[list[int], OutputLayout]:
-    """The indices of the outputs that are not in `names`, and their layout."""
+    """The indices of the outputs that are not in `names`, and the layout of these."""
     kept = [index for index, name in enumerate(layout.names) if name not in names]
     return kept, layout_of(tuple(layout.names[one] for one in kept), tuple(layout.datatypes[one] for one in kept))
 
 
 class Outputs(Sequence[Tensor]):
     """One value for each output of `layout`: `str` or `bytes` for BYTES, a (nested) list of numbers for other
-    datatypes, and for JSON what msgspec can encode."""
+    datatypes, any value that msgspec can encode for JSON. As a sequence: the tensors, the same objects each time."""
 
     __slots__ = ("_tensors", "layout", "values")
 
@@ -72,11 +71,9 @@ class Outputs(Sequence[Tensor]):
         return self._tensors
 
     def named(self) -> dict[str, Any]:
-        """The values by name."""
         return dict(zip(self.layout.names, self.values, strict=True))
 
     def without(self, names: frozenset[str]) -> Outputs:
-        """The outputs that are not in `names`."""
         kept, layout = _others(self.layout, names)
         return Outputs(layout, tuple([self.values[index] for index in kept]))
 

@@ -1,11 +1,10 @@
-"""The contract between the host and a repository agent: what an agent must export, and what it sees of the host.
+"""The contract between the host and a repository agent: what an agent must export, and what it can use of the host.
 
-An agent imports this module and nothing else of the host. It does not see how models are loaded. Source: Triton's
-`tritonrepoagent.h` (API 0.1). Names are kept: a C function `TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method
-`model.do_y(…)` here.
+An agent imports only this module of the host. Source: Triton's `tritonrepoagent.h` (API 0.1). A C function
+`TRITONREPOAGENT_ModelXDoY(agent, model, …)` is the method `model.do_y(…)` here.
 
-A repository agent acts before a model is loaded, and is told how the load ended. It may check the model's files, or
-bring them from elsewhere. A model names its agents in config.pbtxt:
+A repository agent acts before a model is loaded, and is notified of how the load ended. It may check the model's files
+or provide others. A model names its agents in config.pbtxt:
 
     model_repository_agents { agents [ { name: "checksum" parameters { key: "MD5:1/model.py" value: "0123…" } } ] }
 
@@ -18,7 +17,7 @@ Functions
     TRITONREPOAGENT_Finalize(agent: Agent) -> None
         After its last model.
     TRITONREPOAGENT_ModelInitialize(agent: Agent, model: AgentModel) -> None
-        At the begin of each load of a model.
+        At the beginning of each load of a model.
     TRITONREPOAGENT_ModelFinalize(agent: Agent, model: AgentModel) -> None
         After the last action of that load.
     TRITONREPOAGENT_ModelAction(agent: Agent, model: AgentModel, action: Action) -> None
@@ -26,13 +25,12 @@ Functions
 
 Actions
     One load of a model has the actions LOAD, LOAD_COMPLETE, UNLOAD, UNLOAD_COMPLETE, or LOAD, LOAD_FAIL.
-    - LOAD and UNLOAD reach the agents of a model in the order of its configuration, the others in reverse order.
-    - UNLOAD_COMPLETE comes when the last request of the last version has ended and all versions are finalised.
+    - LOAD and UNLOAD are sent to the agents of a model in the order of its configuration, the others in reverse order.
+    - UNLOAD_COMPLETE is sent when the last request of the last version has ended and all versions are finalised.
 
 Failure
     - A function fails by raising TritonError. Any other exception counts as INTERNAL.
-    - If Initialize, ModelInitialize or the action LOAD fails, the load fails. Later failures are logged, without
-    effect.
+    - If Initialize, ModelInitialize or the action LOAD fails, the load fails. Later failures are only logged.
 """
 
 from __future__ import annotations
@@ -72,8 +70,6 @@ class Action(Enum):
 
 
 class Agent(Protocol):
-    """A loaded agent."""
-
     state: Any
     """For the agent's own use; None at first."""
 
@@ -95,12 +91,12 @@ class AgentModel(Protocol):
 
     @property
     def config(self) -> ModelConfig:
-        """A copy of the configuration file's content, without defaults. After another agent moved the model, that of
-        the file in the new directory (empty without such a file)."""
+        """A copy of the configuration file's content, without defaults. After another agent moved the model: of the
+        file in the new directory (empty without a file)."""
 
     @property
     def location(self) -> Path:
-        """The model's directory, always a local one (TRITONREPOAGENT_ModelRepositoryLocation)."""
+        """The model's local directory (TRITONREPOAGENT_ModelRepositoryLocation)."""
 
     def acquire_location(self) -> Path:
         """A new directory for this load's files, the same at each call. It is removed after ModelFinalize."""
@@ -109,7 +105,5 @@ class AgentModel(Protocol):
         """Removes the acquired directory now. Raises TritonError UNAVAILABLE when there is none."""
 
     def update_location(self, location: Path) -> None:
-        """Loads the model from `location` instead (TRITONREPOAGENT_ModelRepositoryUpdate).
-
-        Raises TritonError INVALID_ARG outside of action LOAD.
-        """
+        """Loads the model from `location` instead (TRITONREPOAGENT_ModelRepositoryUpdate). Raises TritonError
+        INVALID_ARG outside of action LOAD."""

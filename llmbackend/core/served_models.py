@@ -1,7 +1,6 @@
-"""What is served: readiness, metadata and statistics of models, the repository index, and the tables at start.
+"""Readiness, metadata and statistics of models, the repository index, and the tables at start.
 
-For: InferenceServer. Does not know: wire protocols, requests. Invariants: nothing is changed here; names and reasons in
-a table cannot begin a line. Source: PrintBackendAndModelSummary in Triton's server.cc; golden transcript 57.
+Source: PrintBackendAndModelSummary in Triton's server.cc; golden transcript 57.
 """
 
 from __future__ import annotations
@@ -30,8 +29,12 @@ _WAS_UNLOADED = (ModelReadyState.UNAVAILABLE, UNLOADED)
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """One model of a ModelTable. descriptions: of READY versions; decoupled: the versions that answer so; resumes:
-    whether requests can continue after their responses so far."""
+    """One model of a ModelTable.
+
+    descriptions: of READY versions
+    decoupled: the decoupled versions
+    resumes: whether requests can continue after their responses so far
+    """
 
     key: str
     name: str
@@ -44,7 +47,7 @@ class ModelRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelTable:
-    """What requests need to know of the models of a host."""
+    """The models of a host, as a frontend in another process needs them."""
 
     is_namespacing: bool
     rows: Sequence[ModelRow]
@@ -57,17 +60,14 @@ class ServedModels:
         self._repository = repository
 
     def get(self, name: str, version: int = -1) -> LoadedModel:
-        """The READY model that clients mean by `name`, for reading what stays valid after an unload. -1 = the highest
-        READY version.
-
-        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG for a name that several models
-        share.
-        """
+        """The READY model that clients mean by `name`; -1 = the highest READY version. Use only what stays valid after
+        an unload. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts, INVALID_ARG for an ambiguous
+        name."""
         return self._versions.get(self._names.key(name), version)
 
     def live_versions(self, name: str, version: int = -1) -> list[LoadedModel]:
-        """The versions (-1 = all) of one model that may hold requests, by its name or key. Raises as `get` when there
-        are none, or when several models share the name."""
+        """The versions (-1 = all) of a model, by name or key, that may have requests. Raises as `get` when there are
+        none, or the name is ambiguous."""
         models = [
             model
             for model in self._versions.live_models()
@@ -90,15 +90,15 @@ class ServedModels:
         return True
 
     def is_ready(self, name: str, version: int = -1) -> bool:
-        """False also for a model that is unknown or not loaded. Answers within seconds, also when a backend hangs."""
+        """False also for an unknown model. Returns within seconds, also when a backend hangs."""
         try:
             return not self.get(name, version).not_ready_reason()
         except TritonError:
             return False
 
     def readinesses(self) -> list[VersionReadiness]:
-        """Of every known version that is not unloaded, or about to be. A backend that hangs delays the answer by half a
-        second, so that a scrape still gets the metrics of the others."""
+        """Of every known version that is not unloaded or being unloaded. A backend that hangs delays this by at most
+        half a second, so that a scrape still gets other metrics."""
         found = []
         for key in self._versions.names():
             name, namespace = self._names.plain(key), self._names.namespace(key)
@@ -108,7 +108,6 @@ class ServedModels:
         return found
 
     def table(self) -> ModelTable:
-        """All models now, for those who look them up in another process."""
         ready = {(model.key, model.version): model for model in self._versions.ready_models()}
         rows = []
         for key in self._versions.names():
@@ -135,8 +134,8 @@ class ServedModels:
         return model.description.metadata(each.version for each in versions)
 
     def statistics(self, name: str = "", version: int = -1) -> list[ModelStatistics]:
-        """Of READY versions; "" = of all models. Raises TritonError INVALID_ARG for a named model or version that is
-        not READY."""
+        """Of READY versions; "" = all models. Raises TritonError INVALID_ARG for a model or version that is not
+        READY."""
         keys = self._names.keys(name) if name else [None]
         models = self._versions.ready_models(keys[0]) if len(keys) == 1 else []
         if name and not models:
@@ -148,7 +147,6 @@ class ServedModels:
         return [self._statistics_of(model) for model in models]
 
     def _statistics_of(self, model: LoadedModel) -> ModelStatistics:
-        """With the memory of each instance, one after the other."""
         message = model.statistics.snapshot(model.name, model.version)
         for instance in model.instances:
             for usage in instance.memory_usage():
@@ -156,8 +154,8 @@ class ServedModels:
         return message
 
     def repository_index(self, ready_only: bool = False) -> list[ModelIndex]:
-        """Every model of the repositories with the state of its known versions, sorted by name. A model that was to be
-        loaded and has no version is left out, as by Triton."""
+        """Every model of the repositories with the states of its known versions, sorted by name. As in Triton, without
+        models that were loaded and have no version."""
         rows: list[ModelIndex] = []
         known = set(self._versions.names())
         for key, sources in self._repository.listing().items():
@@ -172,8 +170,7 @@ class ServedModels:
         return [row for row in rows if not ready_only or row.state == ModelReadyState.READY.value]
 
     def _states(self, key: str, timeout_s: float | None = None) -> dict[int, tuple[ModelReadyState, str]]:
-        """State and reason of each known version. A version whose backend reports that it is not ready is
-        UNAVAILABLE."""
+        """State and reason of each known version; UNAVAILABLE when its backend reports that it is not ready."""
         states = self._versions.states(key)
         for number, (state, _) in states.items():
             if state is ModelReadyState.READY and (reason := self._reason(key, number, timeout_s)):
@@ -188,18 +185,18 @@ class ServedModels:
 
 
 def _told(state: ModelReadyState, is_served: bool) -> ModelReadyState:
-    """The state, unless it became READY after the models were looked at."""
+    """LOADING for a version that became READY after `ready_models` was read."""
     return ModelReadyState.LOADING if state is ModelReadyState.READY and not is_served else state
 
 
 def log_summary(agents: Iterable[Sequence[str]], backends: Iterable[Sequence[str]], versions: ModelVersions) -> None:
-    """Logs Triton's three tables at the end of a start: repository agents, backends, models. Rows: see the heads."""
+    """Logs Triton's three tables at the end of a start: repository agents, backends, models."""
     for text in (
         _table(("Repository Agent", "Path"), agents),
         _table(("Backend", "Path", "Config"), backends),
         _table(("Model", "Version", "Status"), _model_rows(versions)),
     ):
-        log.info("\n%s", text, extra={"is_table": True})  # a log that escapes line ends keeps those of a table
+        log.info("\n%s", text, extra={"is_table": True})  # the log does not escape the line ends of tables
 
 
 def _model_rows(versions: ModelVersions) -> Iterable[tuple[str, str, str]]:

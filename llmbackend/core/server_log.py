@@ -1,8 +1,6 @@
-"""The log of a server process: Triton's line formats, levels that change while it runs, and repeated errors.
+"""The log of a server process: Triton's line formats, levels that can change, and repeated errors.
 
-For: the command line, which installs it before anything logs, and the frontends' logging endpoints. Does not know: what
-is logged. Invariants: one record is one line, unless it is marked as a table; errors of one cause are logged once a
-minute.
+One record is one line, except for tables; errors of one cause are logged once a minute.
 Source: Triton's logging extension, its --log-* flags and `--log-format`.
 """
 
@@ -27,21 +25,24 @@ _FORMATTER: Final = logging.Formatter()
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """One record of the log."""
+    """One record of the log.
+
+    time: Unix seconds
+    level: DEBUG, INFO, WARNING, ERROR or CRITICAL
+    text: the message and, in further lines, its traceback; at most MAX_LINE_CHARACTERS
+    """
 
     time: float
-    """Unix seconds."""
     level: str
-    """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
     text: str
-    """The message, and the traceback where there is one; several lines then. At most MAX_LINE_CHARACTERS."""
 
 
 Follower = Callable[[LogLine], None]
 
 
 class RecentLog:
-    """Any thread may use it. A follower is called under the lock, on the thread that logs: it must only enqueue."""
+    """The last lines of the log. Any thread. Followers are called under a lock, on the thread that logs: they must only
+    enqueue."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -49,7 +50,7 @@ class RecentLog:
         self._followers: list[Follower] = []
 
     def add(self, record: logging.LogRecord) -> bool:
-        """As a filter of a handler, behind those that drop records; lets every record through."""
+        """A logging filter, after those that drop records; passes every record."""
         text = _FORMATTER.format(record)[:MAX_LINE_CHARACTERS]
         line = LogLine(record.created, record.levelname, text.encode("utf-8", "replace").decode())
         with self._lock:
@@ -59,12 +60,12 @@ class RecentLog:
         return True
 
     def lines(self) -> list[LogLine]:
-        """The lines so far, the oldest first."""
+        """The oldest first."""
         with self._lock:
             return list(self._lines)
 
     def follow(self, follower: Follower) -> None:
-        """`follower` gets all further lines of the log."""
+        """Calls `follower` with all further lines."""
         with self._lock:
             self._followers.append(follower)
 
@@ -76,20 +77,17 @@ _PACKAGE = "llmbackend"
 
 _LETTERS = {logging.DEBUG: "V", logging.INFO: "I", logging.WARNING: "W", logging.ERROR: "E", logging.CRITICAL: "F"}
 IS_TABLE = "is_table"
-"""`extra` of a record that has several lines: as in Triton, tables are not escaped."""
+"""`extra` of a record with several lines, which is not escaped, as in Triton."""
 _ESCAPE_VARIABLE = "TRITON_SERVER_ESCAPE_LOG_MESSAGES"
 """0 or false: messages are not written as JSON strings."""
 REPEAT_INTERVAL_S: Final = 60.0
 _MAX_CAUSES: Final = 256
 CAUSE: Final = "cause"
-"""`extra` of an error's record without `exc_info`: equal hashables mean the same cause."""
+"""`extra` of an error's record without `exc_info`: a hashable, equal for the same cause."""
 
 
 class TritonFormatter(logging.Formatter):
-    """Formats a record in one of Triton's two styles.
-
-    `default`: `I1121 02:03:04.000123 1234 file.py:56] "text"`. `ISO8601`: the time in that format first.
-    """
+    """`default`: `I1121 02:03:04.000123 1234 file.py:56] "text"`; `ISO8601`: begins with the time in that format."""
 
     def __init__(self, style: LogFormat) -> None:
         super().__init__()
@@ -111,7 +109,7 @@ class TritonFormatter(logging.Formatter):
 
 
 class RepeatedErrors:
-    """Counts errors by cause: the first one in REPEAT_INTERVAL_S is logged. Bounded. Any thread."""
+    """Counts errors by cause; one in REPEAT_INTERVAL_S is to be logged. Bounded. Any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -119,8 +117,7 @@ class RepeatedErrors:
         self._seen: OrderedDict[Hashable, tuple[float, int]] = OrderedDict()
 
     def take(self, cause: Hashable) -> int | None:
-        """None if this cause was logged less than REPEAT_INTERVAL_S ago; else how many of it were left out since
-        then."""
+        """How many errors of this cause were left out since the last logged one; None = leave this one out."""
         now_s = self._clock()
         with self._lock:
             logged_s, left_out = self._seen.get(cause, (-REPEAT_INTERVAL_S, 0))
@@ -135,7 +132,7 @@ class RepeatedErrors:
 
 
 class RepeatFilter(logging.Filter):
-    """Drops repeated errors: a full disk fails every request in the same way, each with a traceback."""
+    """Drops repeated errors: with a full disk, every request fails in the same way."""
 
     def __init__(self, repeats: RepeatedErrors) -> None:
         super().__init__()
@@ -156,7 +153,7 @@ class RepeatFilter(logging.Filter):
 
 
 def cause_of(error: BaseException) -> Hashable:
-    """The type of an error and the line that raised it."""
+    """The error's type and the line that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -166,20 +163,18 @@ def cause_of(error: BaseException) -> Hashable:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Which levels are logged, and how lines are written."""
+    """Which levels are logged, and how. verbose: > 0 = debug lines, too. file: path; "" = stderr."""
 
     verbose: int = 0
-    """> 0: debug lines, too."""
     info: bool = True
     warning: bool = True
     error: bool = True
     format: LogFormat = "default"
     file: str = ""
-    """Path; "" = stderr."""
 
 
 class _BoundedHandler(logging.Handler):
-    """When records cannot be written, prints one line a minute instead of a traceback for each."""
+    """Prints one line a minute for records that cannot be written, instead of a traceback for each."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -199,7 +194,7 @@ class _FileHandler(_BoundedHandler, logging.FileHandler):
 
 
 class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):
-    """Writes to the sys.stderr of that moment, which is replaced while progress bars of a load are shown."""
+    """Writes to the current sys.stderr, which is replaced while progress bars are shown."""
 
     @property
     def stream(self) -> Any:
@@ -211,10 +206,7 @@ class _StreamHandler(_BoundedHandler, logging.StreamHandler[Any]):
 
 
 class ServerLog:
-    """Any thread may use it.
-
-    A change takes effect with the next record. A log that was not installed does not change the process's logging.
-    """
+    """Any thread. A log that is not installed does not change the process's logging."""
 
     def __init__(self, settings: LogSettings | None = None) -> None:
         self.recent = RecentLog()
@@ -227,8 +219,8 @@ class ServerLog:
         return self._settings
 
     def install(self) -> None:
-        """Sends this package's log to the file or stderr; other libraries' from WARNING on. Raises OSError when the
-        file cannot be written."""
+        """Writes this package's log, and other libraries' from WARNING on, to the file or stderr. Raises OSError when
+        the file cannot be written."""
         file = self._settings.file
         self._handler = _FileHandler(file, "a", "utf-8") if file else _StreamHandler()
         self._handler.addFilter(lambda record: self._lets_through(record.levelno))

@@ -1,4 +1,4 @@
-"""The options of a host, with the names and defaults of Triton's command line."""
+"""The options of a host."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .tracing.trace import TraceSettings
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of the host, with Triton's names and defaults.
+    """Names and defaults are those of Triton's command line.
 
     server_id: the server's name in its metadata
     repository_poll_secs: seconds between two polls in mode poll; 0 = no polls
-    startup_models: models to load at start in mode explicit; ("*",) = all
+    startup_models: models to load at start in mode explicit; ["*"] = all
     backend_directory, repoagent_directory: directories of backends and repository agents, each in `<name>/`
     backend_config: settings by backend; "" = every backend
     exit_on_error: `start` fails when a startup model fails
@@ -28,8 +28,8 @@ class ServerOptions:
     model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
     model_namespacing: models of different repositories may have the same name
     cache_config: settings by response cache
-    host_policies: what the instances of a group are bound to, by the policy's name
-    starts_instances: false = models are initialised and get no instances, so that they can be forecast and not used
+    host_policies: what the instances of a group are bound to, by name
+    starts_instances: false = models are initialised without instances, for forecasts
     """
 
     model_repositories: Sequence[Path] = ()

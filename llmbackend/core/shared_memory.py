@@ -1,6 +1,5 @@
 """Memory that clients share with the server: its regions, and tensors that are read from and written to them.
 
-For: frontends (register, status, unregister, inputs) and InferenceServer (outputs). Does not know: protocols.
 Invariants: a region is closed exactly once; an input is copied before its request is accepted; an output is written
 before its response is sent.
 Source: Triton's shared_memory_manager.cc (which maps), texts of release 2.73; golden transcript 40.
@@ -16,18 +15,10 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from llmbackend.core.errors import (
-    ErrorCode,
-    TritonError,
-    internal,
-    invalid_argument,
-    not_found,
-    unavailable,
-    unsupported,
-)
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.requests.responses import TransformedCallback
-from llmbackend.core.tensors import RawTensor, SharedInput, SharedRange, wire_view
+from .errors import ErrorCode, TritonError, internal, invalid_argument, not_found, unavailable, unsupported
+from .messages import InferenceRequest, InferenceResponse, ResponseCallback
+from .requests.responses import TransformedCallback
+from .tensors import RawTensor, SharedInput, SharedRange, wire_view
 
 DISABLED = "Client shared memory is disabled. Start the server with '--allow-client-shm=true' to enable."
 MAX_REGIONS = 4096
@@ -36,7 +27,7 @@ CUDA_HANDLE_BYTES = 64
 DIRECTORY = "/dev/shm"
 MAX_NAME_BYTES = 255
 RESERVED_PREFIX = "triton_python_backend_shm_region_"
-"""Of the regions between a Triton and the processes of its python models."""
+"""Of the regions between a Triton and its python models."""
 MAX_SIZE = (1 << 64) - 1
 """Of Triton's size_t."""
 MAX_TRANSFER_BYTES = 1 << 30
@@ -45,14 +36,14 @@ Submitted = TypeVar("Submitted")
 
 
 class MemoryKind(Enum):
-    """`value` is the word in Triton's texts."""
+    """`value` is Triton's word in texts."""
 
     SYSTEM = "system"
     CUDA = "CUDA"
 
 
 class Memory(Protocol):
-    """What SharedMemoryManager needs of a region's memory. Offsets count from the beginning of the region."""
+    """The memory of a region. Offsets count from the beginning of the region."""
 
     def read(self, offset: int, byte_size: int) -> bytes:
         """Raises TritonError when the memory no longer exists."""
@@ -64,15 +55,14 @@ class Memory(Protocol):
 
 
 class SystemMemory:
-    """`byte_size` bytes of the POSIX shared memory (`shm_open`) named `key`, from `offset` on. Open until `close`.
+    """`byte_size` bytes, from `offset` on, of the POSIX shared memory (`shm_open`) named `key`.
 
-    A key names a plain file directly in /dev/shm: no path, no link, no pipe. The memory is never mapped: where a
-    mapping would end the process with SIGBUS, `pread` and `pwrite` fail, so a client that truncates or unlinks its file
-    harms only its own requests.
+    A key names a plain file directly in /dev/shm: no path, no link, no pipe. The memory is never mapped: when a client
+    truncates its file, `pread` and `pwrite` fail, where a mapping would end the process with SIGBUS.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises TritonError: INVALID_ARG for a key that is reserved or none, or memory that is too small, INTERNAL
+        """Raises TritonError: INVALID_ARG for an invalid or reserved key and for memory that is too small, INTERNAL
         when there is no such memory."""
         _check_key(name, key)
         self._key = key
@@ -96,12 +86,12 @@ class SystemMemory:
 
     def write(self, offset: int, data: memoryview) -> None:
         if not self._is_whole():
-            raise self._shrunk()  # writing would enlarge the client's file again
+            raise self._shrunk()  # writing would enlarge the client's file
         position = self._start + offset
         while data:
             try:
                 written = os.pwrite(self._descriptor, data[:MAX_TRANSFER_BYTES], position)
-            except OSError as error:  # a sparse file, and no memory left for its holes
+            except OSError as error:  # a sparse file, and no memory for its holes
                 raise internal(f"cannot write to shared memory region '{self._key}': {error.strerror}") from None
             position += written
             data = data[written:]
@@ -110,7 +100,7 @@ class SystemMemory:
         os.close(self._descriptor)
 
     def _is_whole(self) -> bool:
-        """Whether the file still reaches the region's end."""
+        """Whether the file has all bytes of the region."""
         return os.fstat(self._descriptor).st_size >= self._end
 
     def _shrunk(self) -> TritonError:
@@ -118,7 +108,6 @@ class SystemMemory:
 
 
 def invalid_args(name: str) -> TritonError:
-    """The refusal of a region that does not fit its memory."""
     return invalid_argument(f"failed to register shared memory region '{name}': invalid args")
 
 
@@ -133,13 +122,13 @@ def _check_key(name: str, key: str) -> None:
 
 
 def _open(key: str) -> int:
-    """A descriptor of the file that `shm_open` would find: leading slashes are ignored, no others are allowed."""
+    """A descriptor of the file that `shm_open` would open: leading slashes are ignored, others not allowed."""
     name = key.lstrip("/")
     refusal = internal(f"Unable to open shared memory region: '{key}'")
     if not name.isprintable() or "/" in name or name in ("", ".", "..") or len(name.encode()) > MAX_NAME_BYTES:
         raise refusal
     try:
-        # Without NONBLOCK, opening a named pipe would block.
+        # NONBLOCK: opening a named pipe would block.
         descriptor = os.open(f"{DIRECTORY}/{name}", os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         raise refusal from None
@@ -151,7 +140,7 @@ def _open(key: str) -> int:
 
 @dataclass(slots=True)
 class Region:
-    """A registered region."""
+    """A registered region. users: requests that may still read or write it."""
 
     name: str
     key: str
@@ -160,16 +149,12 @@ class Region:
     kind: MemoryKind = field(repr=False)
     memory: Memory = field(repr=False)
     users: int = 0
-    """Requests that may still read or write it."""
     is_unregistered: bool = False
 
 
 class SharedMemoryManager:
-    """Any thread may use it.
-
-    A region is closed when it is unregistered, when the server stops, or, if requests still use it then, when the last
-    of them has ended. Registering CUDA memory is refused in the words of a Triton without GPU support.
-    """
+    """Any thread. A region is closed when it is unregistered or the server stops, and no request uses it any more.
+    CUDA memory is refused with the text of a Triton without GPU support."""
 
     def __init__(self, allowed: bool) -> None:
         self._allowed = allowed
@@ -180,8 +165,8 @@ class SharedMemoryManager:
     # --- control ----------------------------------------------------------------------------------------------------
 
     def register_system(self, name: str, key: str, offset: int, byte_size: int) -> None:
-        """Raises TritonError: UNSUPPORTED when switched off, ALREADY_EXISTS, INVALID_ARG, INTERNAL for a key whose file
-        does not exist."""
+        """Raises TritonError: UNSUPPORTED when shared memory is disabled, ALREADY_EXISTS, INVALID_ARG, INTERNAL for a
+        key without a file."""
         self._check_allowed()
         if not name:
             raise invalid_argument("'region name' is necessary to register system shared memory region")
@@ -209,15 +194,15 @@ class SharedMemoryManager:
             return [region for _, region in sorted(self._regions.items()) if region.kind is kind]
 
     def unregister(self, kind: MemoryKind, name: str = "") -> None:
-        """Removes the region of that name, or all of the kind; an unknown name is no error. A region in use is removed
-        when the last request that uses it has ended; new requests cannot use it."""
+        """Removes the region of that name, or all of the kind; ignores an unknown name. New requests cannot use a
+        region that is removed later because requests use it."""
         self._check_allowed()
         with self._lock:
             chosen = [self._regions[name]] if name in self._regions else []
             self._unregister(region for region in (chosen if name else self._regions.values()) if region.kind is kind)
 
     def close(self) -> None:
-        """Unregisters all regions and refuses new ones; called when the server stops."""
+        """Unregisters all regions and refuses new ones."""
         with self._lock:
             self._closed = True
             self._unregister(self._regions.values())
@@ -230,8 +215,8 @@ class SharedMemoryManager:
     # --- tensors ----------------------------------------------------------------------------------------------------
 
     def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
-        """`request` with a copy of every input that is in a region. Raises TritonError: NOT_FOUND for an unknown
-        region, INVALID_ARG for a range outside of it."""
+        """`request` with copies of its inputs in regions. Raises TritonError: NOT_FOUND for an unknown region,
+        INVALID_ARG for a range outside of it."""
         copies = tuple(map(self._copied, request.shared_inputs))
         return replace(request, inputs=(*request.inputs, *copies), shared_inputs=())
 
@@ -241,8 +226,8 @@ class SharedMemoryManager:
         callback: ResponseCallback,
         submit: Callable[[ResponseCallback], Submitted],
     ) -> Submitted:
-        """Calls `submit` with a callback that writes `outputs` to memory before it passes responses on to `callback`.
-        The regions stay open until the request has ended or was refused. Raises TritonError as `with_inputs` does."""
+        """Calls `submit` with a callback that writes `outputs` to memory before it passes responses to `callback`. The
+        regions stay open until the request has ended or was refused. Raises TritonError as `with_inputs`."""
         ranges = self._open(outputs)
         try:
             return submit(TransformedCallback(callback, ranges.write_outputs, on_final=lambda: self._release(ranges)))
@@ -258,7 +243,7 @@ class SharedMemoryManager:
             self._release(ranges)
 
     def _open(self, ranges: Mapping[str, SharedRange]) -> _OpenRanges:
-        """Marks all regions as used, or, on an error, none."""
+        """Marks all regions as used; on an error none."""
         with self._lock:
             found = {name: (self._region_of(each), each) for name, each in ranges.items()}
             for region, _ in found.values():

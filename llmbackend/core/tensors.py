@@ -1,9 +1,7 @@
 """Named tensors inside the host, and Triton's datatypes.
 
-For: one tensor type for frontends, schedulers and backends. Does not know: where bytes come from (JSON, gRPC, shared
-memory). Invariant: `data` has `shape`, and the dtype that `NUMPY_DTYPE` names for `datatype`; BYTES tensors are object
-arrays of `bytes`. Tensors are never written to after they were made.
-Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
+A tensor's `data` has its `shape` and the dtype `NUMPY_DTYPE[datatype]`; BYTES tensors are object arrays of `bytes`.
+Tensors are never written to. Source: KServe v2 "Tensor Data Types" and Triton's model configuration.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ NUMPY_DTYPE: dict[str, np.dtype[Any]] = {
 }
 _LENGTH = struct.Struct("<I")
 STRINGS_PER_CALL = 8192
-"""Strings per call in C; between calls other threads may take the interpreter's lock."""
+"""Strings per call in C, so that other threads can take the interpreter's lock."""
 MAX_COUNT: Final = 2**63 - 1
 DATATYPE_OF_DTYPE: dict[np.dtype[Any], str] = {dtype: name for name, dtype in NUMPY_DTYPE.items()}
-"""Numpy dtype → wire datatype. Arrays of unicode or byte strings must be made object arrays of bytes first."""
+"""Numpy dtype → datatype. Arrays of unicode or byte strings must be converted to object arrays of bytes first."""
 
 CONFIG_TYPE_OF_DATATYPE: dict[str, str] = {
     name: "TYPE_STRING" if name == "BYTES" else f"TYPE_{name}" for name in NUMPY_DTYPE
@@ -50,18 +48,16 @@ DATATYPE_OF_CONFIG_TYPE: dict[str, str] = {config: name for name, config in CONF
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A named tensor."""
+    """datatype: KServe's name (FP32, BYTES, …). shape: with the batch dimension, if there is one."""
 
     name: str
     datatype: str
-    """KServe's name: FP32, BYTES, …"""
     shape: tuple[int, ...]
-    """With the batch dimension, if there is one."""
     data: npt.NDArray[Any]
 
     @classmethod
     def of(cls, name: str, array: npt.NDArray[Any]) -> Tensor:
-        """A tensor around `array`. Raises TritonError INVALID_ARG for a dtype without a Triton datatype."""
+        """Raises TritonError INVALID_ARG for a dtype without a Triton datatype."""
         if array.dtype.kind in "US":
             array = np.array([_to_bytes(item) for item in array.ravel()], dtype=np.object_).reshape(array.shape)
         datatype = DATATYPE_OF_DTYPE.get(array.dtype)
@@ -79,7 +75,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class JsonTensor(Tensor):
-    """A BYTES tensor whose one element is the JSON text of `value`: a backend in the same process need not parse it."""
+    """A BYTES tensor whose only element is the JSON text of `value`, so that a backend in the same process need not
+    parse it."""
 
     value: Any
 
@@ -91,10 +88,10 @@ class JsonTensor(Tensor):
 
 @dataclass(frozen=True, slots=True)
 class RawTensor:
-    """A tensor as it came over a wire: `raw` is not decoded and nothing is checked.
+    """A tensor from a client, not decoded and not checked: `datatype` may be unknown, `shape` may have negative
+    numbers.
 
-    The core checks it against the model's configuration, so that dtype and shape errors come before size errors, with
-    Triton's texts; `datatype` may be unknown and `shape` may have negative numbers until then.
+    The core checks it against the model's configuration, so that errors have Triton's order and texts.
     """
 
     name: str
@@ -105,7 +102,7 @@ class RawTensor:
 
 @dataclass(frozen=True, slots=True)
 class SharedRange:
-    """`byte_size` bytes of a registered shared memory region, from `offset` on: where a tensor is or goes."""
+    """`byte_size` bytes from `offset` on in a registered shared memory region."""
 
     region: str
     offset: int
@@ -114,7 +111,7 @@ class SharedRange:
 
 @dataclass(frozen=True, slots=True)
 class SharedInput:
-    """An input in shared memory; it becomes a RawTensor when the region is read."""
+    """An input in shared memory."""
 
     name: str
     datatype: str
@@ -136,7 +133,7 @@ def element_count(shape: tuple[int, ...]) -> int:
 
 
 def shape_text(shape: Iterable[int]) -> str:
-    """A shape in errors, as Triton prints it: [2,-1]."""
+    """A shape as in Triton's errors: [2,-1]."""
     return f"[{','.join(map(str, shape))}]"
 
 
@@ -154,8 +151,8 @@ def check_size(name: str, datatype: str, shape: Iterable[int]) -> None:
 
 
 def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.NDArray[Any]:
-    """`data` in `shape`, of equally many elements. Raises TritonError INVALID_ARG for a shape that numpy cannot have
-    (more than 64 dimensions, or a huge dimension beside one of 0)."""
+    """`data` in `shape`, which has as many elements. Raises TritonError INVALID_ARG for a shape that numpy cannot have
+    (more than 64 dimensions, or a huge dimension besides one of 0)."""
     if data.shape == shape:
         return data
     try:
@@ -165,7 +162,7 @@ def reshaped(name: str, data: npt.NDArray[Any], shape: tuple[int, ...]) -> npt.N
 
 
 def to_wire(tensor: Tensor) -> bytes:
-    """The raw little-endian bytes of a tensor; BYTES elements carry a uint32 length before each."""
+    """The raw little-endian bytes of a tensor; each BYTES element follows its uint32 length."""
     if tensor.datatype != "BYTES":
         return np.ascontiguousarray(tensor.data).tobytes()
     if tensor.data.size == 1:  # fast path: the text of a token
@@ -185,14 +182,14 @@ def _packed(elements: npt.NDArray[np.object_]) -> bytes:
 
 
 def wire_view(tensor: Tensor) -> memoryview:
-    """The bytes of `to_wire`, without a copy if the data is in memory as on the wire."""
+    """The bytes of `to_wire`, without a copy unless the datatype is BYTES or the data not contiguous."""
     if tensor.datatype == "BYTES":
         return memoryview(to_wire(tensor))
     return np.ascontiguousarray(tensor.data).reshape(-1).view(np.uint8).data
 
 
 def split_strings(raw: bytes | memoryview, limit: int) -> tuple[list[bytes], int]:
-    """Up to `limit` elements of a serialised BYTES tensor, and the offset after the last complete one."""
+    """Up to `limit` elements of a serialised BYTES tensor, and the offset after the last one."""
     elements: list[bytes] = []
     offset, end = 0, len(raw)
     while len(elements) < limit and offset + 4 <= end:
@@ -218,7 +215,7 @@ def count_strings(raw: bytes | memoryview, offset: int, limit: int) -> tuple[int
 
 
 def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Tensor:
-    """A BYTES tensor of `elements`, whose number fits `shape`. Raises TritonError INVALID_ARG as `reshaped` does."""
+    """A BYTES tensor of `elements`, as many as `shape` has. Raises TritonError INVALID_ARG as `reshaped` does."""
     data = np.empty(len(elements), dtype=np.object_)
     for start in range(0, len(elements), STRINGS_PER_CALL):
         data[start : start + STRINGS_PER_CALL] = elements[start : start + STRINGS_PER_CALL]
@@ -226,10 +223,8 @@ def bytes_tensor(name: str, shape: tuple[int, ...], elements: list[bytes]) -> Te
 
 
 def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | memoryview) -> Tensor:
-    """The tensor of raw little-endian bytes, the inverse of `to_wire`. Data of a fixed-size type is a view of `raw`.
-
-    Raises TritonError INVALID_ARG for an unknown datatype or when the size of `raw` does not fit `shape`.
-    """
+    """The inverse of `to_wire`. Data of a fixed-size type is a view of `raw`. Raises TritonError INVALID_ARG for an
+    unknown datatype, and when the size of `raw` does not match `shape`."""
     dtype = NUMPY_DTYPE.get(datatype)
     if dtype is None:
         raise invalid_argument(f"invalid datatype for input {name}")
@@ -240,7 +235,7 @@ def from_wire(name: str, datatype: str, shape: tuple[int, ...], raw: bytes | mem
                 f"input byte size mismatch for input '{name}'. Expected {count * dtype.itemsize}, got {len(raw)}"
             )
         data = np.frombuffer(raw, dtype=dtype)
-        if not data.flags.aligned:  # part of a body; libraries of backends may expect aligned data
+        if not data.flags.aligned:  # part of a body; backends' libraries may need aligned data
             data = data.copy()
         return Tensor(name, datatype, shape, reshaped(name, data, shape))
     elements, offset = split_strings(raw, max(count, 0))

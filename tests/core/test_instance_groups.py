@@ -96,7 +96,7 @@ def test_instances_of_listed_gpus_come_go_and_serve(repository: Repository, monk
         assert kept < {id(instance) for instance in version_of(server, "m").instances}
         (response,) = send(server, "m").responses()
         assert response.error is None
-        eventually(lambda: not version_of(server, "m").removal_count)
+        eventually(lambda: not version_of(server, "m").instance_set.removal_count)
 
 
 def test_visible_devices_are_read_as_cuda_reads_them() -> None:

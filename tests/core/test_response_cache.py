@@ -320,8 +320,8 @@ def test_the_local_cache_keeps_its_size_and_the_most_recently_used(steps: list[t
         model[key] = entry
         while sum(len(kept) + ENTRY_OVERHEAD_BYTES for kept in model.values()) > size_bytes:
             del model[next(iter(model))]
-        counts = cache.counts()
-        assert counts.entries == len(model) and counts.used_bytes <= size_bytes
+        gauges = cache.gauges()
+        assert gauges["nv_cache_num_entries"] == len(model) and gauges["nv_cache_util"] <= 1
     assert list(cache._entries.items()) == list(model.items())
 
 

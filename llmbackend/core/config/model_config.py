@@ -15,8 +15,8 @@ import orjson
 from google.protobuf import json_format, text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from llmbackend.core.backend_api import InstanceGroupKind
-from llmbackend.core.errors import internal, invalid_argument
+from ..backend_api import InstanceGroupKind
+from ..errors import internal, invalid_argument
 
 CONFIG_FILE_NAME = "config.pbtxt"
 _ERROR_CHARACTERS = 500

@@ -17,13 +17,12 @@ from dataclasses import dataclass, field
 
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelEnsembling, ModelInput, ModelOutput
 
-from llmbackend.core.config.model_config_rules import composing_models
-from llmbackend.core.errors import TritonError, invalid_argument
-from llmbackend.core.repository.model_files import ModelIdentifier
-from llmbackend.core.repository.model_repository import ModelSpec
-from llmbackend.core.scheduling.ensembles.graph import dims_agree
-from llmbackend.core.tensors import shape_text
-
+from ..config.model_config_rules import composing_models
+from ..errors import TritonError, invalid_argument
+from ..repository.model_files import ModelIdentifier
+from ..repository.model_repository import ModelSpec
+from ..scheduling.ensembles.graph import dims_agree
+from ..tensors import shape_text
 from .model_versions import ModelVersions
 
 

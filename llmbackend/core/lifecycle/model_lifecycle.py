@@ -226,7 +226,7 @@ def is_instance_update(model: LoadedModel, new: ModelSpec) -> bool:
     """Whether a serving version becomes that of `new` by adding and removing instances alone. Never for models with
     agents or uploaded files, whose every load has a new directory."""
     old = model.spec
-    if not model.is_elastic:
+    if not model.instance_set.are_elastic:
         return False
     if old.has_agents or new.has_agents or old.directory != new.directory or not new.signature:
         return False

@@ -12,11 +12,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from llmbackend.core.errors import TritonError, not_found, shown_name, unavailable
-from llmbackend.core.models.model import LoadedModel
-from llmbackend.core.models.model_instance import InFlight
-from llmbackend.core.repository.model_files import ModelIdentifier
-from llmbackend.core.repository.model_repository import ModelSpec
+from ..errors import TritonError, not_found, shown_name, unavailable
+from ..models.model import LoadedModel
+from ..models.model_instance import InFlight
+from ..repository.model_files import ModelIdentifier
+from ..repository.model_repository import ModelSpec
 
 STOPPING = "Server is stopping"
 UNLOADED = "unloaded"
@@ -165,13 +165,13 @@ class ModelVersions:
         with self._lock:
             versions = [version for entry in self._models.values() for version in entry.versions.values()]
             states = [version.state for version in versions]
-            removals = sum(version.model.removal_count for version in versions if version.model is not None)
+            models = [version.model for version in versions if version.model is not None]
             return {
                 "loads and unloads under way": self.operations.count,
                 "model versions that drain": len(self._draining),
                 "model versions in state LOADING": states.count(ModelReadyState.LOADING),
                 "model versions in state UNLOADING": states.count(ModelReadyState.UNLOADING),
-                "removed instances that still run": removals,
+                "removed instances that still run": sum(model.instance_set.removal_count for model in models),
             }
 
     # --- changes, for ModelLifecycle --------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Metric families of backends: counters, gauges and histograms under exactly the names that they ask for.
 
-For: Backend.metric_family. Does not know: models, how metrics are served. Invariants: one family per name, of one kind
-and with its first description; every name and label can be printed, since one that cannot would spoil the page for
-all; a sample's name is the family's name without a suffix (a counter `x_total` is printed as `x_total`).
+Invariants: one family per name, of one kind and with its first description; every name and label can be printed, since
+one that cannot would invalidate the whole page; no suffix is added to a name (a counter `x_total` is printed as
+`x_total`).
 Source: TRITONSERVER_MetricFamily and TRITONSERVER_Metric; the texts of prometheus-cpp, which Triton passes on.
 """
 
@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from llmbackend.core.backend_api import MetricKind
-from llmbackend.core.errors import ErrorCode, TritonError, invalid_argument
+from ..backend_api import MetricKind
+from ..errors import ErrorCode, TritonError, invalid_argument
 
 DEFAULT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 LabelSet = tuple[tuple[str, str], ...]
@@ -30,7 +30,7 @@ _LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
 
 
 class Family:
-    """One family. Owner of its values; any thread may write."""
+    """metric_api.MetricFamily, and the samples of its metrics. Any thread."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Family:
         label_names: tuple[str, ...] | None,
         buckets: tuple[float, ...],
     ) -> None:
-        """label_names: of all its metrics; None = each metric has its own."""
+        """label_names: the labels of all its metrics; None = each metric names its own."""
         self.kind = kind
         self.name = name
         self.description = description
@@ -54,8 +54,6 @@ class Family:
             self._values[()] = 0.0
 
     def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """Creates the metric with these labels, at 0, unless it exists. buckets: upper bounds of a histogram, instead
-        of the family's. Raises TritonError INVALID_ARG for invalid labels or buckets."""
         bounds = self.buckets if buckets is None else _checked_bounds(buckets)
         key = self._key(labels)
         for label in labels:
@@ -65,8 +63,7 @@ class Family:
             self._add(key, bounds)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
-        """Adds to a counter or gauge. Raises TritonError INVALID_ARG for a histogram, and for a counter with value <
-        0."""
+        """Raises TritonError INVALID_ARG for a histogram, and for a counter with a negative value."""
         self._check_kind("increment", MetricKind.COUNTER, MetricKind.GAUGE)
         if self.kind is MetricKind.COUNTER and value < 0:
             raise invalid_argument(f"counter '{self.name}' can only be incremented monotonically, got {value}")
@@ -94,7 +91,7 @@ class Family:
             self._values[key] += sum(values)
 
     def value(self, /, **labels: str) -> float:
-        """The value of a counter or gauge; 0 if never written. Raises TritonError INVALID_ARG for a histogram."""
+        """0 if never written. Raises TritonError INVALID_ARG for a histogram."""
         self._check_kind("read", MetricKind.COUNTER, MetricKind.GAUGE)
         key = self._key(labels)
         with self._lock:
@@ -108,7 +105,6 @@ class Family:
             self._bucket_counts.pop(key, None)
 
     def collect(self) -> Metric:
-        """The family as a prometheus_client Metric."""
         metric = Metric(self.name, self.description, self.kind.value)
         with self._lock:
             for key, value in self._values.items():
@@ -125,7 +121,7 @@ class Family:
         return metric
 
     def _add(self, key: LabelSet, bounds: tuple[float, ...]) -> None:
-        """Holds the lock."""
+        """The caller holds the lock."""
         if key not in self._values:
             self._values[key] = 0.0
             if self.kind is MetricKind.HISTOGRAM:
@@ -179,8 +175,7 @@ class MetricFamilies:
         label_names: tuple[str, ...] | None,
         buckets: Sequence[float] | None,
     ) -> Family:
-        """The family of that name, created if needed. Raises TritonError ALREADY_EXISTS when it exists with another
-        kind or other label names, INVALID_ARG for a name that Prometheus does not allow."""
+        """See Backend.metric_family. Raises TritonError INVALID_ARG also for a name that Prometheus does not allow."""
         if not _METRIC_NAME.fullmatch(name):
             raise invalid_argument(f"Invalid metric name: '{name}'")
         with self._lock:
@@ -204,7 +199,7 @@ class MetricFamilies:
             return family
 
     def samples(self, name: str) -> list[Sample]:
-        """The current samples of the family of that name; [] if there is none."""
+        """The current samples of a family; [] for an unknown one."""
         with self._lock:
             family = self._families.get(name)
         return family.collect().samples if family is not None else []

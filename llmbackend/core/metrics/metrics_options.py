@@ -1,7 +1,6 @@
 """Which metrics a server shows, and how: `--metrics-config`, `--metrics-interval-ms`, `--allow-cpu-metrics`.
 
-For: the command line (parses them), models and the collectors of the registry. Does not know: Prometheus. Invariant:
-names and defaults are Triton's. Source: Triton's command line and metric_model_reporter.cc.
+Names and defaults are Triton's. Source: Triton's command line and metric_model_reporter.cc.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 FORMAT = "--metrics-config option format is '<setting>=<value>'. Got"
@@ -17,12 +17,10 @@ FORMAT = "--metrics-config option format is '<setting>=<value>'. Got"
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """One quantile of a summary."""
+    """One quantile of a summary, 0 to 1, and its allowed error, 0 to 1 (not of the value)."""
 
     quantile: float
-    """0 to 1."""
     error: float
-    """Allowed error of `quantile`, 0 to 1 (not of the value)."""
 
 
 DEFAULT_QUANTILES = (
@@ -36,36 +34,35 @@ DEFAULT_QUANTILES = (
 
 @dataclass(frozen=True, slots=True)
 class MetricsOptions:
-    """Options of the metrics page."""
+    """Options of the metrics page.
+
+    counter_latencies: show the counters of durations
+    histogram_latencies: show the histogram of the time to the first response
+    summary_latencies: show summaries of durations
+    interval_ms: greatest age of the machine's metrics
+    cpu_metrics: show the machine's CPU and memory use
+    """
 
     counter_latencies: bool = True
-    """Whether to show the counters of durations."""
     histogram_latencies: bool = False
-    """Whether to show the histogram of the time to the first response."""
     summary_latencies: bool = False
-    """Whether to show summaries of durations."""
     summary_quantiles: tuple[Quantile, ...] = DEFAULT_QUANTILES
     interval_ms: int = 2000
-    """Greatest age of the machine's metrics."""
     cpu_metrics: bool = True
-    """Whether to show the machine's CPU and memory use."""
 
 
 def with_metrics_config(options: MetricsOptions, items: Iterable[str]) -> MetricsOptions:
-    """`options` with each `<setting>=<value>` applied. Raises ValueError, one line, for an unknown setting or value.
-    (Triton ignores those.)"""
+    """`options` with each `<setting>=<value>` applied. Raises ValueError, one line, for an unknown setting or value,
+    which Triton ignores."""
     for item in items:
         setting, equals, value = item.partition("=")
         if not equals or not value:
             raise ValueError(f"{FORMAT} {item}")
         if setting == "summary_quantiles":
             options = replace(options, summary_quantiles=_quantiles(value))
-        elif setting == "counter_latencies":
-            options = replace(options, counter_latencies=_boolean(item, value))
-        elif setting == "histogram_latencies":
-            options = replace(options, histogram_latencies=_boolean(item, value))
-        elif setting == "summary_latencies":
-            options = replace(options, summary_latencies=_boolean(item, value))
+        elif setting in ("counter_latencies", "histogram_latencies", "summary_latencies"):
+            change: dict[str, Any] = {setting: _boolean(item, value)}
+            options = replace(options, **change)
         else:
             raise ValueError(
                 f"--metrics-config has no setting '{setting}', expected counter_latencies, histogram_latencies, "

@@ -1,14 +1,12 @@
-"""What one model version counts: Triton's statistics, and what it adds to the metrics: labels, how long requests took.
+"""The counters of one model version: Triton's statistics, latency histogram and summaries, metric labels.
 
-For: LoadedModel, the statistics RPC, and the registry's collectors, which read the same counters. Does not know: the
-text format, protocols. Invariants: every request is counted at most once, as a success or as a failure with one reason;
-what is switched off costs nothing; memory is bounded however many requests come; labels can always be printed.
+The statistics RPC and the metrics read the same counters. Invariants: every request is counted at most once, as a
+success or as a failure with one reason; options that are off cost nothing; memory is bounded; labels can be printed.
 Source: Triton's statistics extension and infer_stats; metric_model_reporter.cc.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import logging
 import math
@@ -31,15 +29,16 @@ from tritonclient.grpc.service_pb2 import (
     StatisticDuration,
 )
 
-from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import invalid_argument
-from llmbackend.core.messages import InferenceResponse, ResponseCallback
-
+from ..backend_api import MetricKind, ResponseFlag
+from ..errors import invalid_argument
+from ..messages import InferenceResponse, ResponseCallback
+from .metric_family import Family
 from .metrics_options import MetricsOptions
 
 log = logging.getLogger(__name__)
 
 FIRST_RESPONSE = "nv_inference_first_response_histogram_ms"
+FIRST_RESPONSE_DESCRIPTION = "Duration from request to first response in milliseconds"
 DEFAULT_BUCKETS_MS = (100.0, 500.0, 2000.0, 5000.0)
 WINDOW_S = 60.0
 SLICES = 5
@@ -48,11 +47,16 @@ _TAG = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_]*")
 
 
 class Latencies:
-    """The histogram and summaries that the server's options and the model's configuration ask for; None = off."""
+    """The histogram and summaries of the server's options and the model's configuration; None = off."""
 
     def __init__(self, config: ModelConfig, options: MetricsOptions) -> None:
         buckets = _buckets(config)
-        self.first_response = Histogram(buckets) if options.histogram_latencies else None
+        self.first_response: Family | None = None
+        if options.histogram_latencies:
+            self.first_response = Family(
+                MetricKind.HISTOGRAM, FIRST_RESPONSE, FIRST_RESPONSE_DESCRIPTION, (), tuple(buckets)
+            )
+            self.first_response.declare()
         self.summaries = Summaries() if options.summary_latencies else None
 
 
@@ -70,34 +74,14 @@ def _buckets(config: ModelConfig) -> Sequence[float]:
     return buckets
 
 
-class Histogram:
-    """Counts of values by upper bound. Any thread."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = (*bounds, math.inf)
-        self._lock = threading.Lock()
-        self._counts = [0] * len(self.bounds)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        with self._lock:
-            self._counts[bisect.bisect_left(self.bounds, value)] += 1
-            self._sum += value
-
-    def snapshot(self) -> tuple[list[int], float]:
-        """The count of each bucket (not cumulative), and the sum of all values."""
-        with self._lock:
-            return list(self._counts), self._sum
-
-
 class FirstResponse:
-    """A response callback that reports the time to the first response, in whole milliseconds, to a histogram."""
+    """A response callback that observes the time to the first response, in whole milliseconds."""
 
     __slots__ = ("_callback", "_histogram", "_start_ns")
 
-    def __init__(self, callback: ResponseCallback, histogram: Histogram) -> None:
+    def __init__(self, callback: ResponseCallback, histogram: Family) -> None:
         self._callback = callback
-        self._histogram: Histogram | None = histogram
+        self._histogram: Family | None = histogram
         self._start_ns = time.monotonic_ns()
 
     def __call__(self, response: InferenceResponse | None, flags: ResponseFlag) -> None:
@@ -131,8 +115,8 @@ class Summaries:
 class Summary:
     """Count and sum since the start, and a sample of the values of the last minute. Any thread.
 
-    By design different: prometheus-cpp estimates quantiles over the last minute with a stream algorithm; here they are
-    exact up to SAMPLES_PER_SLICE requests in each fifth of it, and beyond that from a uniform sample of so many.
+    By design different: prometheus-cpp estimates the quantiles of the last minute with a stream algorithm; here they
+    are exact up to SAMPLES_PER_SLICE requests in each fifth of it, and those of a uniform sample of that size beyond.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -157,7 +141,7 @@ class Summary:
             count, total = self._count, self._sum
         if not values:
             return count, total, [math.nan] * len(quantiles)
-        # "inverted_cdf": the result is a measured value, not an interpolation.
+        # "inverted_cdf": measured values, no interpolation.
         return count, total, np.quantile(values, list(quantiles), method="inverted_cdf").tolist()
 
     def _current(self) -> _Slice:
@@ -168,7 +152,7 @@ class Summary:
 
 
 class _Slice:
-    """A uniform sample (reservoir sampling) of the values of one fifth of the window."""
+    """A uniform sample (reservoir sampling) of the values of one fifth of a minute."""
 
     def __init__(self, begin_s: float) -> None:
         self.begin_s = begin_s
@@ -184,8 +168,8 @@ class _Slice:
 
 
 def metric_tags(config: ModelConfig) -> Mapping[str, str]:
-    """The labels of `metric_tags`, each name with an underscore before it. Raises TritonError INVALID_ARG for a name
-    that cannot be a label."""
+    """The labels of `metric_tags`, each prefixed with an underscore. Raises TritonError INVALID_ARG for a name that
+    cannot be a label."""
     for tag in config.metric_tags:
         if not _TAG.fullmatch(tag):
             raise invalid_argument(
@@ -258,10 +242,10 @@ class ResponseTimes:
 
 
 class Statistics:
-    """Owner of one model version's counters; any thread may write or read.
+    """One model version's counters. Any thread.
 
-    By design different from Triton: a request's duration ends at its FINAL response, not at its release, so that
-    durations are right for a backend that releases early.
+    By design different from Triton: a request's duration ends at its FINAL response, not at its release, which a
+    backend may do early.
     """
 
     def __init__(self) -> None:
@@ -274,7 +258,7 @@ class Statistics:
         self.success = Duration()
         self.fail = Duration()
         self.queue = Duration()
-        self.is_cached = False  # whether a response cache is asked before the queue
+        self.is_cached = False  # whether the model uses a response cache
         self.cache_hit = Duration()
         self.cache_miss = Duration()
         self.compute = ComputeTimes()
@@ -308,7 +292,7 @@ class Statistics:
             self.summaries.cache_hit.observe(lookup_ns // 1000)
 
     def record_cache_miss(self, lookup_ns: int, insertion_ns: int) -> None:
-        """Adds the cache times of a request that was counted as a success before its response was stored."""
+        """Adds the cache times of a request that was already counted as a success."""
         with self._lock:
             self.success.ns += insertion_ns
             self.cache_miss.add(lookup_ns + insertion_ns)
@@ -331,7 +315,7 @@ class Statistics:
             times.add(*times_ns)
 
     def record_response(self, index: int, start_ns: int, output_start_ns: int, end_ns: int, outcome: str) -> None:
-        """outcome: success, fail, empty_response or cancel, the name of the counter."""
+        """outcome: the name of the counter: success, fail, empty_response or cancel."""
         with self._lock:
             times = self._responses.get(index)
             if times is None:
@@ -352,7 +336,7 @@ class Statistics:
                 times.compute_output.add(end_ns - output_start_ns)
 
     def snapshot(self, name: str, version: int) -> ModelStatistics:
-        """All counters as the protocol's message; as in Triton, duration fields are present even when zero."""
+        """All counters as the protocol's message; as in Triton, durations are present also when zero."""
         with self._lock:
             message = ModelStatistics(
                 name=name,

@@ -1,18 +1,17 @@
 """The nv_* metrics of models and of the machine, as collectors of the server's registry.
 
-For: the server, which registers them. Does not know: HTTP, the text format. Invariants: names are Triton's, with no
-suffix added; all four failure reasons are present; values are read at scrape time from the counters of the statistics
-RPC.
-Source: Triton's metrics.cc; golden transcripts 10, 34. There are no metrics of GPUs.
+Invariants: names are Triton's, with no suffix added; all four failure reasons are present; values are read at scrape
+time from the counters of the statistics RPC. There are no metrics of GPUs.
+Source: Triton's metrics.cc; golden transcripts 10, 34.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from prometheus_client import CollectorRegistry, ProcessCollector
@@ -20,7 +19,7 @@ from prometheus_client.core import Metric
 
 from .metric_family import number_text
 from .metrics_options import MetricsOptions
-from .model_metrics import FIRST_RESPONSE, FailureReason, Latencies, Statistics, Summaries, Summary
+from .model_metrics import FIRST_RESPONSE, FIRST_RESPONSE_DESCRIPTION, FailureReason, Latencies, Statistics, Summary
 
 MODEL_READY = "llmbackend:model_ready"
 
@@ -39,14 +38,13 @@ Readinesses = Callable[[], Iterable[VersionReadiness]]
 
 
 def register_host_metrics(registry: CollectorRegistry, readinesses: Readinesses) -> None:
-    """The process's metrics have the names of all Prometheus clients: process_cpu_seconds_total,
-    process_resident_memory_bytes, process_open_fds …"""
+    """With the usual metrics of a process: process_cpu_seconds_total, process_open_fds …"""
     registry.register(ReadinessMetric(readinesses))
     ProcessCollector(registry=registry)
 
 
 class ReadinessMetric:
-    """A collector: one sample per known model version that was not unloaded."""
+    """One sample per known model version that was not unloaded."""
 
     def __init__(self, readinesses: Readinesses) -> None:
         self._readinesses = readinesses
@@ -62,12 +60,8 @@ class ReadinessMetric:
             yield metric
 
 
-Reader = Callable[[Statistics], float | None]
-"""Returns None for a model without this metric; a family without samples is not shown."""
-
-
 class ServedModel(Protocol):
-    """The model version that metrics are read of."""
+    """A model version with metrics."""
 
     @property
     def name(self) -> str: ...
@@ -86,97 +80,49 @@ class ServedModel(Protocol):
 Models = Callable[[], Iterable[ServedModel]]
 
 
-def _microseconds(ns: int) -> float:
-    return ns // 1000
-
-
-MODEL_METRICS: tuple[tuple[str, str, str, Reader], ...] = (
-    (
-        "nv_inference_request_success",
-        "counter",
-        "Number of successful inference requests, all batch sizes",
-        lambda statistics: statistics.success.count,
-    ),
-    (
-        "nv_inference_count",
-        "counter",
-        "Number of inferences performed (does not include cached requests)",
-        lambda statistics: statistics.inference_count,
-    ),
-    (
-        "nv_inference_exec_count",
-        "counter",
+MODEL_METRICS: dict[str, tuple[str, str]] = {
+    "nv_inference_request_success": ("success.count", "Number of successful inference requests, all batch sizes"),
+    "nv_inference_count": ("inference_count", "Number of inferences performed (does not include cached requests)"),
+    "nv_inference_exec_count": (
+        "execution_count",
         "Number of model executions performed (does not include cached requests)",
-        lambda statistics: statistics.execution_count,
     ),
-    (
-        "nv_inference_request_duration_us",
-        "counter",
+    "nv_inference_request_duration_us": (
+        "success.ns",
         "Cumulative inference request duration in microseconds (includes cached requests)",
-        lambda statistics: _microseconds(statistics.success.ns),
     ),
-    (
-        "nv_inference_queue_duration_us",
-        "counter",
+    "nv_inference_queue_duration_us": (
+        "queue.ns",
         "Cumulative inference queuing duration in microseconds (includes cached requests)",
-        lambda statistics: _microseconds(statistics.queue.ns),
     ),
-    (
-        "nv_inference_compute_input_duration_us",
-        "counter",
+    "nv_inference_compute_input_duration_us": (
+        "compute.input_ns",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.input_ns),
     ),
-    (
-        "nv_inference_compute_infer_duration_us",
-        "counter",
+    "nv_inference_compute_infer_duration_us": (
+        "compute.infer_ns",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.infer_ns),
     ),
-    (
-        "nv_inference_compute_output_duration_us",
-        "counter",
+    "nv_inference_compute_output_duration_us": (
+        "compute.output_ns",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda statistics: _microseconds(statistics.compute.output_ns),
     ),
-    (
-        "nv_cache_num_hits_per_model",
-        "counter",
-        "Number of cache hits per model",
-        lambda statistics: statistics.cache_hit.count if statistics.is_cached else None,
-    ),
-    (
-        "nv_cache_hit_duration_per_model",
-        "counter",
-        "Total cache hit duration per model, in microseconds",
-        lambda statistics: _microseconds(statistics.cache_hit.ns) if statistics.is_cached else None,
-    ),
-    (
-        "nv_cache_num_misses_per_model",
-        "counter",
-        "Number of cache misses per model",
-        lambda statistics: statistics.cache_miss.count if statistics.is_cached else None,
-    ),
-    (
-        "nv_cache_miss_duration_per_model",
-        "counter",
+    "nv_cache_num_hits_per_model": ("cache_hit.count", "Number of cache hits per model"),
+    "nv_cache_hit_duration_per_model": ("cache_hit.ns", "Total cache hit duration per model, in microseconds"),
+    "nv_cache_num_misses_per_model": ("cache_miss.count", "Number of cache misses per model"),
+    "nv_cache_miss_duration_per_model": (
+        "cache_miss.ns",
         "Total cache miss (insert+lookup) duration per model, in microseconds",
-        lambda statistics: _microseconds(statistics.cache_miss.ns) if statistics.is_cached else None,
     ),
-    (
-        "nv_inference_pending_request_count",
-        "gauge",
+    "nv_inference_pending_request_count": (
+        "pending_count",
         "Instantaneous number of pending requests awaiting execution per-model.",
-        lambda statistics: statistics.pending_count,
     ),
-    (
-        "nv_model_load_duration_secs",
-        "gauge",
-        "Model load time in seconds",
-        lambda statistics: statistics.load_duration_s,
-    ),
-)
-LATENCY_COUNTERS = frozenset(name for name, *_ in MODEL_METRICS if name.endswith(("_duration_us", "_per_model")))
+    "nv_model_load_duration_secs": ("load_duration_s", "Model load time in seconds"),
+}
+"""Name → field of Statistics (nanoseconds are shown as microseconds) and description."""
+GAUGES = frozenset({"nv_inference_pending_request_count", "nv_model_load_duration_secs"})
+LATENCY_COUNTERS = frozenset(name for name in MODEL_METRICS if name.endswith(("_duration_us", "_per_model")))
 """Families that `--metrics-config counter_latencies=false` switches off."""
 
 
@@ -193,20 +139,22 @@ def register_metrics(registry: CollectorRegistry, models: Models, options: Metri
 
 
 class ModelMetrics:
-    """A collector: one sample per family and READY model version."""
+    """One sample per family and READY model version; a family without samples is not shown."""
 
     def __init__(self, models: Models, options: MetricsOptions) -> None:
         self._models = models
-        hidden = () if options.counter_latencies else LATENCY_COUNTERS
-        self._metrics = [metric for metric in MODEL_METRICS if metric[0] not in hidden]
+        self._hidden = frozenset() if options.counter_latencies else LATENCY_COUNTERS
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._models())
-        for name, kind, description, read in self._metrics:
-            metric = Metric(name, description, kind)
+        for name, (field, description) in MODEL_METRICS.items():
+            if name in self._hidden:
+                continue
+            metric = Metric(name, description, "gauge" if name in GAUGES else "counter")
             for model in models:
-                if (value := read(model.statistics)) is not None:
-                    metric.add_sample(name, labels_of(model), value)
+                if model.statistics.is_cached or not name.startswith("nv_cache_"):
+                    value = attrgetter(field)(model.statistics)
+                    metric.add_sample(name, labels_of(model), value // 1000 if field.endswith("ns") else value)
             if metric.samples:
                 yield metric
             if name == "nv_inference_request_success":
@@ -228,76 +176,57 @@ def labels_of(model: ServedModel) -> dict[str, str]:
     return labels | {"namespace": model.namespace} if model.namespace else labels
 
 
-SUMMARIES: tuple[tuple[str, str, Callable[[Summaries], Summary]], ...] = (
-    (
-        "nv_inference_request_summary_us",
+SUMMARIES: dict[str, tuple[str, str]] = {
+    "nv_inference_request_summary_us": (
+        "request",
         "Summary of inference request duration in microseconds (includes cached requests)",
-        lambda summaries: summaries.request,
     ),
-    (
-        "nv_inference_queue_summary_us",
+    "nv_inference_queue_summary_us": (
+        "queue",
         "Summary of inference queuing duration in microseconds (includes cached requests)",
-        lambda summaries: summaries.queue,
     ),
-    (
-        "nv_inference_compute_input_summary_us",
+    "nv_inference_compute_input_summary_us": (
+        "compute_input",
         "Cumulative compute input duration in microseconds (does not include cached requests)",
-        lambda summaries: summaries.compute_input,
     ),
-    (
-        "nv_inference_compute_infer_summary_us",
+    "nv_inference_compute_infer_summary_us": (
+        "compute_infer",
         "Cumulative compute inference duration in microseconds (does not include cached requests)",
-        lambda summaries: summaries.compute_infer,
     ),
-    (
-        "nv_inference_compute_output_summary_us",
+    "nv_inference_compute_output_summary_us": (
+        "compute_output",
         "Cumulative inference compute output duration in microseconds (does not include cached requests)",
-        lambda summaries: summaries.compute_output,
     ),
-    (
-        "nv_cache_hit_summary_per_model",
-        "Summary of cache hit duration per model, in microseconds",
-        lambda summaries: summaries.cache_hit,
-    ),
-    (
-        "nv_cache_miss_summary_per_model",
+    "nv_cache_hit_summary_per_model": ("cache_hit", "Summary of cache hit duration per model, in microseconds"),
+    "nv_cache_miss_summary_per_model": (
+        "cache_miss",
         "Summary of cache miss (insert+lookup) duration per model, in microseconds",
-        lambda summaries: summaries.cache_miss,
     ),
-)
+}
+"""Name → field of Summaries and description."""
 WITHOUT_CACHE = frozenset({"nv_inference_request_summary_us"})
-"""Not shown for models with a cache: a request's duration there lacks the time to store its response, as in Triton."""
+"""Not shown for models with a cache: as in Triton, such a duration lacks the time to store the response."""
 WITH_CACHE = frozenset({"nv_cache_hit_summary_per_model", "nv_cache_miss_summary_per_model"})
 
 
 class FirstResponseMetrics:
-    """A collector of the histogram of the time to the first response."""
+    """The histogram of the time to the first response."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        description = "Duration from request to first response in milliseconds"
-        metric = Metric(FIRST_RESPONSE, description, "histogram")
+        metric = Metric(FIRST_RESPONSE, FIRST_RESPONSE_DESCRIPTION, "histogram")
         for model in self._models():
             histogram = model.latencies.first_response
-            if histogram is None:
-                continue
-            labels = labels_of(model)
-            counts, total = histogram.snapshot()
-            metric.add_sample(f"{FIRST_RESPONSE}_count", labels, sum(counts))
-            metric.add_sample(f"{FIRST_RESPONSE}_sum", labels, total)
-            for bound, count in zip(histogram.bounds, itertools.accumulate(counts), strict=True):
-                metric.add_sample(f"{FIRST_RESPONSE}_bucket", {**labels, "le": number_text(bound)}, count)
+            for sample in histogram.collect().samples if histogram is not None else ():
+                metric.add_sample(sample.name, {**labels_of(model), **sample.labels}, sample.value)
         if metric.samples:
             yield metric
 
 
 class SummaryMetrics:
-    """A collector of the latency summaries of every model.
-
-    A family without samples is not shown.
-    """
+    """The latency summaries of every model."""
 
     def __init__(self, models: Models, options: MetricsOptions) -> None:
         self._models = models
@@ -305,12 +234,12 @@ class SummaryMetrics:
 
     def collect(self) -> Iterator[Metric]:
         models = list(self._models())
-        for name, description, read in SUMMARIES:
+        for name, (field, description) in SUMMARIES.items():
             metric = Metric(name, description, "summary")
             for model in models:
                 hidden = WITHOUT_CACHE if model.statistics.is_cached else WITH_CACHE
                 if model.latencies.summaries is not None and name not in hidden:
-                    self._add(metric, labels_of(model), read(model.latencies.summaries))
+                    self._add(metric, labels_of(model), getattr(model.latencies.summaries, field))
             if metric.samples:
                 yield metric
 
@@ -323,7 +252,7 @@ class SummaryMetrics:
 
 
 class PinnedMemoryMetrics:
-    """A collector of zeros: dashboards expect both names, but this host has no pinned memory."""
+    """Zeros: dashboards expect both names, but this host has no pinned memory."""
 
     def collect(self) -> Iterator[Metric]:
         yield _gauge("nv_pinned_memory_pool_total_bytes", "Pinned memory pool total memory size, in bytes", 0)
@@ -347,10 +276,7 @@ class _Reading(NamedTuple):
 
 
 class CpuMetrics:
-    """A collector of the machine's CPU and memory use.
-
-    They are at most `--metrics-interval-ms` old, and nothing is read between scrapes.
-    """
+    """The machine's CPU and memory use, at most `--metrics-interval-ms` old; read only at scrapes."""
 
     def __init__(self, options: MetricsOptions) -> None:
         self._interval_s = options.interval_ms / 1000

@@ -18,12 +18,11 @@ from functools import partial
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from llmbackend.core.backend_api import ExecutionPolicy, InstanceGroupKind
-from llmbackend.core.backend_manager import LoadedBackend
-from llmbackend.core.scheduling.rate_limiter import RateLimiter
-from llmbackend.core.scheduling.scheduler import ElasticSource, Scheduler
-from llmbackend.core.scheduling.sequences.batcher import SequenceBatcher
-
+from ..backend_api import ExecutionPolicy, InstanceGroupKind
+from ..backend_manager import LoadedBackend
+from ..scheduling.rate_limiter import RateLimiter
+from ..scheduling.scheduler import ElasticSource, Scheduler
+from ..scheduling.sequences.batcher import SequenceBatcher
 from .model_instance import InstanceOwner, InstanceThread, LiveRequests, LoadedInstance
 from .warmup import WarmupSample, warm_up
 

@@ -17,11 +17,9 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.fork_server.host_policy import HostPolicy
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Timer
 
-from ..activity.hub import ActivityHub
 from ..backend_api import SendPolicy
 from ..backend_manager import LoadedBackend
 from ..errors import TritonError, unsupported
@@ -33,7 +31,7 @@ from ..model_to_model import ModelHost
 from ..repository.model_repository import ModelSpec
 from ..requests.queued_request import QueuedRequest
 from ..requests.request_validation import RequestValidator
-from ..requests.response_channel import ChannelOwner, Reaper, RequestObserver, ResponseChannel
+from ..requests.response_channel import ChannelOwner, RequestObserver, ResponseChannel
 from ..requests.responses import ResponseTransforms
 from ..scheduling.caching_scheduler import CachingScheduler
 from ..scheduling.dynamic_batcher import BatchStrategy, DynamicBatcher, load_strategy
@@ -199,6 +197,10 @@ class LoadedModel:
         self.namespace = spec.namespace
         self.version = version
         self.backend = backend
+        self.reaper = services.reaper
+        self.activity_hub = services.activity
+        self.host_policies = services.host_policies
+        self.may_block_in_send = backend.send_policy is SendPolicy.BLOCKING
         self.directory = spec.directory
         self.version_directory = spec.directory / str(version)
         self.auto_complete_config = auto_complete_config
@@ -207,32 +209,15 @@ class LoadedModel:
         self.in_flight = InFlight()
         self.live_requests = LiveRequests()
         self.forecast: Mapping[str, Any] = {}
-        """What the backend says of the instances that it was not asked for."""
         self._starts_instances = starts_instances
         self._services = services
         self._host: ModelHost = services.host
-        self._instances = InstanceSet(self.name, backend, services.rate_limiter, self.live_requests)
+        self.instance_set = InstanceSet(self.name, backend, services.rate_limiter, self.live_requests)
         self._readiness = Readiness(self.name, version)
         self.spec = spec  # keeps a temporary directory of the model alive
         self._config = ServedConfig(spec.config, backend, services.gpus, auto_complete_config)
         self._strategy: BatchStrategy | None = None
         self._serving: _Serving | None = None
-
-    @property
-    def reaper(self) -> Reaper:
-        return self._services.reaper
-
-    @property
-    def activity_hub(self) -> ActivityHub:
-        return self._services.activity
-
-    @property
-    def host_policies(self) -> Mapping[str, HostPolicy]:
-        return self._services.host_policies
-
-    @property
-    def may_block_in_send(self) -> bool:
-        return self.backend.send_policy is SendPolicy.BLOCKING
 
     @property
     def config(self) -> ModelConfig:
@@ -253,17 +238,7 @@ class LoadedModel:
 
     @property
     def instances(self) -> tuple[LoadedInstance, ...]:
-        return self._instances.all
-
-    @property
-    def is_elastic(self) -> bool:
-        """Whether `update_instances` can be used."""
-        return self._instances.are_elastic
-
-    @property
-    def removal_count(self) -> int:
-        """Removed instances that are not finalised yet."""
-        return self._instances.removal_count
+        return self.instance_set.all
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -292,16 +267,16 @@ class LoadedModel:
         Raises TritonError when a new instance fails; then nothing has changed.
         """
         config = self._config.with_instances_of(spec.config)
-        change = self._instances.add(new_instances(self, config), self._loaded.scheduler, self._warmup_samples)
+        change = self.instance_set.add(new_instances(self, config), self._loaded.scheduler, self._warmup_samples)
         self.spec, self._config.current = spec, config
-        self._instances.settle(change)
+        self.instance_set.settle(change)
 
     def not_ready_reason(self, timeout_s: float | None = None) -> str:
         """Why the backend says that an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at most,
         or `timeout_s`."""
         if not self.backend.functions.has("TRITONBACKEND_ModelInstanceReady"):
             return ""
-        return self._readiness.reason(self._instances.check_ready, timeout_s)
+        return self._readiness.reason(self.instance_set.check_ready, timeout_s)
 
     def finalize(self) -> None:
         """Stops the instance threads, then finalises instances and model. The caller has waited until nothing is
@@ -309,11 +284,11 @@ class LoadedModel:
         self._readiness.close()
         if self._serving is not None:
             self._serving.scheduler.stop()
-        self._instances.stop()
+        self.instance_set.stop()
         if self._strategy is not None:
             self._strategy.finalize()
             self._strategy = None
-        self._instances.finalize()
+        self.instance_set.finalize()
         self.backend.functions.finalize("TRITONBACKEND_ModelFinalize", self)
         self._services.leaks.forget(self.name, self.version)
 
@@ -333,7 +308,9 @@ class LoadedModel:
         serving = self._serving
         assert serving is not None, "load() comes first"
         try:
-            self._check_resumes(request)
+            if request.resume is not None and request.resume.deltas and not self.backend.resumes:
+                reason = f"model '{self.name}' cannot resume requests"
+                raise unsupported(f"the request cannot continue after its responses so far: {reason}")
             valid = serving.validator.validate(request)
         except BaseException:
             self.leave()
@@ -348,12 +325,6 @@ class LoadedModel:
             queued.release()
             raise
         return channel
-
-    def _check_resumes(self, request: InferenceRequest) -> None:
-        if request.resume is not None and request.resume.deltas and not self.backend.resumes:
-            raise unsupported(
-                f"the request cannot continue after its responses so far: model '{self.name}' cannot resume requests"
-            )
 
     @property
     def sequences(self) -> SequenceBatcher | None:
@@ -422,7 +393,7 @@ class LoadedModel:
         transforms = ResponseTransforms(config, self.directory, latencies.first_response)
         self._strategy = load_strategy(self)
         if self._starts_instances:
-            self._instances.create(new_instances(self, config))
+            self.instance_set.create(new_instances(self, config))
         else:
             self.forecast = self.backend.functions.call("LLMBACKEND_ModelForecast", self) or {}
         self._serving = _Serving(
@@ -432,7 +403,7 @@ class LoadedModel:
             transforms,
             new_scheduler(config, self, self.directory, self._services, self._strategy),
         )
-        self._instances.start(self._serving.scheduler, self._warmup_samples)
+        self.instance_set.start(self._serving.scheduler, self._warmup_samples)
 
     def _warmup_samples(self) -> list[WarmupSample]:
         return warmup_samples(self._config.current, self.directory, self._loaded.validator)

@@ -17,16 +17,14 @@ from pathlib import Path
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelWarmup
 
-from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import internal, invalid_argument, request_tag, unsupported
-from llmbackend.core.files import path_inside
-from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.model_metrics import PhaseTimes
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.requests.request_validation import RequestValidator, ValidRequest
-from llmbackend.core.requests.response_channel import ResponseChannel
-from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, element_count, from_wire
-
+from ..backend_api import ResponseFlag
+from ..errors import internal, invalid_argument, request_tag, unsupported
+from ..files import path_inside
+from ..messages import InferenceRequest, InferenceResponse
+from ..requests.queued_request import QueuedRequest
+from ..requests.request_validation import RequestValidator, ValidRequest
+from ..requests.response_channel import RequestObserver, ResponseChannel
+from ..tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, RawTensor, element_count, from_wire
 from .model_instance import InstanceOwner, LoadedInstance
 
 log = logging.getLogger(__name__)
@@ -158,7 +156,7 @@ def _run(instance: LoadedInstance, sample: WarmupSample) -> list[str]:
     return [error for each in pending for error in each.errors]
 
 
-class _Pending:
+class _Pending(RequestObserver):
     """The response callback and the observer of one warmup request."""
 
     def __init__(self) -> None:
@@ -171,12 +169,6 @@ class _Pending:
             self.errors.append(response.error.message)
         if flags & ResponseFlag.FINAL:
             self.answered.set()
-
-    def make_room(self) -> None:
-        pass
-
-    def computed(self, times: PhaseTimes) -> None:
-        pass
 
     def done(self) -> None:
         self.released.set()

@@ -22,13 +22,13 @@ from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.config.model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
-from llmbackend.core.config.model_config_rules import validate_config
-from llmbackend.core.errors import ErrorCode, OverrideError, TritonError, internal, invalid_argument
-from llmbackend.core.json_text import json_depth
-from llmbackend.core.messages import LoadParameters
 from llmbackend.fork_server.process_resources import OwnedFolder
 
+from ..config.model_config import CONFIG_FILE_NAME, fill_backend, parse_json, read_config, set_defaults
+from ..config.model_config_rules import validate_config
+from ..errors import ErrorCode, OverrideError, TritonError, internal, invalid_argument
+from ..json_text import json_depth
+from ..messages import LoadParameters
 from .model_files import (
     SEPARATOR,
     ModelIdentifier,

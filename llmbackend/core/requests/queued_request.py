@@ -13,12 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from llmbackend.core.backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
-from llmbackend.core.errors import TritonError, invalid_argument, request_tag
-from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.model_metrics import FailureReason
-from llmbackend.core.tracing.trace import RequestTrace
-
+from ..backend_api import ParameterValue, ReleaseFlag, RequestFlag, ResponseFlag, State, Tensor
+from ..errors import TritonError, invalid_argument, request_tag
+from ..messages import InferenceRequest, InferenceResponse
+from ..metrics.model_metrics import FailureReason
+from ..tracing.trace import RequestTrace
 from .request_validation import ValidRequest
 from .response_channel import ResponseChannel
 

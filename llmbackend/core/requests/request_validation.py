@@ -15,9 +15,9 @@ from typing import Final
 
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInput
 
-from llmbackend.core.errors import TritonError, invalid_argument, request_tag
-from llmbackend.core.messages import InferenceRequest
-from llmbackend.core.tensors import (
+from ..errors import TritonError, invalid_argument, request_tag
+from ..messages import InferenceRequest
+from ..tensors import (
     DATATYPE_OF_CONFIG_TYPE,
     NUMPY_DTYPE,
     RawTensor,

@@ -1,9 +1,8 @@
 """One request's way back to its client: the only place that calls its response callback.
 
-For: requests, responses and response factories, which are handles on a channel. Does not know: tensors' content,
-schedulers, backends. Invariants: exactly one call of the callback carries FINAL and none comes after it; a channel
-whose last handle is dropped before FINAL completes itself with an error, so that no client hangs.
-Source: the response factory of Triton's core, which does not check FINAL.
+A request, its responses and its response factories are handles on its channel. Invariants: exactly one call of the
+callback carries FINAL, and it is the last; a channel whose last handle is dropped before FINAL completes itself with an
+error, so that no client hangs. Source: the response factory of Triton's core, which does not check FINAL.
 """
 
 from __future__ import annotations
@@ -16,43 +15,43 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Protocol
 
-from llmbackend.core.backend_api import ResponseFlag, is_final
-from llmbackend.core.errors import TritonError, internal, request_tag
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback
-from llmbackend.core.metrics.model_metrics import PhaseTimes, Statistics
+from ..backend_api import ResponseFlag, is_final
+from ..errors import TritonError, internal, request_tag
+from ..messages import InferenceRequest, InferenceResponse, ResponseCallback
+from ..metrics.model_metrics import PhaseTimes, Statistics
 
 log = logging.getLogger(__name__)
 
 _NUMBERS = itertools.count(1)
 _NONE = ResponseFlag.NONE
-"""Looking up a member of an enum takes longer than all else that a check of flags does."""
+"""A constant: looking up a member of an enum is slow."""
 
 
-class Reaper:
-    """Completes what a backend dropped without completing it: runs actions in order on one daemon thread, between
-    `start` and `stop`.
+class ActionThread:
+    """Runs actions in order on one daemon thread, between `start` and `stop`, under no lock of the host.
 
-    Actions come from `__del__`, which may run on any thread and under any lock. So `submit` never blocks and takes no
-    lock that Python code can hold (`SimpleQueue.put` is reentrant).
+    failure: logged for an action that raises
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, failure: str) -> None:
+        self._name = name
+        self._failure = failure
         self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_acting = False
 
     @property
     def backlog(self) -> int:
-        """How many actions were submitted and have not ended."""
+        """Actions that have not ended."""
         return self._actions.qsize() + self._is_acting
 
     def start(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="reaper", daemon=True)
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Runs what was submitted so far, then ends the thread."""
+        """Runs the actions submitted so far, then ends the thread."""
         if self._thread is not None:
             self._actions.put(None)
             self._thread.join()
@@ -67,19 +66,27 @@ class Reaper:
             try:
                 action()
             except Exception:
-                log.exception("completing an abandoned request failed")
+                log.exception(self._failure)
             self._is_acting = False
-            del action  # or the last one would keep its request alive until the next
+            del action  # it would keep its request alive until the next one
 
 
-class RequestObserver(Protocol):
-    """Follows more of a request than its responses: an ensemble, a warmup. Called on any thread."""
+class Reaper(ActionThread):
+    """Completes requests that a backend dropped. Actions come from `__del__`, which may run on any thread and under any
+    lock: `submit` never blocks and takes no lock that Python code can hold (`SimpleQueue.put` is reentrant)."""
+
+    def __init__(self) -> None:
+        super().__init__("reaper", "completing an abandoned request failed")
+
+
+class RequestObserver:
+    """Observes a request of an ensemble or a warmup; by default does nothing. Called on any thread."""
 
     def make_room(self) -> None:
-        """Called before each response of a backend with SendPolicy.BLOCKING is delivered; may block to hold it back."""
+        """Before each response of a backend with SendPolicy.BLOCKING is delivered; may block to delay it."""
 
     def computed(self, times: PhaseTimes) -> None:
-        """The request succeeded; `times` are what its backend reported."""
+        """The request succeeded, with the `times` that its backend reported."""
 
     def done(self) -> None:
         """The last handle on the request was dropped."""
@@ -105,11 +112,12 @@ class ChannelOwner(Protocol):
 
 
 class ResponseChannel:
-    """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock, so they must
-    only enqueue.
+    """The client's end of one request; also its InferenceHandle. Callbacks run under the channel's lock: they must only
+    enqueue.
 
-    number: by which operators name the request; no other request of this process has it
+    number: by which operators name the request; unique in this process
     instance: the instance that has the request, or had it last; None before
+    response_indices: the index of the next response in statistics
     """
 
     __slots__ = (
@@ -143,7 +151,6 @@ class ResponseChannel:
         self._on_cancel: list[Callable[[], None]] = []
         self._dequeue: Callable[[], None] | None = None
         self.response_indices = itertools.count()
-        """The index of the next response in statistics."""
         self.trace = request.trace
         if self.trace is not None:
             self.trace.begin(owner.name, owner.version, request.id, self.start_ns)
@@ -162,7 +169,7 @@ class ResponseChannel:
             self._handles += 1
 
     def drop(self) -> None:
-        """Gives one handle back; the last one ends the channel."""
+        """Drops one handle; the last one ends the channel."""
         with self._lock:
             self._handles -= 1
             if self._handles:
@@ -179,20 +186,20 @@ class ResponseChannel:
             self.observer.done()
 
     def wrap_callback(self, wrap: Callable[[ResponseCallback], ResponseCallback]) -> bool:
-        """Puts a callback of the host before the client's; False when FINAL was delivered already."""
+        """Puts a callback of the host before the client's; False after FINAL."""
         with self._lock:
             if not self._final_ns:
                 self._callback = wrap(self._callback)
             return not self._final_ns
 
     def send(self, response: InferenceResponse, flags: ResponseFlag) -> None:
-        """A backend's response: as `deliver`, after its observer has made room where the backend may be blocked."""
+        """As `deliver`, after the observer has made room if the backend may be blocked."""
         if self.observer is not None and self.owner.may_block_in_send:
             self.observer.make_room()
         self.deliver(response, flags)
 
     def deliver(self, response: InferenceResponse | None, flags: ResponseFlag) -> bool:
-        """Calls the client's callback; False when FINAL was delivered already (logged, nothing delivered)."""
+        """Calls the client's callback; False after FINAL (logged, nothing delivered)."""
         if type(flags) is not ResponseFlag:
             flags = ResponseFlag(flags)  # a backend may give a plain number
         with self._lock:
@@ -205,7 +212,7 @@ class ResponseChannel:
                     )
                 return False
             if flags is not _NONE and is_final(flags):
-                self._finish()  # before the callback: a client that has the last response also finds it counted
+                self._finish()  # before the callback, so that a client with its last response finds it counted
             if self.trace is not None:
                 error = response.error if response is not None else None
                 outputs = response.outputs if response is not None else ()
@@ -225,8 +232,8 @@ class ResponseChannel:
             self._count = None
 
     def count_when_final(self, count: Callable[[int], None]) -> None:
-        """Calls `count`, which adds the request to its model's statistics, with the time of FINAL (monotonic ns), now
-        or later. Further calls do nothing, so that a request is counted once."""
+        """Calls `count` with the time of FINAL (monotonic ns), now or later, to add the request to its model's
+        statistics. Further calls do nothing, so that a request is counted once."""
         with self._lock:
             if self._is_counted:
                 return
@@ -237,19 +244,19 @@ class ResponseChannel:
                 self._count = count
 
     def count_now(self) -> None:
-        """Counts what was reported before FINAL: the request continues and will be reported again."""
+        """Counts the request before FINAL: it continues and will be reported again."""
         with self._lock:
             count, self._count, self._is_counted = self._count, None, False
         if count is not None:
             count(time.monotonic_ns())
 
     def fail(self, error: TritonError) -> bool:
-        """Ends the request with an error response; False when it had ended before."""
+        """Ends the request with an error response; False after FINAL."""
         response = InferenceResponse(self.owner.name, self.owner.version, self.request_id, error=error.copy())
         return self.deliver(response, ResponseFlag.FINAL)
 
     def withdraw(self) -> None:
-        """Ends a request that was refused synchronously: its callback is never called."""
+        """Ends a request that was refused by an exception: its callback is never called."""
         with self._lock:
             self.observer = None
             self._final_ns = time.monotonic_ns()
@@ -263,8 +270,8 @@ class ResponseChannel:
         self._call_cancel_callbacks(callbacks)
 
     def abort(self, error: TritonError) -> bool:
-        """Ends the request for its client at once, with `error`, and asks the backend to stop; what the backend still
-        sends is dropped without a log line. False when FINAL was delivered already."""
+        """Ends the request for its client with `error`, and asks the backend to stop, whose further responses are
+        dropped without a log line. False after FINAL."""
         with self._lock:
             if self._final_ns:
                 return False
@@ -275,7 +282,7 @@ class ResponseChannel:
         return True
 
     def _begin_cancel(self) -> list[Callable[[], None]]:
-        """The callbacks to call, under no lock. The caller holds the lock."""
+        """The callbacks to call after the lock is released. The caller holds it."""
         self._cancelled = True
         callbacks = [*self._on_cancel, *([self._dequeue] if self._dequeue else [])]
         self._on_cancel.clear()
@@ -289,7 +296,7 @@ class ResponseChannel:
                 log.exception("%sa cancellation callback failed", request_tag(self.request_id))
 
     def on_cancel(self, callback: Callable[[], None]) -> None:
-        """Registers `callback`; called at once when already cancelled, never after FINAL."""
+        """Registers `callback`; calls it at once when already cancelled, never after FINAL."""
         with self._lock:
             if self._final_ns:
                 return
@@ -299,6 +306,6 @@ class ResponseChannel:
         callback()
 
     def set_dequeue(self, callback: Callable[[], None] | None) -> None:
-        """Sets the scheduler's own cancellation callback while the request is queued; None when it leaves the queue."""
+        """Sets the scheduler's cancellation callback while the request is queued; None when it leaves the queue."""
         with self._lock:
             self._dequeue = None if self._final_ns else callback

@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.errors import TritonError, internal, invalid_argument, unsupported
-from llmbackend.core.files import path_inside
-from llmbackend.core.messages import InferenceRequest, InferenceResponse, ResponseCallback, ResponseFlag, is_final
-from llmbackend.core.metrics.model_metrics import FirstResponse, Histogram
-from llmbackend.core.tensors import Tensor
-
+from ..errors import TritonError, internal, invalid_argument, unsupported
+from ..files import path_inside
+from ..messages import InferenceRequest, InferenceResponse, ResponseCallback, ResponseFlag, is_final
+from ..metrics.metric_family import Family
+from ..metrics.model_metrics import FirstResponse
+from ..tensors import Tensor
 from .request_validation import Reshape, output_reshapes
 
 Transform = Callable[[InferenceResponse], InferenceResponse]
@@ -38,7 +38,7 @@ _UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 class ResponseTransforms:
     """What one model version does to its responses: reshape, classification, the time to the first one."""
 
-    def __init__(self, config: ModelConfig, directory: Path, first_response: Histogram | None) -> None:
+    def __init__(self, config: ModelConfig, directory: Path, first_response: Family | None) -> None:
         """Raises TritonError for a label file that cannot be read."""
         self._labels = read_labels(config, directory)
         self._reshapes = output_reshapes(config)

@@ -16,9 +16,8 @@ from typing import Literal, Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelRateLimiter
 
-from llmbackend.core.errors import invalid_argument
-from llmbackend.core.requests.queued_request import QueuedRequest
-
+from ..errors import invalid_argument
+from ..requests.queued_request import QueuedRequest
 from .scheduler import Batches, BatchSource
 
 RateLimitMode = Literal["off", "execution_count"]

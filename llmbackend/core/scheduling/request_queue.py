@@ -13,13 +13,13 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from llmbackend.core.errors import TritonError, cancelled, request_tag, unavailable
-from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
-from llmbackend.core.requests.queued_request import QueuedRequest
 from llmbackend.waiting.level_queue import LevelQueue
 from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import Deadlines, Timer
 
+from ..errors import TritonError, cancelled, request_tag, unavailable
+from ..metrics.model_metrics import FailureReason, Statistics
+from ..requests.queued_request import QueuedRequest
 from .scheduler import BatchSource
 
 

@@ -14,12 +14,11 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from llmbackend.core.backend_api import ParameterValue, RequestFlag
-from llmbackend.core.errors import internal, invalid_argument, request_tag
-from llmbackend.core.messages import InferenceResponse
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.tensors import Tensor
-
+from ...backend_api import ParameterValue, RequestFlag
+from ...errors import internal, invalid_argument, request_tag
+from ...messages import InferenceResponse
+from ...requests.queued_request import QueuedRequest
+from ...tensors import Tensor
 from .graph import (
     EnsembleGraph,
     EnsembleStep,

@@ -12,7 +12,6 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -21,6 +20,7 @@ from ...backend_api import ResponseFlag
 from ...errors import TritonError, internal
 from ...messages import InferenceHandle, InferenceResponse, RequestFlag
 from ...metrics.model_metrics import PhaseTimes
+from ...requests.response_channel import ActionThread, RequestObserver
 from ...tensors import Tensor, reshaped
 
 ModelKey = tuple[str, int]
@@ -166,7 +166,7 @@ class StepOwner(Protocol):
     def step_gone(self) -> None: ...
 
 
-class StepRequest:
+class StepRequest(RequestObserver):
     """One request of an ensemble to one of its composing models: the response callback, observer and handle of it.
 
     is_over: its last response has come
@@ -321,43 +321,23 @@ class StepLimit:
             step_request.start()
 
 
-class StepLauncher:
-    """The thread on which an ensemble starts and stops the steps that a response of another step brings about.
-
-    Actions run in the order in which they came, one at a time and under no lock of the host (a response callback, which
-    runs under several, must only enqueue). The thread is there from the first action on, and gone after `stop`.
-    """
+class StepLauncher(ActionThread):
+    """The thread on which an ensemble starts and stops steps because of another step's response (a response callback
+    must only enqueue). It is started by the first action."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        super().__init__(f"ensemble-{name}", f"a step of ensemble '{name}' could not be started")
         self._lock = threading.Lock()
-        self._actions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._is_stopped = False
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Never blocks. Any thread. After `stop` nothing is left to start or to stop, and the action is dropped."""
+        """Never blocks. Any thread. After `stop` no step is left, and the action is dropped."""
         with self._lock:
-            if self._is_stopped:
-                return
-            self._actions.put(action)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"ensemble-{self._name}", daemon=True)
-                self._thread.start()
+            if not self._is_stopped:
+                super().submit(action)
+                self.start()
 
     def stop(self) -> None:
-        """Runs what was submitted so far, and ends the thread."""
         with self._lock:
             self._is_stopped = True
-            thread = self._thread
-        if thread is not None:
-            self._actions.put(None)
-            thread.join()
-
-    def _run(self) -> None:
-        while (action := self._actions.get()) is not None:
-            try:
-                action()
-            except Exception:
-                log.exception("a step of ensemble '%s' could not be started", self._name)
-            del action  # or the last one would keep its request alive until the next
+        super().stop()

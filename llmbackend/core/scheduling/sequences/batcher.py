@@ -18,18 +18,17 @@ from pathlib import Path
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.backend_api import RequestFlag
-from llmbackend.core.errors import TritonError, cancelled, invalid_argument, shown_id, unavailable
-from llmbackend.core.messages import Tenant
-from llmbackend.core.metrics.model_metrics import FailureReason
-from llmbackend.core.requests.queued_request import NOT_RESCHEDULABLE, QueuedRequest
-from llmbackend.core.requests.response_channel import ChannelOwner
-from llmbackend.core.scheduling.scheduler import BatchSource
 from llmbackend.waiting.timer import Timer
 
+from ...backend_api import RequestFlag
+from ...errors import TritonError, cancelled, invalid_argument, shown_id, unavailable
+from ...messages import Tenant
+from ...metrics.model_metrics import FailureReason
+from ...requests.queued_request import NOT_RESCHEDULABLE, QueuedRequest
+from ...requests.response_channel import ChannelOwner
+from ..scheduler import BatchSource
 from .inputs import SequenceControls, StateRules
 from .sequence import (
-    IterativeSequencer,
     Sequence,
     SequenceBatch,
     SequenceKey,
@@ -63,7 +62,7 @@ class SequenceBatcher:
         self._timer = timer
         self._controls = SequenceControls(config)
         self._states = StateRules.of(config, model_directory)
-        self._sequencer: Sequencer = IterativeSequencer() if batching.iterative_sequence else Sequencer()
+        self._sequencer = Sequencer(model.name, batching.iterative_sequence)
         self._lock = threading.Lock()
         self._table = SequenceTable(batching.max_sequence_idle_microseconds)
         self._waiting: dict[QueuedRequest, Sequence] = {}
@@ -107,7 +106,7 @@ class SequenceBatcher:
                 f"inference request to model '{self._model.name}' must specify batch-size 1 due to requirements of "
                 f"sequence batcher"
             )
-        key = self._sequencer.key(request, self._model.name)
+        key = self._sequencer.key(request)
         request.channel.set_dequeue(partial(self._cancel, request))
         try:
             with self.locked():

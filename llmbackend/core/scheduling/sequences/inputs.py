@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelSequenceBatching
 
-from llmbackend.core.backend_api import RequestFlag
-from llmbackend.core.errors import invalid_argument
-from llmbackend.core.tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, Tensor, from_wire
+from ...backend_api import RequestFlag
+from ...errors import invalid_argument
+from ...tensors import DATATYPE_OF_CONFIG_TYPE, NUMPY_DTYPE, Tensor, from_wire
 
 _Control = ModelSequenceBatching.Control
 _FLAG_VALUES = 4  # neither, START, END, both

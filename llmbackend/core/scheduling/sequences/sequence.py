@@ -23,6 +23,7 @@ from ...backend_api import RequestFlag
 from ...errors import invalid_argument
 from ...messages import Tenant
 from ...requests.queued_request import QueuedRequest
+from ..scheduler import ElasticSource
 from .inputs import SequenceStates
 
 SequenceKey = int | str | tuple[str, int] | tuple[str, str, int | str]
@@ -154,9 +155,9 @@ class SequenceBatchOwner(Protocol):
         whether there are any."""
 
 
-class SequenceBatch(ABC):
-    """The slots of one instance, and the BatchSource of its thread. Holds sequences from `admit` on; after `dismiss` it
-    keeps those that it has to their end. Batches are taken by one thread."""
+class SequenceBatch(ElasticSource, ABC):
+    """The slots of one instance, and the source of its thread. Gets sequences from `admit` to `dismiss`, and keeps them
+    to their end."""
 
     def __init__(self, slot_count: int, owner: SequenceBatchOwner) -> None:
         self.slots = Slots(slot_count)
@@ -173,18 +174,6 @@ class SequenceBatch(ABC):
         """The sequence got a request or a slot, or its last request was released. Holds the batcher's lock."""
 
     @abstractmethod
-    def next_batch(self) -> list[QueuedRequest] | None:
-        """Blocks until there is a batch for the instance; None when there will be no more."""
-
-    @abstractmethod
-    def wait_for_batch(self) -> bool:
-        """Blocks until `take_batch` would have one; False when there will be none."""
-
-    @abstractmethod
-    def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none."""
-
-    @abstractmethod
     def stop(self) -> None:
         """No further request will come. Holds the batcher's lock."""
 
@@ -193,40 +182,30 @@ _UINT64 = (1 << 64) - 1
 
 
 class Sequencer:
-    """The sequence of a request, by its correlation id."""
+    """Finds the sequence of a request.
 
-    is_iterative = False
+    is_iterative: a backend releases a request with RESCHEDULE to get it again; a request without a correlation id is a
+        sequence of its own
+    """
 
-    def key(self, request: QueuedRequest, model: str) -> SequenceKey:
-        """Raises TritonError INVALID_ARG for a request without a correlation id."""
-        if not request.correlation_id:
-            raise invalid_argument(
-                f"inference request to model '{model}' must specify a non-zero or non-empty correlation ID"
-            )
-        return _client_key(request)
-
-
-class IterativeSequencer(Sequencer):
-    """For iterative sequences, where a backend releases a request with RESCHEDULE to get it again: a request without a
-    correlation id is a sequence of its own."""
-
-    is_iterative = True
-
-    def __init__(self) -> None:
+    def __init__(self, model: str, is_iterative: bool) -> None:
+        self.is_iterative = is_iterative
+        self._model = model
         self._next_id = itertools.count(1)
 
-    def key(self, request: QueuedRequest, model: str) -> SequenceKey:
-        if request.correlation_id:
-            return _client_key(request)
-        request.correlation_id = next(self._next_id)
-        request.flags = RequestFlag.SEQUENCE_START
-        return ("iterative", request.correlation_id)
-
-
-def _client_key(request: QueuedRequest) -> SequenceKey:
-    if isinstance(request.correlation_id, int):
-        request.correlation_id &= _UINT64  # gRPC carries it as a signed integer
-    return client_key(request.correlation_id, request.tenant)
+    def key(self, request: QueuedRequest) -> SequenceKey:
+        """Raises TritonError INVALID_ARG for a request without a sequence."""
+        if not request.correlation_id and self.is_iterative:
+            request.correlation_id = next(self._next_id)
+            request.flags = RequestFlag.SEQUENCE_START
+            return ("iterative", request.correlation_id)
+        if not request.correlation_id:
+            raise invalid_argument(
+                f"inference request to model '{self._model}' must specify a non-zero or non-empty correlation ID"
+            )
+        if isinstance(request.correlation_id, int):
+            request.correlation_id &= _UINT64  # gRPC carries it as a signed integer
+        return client_key(request.correlation_id, request.tenant)
 
 
 def client_key(correlation_id: int | str, tenant: Tenant) -> SequenceKey:

@@ -16,18 +16,18 @@ from functools import partial
 import numpy as np
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from llmbackend.core.backend_api import ResponseFlag
-from llmbackend.core.errors import TritonError
-from llmbackend.core.messages import InferenceRequest, InferenceResponse
-from llmbackend.core.metrics.model_metrics import FailureReason, Statistics
-from llmbackend.core.requests.queued_request import QueuedRequest
-from llmbackend.core.requests.request_validation import ValidRequest
-from llmbackend.core.requests.response_channel import ChannelOwner, Reaper, ResponseChannel
-from llmbackend.core.scheduling.dynamic_batcher import DynamicBatcher, EqualInputs
-from llmbackend.core.scheduling.scheduler import ResponseOrder, Scheduler
-from llmbackend.core.tensors import Tensor
 from llmbackend.waiting.timer import MAX_SLEEP_S, Timer
 
+from ...backend_api import ResponseFlag
+from ...errors import TritonError
+from ...messages import InferenceRequest, InferenceResponse
+from ...metrics.model_metrics import FailureReason, Statistics
+from ...requests.queued_request import QueuedRequest
+from ...requests.request_validation import ValidRequest
+from ...requests.response_channel import ChannelOwner, ResponseChannel
+from ...tensors import Tensor
+from ..dynamic_batcher import DynamicBatcher, EqualInputs
+from ..scheduler import ResponseOrder, Scheduler
 from .inputs import SequenceControls, StateRules
 from .sequence import Sequence, SequenceBatch, SequenceBatchOwner, turn_of
 
@@ -42,15 +42,8 @@ class NullOwner:
         self.name = model.name
         self.version = model.version
         self.statistics = Statistics()
-        self._model = model
-
-    @property
-    def reaper(self) -> Reaper:
-        return self._model.reaper
-
-    @property
-    def may_block_in_send(self) -> bool:
-        return False  # nothing observes its responses
+        self.reaper = model.reaper
+        self.may_block_in_send = False  # nothing observes its responses
 
     def request_done(self, channel: ResponseChannel) -> None:
         pass
