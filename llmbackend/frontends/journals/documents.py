@@ -1,8 +1,7 @@
-"""What a store keeps and can do: documents, and the logs of those being written; stores of one process; group commit.
+"""What a response store keeps: documents and the logs of those being written; storage in memory; group commit.
 
-Invariants: all writes of one call are committed together or not at all; a document is seen by its owner alone; a
-store's methods are called by one thread at a time; at most one transaction is under way, never on the event loop, and
-what is added meanwhile waits for the next one, all together (one engine step wakes all its streams in one turn).
+Invariants: the writes of one call are committed together or not at all; a storage is called by one thread at a time; at
+most one transaction runs, never on the event loop, and writes that are added meanwhile share the next one.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreError(TritonError):
-    """A store that cannot be used or cannot take a write. Its text says why, to operators; a client gets no paths and
-    addresses."""
+    """A store that cannot be used or written. `str` tells operators why; clients get no paths and addresses."""
 
     def __init__(self, reason: str) -> None:
         super().__init__("the response store is unavailable, see the server's log", ErrorCode.UNAVAILABLE)
@@ -46,7 +44,7 @@ class StoreError(TritonError):
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One object of the API, as its owner gets it."""
+    """One object of the API."""
 
     owner: str
     """Its API key, as `current_owner` names it; "" where there are no keys."""
@@ -59,13 +57,13 @@ class Document:
     """Unix time, as `expires_s`."""
     expires_s: float
     items: bytes = b"[]"
-    """JSON: a list of what the document was made from (a response's input items), or consists of."""
+    """JSON list: what the document was made from (input items, messages) or consists of."""
     parent: str = ""
-    """The document that this one continues after; "" for none."""
+    """The document that this one continues; "" for none."""
     is_live: bool = False
     """Whether it is still being written. A live document is not evicted."""
     continuation: bytes = b""
-    """What another process needs to continue with a live document, besides the progress in its log; b"": none can."""
+    """What another process needs to continue a live document, besides the progress in its log; b"": none can."""
     labels: bytes = b""
     """JSON: what a list of its owner's documents may be filtered by; b"" for a document that is in no list."""
 
@@ -89,7 +87,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Adds a document or replaces it. One that is not live needs no progress any more."""
+    """Adds or replaces a document. The progress of one that is not live is dropped."""
 
     document: Document
 
@@ -107,7 +105,7 @@ class Append:
     """The number of the first of `events`."""
     events: tuple[bytes, ...]
     progress: bytes
-    """What led to the events, for a process that continues with the document."""
+    """What led to the events, for a process that continues the document."""
 
     @property
     def size_bytes(self) -> int:
@@ -116,7 +114,7 @@ class Append:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """Removes a document with its log, if it is there."""
+    """Removes a document with its log, if it exists."""
 
     id: str
 
@@ -126,7 +124,7 @@ Write = Put | Append | Delete
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one store may hold. What is too much goes, the oldest first."""
+    """What one store may hold; beyond it the oldest documents are removed."""
 
     max_bytes: int
     max_documents_per_owner: int
@@ -136,23 +134,23 @@ class Storage(Protocol):
     """One kind of store. Every method may raise StoreError."""
 
     is_persistent: bool
-    """Whether its documents are there after a restart of the server. Then its methods wait, for a disk or a network."""
+    """Whether documents survive a restart of the server. Then the methods block on a disk or a network."""
 
     takes_over_each_s: float | None
-    """How often `live` is asked again, where several servers share the store."""
+    """How often `live` is called again, where several servers share the store."""
 
     answers_within_s: float | None
-    """How long a request waits for the store before it is refused; None: as long as it takes."""
+    """How long a request waits for the store before it is refused; None: no limit."""
 
     def commit(self, writes: Sequence[Write], now_s: float) -> Collection[str]:
-        """All writes in one transaction; then removes what has expired by `now_s`, and what exceeds the capacity.
-        Returns the ids of live documents that another server writes now: nothing was written to these."""
+        """All writes in one transaction; then removes what has expired by `now_s` or exceeds the capacity. Returns the
+        ids of live documents that another server writes now, which were not written."""
 
     def get(self, id: str, now_s: float) -> Document | None:
-        """None for one that is not there, or has expired."""
+        """None if it does not exist or has expired."""
 
     def events(self, id: str, first: int, max_bytes: int) -> list[bytes]:
-        """Committed events from number `first` on: at least one if there are any, and not many more than max_bytes."""
+        """Committed events from number `first` on, of about max_bytes; at least one if there is one."""
 
     def num_events(self, id: str) -> int:
         """How many are committed."""
@@ -161,20 +159,20 @@ class Storage(Protocol):
         """A live document's progress, by step."""
 
     def live(self) -> list[Document]:
-        """The live documents that no running server writes, which from now on are the caller's."""
+        """Takes over the live documents that no running server writes."""
 
     def listed(self, owner: str, after: Entry | None, most: int, *, is_descending: bool) -> list[Entry]:
         """Up to `most` of an owner's documents that have labels, in order of creation, from behind `after` or from the
         first one; some may have expired."""
 
     def next_expiry_s(self) -> float | None:
-        """When the next document expires; None where none does, or the store sees to it by itself."""
+        """When the next document expires; None if there is none."""
 
     def close(self) -> None: ...
 
 
 class OwnStorage(ABC):
-    """What the stores of one process have in common: what each write does, and what goes when there is too much."""
+    """What storages of one process share: the effect of writes, expiry and eviction."""
 
     takes_over_each_s: float | None = None
     answers_within_s: float | None = None
@@ -218,7 +216,7 @@ class OwnStorage(ABC):
 
     @abstractmethod
     def _oldest(self, most: int, owner: str | None = None) -> Sequence[str]:
-        """Up to so many documents that are not live, of one owner or of all; none where `most` is not above 0."""
+        """At most `most` documents that are not live, of one owner or of all; none where `most` is not positive."""
 
 
 def _place(entry: Entry) -> tuple[float, str]:
@@ -233,9 +231,9 @@ class MemoryStorage(OwnStorage):
     def __init__(self, capacity: Capacity) -> None:
         super().__init__(capacity)
         self._documents: OrderedDict[str, Document] = OrderedDict()
-        """In the order of their expiry: each gets the same time to live, at its creation or when it is renewed."""
+        """In order of expiry: all have the same time to live, from their creation or renewal."""
         self._finished: OrderedDict[str, None] = OrderedDict()
-        """Those that are not live, by id; the first of them goes first."""
+        """Ids of those that are not live, in the order of eviction."""
         self._finished_of: dict[str, OrderedDict[str, None]] = {}
         """The same by owner."""
         self._listed: dict[str, list[Entry]] = {}
@@ -350,21 +348,22 @@ class Commits:
         self._flushing: asyncio.Task[None] | None = None
         self.num_transactions = 0
         self.on_refused: Callable[[str], None] = lambda id: None
-        """Called for a document that another server writes now, before its writer hears of the commit."""
+        """Called with the id of a document that another server writes now, before its commit is done."""
 
     def add(self, writes: Iterable[Write]) -> asyncio.Future[None]:
-        """Done when they are committed; else it raises StoreError."""
+        """Done when they are committed, or with StoreError."""
         loop = asyncio.get_running_loop()
         self._waiting += writes
         if self._waiting_done is None:
             self._waiting_done = loop.create_future()
-            self._waiting_done.add_done_callback(_seen)
+            # Marks an error as retrieved: callers need not wait.
+            self._waiting_done.add_done_callback(lambda done: done.cancelled() or done.exception())
         if self._flushing is None:
             self._flushing = loop.create_task(self._flush())
         return self._waiting_done
 
     async def read(self, ask: Callable[[Storage, float], T]) -> T:
-        """What `ask(storage, now)` gives, behind all writes that were added before. Raises StoreError."""
+        """`ask(storage, now_s)`, after all writes that were added before. Raises StoreError."""
         if self._waiting_done is not None and not self._waiting:
             await asyncio.wait((self._waiting_done,))
         while self._flushing is not None:
@@ -375,14 +374,14 @@ class Commits:
             raise _logged(error) from None
 
     async def read_in_time(self, ask: Callable[[Storage, float], T]) -> T:
-        """As `read`, for a request: also raises StoreError when it takes too long. `ask` may still be running then, so
-        it must not change anything."""
+        """As `read`; also raises StoreError when it takes too long. `ask` may then still run, so it must not change
+        anything."""
         async with self._answered_in_time():
             return await self.read(ask)
 
     async def settled(self, done: asyncio.Future[None]) -> None:
-        """Waits for `done`, which `add` returned. Raises StoreError, also when it takes too long: then the writes may
-        still be committed."""
+        """Waits for a future of `add`. Raises StoreError, also when it takes too long; the writes may then still be
+        committed."""
         async with self._answered_in_time():
             await asyncio.shield(done)
 
@@ -403,7 +402,7 @@ class Commits:
             self._threads.shutdown()
 
     async def _flush(self) -> None:
-        """A task of its own: it begins in the turn after the one that added the first write."""
+        """A task, so that it begins in the turn after the first write."""
         try:
             while self._waiting:
                 writes, done = self._waiting, self._waiting_done
@@ -414,12 +413,12 @@ class Commits:
                     error = await self._commit(writes)
                 finally:
                     if done is not None and not done.done():
-                        _set(done, error)
+                        done.set_result(None) if error is None else done.set_exception(error)
         finally:
             self._flushing = None
 
     async def _commit(self, writes: Sequence[Write]) -> StoreError | None:
-        """Returns the error, if any: an unexpected one becomes a StoreError."""
+        """Returns the error, if any."""
         try:
             for id in await self._run(partial(self._storage.commit, writes, self._clock_s())):
                 self.on_refused(id)
@@ -440,16 +439,3 @@ def _logged(error: StoreError) -> StoreError:
     """`error`, logged: the client's message refers to the log."""
     log.error("%s", error, extra={CAUSE: cause_of(error)})
     return error
-
-
-def _set(done: asyncio.Future[None], error: StoreError | None) -> None:
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(error)
-
-
-def _seen(done: asyncio.Future[None]) -> None:
-    """Marks an error as retrieved: callers need not wait for it."""
-    if not done.cancelled():
-        done.exception()

@@ -1,12 +1,10 @@
 """Retried POSTs: a second request with the same `Idempotency-Key` gets the answer of the first one, computed once.
 
-For: the HTTP application, for the endpoints of inference. Does not know: what an answer says. Invariants: a request
-without the header costs one look at its headers; of requests with one key one runs, and the others get its answer's
-bytes, whole, also while it runs; another body is refused, never answered with the first one's; an answer that is no 2xx
-is given to those who wait for it and forgotten; what is kept is bounded for each API key and for all together, and ends
-with its time to live. The request goes on without its client for the grace, so that a retry finds it.
-Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; a retry waits where it says 409, which is sent
-only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
+Invariants: of the requests with one key one runs, and the others get all bytes of its answer, also while it runs;
+another body is refused; an answer other than 2xx is forgotten once its waiting readers have it; what is kept is bounded
+per API key and in all, and expires. A request continues without its client for the grace.
+Source: draft-ietf-httpapi-idempotency-key-header (422 for another body; a retry waits where the draft says 409, which
+is sent only while the first request's body is arriving), Stripe (`Idempotent-Replayed`).
 """
 
 from __future__ import annotations
@@ -33,16 +31,16 @@ from .response_store import current_owner
 from .store_settings import IdempotencyLimits
 
 REPLAYED: Final = (b"idempotent-replayed", b"true")
-"""Header of an answer that was begun for an earlier request."""
+"""Header of the answer to an earlier request."""
 _KEY: Final = b"idempotency-key"
 _MAX_KEY_CHARS: Final = 255
 _BODY_WAIT_S: Final = 1.0
-"""How long a request waits for the body of an earlier one with the same key, whose client may be slow."""
+"""For the body of an earlier request with the same key."""
 _OPENAI_PATHS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _MODELS: Final = "/v2/models/"
 _MODEL_ENDPOINTS: Final = ("/infer", "/generate", "/generate_stream")
 _PART_OF_THE_REQUEST: Final = frozenset((b"content-type", b"content-encoding", b"inference-header-content-length"))
-"""Headers by which a body means something else."""
+"""Headers that change the meaning of a body."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -50,13 +48,13 @@ class _Answer(KeptAnswer):
     """The answer to the requests with one key."""
 
     presence: ClientPresence = field(default_factory=ClientPresence)
-    """The client as the application sees it."""
+    """The client that the application sees."""
     fingerprint: asyncio.Future[bytes | None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Of the request; None when its body was not read."""
+    """Of the request; None: its body was not read."""
     head: asyncio.Future[Message | None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The message that begins it; None when there is none."""
+    """Its first message; None if there is none."""
     work: asyncio.Task[None] | None = None
     num_body_bytes: int = 0
     """Of the request."""
@@ -74,12 +72,11 @@ class IdempotentRequests:
     """The answers of one server. Used only on its event loop."""
 
     def __init__(self, limits: IdempotencyLimits, kept: KeptAnswers) -> None:
-        """kept: the server's store"""
         self._limits = limits
         self._kept = kept
 
     def applies_to(self, scope: Scope) -> bool:
-        """Whether `serve` is to be called: for a POST that begins an inference and has a key."""
+        """Whether it is a POST that begins an inference and has a key."""
         if scope["type"] != "http" or scope["method"] != "POST" or not self._limits.ttl_s:
             return False
         return any(name == _KEY for name, _ in scope["headers"]) and _begins_inference(scope)
@@ -88,7 +85,7 @@ class IdempotentRequests:
         return len(self._kept.of(_Answer, owner))
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers the request: with `app`, or with what it answered to an earlier one."""
+        """Answers the request with `app`, or with the answer to an earlier one."""
         key = _key_of(scope)
         if not key or len(key) > _MAX_KEY_CHARS or not key.isprintable():
             text = f"the header 'Idempotency-Key' has {len(key)} characters, expected 1 to {_MAX_KEY_CHARS}, printable"
@@ -123,7 +120,6 @@ class IdempotentRequests:
         await self._give(answer, scope, receive, send)
 
     async def close(self) -> None:
-        """Ends what runs, and forgets all."""
         answers = list(self._kept.all(_Answer))
         for answer in answers:
             self._kept.forget(answer)
@@ -134,7 +130,7 @@ class IdempotentRequests:
     # --- the work -----------------------------------------------------------------------------------------------------
 
     async def _work(self, answer: _Answer, app: ASGIApp, scope: Scope, receive: Receive) -> None:
-        """Runs the application as if its client stayed, and keeps what it answers."""
+        """Runs the application as if its client stayed, and keeps its answer."""
         inner = {**scope, PRESENCE: answer.presence}
         DirectBody.take_out_of(inner)
         body = _BodyReader(answer, inner, receive)
@@ -216,7 +212,7 @@ class IdempotentRequests:
     # --- what is kept -------------------------------------------------------------------------------------------------
 
     def _make_room(self, owner: str) -> str:
-        """Makes room for one more answer. Returns why it cannot, "" if there is room."""
+        """Makes room for one more answer. Returns why there is none, else ""."""
         of_owner = self._kept.of(_Answer, owner)
         if len(of_owner) >= self._limits.max_answers and not self._forget_one(of_owner):
             return f"{self._limits.max_answers} requests with an 'Idempotency-Key' are running, which is the limit"
@@ -229,7 +225,7 @@ class IdempotentRequests:
             held -= gone.journal.held_bytes
 
     def _forget_one(self, answers: Mapping[str, _Answer]) -> _Answer | None:
-        """Forgets and returns the oldest that has ended; None if all are running."""
+        """Forgets and returns the oldest ended one; None if all are running."""
         oldest = next((one for one in answers.values() if one.has_ended), None)
         if oldest is not None:
             self._kept.forget(oldest)
@@ -237,11 +233,11 @@ class IdempotentRequests:
 
 
 class _IncompleteError(Exception):
-    """The application ended within its answer."""
+    """The application ended before its answer did."""
 
 
 class _BodyReader:
-    """The body of the request that runs, on its way to the application; then, whether its client stays."""
+    """The `receive` of the application: the request's body, which is hashed, then a disconnect."""
 
     def __init__(self, answer: _Answer, scope: Scope, receive: Receive) -> None:
         self._answer = answer
@@ -273,7 +269,7 @@ class _BodyReader:
 
 
 async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> bytes | None:
-    """Of a request whose body is read here; None where it is longer than expected, or does not come."""
+    """Of a request whose body is read here; None if it is longer than expected or does not arrive."""
     found = _begun_hash(scope)
     num_bytes = 0
     is_more = True
@@ -291,7 +287,7 @@ async def _fingerprint(scope: Scope, receive: Receive, expected_bytes: int) -> b
 
 
 def _begun_hash(scope: Scope) -> hashlib._Hash:
-    """Of all that makes a request but its body."""
+    """Of all parts of the request except its body."""
     headers = sorted((name, value) for name, value in scope["headers"] if name in _PART_OF_THE_REQUEST)
     return hashlib.sha256(repr((scope["path"], scope.get("query_string", b""), headers)).encode())
 

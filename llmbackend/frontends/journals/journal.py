@@ -1,9 +1,8 @@
-"""Journal: the numbered events of one stream, which any number of readers follow; and the record of a resumable stream.
+"""Journal: the numbered events of one stream, for any number of readers; and the record of a resumable stream.
 
-Invariants: events have the numbers 0, 1, 2 …; a reader gets each event after its place once, in order, and then the
-end; what the journal holds is bounded: older events are read from where they were committed, or are gone, which a
-reader is told. A record holds all that another host needs to make a stream again with the same events; it grows only,
-its deltas have the order in which their events were made, and of two records that with the higher epoch counts.
+Invariants: events are numbered 0, 1, 2 …; a reader gets each event after its position once, in order, and then the end,
+or an error for events that are no longer held. A record has what another host needs to regenerate the stream; its
+deltas are in the order of their events, and of two records the one with the higher epoch is valid.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ class Journal:
     """Used only on the event loop."""
 
     def __init__(self, max_bytes: int, next_number: int = 0, load: LoadEvents | None = None) -> None:
-        """next_number: of the first event that will be published here. load: where events are that are not held."""
+        """next_number: of the first event that will be published. load: reads events that are not held."""
         self._max_bytes = max_bytes
         self._load = load
         self._held: deque[bytes] = deque()
         self.held_bytes = 0
         self.first_held = next_number
-        """The number of the oldest event that is held here."""
+        """The number of the oldest event that is held."""
         self._waiters: list[asyncio.Future[None]] = []
         self._error: Exception | None = None
         self.has_ended = False
@@ -61,15 +60,13 @@ class Journal:
         return self.first_held + len(self._held)
 
     def publish(self, events: Sequence[bytes]) -> None:
-        """Shows further events to the readers."""
         self._held.extend(events)
         self.held_bytes += sum(map(len, events))
         self.shed(self.held_bytes - self._max_bytes, keep=1)
         self._wake()
 
     def shed(self, num_bytes: int, keep: int) -> int:
-        """Lets go of the oldest events, of `num_bytes` at least; the last `keep` of them stay. Returns how many bytes
-        went."""
+        """Drops the oldest events, at least `num_bytes` of them, except the last `keep`. Returns the bytes dropped."""
         before = self.held_bytes
         while before - self.held_bytes < num_bytes and len(self._held) > keep:
             self.held_bytes -= len(self._held.popleft())
@@ -77,15 +74,14 @@ class Journal:
         return before - self.held_bytes
 
     def end(self, error: Exception | None = None) -> None:
-        """No further event follows. error: what readers are told instead of the end."""
+        """error: raised to readers in place of the end."""
         if not self.has_ended:
             self.has_ended, self._error = True, error
             self._wake()
 
     async def follow(self, after: int = -1, quiet_s: float | None = None) -> AsyncGenerator[Events, None]:
-        """The events behind number `after`, all that are there at once; none when `quiet_s` passed without one.
-
-        Raises EventsGoneError for events that are not held, and the error that the journal ended with."""
+        """The events after number `after`, as many as there are each time; none after `quiet_s` without one. Raises
+        EventsGoneError for events that are no longer held, and the error of `end`."""
         number = after + 1
         with self.reading():
             while True:
@@ -105,7 +101,7 @@ class Journal:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Within it there is one more reader."""
+        """Counts one more reader meanwhile."""
         self._count_readers(1)
         try:
             yield
@@ -113,7 +109,7 @@ class Journal:
             self._count_readers(-1)
 
     def _from(self, number: int) -> Events:
-        """A reader that keeps up takes the few newest ones, however many are held."""
+        """From the right, since most readers need only the few newest of many."""
         newest = list(islice(reversed(self._held), self.next_number - number))
         return Events(number, tuple(reversed(newest)))
 
@@ -124,7 +120,7 @@ class Journal:
         return Events(number, parts)
 
     async def _wait(self, timeout_s: float | None) -> bool:
-        """Until something changes; False when `timeout_s` passed first."""
+        """Until something changes; False after `timeout_s`."""
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
         self._waiters.append(waiter)
@@ -149,7 +145,7 @@ class Journal:
 
 
 def settle(waiter: asyncio.Future[Any]) -> None:
-    """Done, with None; a second time it has no effect."""
+    """Idempotent."""
     if not waiter.done():
         waiter.set_result(None)
 
@@ -157,7 +153,7 @@ def settle(waiter: asyncio.Future[Any]) -> None:
 RECORDING: Final = "llmbackend.stream_recording"
 """Key of a request's scope for the Recording of the stream that it begins."""
 StreamDelta = tuple[int, bytes]
-"""(index of the inference among those of the stream, delta of one of its responses)"""
+"""(index of the inference in the stream, delta of one of its responses)"""
 
 
 class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,16 +162,16 @@ class StreamHead(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     """Its name."""
     epoch: int = 0
-    """How often it was taken up by another host."""
+    """How many times another host has taken it over."""
     owner: str = ""
-    """Its API key, as `current_owner` names it; "" where there are none."""
+    """As of `current_owner`."""
     path: str
     """Of the requests that may resume it."""
     headers: tuple[tuple[bytes, bytes], ...] = ()
     request: bytes = b""
     """The body of the request that began it."""
     identity: bytes = b""
-    """What was drawn for it (ids, times): known to its endpoint alone."""
+    """Its ids and times, in a form of its endpoint."""
 
 
 class StreamRecord(msgspec.Struct, frozen=True):
@@ -190,27 +186,25 @@ class StreamRecord(msgspec.Struct, frozen=True):
 
 
 class Recording:
-    """The record of one stream, as its endpoint writes it. Used only on the event loop.
+    """The record of one stream, written by its endpoint. Used only on the event loop.
 
-    An endpoint that begins a stream, or makes one again, asks it for `identity` and `resume`, tells it each `delta` as
-    it reads responses, and reads the responses of several inferences in the order of `takes`.
+    The endpoint takes `identity` and `resume` from it, passes each `delta` as it reads responses, and reads the
+    responses of several inferences in the order of `takes`.
     """
 
     def __init__(self, known: StreamRecord | None = None) -> None:
-        """known: of the stream that is made again."""
+        """known: of a stream that is regenerated."""
         self.known = known
         self.identity = b"" if known is None else known.head.identity
-        """To be set by the endpoint of a new stream."""
         self.request = b""
-        """To be set by the endpoint of a new stream."""
+        """This and `identity` are set by the endpoint of a new stream."""
         self.opened: Callable[[], None] = lambda: None
-        """Called when its stream may be resumed."""
+        """Called when the stream can be resumed."""
         self._order = deque(() if known is None else (index for index, _ in known.deltas))
         self._new: list[StreamDelta] = []
 
     @classmethod
     def of(cls, http: Request) -> Recording | None:
-        """Of the stream that the request begins; None where nothing is recorded."""
         return http.scope.get(RECORDING)
 
     @property
@@ -218,16 +212,15 @@ class Recording:
         return 0 if self.known is None else len(self.known.deltas)
 
     def resume(self, index: int) -> Resume:
-        """For the inference with this index."""
         deltas = () if self.known is None else self.known.deltas
         return Resume(tuple([delta for one, delta in deltas if one == index]), replays=True)
 
     def takes(self, index: int) -> bool:
-        """Whether the next response to be read may be one of this inference."""
+        """Whether the next response may be one of this inference."""
         return not self._order or self._order[0] == index
 
     def delta(self, index: int, delta: bytes) -> None:
-        """A response of this inference was read. delta: b"" where it has none."""
+        """A response of this inference was read. delta: b"": it has none."""
         if self._order:
             self._order.popleft()
         if delta:

@@ -1,9 +1,8 @@
-"""Answers that are kept so that clients can resume them: how long, for whose readers, and how much of them.
+"""Answers that are kept in memory so that clients can resume them: resumable streams and those to retried requests.
 
-For: resumable streams and retried requests; a server has one store for both. Does not know: what an answer says, how it
-is made. Invariants: an answer that is being made continues without readers for the grace, then it is forgotten, which
-stops what makes it; what all answers hold together is bounded, those that are being made included: first the ones that
-have ended and that nobody reads go, the oldest first, then the oldest pieces of the one that grows, and of others.
+Invariants: a running answer without readers is forgotten, and so stopped, after the grace; all answers together are
+bounded: ended ones without readers are dropped first, the oldest first, then the oldest pieces of the one that grows,
+then those of other running ones.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ class KeptAnswer:
     """Owner: the store that lists it."""
 
     owner: str
-    """The API key that may resume it, as `current_owner` names it."""
+    """As of `current_owner`."""
     key: str
-    """Among the answers of its kind and owner."""
+    """Unique for its kind and owner."""
     journal: Journal
     kept_s: float | None = None
-    """After its end; None: as before its end, for the grace without readers."""
+    """After its end; None: for the grace without readers, as before."""
     stop: Callable[[], None] = field(default=lambda: None)
     """Called when it is forgotten."""
     is_listed: bool = False
@@ -46,7 +45,7 @@ class KeptAnswers:
         self._grace_s = grace_s
         self._max_bytes = max_bytes
         self._answers: dict[tuple[type[KeptAnswer], str], dict[str, KeptAnswer]] = {}
-        """By kind and owner, then by key; the oldest first."""
+        """By kind and owner, then by key, the oldest first."""
         self._ended: dict[KeptAnswer, None] = {}
         self.held_bytes = 0
 
@@ -58,16 +57,16 @@ class KeptAnswers:
         return self._answers.get((kind, owner), {})  # type: ignore[return-value]
 
     def all(self, kind: type[A]) -> Iterator[A]:
-        """Those that are listed now; meanwhile they may be forgotten."""
+        """A snapshot: the caller may forget them."""
         found = [one for answers in self._answers.values() for one in answers.values()]
         return (one for one in found if isinstance(one, kind))
 
     def has_room(self) -> bool:
-        """Whether another answer may begin. Forgets what has ended and nobody reads, as far as that helps."""
+        """Whether another answer may begin. Forgets ended ones without readers as needed."""
         return self._make_room(int(self._max_bytes * _FULL))
 
     def refusal(self, kind: str) -> str:
-        """What is said where there is no room. kind: of answers"""
+        """The error text when there is no room. kind: of answers"""
         return f"{kind} and other kept answers hold {self.held_bytes} bytes, the limit is {self._max_bytes}"
 
     def add(self, answer: KeptAnswer) -> None:
@@ -77,7 +76,6 @@ class KeptAnswers:
         self._readers_changed(answer, answer.journal.num_readers)
 
     def publish(self, answer: KeptAnswer, pieces: Sequence[bytes]) -> None:
-        """Shows further pieces of it to its readers."""
         journal = answer.journal
         before = journal.held_bytes
         journal.publish(pieces)
@@ -88,7 +86,6 @@ class KeptAnswers:
             self._shed(answer, len(pieces))
 
     def end(self, answer: KeptAnswer, error: Exception | None = None) -> None:
-        """It is complete, or with `error` broken off."""
         answer.journal.end(error)
         if answer.is_listed:
             self._ended[answer] = None
@@ -96,7 +93,7 @@ class KeptAnswers:
                 self._forget_after(answer, answer.kept_s)
 
     def forget(self, answer: KeptAnswer) -> None:
-        """Nobody finds it from now on; those who read it have what it holds. Idempotent."""
+        """It cannot be found any more; its readers get what it holds. Idempotent."""
         if not answer.is_listed:
             return
         answer.is_listed = False
@@ -110,7 +107,6 @@ class KeptAnswers:
         answer.stop()
 
     def _make_room(self, max_bytes: int) -> bool:
-        """Whether no more than `max_bytes` are held."""
         if self.held_bytes > max_bytes:
             for answer in [one for one in self._ended if not one.journal.num_readers]:
                 self.forget(answer)
@@ -119,7 +115,7 @@ class KeptAnswers:
         return self.held_bytes <= max_bytes
 
     def _shed(self, growing: KeptAnswer, num_new: int) -> None:
-        """Its oldest pieces go, but for the new ones; where that is not enough, those of others that are being made."""
+        """Drops its oldest pieces, except the new ones, then those of other running answers."""
         self.held_bytes -= growing.journal.shed(self.held_bytes - self._max_bytes, keep=num_new)
         for other in self.all(KeptAnswer):
             if self.held_bytes <= self._max_bytes:
@@ -132,7 +128,6 @@ class KeptAnswers:
             self._forget_after(answer, None if count else self._grace_s)
 
     def _forget_after(self, answer: KeptAnswer, delay_s: float | None) -> None:
-        """None: not by time."""
         if answer.timer is not None:
             answer.timer.cancel()
             answer.timer = None

@@ -1,8 +1,7 @@
-"""Documents in a Redis server, which several servers may share.
+"""Documents in a Redis server, which several servers may share, for `--response-store redis://…`.
 
-For: `--response-store redis://…`. Does not know: event loops. Invariants: one server writes each live
-document; one that has ended, which its lease tells, loses its live documents to the first other one that asks; one
-commit is one MULTI/EXEC; what is left of it when Redis itself ends is Redis' configuration.
+Invariants: each live document has one server that writes it; when that server's lease ends, the first other one that
+calls `live` takes its documents over; a commit is one MULTI/EXEC.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ if TYPE_CHECKING:
     from redis.client import Pipeline
 
 LEASE_S: Final = 5
-"""Without a sign of life, after which a server counts as ended; one on the same machine also when its process is gone.
-If it lives after all, it is refused where another one has taken over."""
+"""A server that did not renew its lease for so long counts as ended; on the same machine also when its process is gone.
+If it is alive after all, its writes to documents that were taken over are refused."""
 _RENEWED_EACH_S: Final = 1.5
 _LOOKED_FOR_EACH_S: Final = 1.0
 _ATTEMPTS: Final = 5
 _TIMEOUT_S: Final = 5.0
 _KEPT_LONGER_S: Final = 3600
-"""Keys outlive their documents by this, should no server be there to remove them."""
+"""Redis removes a document's keys so long after its expiry, if no server has."""
 _REMOVED_AT_ONCE: Final = 64
 _PREFIX: Final = "llmbackend:responses:"
 _FIELDS: Final = (
@@ -138,7 +137,7 @@ class RedisStorage:
         self._renewer.join()
         try:
             self._redis.delete(_key("instance", self._instance))
-        except Exception:  # it ends by itself
+        except Exception:  # the lease ends by itself
             return
         finally:
             self._redis.connection_pool.disconnect()
@@ -146,8 +145,8 @@ class RedisStorage:
     # --- writes -----------------------------------------------------------------------------------------------------
 
     def _written(self, writes: Sequence[Write]) -> Collection[str]:
-        """Returns the ids of documents that another server writes. A document that changes hands meanwhile is looked at
-        again. Raises redis.RedisError."""
+        """Returns the ids of documents that another server writes. Retries when a document changes meanwhile. Raises
+        redis.RedisError."""
         import redis
 
         ids = {write.id for write in writes}
@@ -287,13 +286,13 @@ class RedisStorage:
         return not self._redis.exists(_key("instance", writer))
 
     def _adopts(self, id: str, writer: bytes) -> bool:
-        """Whether no other server was faster."""
+        """Whether this server is the first to take it over."""
         lock = _key("adopted", f"{id}|{writer.decode()}")
         if not self._redis.set(lock, self._instance, nx=True, ex=LEASE_S):
             return False
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.hset(_key("live"), id, self._instance)
-            pipe.hset(_key("doc", id), "writer", self._instance)  # its writer, if it lives, sees that it has changed
+            pipe.hset(_key("doc", id), "writer", self._instance)  # makes a transaction of the former writer fail
             pipe.execute()
         return True
 
@@ -301,7 +300,7 @@ class RedisStorage:
         while not self._closing.wait(_RENEWED_EACH_S):
             try:
                 self._renew()
-            except Exception:  # Redis is away; tried again
+            except Exception:  # Redis is not reachable; tried again
                 continue
 
     def _renew(self) -> None:

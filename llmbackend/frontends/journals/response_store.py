@@ -1,8 +1,7 @@
-"""ResponseStore: the stored responses of a server, and the journals of those that are being written.
+"""ResponseStore: a server's stored documents, and the journals of those that are being written.
 
-For: the endpoints of the Responses API. Does not know: what a response says, how it is made. Invariants: a document is
-given to its owner alone; a reader is shown an event only after it was committed; nothing here waits for a disk or a
-network on the event loop.
+Invariants: only its owner gets a document; readers get an event after it was committed; nothing here blocks the event
+loop on a disk or a network.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ from .documents import Append, Commits, Delete, Document, Entry, Kind, Put, Stor
 from .journal import Journal
 
 MAX_LINEAGE = 4096
-"""Documents that one continues after, at most."""
+"""Documents in the chain that one continues, at most."""
 HELD_EVENT_BYTES = 4 << 20
-"""Events of a live document that are in memory; readers that are further behind read them from the store."""
+"""Of a live document's events in memory; slower readers read them from the store."""
 _WATCH_INTERVAL_S = 0.25
-"""Between two looks for events that another server writes."""
+"""Between two reads of events that another server writes."""
 _EXPIRY_PAUSE_S = 10.0
-"""Before expired documents are looked for again, after the store has failed."""
+"""After the store has failed, before expired documents are removed again."""
 _LOADED_BYTES = 1 << 20
-"""Of events that are read at once."""
+"""Of events, per read."""
 _MAX_UNCOMMITTED_BYTES = 1 << 20
-"""Of one log: a producer that is further ahead waits."""
+"""Of one log, before its producer waits."""
 _LISTED_AT_ONCE = 256
 """Entries of a list that are looked at in one turn of the event loop."""
 _MAX_PAGE_BYTES = 8 << 20
@@ -42,36 +41,34 @@ _MAX_PAGE_BYTES = 8 << 20
 
 
 class NotStoredError(Exception):
-    """There is no such document for this owner; the argument is its id."""
+    """The owner has no such document; the argument is its id."""
 
 
 class LineageTooLongError(Exception):
-    """What a document continues after is more than may be read; the text says how much may."""
+    """The chain that a document continues is too long; the text has the limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreOptions:
-    """How long documents are kept, beside what their storage has room for."""
-
     ttl_s: float
     max_log_bytes: int = 64 << 20
     """Events and progress of one live document."""
 
 
 def current_owner() -> str:
-    """Whose documents the current request may see: its API key's (see ApiKey.owner), "" where there are no keys."""
+    """The owner of the current request's documents: its API key's (ApiKey.owner), "" without keys."""
     identity = REQUEST_IDENTITY.get()
     return "" if identity is None else identity.account.owner
 
 
 class Producer(Protocol):
-    """What makes live documents."""
+    """Writes live documents."""
 
     async def take_over(self, document: Document) -> None:
-        """A live document of a server that has ended: continues with it, or puts it as one that has ended."""
+        """Continues a live document of a server that has ended, or puts it as one that has ended."""
 
     async def suspend(self) -> None:
-        """Leaves its live documents as they are."""
+        """Stops, and leaves its live documents as they are."""
 
 
 class ResponseStore:
@@ -87,6 +84,7 @@ class ResponseStore:
         self.producer: Producer | None = None
         """Set before `start`."""
         self._expiry: asyncio.TimerHandle | None = None
+        """Of the document that expires first."""
         self._expiring: asyncio.Task[None] | None = None
         self._takes_over_each_s = storage.takes_over_each_s
         self._taking_over: asyncio.Task[None] | None = None
@@ -98,7 +96,7 @@ class ResponseStore:
         return self._commits.num_transactions
 
     async def start(self) -> None:
-        """Hands the live documents of a server that has ended to the producer. Raises StoreError."""
+        """The producer takes over the live documents of servers that have ended. Raises StoreError."""
         await self._take_over()
         await self._expire()
         if self._takes_over_each_s is not None:
@@ -120,12 +118,12 @@ class ResponseStore:
                 log_bug("unexpected error while taking over responses", error)
 
     async def suspend(self) -> None:
-        """Before the server ends: leaves what is live in a store that stays to the next server."""
+        """Before the server ends: leaves live documents of a persistent store to the next server."""
         if self.producer is not None and self.is_persistent:
             await self.producer.suspend()
 
     async def close(self) -> None:
-        """After the last request. Journals that are still written end where they are."""
+        """After the last request. Ends the journals that are still written."""
         if self._expiry is not None:
             self._expiry.cancel()
         for task in (self._expiring, self._taking_over, *self._watching):
@@ -141,23 +139,23 @@ class ResponseStore:
         return created_s + self.options.ttl_s
 
     async def put(self, document: Document) -> None:
-        """Adds or replaces it; returns when it is committed. Raises StoreError."""
-        await self.settled(self._add(document))
+        """Adds or replaces it and waits for the commit. Raises StoreError."""
+        await self._commits.settled(self._add(document))
 
     async def get(self, owner: str, kind: Kind, id: str) -> Document:
         """Raises NotStoredError, StoreError."""
         return _of(owner, kind, id, await self._commits.read_in_time(lambda storage, now_s: storage.get(id, now_s)))
 
     async def delete(self, owner: str, kind: Kind, id: str) -> None:
-        """Removes it with its log; a live one's journal ends. Raises NotStoredError, StoreError."""
+        """Removes it with its log and ends its journal. Raises NotStoredError, StoreError."""
         await self.get(owner, kind, id)
         if (log := self._live.get(id)) is not None:
             log.abandon()
-        await self.settled(self._commits.add([Delete(id)]))
+        await self._commits.settled(self._commits.add([Delete(id)]))
 
     async def lineage(self, owner: str, kind: Kind, id: str, max_bytes: int) -> list[Document]:
-        """The document and those that it continues after, the oldest first. Raises NotStoredError,
-        LineageTooLongError, StoreError."""
+        """The document and those that it continues, the oldest first. Raises NotStoredError, LineageTooLongError,
+        StoreError."""
         return await self._commits.read_in_time(partial(_lineage, owner, kind, id, max_bytes))
 
     async def page(
@@ -196,20 +194,16 @@ class ResponseStore:
     # --- logs -------------------------------------------------------------------------------------------------------
 
     def begin(self, document: Document) -> LiveLog:
-        """A new live document, and the log that its events go into."""
-        return self._opened(document, LiveLog(self, document, self._journal(document.id, 0)))
+        """Adds a live document; the log takes its events."""
+        return self._opened(document, self._journal(document.id, 0))
 
     async def resume(self, document: Document) -> tuple[LiveLog, list[bytes]]:
         """The log of a live document that another process began, and its progress by step."""
         progress = await self._commits.read(lambda storage, now_s: storage.progress(document.id))
-        journal = await self._stored_journal(document)
-        return self._opened(document, LiveLog(self, document, journal)), progress
-
-    def live_log(self, id: str) -> LiveLog | None:
-        return self._live.get(id)
+        return self._opened(document, await self._stored_journal(document)), progress
 
     async def journal(self, document: Document) -> Journal:
-        """The events of a document that `get` gave. Raises StoreError."""
+        """The events of a document of `get`. Raises StoreError."""
         if (log := self._live.get(document.id)) is not None:
             return log.journal
         journal = await self._stored_journal(document)
@@ -219,30 +213,15 @@ class ResponseStore:
             journal.end()
         return journal
 
-    def append(self, log: LiveLog, step: Append) -> asyncio.Future[None]:
-        """For LiveLog."""
-        return self._commits.add([step])
-
-    def finish(self, log: LiveLog, step: Append, document: Document) -> asyncio.Future[None]:
-        """For LiveLog."""
-        return self._commits.add([step, Put(document)])
-
-    async def settled(self, commit: asyncio.Future[None]) -> None:
-        """Waits for the commit. Raises StoreError, also when the store does not answer in time; it may commit later."""
-        await self._commits.settled(commit)
-
-    def forget(self, log: LiveLog) -> None:
-        """For LiveLog."""
-        self._live.pop(log.id, None)
-
-    def _opened(self, document: Document, log: LiveLog) -> LiveLog:
+    def _opened(self, document: Document, journal: Journal) -> LiveLog:
+        forget = partial(self._live.pop, document.id, None)
+        log = LiveLog(document, journal, self._commits, self.options.max_log_bytes, self._add(document), forget)
         self._live[document.id] = log
-        log.opened(self._add(document))
         return log
 
     def _lost(self, id: str) -> None:
-        """Another server has taken the document over, because this one gave no sign of life; its readers here continue
-        with what that one writes."""
+        """Another server has taken the document over, since this one did not renew its lease; readers here continue
+        with that one's events."""
         if (log := self._live.pop(id, None)) is not None:
             log.lost()
             self._begin_watching(id, log.journal)
@@ -253,7 +232,7 @@ class ResponseStore:
         watching.add_done_callback(self._watching.discard)
 
     async def _watch(self, id: str, journal: Journal) -> None:
-        """Another server writes it: looks for its events while somebody reads them here."""
+        """Reads the events of another server while the journal has readers here."""
         try:
             while True:
                 await asyncio.sleep(_WATCH_INTERVAL_S)
@@ -284,7 +263,6 @@ class ResponseStore:
         return self._commits.add([Put(document)])
 
     def _expire_at(self, expires_s: float) -> None:
-        """One timer, for the document that expires first."""
         if self._expiry is None:
             loop = asyncio.get_running_loop()
             self._expiry = loop.call_later(max(expires_s - self.clock_s(), 1.0), self._begin_expiry)
@@ -306,71 +284,73 @@ class ResponseStore:
 
 
 class LiveLog:
-    """A live document, its log and its journal. Owner: what produces the events."""
+    """A live document, its log and its journal. Owner: the producer of the events."""
 
-    def __init__(self, store: ResponseStore, document: Document, journal: Journal) -> None:
+    def __init__(
+        self,
+        document: Document,
+        journal: Journal,
+        commits: Commits,
+        max_bytes: int,
+        opened: asyncio.Future[None],
+        forget: Callable[[], object],
+    ) -> None:
+        """opened: the commit of the document. forget: called when no event follows."""
+        self.document = document
         self.journal = journal
         self.on_failure: Callable[[Exception], None] = lambda error: None
-        """Called once when the store did not take a step, or holds as much of this log as it may."""
-        self._store = store
-        self._document = document
+        """Called once, when a step was not committed or the log is too long."""
+        self._commits = commits
+        self._max_bytes = max_bytes
+        self._forget = forget
         self._next = journal.next_number
         self._size_bytes = 0
         self._uncommitted_bytes = 0
-        self._last: asyncio.Future[None] | None = None
+        self._last = opened
         self._is_over = False
         self._is_lost = False
+        opened.add_done_callback(partial(self._committed, ()))
 
     @property
     def id(self) -> str:
-        return self._document.id
-
-    @property
-    def document(self) -> Document:
-        return self._document
-
-    def opened(self, committed: asyncio.Future[None]) -> None:
-        """For ResponseStore."""
-        self._last = committed
-        committed.add_done_callback(partial(self._committed, ()))
+        return self.document.id
 
     def append(self, events: Sequence[bytes], progress: bytes) -> None:
-        """One step. Readers get the events once they are committed."""
+        """One step."""
         if self._is_over:
             return
         step = self._step(events, progress)
-        self._last = self._store.append(self, step)
+        self._last = self._commits.add([step])
         self._last.add_done_callback(partial(self._committed, step.events))
 
     async def committed(self) -> None:
-        """Waits until all that was appended is committed. Raises StoreError."""
-        if self._last is not None:
-            await self._store.settled(self._last)
+        """Waits until all steps are committed. Raises StoreError."""
+        await self._commits.settled(self._last)
 
     async def room(self) -> None:
-        """Waits while too much is uncommitted, however long the store takes. Raises StoreError."""
-        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES and self._last is not None:
+        """Waits while too much is uncommitted. Raises StoreError."""
+        if self._uncommitted_bytes > _MAX_UNCOMMITTED_BYTES:
             await asyncio.shield(self._last)
 
     async def finish(self, document: Document, events: Sequence[bytes] = ()) -> None:
-        """The last events, and the document as it stays. Raises StoreError."""
+        """The last events, and the final document. Raises StoreError."""
         if self._is_over:
             return
         self._is_over = True
-        self._document = replace(document, is_live=False, continuation=b"")
+        self.document = replace(document, is_live=False, continuation=b"")
         step = self._step(events, b"")
-        done = self._store.finish(self, step, self._document)
+        done = self._commits.add([step, Put(self.document)])
         done.add_done_callback(partial(self._committed, step.events))
         done.add_done_callback(lambda _: None if self._is_lost else self._end())
-        await self._store.settled(done)
+        await self._commits.settled(done)
 
     def lost(self) -> None:
-        """For ResponseStore: another server writes the document now."""
+        """Another server writes the document now."""
         self._is_over = self._is_lost = True
         self.on_failure(TritonError(f"another server continues '{self.id}'"))
 
     def abandon(self) -> None:
-        """No further event comes; what is stored stays as it is."""
+        """Ends it without a last event; the store keeps what it has."""
         self._is_over = True
         self._end()
 
@@ -379,8 +359,8 @@ class LiveLog:
         self._next += len(events)
         self._size_bytes += step.size_bytes
         self._uncommitted_bytes += step.size_bytes
-        if self._size_bytes > self._store.options.max_log_bytes and not self._is_over:
-            error = TritonError(f"the response has more than {self._store.options.max_log_bytes} bytes of events")
+        if self._size_bytes > self._max_bytes and not self._is_over:
+            error = TritonError(f"the response has more than {self._max_bytes} bytes of events")
             asyncio.get_running_loop().call_soon(self.on_failure, error)
         return step
 
@@ -396,7 +376,7 @@ class LiveLog:
             self.on_failure(error)
 
     def _end(self) -> None:
-        self._store.forget(self)
+        self._forget()
         self.journal.end()
 
 

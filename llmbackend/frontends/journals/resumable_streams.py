@@ -1,10 +1,8 @@
-"""Streams that a client can resume: who may read them, how they move to another host, and their way over HTTP.
+"""Streams that a client can resume, how they move to another host, and their HTTP headers.
 
-For: generate_stream, the streams under /v1, and requests of ModelStreamInfer. Does not know: what an event says, except
-for its end. Invariants: as of KeptAnswers; a stream that did not ask to be resumable costs nothing here; a client that
-comes back gets each event after the last one that it has once, in order, or an error that says why it cannot; an event
-is shown once the hosts that copy the stream have what it was made of; what a stream holds is bounded; the id of an
-event is the stream's name and the event's number.
+For: generate_stream, streams under /v1, ModelStreamInfer. Invariants: those of KeptAnswers; a client that resumes a
+stream gets each event after its last one once, in order, or an error with the reason; an event is sent after the host
+with the copy has what it was made of; an event's id is the stream's name and the event's number.
 Source: the WHATWG HTML standard, "Server-sent events" (`id:`, `Last-Event-ID`).
 """
 
@@ -36,12 +34,12 @@ from .response_store import current_owner
 
 _PLACE: Final = re.compile(r"(?P<stream>[0-9a-f]{32})(:(?P<number>\d{1,9}))?")
 MAX_STREAM_BYTES: Final = 4 << 20
-"""Events of one stream; a client that is further behind than that cannot come back. As much as may wait for a client of
-another stream."""
+"""Of the events of one stream, as many as may wait for a client of another stream; a client that is further behind
+cannot resume."""
 
 
 class StreamGoneError(TritonError):
-    """There is no such stream, or it is no longer kept."""
+    """The stream does not exist, or is no longer kept."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, ErrorCode.NOT_FOUND)
@@ -52,30 +50,29 @@ class Copies(Protocol):
 
     @property
     def are_made(self) -> bool:
-        """Whether another host has them."""
 
     def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
-        """A new stream, or one that is made again, with the deltas that are known of it and will be added again; done
-        when it is copied, or cannot be. superseded: called when another host has taken it up."""
+        """A new stream, or a regenerated one with its known deltas, which will be added again; done when it is copied,
+        or cannot be. superseded: called when another host has taken it over."""
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
-        """More of a stream. `then` is called when it is copied, or cannot be; in the order of the calls."""
+        """`then` is called when they are copied, or cannot be; in the order of the calls."""
 
     def end(self, key: str) -> None:
         """It can no longer be resumed."""
 
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
-        """The record of a stream that another host began, which is this host's from now on; None where no host has it
-        for this owner and path. Raises TritonError UNAVAILABLE where a host that may have it cannot be asked."""
+        """Takes over the record of another host's stream; None if no host has it for this owner and path. Raises
+        TritonError UNAVAILABLE if a host that may have it cannot be asked."""
 
     async def make_again(self, record: StreamRecord) -> None:
-        """Has the stream's endpoint make it again, under the next epoch; returns when it is opened here. Raises
+        """Has the stream's endpoint regenerate it with the next epoch; returns when it is opened. Raises
         TritonError."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ResumableStream(KeptAnswer):
-    """One resumable stream, while it may be asked for."""
+    """One resumable stream."""
 
     head: StreamHead
     status: int = 200
@@ -88,7 +85,7 @@ class ResumableStreams:
     """The resumable streams of one server. Used only on its event loop."""
 
     def __init__(self, kept: KeptAnswers | None = None, copies: Copies | None = None) -> None:
-        """kept: the server's store; copies: None: streams end with this host."""
+        """copies: None: streams end with this host."""
         self._kept = kept or KeptAnswers()
         self.copies = copies
         self._taking_up: dict[str, asyncio.Future[None]] = {}
@@ -108,11 +105,10 @@ class ResumableStreams:
         recorded_headers: Sequence[tuple[bytes, bytes]] = (),
         recording: Recording | None = None,
     ) -> ResumableStream:
-        """A stream of `events`, which from now on are read whether there is a client or not; `on_close` is called when
-        they have ended.
+        """A stream of `events`, which are read with or without a client; `on_close` is called at their end.
 
-        path: of requests that may come back. recording: of all that the events are made of; with `recorded_headers`,
-        those of the request, it is copied. Raises TritonError UNAVAILABLE when too much is held; then the caller closes
+        path: of requests that may resume it. recording: what the events are made of; it is copied, with
+        `recorded_headers` of the request. Raises TritonError UNAVAILABLE when too much is held; then the caller closes
         the events.
         """
         if not self._kept.has_room():
@@ -142,11 +138,10 @@ class ResumableStreams:
         return stream
 
     async def find(self, path: str, place: str, what: str) -> tuple[ResumableStream, int]:
-        """A stream, and the number of the last event that the client has (-1: none), named by the id of that event.
-        what: by which the client named it, for errors.
+        """A stream, and the number of the last event that the client has (-1: none). place: that event's id; what: the
+        client's name of it, for errors.
 
-        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that has ended, is another key's or was lost
-        with the server.
+        Raises TritonError INVALID_ARG, and StreamGoneError for a stream that is no longer kept or another key's.
         """
         found = _PLACE.fullmatch(place)
         if found is None:
@@ -163,8 +158,7 @@ class ResumableStreams:
         return stream, after
 
     def leave(self) -> None:
-        """Before the server ends: streams with copies on other hosts end here, and continue where their clients resume
-        them."""
+        """Before the server ends: ends the streams that have copies, which their clients resume on other hosts."""
         copies, self.copies = self.copies, None
         if copies is not None and copies.are_made:
             for stream in self._kept.all(ResumableStream):
@@ -172,7 +166,6 @@ class ResumableStreams:
                     self._kept.forget(stream)
 
     async def close(self) -> None:
-        """Ends all of them."""
         streams = list(self._kept.all(ResumableStream))
         producers = [stream.producer for stream in streams if stream.producer is not None]
         for stream in streams:
@@ -180,7 +173,7 @@ class ResumableStreams:
         await asyncio.gather(*producers, return_exceptions=True)
 
     async def _taken_up(self, key: str, path: str) -> ResumableStream | None:
-        """The stream that another host began, made again here."""
+        """Another host's stream, regenerated here."""
         if self.copies is None:
             return None
         taking = self._taking_up.get(key)
@@ -191,7 +184,6 @@ class ResumableStreams:
         return self._own(key)
 
     def _own(self, key: str) -> ResumableStream | None:
-        """One of the current request's owner."""
         return self._kept.find(ResumableStream, current_owner(), key)
 
     async def _take_up(self, copies: Copies, key: str, path: str) -> None:
@@ -200,7 +192,7 @@ class ResumableStreams:
             await copies.make_again(record)
 
     def give_away(self, key: str, owner: str, path: str) -> bool:
-        """Ends a stream that another host continues with; whether there was one for this owner and path."""
+        """Ends a stream that another host continues; whether this owner and path had it."""
         stream = self._kept.find(ResumableStream, owner, key)
         if stream is None or stream.head.path != path:
             return False
@@ -230,14 +222,14 @@ class ResumableStreams:
             await events.aclose()
 
     def _then(self, stream: ResumableStream, show: Callable[[], None]) -> None:
-        """Calls `show` when all that was recorded is copied."""
+        """Calls `show` when the recording is copied."""
         if stream.recording is None or self.copies is None:
             show()
         else:
             self.copies.add(stream.key, stream.recording.take_new(), show)
 
     def _stopped(self, stream: ResumableStream) -> None:
-        """It was forgotten: ends it, if it has not ended."""
+        """Called when it is forgotten."""
         if stream.producer is not None:
             stream.producer.cancel()
         if stream.recording is not None and self.copies is not None:
@@ -259,23 +251,22 @@ def _head(path: str, headers: Sequence[tuple[bytes, bytes]], recording: Recordin
 
 
 STREAM_ID: Final = "x-stream-id"
-"""Header of the response: what the ids of its events begin with."""
+"""Response header: the beginning of its events' ids."""
 _ASKED: Final = b"x-resumable-stream"
 _LAST_EVENT_ID: Final = b"last-event-id"
 _RECORDED_HEADERS: Final = frozenset(
     (_ASKED, b"content-type", b"content-encoding", b"x-request-id", b"endpoint-load-metrics-format")
 )
-"""Of a request, those by which its answer differs; never one that authorises its client."""
+"""Request headers that its answer depends on; never credentials."""
 _END_OF_EVENT: Final = b"\n\n"
 _COMMENT: Final = b":"
 _PING: Final = b": ping\n\n"
 _QUIET_S: Final = 15.0
-"""Without an event; then a comment goes out, so that proxies keep the connection."""
+"""Without an event, before a comment is sent to keep the connection open."""
 
 
 def is_resumable(request: Request) -> bool:
-    """Whether the client wants to be able to come back. Raises TritonError for a header that is not `true` or
-    `false`."""
+    """Whether the client asks for a resumable stream. Raises TritonError for a value other than `true` and `false`."""
     asked = header(request, _ASKED).strip().lower()
     if asked not in ("", "true", "false"):
         raise invalid_argument(f"the header 'X-Resumable-Stream' is '{asked[:80]}', expected true or false")
@@ -288,16 +279,14 @@ def last_event_id(request: Request) -> str:
 
 
 def refuse_resuming(request: Request, instead: str = "") -> None:
-    """Of an endpoint whose streams are not resumable. Raises TritonError for a request that asks for it. instead: what
-    the endpoint has"""
+    """For endpoints without resumable streams. instead: what the endpoint offers. Raises TritonError."""
     if is_resumable(request) or last_event_id(request):
         more = f"; {instead}" if instead else ""
         raise invalid_argument(f"a stream of {request.url.path} cannot be resumed with 'Last-Event-ID'{more}")
 
 
 def begin_recording(streams: ResumableStreams, request: Request, body: bytes) -> Recording | None:
-    """The recording of the stream that the request asks for; None where it asks for none, or where there are no copies.
-    To be called before its inferences begin."""
+    """Of a resumable stream that is copied, before its inferences begin; else None."""
     if streams.copies is None or not is_resumable(request):
         return None
     recording = Recording.of(request)
@@ -314,7 +303,7 @@ async def open_stream(
     on_close: Callable[[], None],
     headers: Mapping[str, str],
 ) -> Response:
-    """The response that sends `chunks`, whole events each; see ResumableStreams.open."""
+    """chunks: whole events each; see ResumableStreams.open."""
     headers_recorded = [(name, value) for name, value in request.scope["headers"] if name in _RECORDED_HEADERS]
     stream = await streams.open(
         request.url.path,
@@ -328,7 +317,7 @@ async def open_stream(
 
 
 async def come_back(streams: ResumableStreams, request: Request) -> Response:
-    """The rest of a stream, behind the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find does."""
+    """The rest of a stream after the request's `Last-Event-ID`. Raises TritonError as ResumableStreams.find."""
     found = await streams.find(request.url.path, last_event_id(request), "the header 'Last-Event-ID'")
     return _response(*found)
 
@@ -342,7 +331,6 @@ async def _events(chunks: AsyncGenerator[bytes, None]) -> AsyncGenerator[Sequenc
 
 
 def _response(stream: ResumableStream, after: int) -> EventStream:
-    """One connection's view of a stream."""
     return EventStream(_pieces(stream, after), {**stream.headers, STREAM_ID: stream.key}, stream.status)
 
 
@@ -368,7 +356,7 @@ _SHOWN_BYTES = 400
 
 
 async def make_again(app: ASGIApp, record: StreamRecord) -> None:
-    """Returns when the stream is opened. Raises TritonError UNAVAILABLE when the request is refused here."""
+    """Returns when the stream is opened. Raises TritonError UNAVAILABLE if the request is refused."""
     recording = Recording(record)
     opened = asyncio.get_running_loop().create_future()
     recording.opened = partial(settle, opened)
@@ -406,7 +394,7 @@ def _scope(recording: Recording) -> dict[str, Any]:
 
 
 class _Body:
-    """The body of a request whose client stays."""
+    """Of a request whose client does not disconnect."""
 
     def __init__(self, body: bytes) -> None:
         self._body: bytes | None = body
@@ -419,7 +407,7 @@ class _Body:
 
 
 class _Refusal:
-    """What the application answers in place of a stream."""
+    """The application's answer if it is no stream."""
 
     def __init__(self) -> None:
         self._status = 0

@@ -1,8 +1,7 @@
-"""Documents in one SQLite file.
+"""Documents in one SQLite file, for `--response-store sqlite:PATH`.
 
-For: `--response-store sqlite:PATH`. Does not know: threads. Invariants: one process has the file; what was committed is
-there after the process was killed at any point (WAL, synchronous=NORMAL: after a loss of power the last transactions
-may be missing, the file stays whole); the file is readable by its user alone.
+Invariants: one process uses the file, which only its user can read; what was committed survives a kill of the process
+(WAL, synchronous=NORMAL: after a power failure the last transactions may be missing, but the file is consistent).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class SqliteStorage(OwnStorage):
     is_persistent = True
 
     def __init__(self, path: Path, capacity: Capacity) -> None:
-        """Opens the file, or makes it. Raises StoreError."""
+        """Opens or creates the file. Raises StoreError."""
         super().__init__(capacity)
         self._path = path
         self._connection = self._opened()
@@ -150,7 +149,7 @@ class SqliteStorage(OwnStorage):
             self._connection.execute("INSERT INTO progress (id, progress) VALUES (?, ?)", (step.id, step.progress))
 
     def _grow_log(self, id: str, size_bytes: int) -> bool:
-        """False: there is no such document."""
+        """Whether there is such a document."""
         found = self._connection.execute(
             "UPDATE documents SET log_bytes = log_bytes + ? WHERE id = ?", (size_bytes, id)
         ).rowcount
@@ -225,7 +224,7 @@ class SqliteStorage(OwnStorage):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        if _identity(self._path) != self._file:  # SQLite would continue with a file that nobody can open again
+        if _identity(self._path) != self._file:  # SQLite would continue with the deleted file
             raise StoreError(f"the response store '{self._path}' was removed or replaced; restart the server")
         try:
             yield

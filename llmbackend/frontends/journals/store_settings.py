@@ -1,8 +1,4 @@
-"""Which store a server has and what it may hold, answers for retried requests included: settings, and their store.
-
-For: the command line and the server. Does not know: flags. Invariant: settings that exist can be opened, as far as can
-be said without opening.
-"""
+"""Settings of the response store and of answers that are kept for retried requests."""
 
 from __future__ import annotations
 
@@ -25,13 +21,13 @@ _PERSISTENT_TTL_S: Final = 30 * DAY_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IdempotencyLimits:
-    """What is kept of the requests of one API key, or of all clients without keys."""
+    """What is kept for one API key, or for all clients without keys."""
 
     ttl_s: float = 600.0
-    """Since its first request; 0: the header is passed over."""
+    """From the first request on; 0: the header is ignored."""
     max_answers: int = 1000
     max_bytes: int = 64 << 20
-    """Of answers; the oldest go."""
+    """Of answers; beyond it the oldest are removed."""
     max_answer_bytes: int = 8 << 20
     """A larger one is not kept."""
 
@@ -48,7 +44,7 @@ class StoreSettings:
     """Of documents and events, about."""
     max_responses_per_key: int = 10_000
     resume_grace_s: float = 30.0
-    """How long a stream that asked to be resumable goes on without a client, and a request that may be retried."""
+    """How long a resumable stream, or a request with an Idempotency-Key, continues without a client."""
     idempotency: IdempotencyLimits = IdempotencyLimits()
 
     FORMS: ClassVar = "memory, sqlite:PATH, or redis://HOST:PORT/DB"
@@ -65,7 +61,7 @@ class StoreSettings:
         return self.around(self.open_storage())
 
     def around(self, storage: Storage) -> ResponseStore:
-        """The store in an opened storage."""
+        """The store of an opened storage."""
         from .response_store import ResponseStore, StoreOptions  # not needed to read flags
 
         ttl_s = self.ttl_s or (_MEMORY_TTL_S if self.url == MEMORY else _PERSISTENT_TTL_S)

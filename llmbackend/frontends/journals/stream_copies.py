@@ -1,11 +1,9 @@
-"""Copies of resumable streams on other hosts: a stream outlives its host, and goes where its client comes back to.
+"""Copies of resumable streams on other hosts, from which these continue a stream that a client resumes there.
 
-For: ResumableStreams. Does not know: what a request, a delta or an event says; how hosts reach each other. Invariants:
-each stream of this host is copied to one other host, if there is one, as it grows, all that came meanwhile in one
-message; when that host is lost, all go to another one at once; what is shown of a stream was copied before, unless no
-other host answers; a stream that was taken up has a higher epoch, and the host that had it before is refused with its
-next message and ends it; that nobody has a stream is said only when every host was asked; what is held for others is
-bounded.
+Invariants: each stream is copied to one other host, if there is one, as it grows; when that host is lost, all streams
+are copied to another one at once; events are sent after they were copied, unless no other host answers; a stream that
+was taken over has a higher epoch, and its former host is refused with its next message and ends it; a stream counts as
+unknown only when every host was asked; what is held for others is bounded.
 """
 
 from __future__ import annotations
@@ -31,36 +29,36 @@ log = logging.getLogger(__name__)
 TOPIC: Final = "streams"
 _CALL_TIMEOUT_S: Final = 2.0
 _PAUSE_S: Final = 0.5
-"""Before a host that did not answer is tried again."""
+"""Before a retry at a host that did not answer."""
 _MESSAGE_BYTES: Final = 1 << 20
 """Of records in one message, about."""
 _MAX_BYTES: Final = 256 << 20
-"""Held for other hosts; the records that did not grow for the longest time go."""
+"""Held for other hosts; beyond it the records that have not grown for longest are dropped."""
 _KEPT_S: Final = 600.0
 """Without news of a record."""
 _TAKEN_KEPT_S: Final = 30.0
 """After a record was taken."""
 _MAX_TAKEN: Final = 10_000
-"""Streams whose epoch is remembered after they were taken."""
+"""Streams whose epoch is remembered after they were taken over."""
 
 
 class Peers(Protocol):
     """The other hosts. On the event loop."""
 
     def live(self) -> Sequence[str]:
-        """Their ids, in the order in which they are to be asked."""
+        """Their ids, in the order of preference."""
 
     def are_all_live(self) -> bool:
-        """Whether it is known which others there are, and all of them can be called."""
+        """Whether all other hosts are known and can be called."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
         """`callback` is called when `live` has changed."""
 
     async def call(self, peer: str, topic: str, payload: bytes) -> bytes:
-        """The answer of that host's handler of `topic`. Raises TritonError when it is gone."""
+        """The answer of that host's handler of `topic`. Raises TritonError."""
 
     def on_call(self, topic: str, handler: Callable[[str, bytes], Awaitable[bytes]]) -> None:
-        """`handler` answers calls of other hosts, by their id and their payload."""
+        """handler: (id of the calling host, payload) → answer."""
 
 
 class Streams(Protocol):
@@ -70,7 +68,7 @@ class Streams(Protocol):
 
 
 Maker = Callable[[StreamRecord], Awaitable[None]]
-"""Has an endpoint of this host make a stream again; returns when it is opened. Raises TritonError."""
+"""Has an endpoint regenerate a stream; returns when it is opened. Raises TritonError."""
 
 
 class _Begin(msgspec.Struct, frozen=True, tag="begin"):
@@ -78,7 +76,7 @@ class _Begin(msgspec.Struct, frozen=True, tag="begin"):
 
 
 class _Step(msgspec.Struct, frozen=True, tag="step"):
-    """first: number of the first of `deltas` among all of the stream; some may be known already"""
+    """first: position of `deltas` in the stream; some may be known already"""
 
     key: str
     epoch: int
@@ -101,7 +99,7 @@ class _Take(msgspec.Struct, frozen=True, tag="take"):
 
 
 class _Refused(msgspec.Struct, frozen=True):
-    """superseded: keys of streams that have a higher epoch; unknown: of those whose record is to be sent again"""
+    """superseded: keys of streams with a higher epoch; unknown: of those whose record must be sent again"""
 
     superseded: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
@@ -115,13 +113,13 @@ _decode_taken = msgspec.msgpack.Decoder(StreamRecord | None).decode
 
 @dataclass(eq=False, slots=True)
 class _Growing:
-    """A record, here or of another host's stream."""
+    """A record, of this or another host."""
 
     head: StreamHead
     deltas: list[StreamDelta]
     size_bytes: int
     num_replayed: int = 0
-    """Of `deltas`, how many its endpoint will bring again."""
+    """How many of `deltas` the endpoint will add again."""
     superseded: Callable[[], None] = field(default=lambda: None)
     news_s: float = 0.0
 
@@ -134,14 +132,14 @@ class _Growing:
         return StreamRecord(self.head, tuple(self.deltas))
 
     def grow(self, deltas: Sequence[StreamDelta]) -> int:
-        """Returns by how many bytes."""
+        """Returns the bytes added."""
         self.deltas.extend(deltas)
         added = sum(len(delta) for _, delta in deltas)
         self.size_bytes += added
         return added
 
     def without_replayed(self, deltas: Sequence[StreamDelta]) -> Sequence[StreamDelta]:
-        """Those of an endpoint that makes the stream again which the record does not have."""
+        """Those that the record of a regenerated stream does not have."""
         num_known = min(self.num_replayed, len(deltas))
         self.num_replayed -= num_known
         return deltas[num_known:]
@@ -151,16 +149,16 @@ class _Growing:
 
 
 class StreamCopies:
-    """The Copies of one host's ResumableStreams, and what it holds for other hosts. Used only on the event loop."""
+    """The Copies of a host's ResumableStreams, and what it holds for others. Used only on the event loop."""
 
     def __init__(self, peers: Peers, makers: Mapping[str, Maker], streams: Streams) -> None:
-        """makers: by the beginning of a stream's path, the longest first."""
+        """makers: by prefix of a stream's path, the longest first."""
         self._peers = peers
         self._makers = makers
         self._streams = streams
         self._own: dict[str, _Growing] = {}
         self._peer: str | None = None
-        """Which has all records of `_own` that are not waiting."""
+        """The host with all records of `_own` that are not waiting."""
         self._failed_s: dict[str, float] = {}
         """When a peer did not take what was sent (time.monotonic())."""
         self._waiting: list[tuple[_Begin | _Step | _End | None, Callable[[], None]]] = []
@@ -173,12 +171,12 @@ class StreamCopies:
 
     @property
     def are_made(self) -> bool:
-        """As Copies. Any thread."""
+        """Any thread."""
         return self._peer is not None
 
     @property
     def holder(self) -> str | None:
-        """The host that has copies of all streams of this one."""
+        """The host with the copies."""
         return self._peer
 
     @property
@@ -188,7 +186,6 @@ class StreamCopies:
     # --- streams of this host -----------------------------------------------------------------------------------------
 
     def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
-        """As Copies."""
         done, key = asyncio.get_running_loop().create_future(), record.head.key
         self._held.drop(key)
         growing = self._own[key] = _Growing.of(record)
@@ -197,7 +194,6 @@ class StreamCopies:
         return done
 
     def add(self, key: str, deltas: Sequence[StreamDelta], then: Callable[[], None]) -> None:
-        """As Copies."""
         growing = self._own.get(key)
         deltas = () if growing is None else growing.without_replayed(deltas)
         if growing is None or not deltas:
@@ -208,7 +204,6 @@ class StreamCopies:
         self._add(_Step(key, growing.head.epoch, first, tuple(deltas)), then)
 
     def end(self, key: str) -> None:
-        """As Copies."""
         if self._own.pop(key, None) is not None:
             self._add(_End(key), lambda: None)
 
@@ -218,7 +213,7 @@ class StreamCopies:
             self._flushing = asyncio.get_running_loop().create_task(self._flush())
 
     async def _flush(self) -> None:
-        """A task of its own: it begins in the turn after the one that added the first item."""
+        """A task, so that it begins in the turn after the first item."""
         try:
             while self._waiting:
                 waiting, self._waiting = self._waiting, []
@@ -232,7 +227,7 @@ class StreamCopies:
             self._flushing = None
 
     async def _copy(self, items: Sequence[_Begin | _Step | _End]) -> None:
-        """To the peer that has the rest; or everything to the next one that answers; or to none."""
+        """To the peer with the rest; else everything to the next one that answers."""
         live = self._peers.live()
         if self._peer in live and await self._sent(self._peer, items):
             return
@@ -291,7 +286,7 @@ class StreamCopies:
     # --- streams of other hosts ---------------------------------------------------------------------------------------
 
     async def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
-        """As Copies: the newest record that this host or another one has."""
+        """The newest record of all hosts."""
         asked = _encode(_Take(key, owner, path))
         is_all = self._peers.are_all_live()
         answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
@@ -302,27 +297,24 @@ class StreamCopies:
         return newest
 
     async def make_again(self, record: StreamRecord) -> None:
-        """As Copies. Raises TritonError."""
         path = record.head.path
         maker = next(make for beginning, make in self._makers.items() if path.startswith(beginning))
         log.info("stream %s is resumed after %d responses", record.head.key, len(record.deltas))
         await maker(record)
 
     async def _asked(self, peer: str, payload: bytes) -> _Taken | None:
-        """None: it did not answer."""
         with suppress(TritonError, msgspec.MsgspecError):
             return _Taken(_decode_taken(await self._call(peer, payload)))
         return None
 
     async def _answer(self, peer: str, payload: bytes) -> bytes:
-        """Raises msgspec.MsgspecError for what is no message of this topic."""
         call = _decode_call(payload)
         if isinstance(call, _Batch):
             return _encode(self._held.add(call.items))
         return _encode(self._given_away(call))
 
     def _given_away(self, call: _Take) -> StreamRecord | None:
-        """An own stream ends here, and its copies stay: its taker may end before another host has the record."""
+        """The record stays: its taker may end before another host has a copy."""
         own = self._own.get(call.key)
         if own is not None and own.is_of(call.owner, call.path):
             del self._own[call.key]
@@ -332,7 +324,7 @@ class StreamCopies:
 
 
 class HeldRecords:
-    """What a host holds of other hosts' streams."""
+    """The records that a host holds for others."""
 
     def __init__(self, max_bytes: int = _MAX_BYTES, clock_s: Callable[[], float] = time.monotonic) -> None:
         self._max_bytes = max_bytes
@@ -371,8 +363,8 @@ class HeldRecords:
         return _Refused(tuple(superseded), tuple(unknown))
 
     def take(self, key: str, owner: str, path: str) -> StreamRecord | None:
-        """The record; an older epoch than the taker's is refused from now on. It is held for a while, because its taker
-        may end before another host has its copy."""
+        """Older epochs than the taker's are refused from now on. The record is held for a while, because its taker may
+        end before another host has a copy."""
         growing = self._records.get(key)
         if growing is None or not growing.is_of(owner, path):
             return None
@@ -390,7 +382,6 @@ class HeldRecords:
         return epoch >= max(self._taken.get(key, 0), 0 if held is None else held.head.epoch)
 
     def put(self, record: StreamRecord) -> None:
-        """In place of the one that is held."""
         self.drop(record.head.key)
         growing = self._records[record.head.key] = _Growing.of(record)
         growing.news_s = self._clock_s()
@@ -409,7 +400,7 @@ class HeldRecords:
 
 
 class _Taken(NamedTuple):
-    """What a host answered that was asked for a record. Truthy also where it has none."""
+    """The answer of a host that was asked for a record; truthy also without one."""
 
     record: StreamRecord | None
 
@@ -419,7 +410,7 @@ def _age(record: StreamRecord) -> tuple[int, int]:
 
 
 def _call(then: Callable[[], None]) -> None:
-    """An error in one stream must not stop the others."""
+    """An error in one stream does not stop the others."""
     try:
         then()
     except Exception as error:
@@ -429,7 +420,7 @@ def _call(then: Callable[[], None]) -> None:
 def _in_messages(records: Iterable[_Growing]) -> Iterator[list[_Begin]]:
     some: list[_Begin] = []
     size_bytes = 0
-    for growing in list(records):  # which may change meanwhile
+    for growing in list(records):  # they may change meanwhile
         some.append(_Begin(growing.record))
         size_bytes += growing.size_bytes
         if size_bytes > _MESSAGE_BYTES:
