@@ -49,7 +49,7 @@ class Copies(Protocol):
     """Copies of records on other hosts."""
 
     @property
-    def are_made(self) -> bool:
+    def are_made(self) -> bool: ...
 
     def begin(self, record: StreamRecord, superseded: Callable[[], None]) -> asyncio.Future[None]:
         """A new stream, or a regenerated one with its known deltas, which will be added again; done when it is copied,
