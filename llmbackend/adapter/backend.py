@@ -8,8 +8,7 @@ failed Initialize.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 
@@ -107,30 +106,20 @@ def TRITONBACKEND_ModelInstanceFinalize(instance: ModelInstance) -> None:
         state.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
-class _FirstInstance:
-    """The fields of the model's first instance that decide its engine's device."""
-
-    name: str
-    kind: InstanceGroupKind
-    device_id: int
-
-
 def LLMBACKEND_ModelForecast(model: Model) -> dict[str, Any]:
     """Describes a model and the memory of its engines without starting one. Errors are those of a start."""
     from llmbackend.engine.load_forecast import forecast
 
     state: ModelState = model.state
     groups = list(model.config.instance_group)
-    group = groups[0]
-    kind = InstanceGroupKind(type(group).Kind.Name(group.kind))
-    first = _FirstInstance(f"{group.name}_0", kind, group.gpus[0] if group.gpus else 0)
+    first = groups[0]
+    instance_name, kind = f"{first.name}_0", InstanceGroupKind(type(first).Kind.Name(first.kind))
     placement = DevicePlacement(is_llmapi=state.arguments.is_llmapi)
-    placed = placement.place(state.arguments.engine, cast(ModelInstance, first))
+    placed = placement.place(state.arguments.engine, instance_name, kind, first.gpus[0] if first.gpus else 0)
     try:
         engine = forecast(state.arguments.with_device_defaults(placed))
     except (ValueError, OSError, RuntimeError) as error:
-        raise internal(f"the engine of '{first.name}' did not start: {error}") from error
+        raise internal(f"the engine of '{instance_name}' did not start: {error}") from error
     return {
         "model": state.arguments.engine.model,
         "num_engines": sum(each.count * max(len(each.gpus), 1) for each in groups),

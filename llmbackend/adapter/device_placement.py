@@ -11,7 +11,7 @@ from importlib import metadata
 
 import msgspec
 
-from llmbackend.core.backend_api import InstanceGroupKind, ModelInstance, invalid_argument
+from llmbackend.core.backend_api import InstanceGroupKind, invalid_argument
 from llmbackend.core.gpus import supported_gpus
 from llmbackend.engine.config import EngineConfig
 
@@ -31,11 +31,11 @@ class DevicePlacement:
         self._lock = threading.Lock()
         self._engines_at: Counter[str] = Counter()
 
-    def place(self, config: EngineConfig, instance: ModelInstance) -> EngineConfig:
-        """The arguments of this instance's engine with its device, for `leave` when it has ended. Raises TritonError
+    def place(self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int) -> EngineConfig:
+        """The arguments of an instance's engine with its device, for `leave` when it has ended. Raises TritonError
         INVALID_ARG."""
         with self._lock:
-            device = self._device(config, instance)
+            device = self._device(config, instance_name, kind, device_id)
             self._engines_at[device] += 1
         return msgspec.structs.replace(config, device=device)
 
@@ -43,13 +43,13 @@ class DevicePlacement:
         with self._lock:
             self._engines_at[config.device] -= 1
 
-    def _device(self, config: EngineConfig, instance: ModelInstance) -> str:
-        if instance.kind is InstanceGroupKind.GPU:
-            return _own_gpu(config, instance.device_id)
-        if instance.kind is InstanceGroupKind.CPU and not self._is_llmapi:
+    def _device(self, config: EngineConfig, instance_name: str, kind: InstanceGroupKind, device_id: int) -> str:
+        if kind is InstanceGroupKind.GPU:
+            return _own_gpu(config, device_id)
+        if kind is InstanceGroupKind.CPU and not self._is_llmapi:
             if config.device not in (AUTO, "cpu"):
                 raise invalid_argument(
-                    f"engine argument 'device' is '{config.device}', but the instance group of '{instance.name}' is "
+                    f"engine argument 'device' is '{config.device}', but the instance group of '{instance_name}' is "
                     "KIND_CPU"
                 )
             return "cpu"

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -96,7 +96,7 @@ _MINDIE_FIELDS: tuple[tuple[tuple[str, ...], str, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModelArguments:
-    """A model's arguments. Those from `max_queue_size` on are config.pbtxt parameters."""
+    """A model's arguments. The numbers are config.pbtxt parameters."""
 
     engine: EngineConfig
     """Of every instance, before its kind decides the device (DevicePlacement)."""
@@ -131,13 +131,11 @@ class ModelArguments:
 
 
 OWN_PARAMETERS: dict[str, Callable[[str], float]] = {
-    "max_queue_size": int,
-    "max_prompt_tokens": int,
-    "max_output_tokens": int,
-    "max_messages_bytes": int,
-    "request_timeout_s": float,
-    "stall_timeout_s": float,
+    field.name: int if field.type == "int" else float
+    for field in fields(ModelArguments)
+    if field.type in ("int", "float")
 }
+"""The fields that are config.pbtxt parameters."""
 
 
 def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> ModelArguments:

@@ -134,8 +134,8 @@ class ModelState:
     ) -> EngineHandle:
         """An engine that is not started, on the device of `instance`."""
         index = next(self._engine_indices)
-        config = self.arguments.with_device_defaults(self._placement.place(self.arguments.engine, instance))
-        config = config.of_instance(index)
+        placed = self._placement.place(self.arguments.engine, instance.name, instance.kind, instance.device_id)
+        config = self.arguments.with_device_defaults(placed).of_instance(index)
         return EngineHandle(index, config, make_manager(config, index))
 
     def start_engine(self, engine: EngineHandle, instance_name: str) -> None:

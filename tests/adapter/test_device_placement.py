@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib import metadata
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def device(kind: Kind, gpu: int = 0, placement: DevicePlacement | None = None, **arguments: Any) -> str:
-    instance: Any = SimpleNamespace(kind=kind, device_id=gpu, name="m_0_0")
     config = EngineConfig(**{"model": "org/name", "device": "auto"} | arguments)
-    return (placement or DevicePlacement()).place(config, instance).device
+    return (placement or DevicePlacement()).place(config, "m_0_0", kind, gpu).device
 
 
 def test_the_instances_kind_decides_the_device() -> None:

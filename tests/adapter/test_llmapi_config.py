@@ -150,9 +150,9 @@ def test_triton_config_says_what_config_pbtxt_does_not(tmp_path: Path) -> None:
 def test_kind_cpu_leaves_the_engine_its_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("llmbackend.adapter.device_placement.supported_gpus", lambda: (0, 1))
     monkeypatch.setattr("llmbackend.adapter.device_placement.metadata.version", lambda _: "2.11")
-    instance: Any = SimpleNamespace(kind=InstanceGroupKind.CPU, name="x", device_id=0)
+    instance = "x", InstanceGroupKind.CPU, 0
     read = arguments(tmp_path, model="org/name")
     assert read.is_llmapi
     placement = DevicePlacement(is_llmapi=True)
-    assert [placement.place(read.engine, instance).device for _ in range(2)] == ["cuda:0", "cuda:1"]
-    assert DevicePlacement().place(read.engine, instance).device == "cpu"
+    assert [placement.place(read.engine, *instance).device for _ in range(2)] == ["cuda:0", "cuda:1"]
+    assert DevicePlacement().place(read.engine, *instance).device == "cpu"

@@ -219,7 +219,7 @@ class LlmApiReply:
 def _performance(generation: Generation) -> dict[str, Any]:
     values = performance(generation)
     [reused] = values.pop("kv_cache_reused_blocks")
-    missed = generation.num_missed_kv_blocks
+    missed = -(-generation.num_prompt_tokens // generation.kv_block_size) - reused
     return values | {
         "kv_cache_reused_block": [reused],
         "kv_cache_missed_block": [missed],

@@ -113,44 +113,24 @@ def _refuse(name: str, value: Any, expected: str) -> Exception:
     return invalid_argument(f"{_named(name)} is {shown(value)}, expected {expected}", param=name)
 
 
-def _range_text(minimum: float | None, maximum: float | None) -> str:
-    if minimum is not None and maximum is not None:
-        return f" from {minimum} to {maximum}"
-    return "" if minimum is None else f" of at least {minimum}"
+def _number(
+    kind: type[int] | type[float], minimum: float, maximum: float | None = None, *, is_open: bool = False
+) -> Parser:
+    """is_open: whether the minimum is excluded"""
+    noun = "an integer" if kind is int else "a number"
+    limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+    expected = f"{noun} above {minimum}" if is_open else f"{noun} {limits}"
 
-
-def _integer(minimum: int | None = None, maximum: int | None = None) -> Parser:
-    expected = f"an integer{_range_text(minimum, maximum)}"
-
-    def parse(name: str, value: Any) -> int:
-        number: int
+    def parse(name: str, value: Any) -> Any:
         try:
-            if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            if isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer()):
                 raise ValueError
-            number = int(value)
+            number = kind(value)
         except (ValueError, TypeError, OverflowError):
             raise _refuse(name, value, expected) from None
-        if (minimum is not None and number < minimum) or (maximum is not None and number > maximum):
-            raise _refuse(name, value, expected)
-        return number
-
-    return parse
-
-
-def _number(minimum: float, maximum: float | None = None, *, open_minimum: bool = False) -> Parser:
-    expected = f"a number{_range_text(minimum, maximum)}" if not open_minimum else f"a number above {minimum}"
-    if open_minimum and maximum is not None:
-        expected += f" and at most {maximum}"
-
-    def parse(name: str, value: Any) -> float:
-        try:
-            if isinstance(value, bool):
-                raise ValueError
-            number = float(value)
-        except (ValueError, TypeError, OverflowError):
-            raise _refuse(name, value, expected) from None
-        too_small = number <= minimum if open_minimum else number < minimum
-        if not math.isfinite(number) or too_small or (maximum is not None and number > maximum):
+        is_below = number <= minimum if is_open else number < minimum
+        is_above = maximum is not None and number > maximum
+        if is_below or is_above or (kind is float and not math.isfinite(number)):
             raise _refuse(name, value, expected)
         return number
 
@@ -217,7 +197,7 @@ def _token_ids(name: str, value: Any, most: int = MAX_STOP_TOKEN_IDS) -> tuple[i
     if not isinstance(items, list):
         raise _refuse(name, value, "a list of token ids")
     check_at_most(_named(name), len(items), most, "token ids")
-    parse = _integer(0)
+    parse = _number(int, 0)
     return tuple(dict.fromkeys(parse(name, item) for item in items))
 
 
@@ -230,7 +210,7 @@ def _bad_words(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _truncation(name: str, value: Any) -> int:
-    count: int = _integer(-1)(name, value)
+    count: int = _number(int, -1)(name, value)
     if not count:
         raise _refuse(name, value, "at least 1, or -1 for as many as fit")
     return count
@@ -251,7 +231,7 @@ def _logit_bias(name: str, value: Any) -> dict[Any, float]:
     if not isinstance(items, dict):
         raise _refuse(name, value, "an object of token id to bias")
     check_at_most(_named(name), len(items), MAX_LOGIT_BIAS, "token ids")
-    parse_bias = _number(-100.0, 100.0)
+    parse_bias = _number(float, -100.0, 100.0)
     return {_token_id(key): parse_bias(f"{name}[{str(key)[:24]}]", bias) for key, bias in items.items()}
 
 
@@ -261,22 +241,22 @@ def _token_id(key: Any) -> Any:
 
 
 _PARSERS: dict[str, Parser] = {
-    "max_tokens": _integer(0),
-    "min_tokens": _integer(0),
-    "temperature": _number(0.0),
-    "top_k": _integer(-1),
-    "top_p": _number(0.0, 1.0),
-    "min_p": _number(0.0, 1.0),
-    "repetition_penalty": _number(0.0, open_minimum=True),
-    "presence_penalty": _number(-2.0, 2.0),
-    "frequency_penalty": _number(-2.0, 2.0),
+    "max_tokens": _number(int, 0),
+    "min_tokens": _number(int, 0),
+    "temperature": _number(float, 0.0),
+    "top_k": _number(int, -1),
+    "top_p": _number(float, 0.0, 1.0),
+    "min_p": _number(float, 0.0, 1.0),
+    "repetition_penalty": _number(float, 0.0, is_open=True),
+    "presence_penalty": _number(float, -2.0, 2.0),
+    "frequency_penalty": _number(float, -2.0, 2.0),
     "logit_bias": _logit_bias,
-    "seed": _integer(-(1 << 63), (1 << 63) - 1),
+    "seed": _number(int, -(1 << 63), (1 << 63) - 1),
     "stop": _stop,
     "stop_token_ids": _token_ids,
     "ignore_eos": _boolean,
-    "logprobs": _integer(-1),
-    "prompt_logprobs": _integer(-1),
+    "logprobs": _number(int, -1),
+    "prompt_logprobs": _number(int, -1),
     "allowed_token_ids": _allowed_token_ids,
     "logprob_token_ids": partial(_token_ids, most=MAX_LOGPROB_TOKEN_IDS),
     "include_stop_str_in_output": _boolean,
@@ -289,9 +269,9 @@ _PARSERS: dict[str, Parser] = {
     "suffix": _suffix,
     "spaces_between_special_tokens": _boolean,
     "bad_words": _bad_words,
-    "priority": _integer(-(1 << 31), (1 << 31) - 1),
-    "n": _integer(1, MAX_CHOICES),
-    "best_of": _integer(1, MAX_CHOICES),
+    "priority": _number(int, -(1 << 31), (1 << 31) - 1),
+    "n": _number(int, 1, MAX_CHOICES),
+    "best_of": _number(int, 1, MAX_CHOICES),
 }
 _READ_TOGETHER = frozenset((*constraints.FIELDS, *REASONING_FIELDS))
 """Parameters that structured_outputs/ reads."""

@@ -116,6 +116,8 @@ class Generation(Protocol):
     """What a reply may read of its generation besides the tokens."""
 
     times: TaskTimes
+    kv_block_size: int
+    """Tokens per block of the engines' KV cache."""
     num_draft_tokens: int
     """Tokens that engines guessed for it."""
     num_accepted_draft_tokens: int
@@ -126,18 +128,6 @@ class Generation(Protocol):
     def num_cached_tokens(self) -> int: ...
     @property
     def num_output_tokens(self) -> int: ...
-    @property
-    def num_kv_blocks(self) -> int:
-        """KV blocks that its tokens so far fill."""
-
-    @property
-    def num_reused_kv_blocks(self) -> int:
-        """KV blocks of its prompt that were found in the prefix cache."""
-
-    @property
-    def num_missed_kv_blocks(self) -> int:
-        """KV blocks of its prompt that were not found there."""
-
     @property
     def assembler(self) -> OutputAssembler: ...
 

@@ -415,8 +415,10 @@ class TensorRtLlmReply:
 
 def performance(generation: Generation) -> dict[str, Any]:
     """The outputs of `return_perf_metrics` so far. Blocks are counted from tokens: recomputation does not show."""
-    times = generation.times
-    blocks, reused = generation.num_kv_blocks, generation.num_reused_kv_blocks
+    times, block_size = generation.times, generation.kv_block_size
+    # The last token needs no room before the next one is computed.
+    blocks = -(-(generation.num_prompt_tokens + max(generation.num_output_tokens - 1, 0)) // block_size)
+    reused = generation.num_cached_tokens // block_size
     drafts, accepted = generation.num_draft_tokens, generation.num_accepted_draft_tokens
     return {
         "kv_cache_alloc_new_blocks": [blocks - reused],

@@ -33,9 +33,9 @@ class InferTask:
 
     # Slots, as in all objects on a token's path: after a step's pause each object is read from cold memory.
     __slots__ = (
-        "_adapter", "_choice", "_kv_block_size", "_num_cached_tokens", "_num_prior_tokens",
+        "_adapter", "_choice", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
-        "is_delayed", "is_suspect", "isolated_deaths", "lost_ns", "num_accepted_draft_tokens",
+        "is_delayed", "is_suspect", "isolated_deaths", "kv_block_size", "lost_ns", "num_accepted_draft_tokens",
         "num_draft_tokens", "num_preemptions", "output_token_ids", "place", "sender", "times",
     )  # fmt: skip
 
@@ -85,7 +85,7 @@ class InferTask:
         self._record = record
         self._choice = choice
         self._num_prior_tokens = len(prior_output_ids)
-        self._kv_block_size = kv_block_size
+        self.kv_block_size = kv_block_size
         self._num_cached_tokens: int | None = None
         self._num_prompt_logprobs = 0
         self._reply = reply
@@ -134,21 +134,6 @@ class InferTask:
     def num_new_tokens(self) -> int:
         """Without the tokens that its client had before."""
         return len(self.output_token_ids) - self._num_prior_tokens
-
-    @property
-    def num_kv_blocks(self) -> int:
-        """KV blocks of its tokens so far; the last token needs none before the next one is computed."""
-        return -(-(self.num_prompt_tokens + max(self.num_output_tokens - 1, 0)) // self._kv_block_size)
-
-    @property
-    def num_reused_kv_blocks(self) -> int:
-        """KV blocks of its prompt that the prefix cache of the first engine had."""
-        return self.num_cached_tokens // self._kv_block_size
-
-    @property
-    def num_missed_kv_blocks(self) -> int:
-        """KV blocks of its prompt that the prefix cache did not have."""
-        return -(-self.num_prompt_tokens // self._kv_block_size) - self.num_reused_kv_blocks
 
     @property
     def finish_reason(self) -> str | None:
