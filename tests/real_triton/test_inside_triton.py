@@ -165,7 +165,7 @@ def test_generate_and_its_errors(both: Both) -> None:
     assert answers[0] == answers[1]
     assert answers[0][1]["text_output"].startswith("hello")
     for bad, told in (
-        ({"text_input": "x", "parameters": {"max_tokens": 0}}, "'max_tokens' is"),
+        ({"text_input": "x", "parameters": {"max_tokens": -1}}, "'max_tokens' is"),
         ({"text_input": "x", "parameters": {"lora_name": "a"}}, "LoRA feature is not enabled."),
         ({"text_input": "x" * 100_000}, "expected at most"),
     ):
@@ -241,8 +241,8 @@ def test_custom_metrics_are_in_tritons_metrics(both: Both) -> None:
         "inter_token_latency_seconds_count": 4,
     }
     eventually(lambda: {name: address.metric(f"vllm:{name}", "of_vllm") for name in expected} == expected)
-    text = address.metrics_text()
-    assert 'vllm:time_to_first_token_seconds_bucket{le="+Inf",model="of_vllm",version="1"} 1' in text
+    labels = 'engine="0",le="+Inf",model="of_vllm",model_name="of_vllm",version="1"'
+    assert f"vllm:time_to_first_token_seconds_bucket{{{labels}}} 1" in address.metrics_text()
     assert both.ours.metric("vllm:request_success_total", "of_vllm") == 0
 
 

@@ -26,22 +26,17 @@ from llmbackend.core.activity.messages import NO_ACTIVITY
 from llmbackend.core.backend_api import (
     API_VERSION,
     NO_TENANT,
-    ExecutionPolicy,
     InstanceGroupKind,
-    MetricFamily,
     MetricKind,
     ParameterValue,
-    ReleaseFlag,
-    RequestFlag,
     ResponseFlag,
-    SendPolicy,
     Tensor,
     TritonError,
     unsupported,
 )
 from llmbackend.fork_server.host_policy import NO_POLICY
 
-from .metrics import MetricBuffer
+from .metrics import Histogram, MetricBuffer, Scalar
 
 logger = logging.getLogger(__name__)
 
@@ -114,18 +109,14 @@ def parse_config(fields: dict[str, Any]) -> ModelConfig:
 
 
 class TritonBackend:
-    """backend_api.Backend."""
+    """backend_api.Backend, as far as this backend uses it; so are the classes below."""
 
-    execution_policy = ExecutionPolicy.BLOCKING
-    send_policy = SendPolicy.IMMEDIATE
-    resumes = False
     api_version = API_VERSION
 
-    def __init__(self, name: str, directory: Path, poller: BackgroundPoller) -> None:
+    def __init__(self, name: str, poller: BackgroundPoller) -> None:
         self.state: Any = None
         self.name = name
-        self.directory = directory
-        self.config: Mapping[str, str] = {}
+        self.resumes = False
         self.poller = poller
 
     def metric_family(
@@ -133,9 +124,9 @@ class TritonBackend:
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: Sequence[str] | None = (),
-        buckets: Sequence[float] | None = None,
-    ) -> MetricFamily:
+        label_names: Sequence[str],
+        buckets: Sequence[float] = (),
+    ) -> Scalar | Histogram:
         return self.poller.metrics.family(kind, name, description, buckets)
 
 
@@ -278,8 +269,6 @@ class TritonRequest:
         """Raises TritonError for a tensor of an unknown type."""
         self.id: str = request.request_id()
         self.number = next(_NUMBERS)
-        self.correlation_id: int | str = request.correlation_id()
-        self.flags = RequestFlag(request.flags() & (RequestFlag.SEQUENCE_START | RequestFlag.SEQUENCE_END))
         self.timeout_us = int(request.timeout())
         self.parameters: Mapping[str, ParameterValue] = _request_parameters(request.parameters())
         self.requested_outputs = tuple(sorted(request.requested_output_names()))
@@ -290,10 +279,6 @@ class TritonRequest:
         self._channel = channel
         self._watch = watch
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._channel.ask_cancelled()
-
     def on_cancel(self, callback: Callable[[], None]) -> None:
         self._watch.add(self._channel, callback)
 
@@ -303,38 +288,21 @@ class TritonRequest:
     def response_factory(self) -> TritonResponseFactory:
         return TritonResponseFactory(self._channel)
 
-    def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
+    def release(self) -> None:
         self._watch.discard(self._channel)
         self.inputs = {}
         self._request = None
 
 
 class TritonResponse:
-    """One response under construction."""
+    """A response without outputs."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._tensors: list[Tensor] = []
-        self._parameters: dict[str, ParameterValue] = {}
 
-    def add_output(self, tensor: Tensor) -> None:
-        self._tensors.append(tensor)
-
-    def set_parameter(self, name: str, value: ParameterValue) -> None:
-        self._parameters[name] = value
-
-    def send(
-        self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
-    ) -> None:
-        self._channel.send(self._response(error), flags)
-
-    def _response(self, error: TritonError | None) -> Any:
-        if error is not None:
-            return error_response(error)
-        tensors = [pb_utils.Tensor(tensor.name, tensor.data) for tensor in self._tensors]
-        if not self._parameters:
-            return pb_utils.InferenceResponse(output_tensors=tensors)
-        return pb_utils.InferenceResponse(output_tensors=tensors, parameters=json.dumps(self._parameters))
+    def send(self, flags: ResponseFlag, error: TritonError | None = None, delta: bytes = b"") -> None:
+        response = pb_utils.InferenceResponse(output_tensors=[]) if error is None else error_response(error)
+        self._channel.send(response, flags)
 
 
 class TritonResponseFactory:
@@ -343,18 +311,12 @@ class TritonResponseFactory:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
 
-    @property
-    def is_cancelled(self) -> bool:
-        return self._channel.ask_cancelled()
-
     def new_response(self) -> TritonResponse:
         return TritonResponse(self._channel)
 
-    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
-        response = TritonResponse(self._channel)
-        for tensor in outputs:
-            response.add_output(tensor)
-        response.send(flags)
+    def send(self, outputs: Sequence[Tensor], flags: ResponseFlag, delta: bytes = b"") -> None:
+        tensors = [pb_utils.Tensor(tensor.name, tensor.data) for tensor in outputs]
+        self._channel.send(pb_utils.InferenceResponse(output_tensors=tensors), flags)
 
     def send_flags(self, flags: ResponseFlag) -> None:
         self._channel.send(None, flags)

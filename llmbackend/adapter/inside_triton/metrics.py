@@ -15,7 +15,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from llmbackend.core.backend_api import MetricFamily, MetricKind, unsupported
+from llmbackend.core.backend_api import MetricKind
 
 logger = logging.getLogger(__name__)
 
@@ -44,14 +44,11 @@ class MetricBuffer:
         self.is_served = True
         """False when Triton runs without metrics (--allow-metrics=false)."""
 
-    def family(
-        self, kind: MetricKind, name: str, description: str, buckets: Sequence[float] | None = None
-    ) -> MetricFamily:
+    def family(self, kind: MetricKind, name: str, description: str, buckets: Sequence[float]) -> Scalar | Histogram:
         if kind is MetricKind.HISTOGRAM:
-            self._declare(MetricKind.COUNTER, f"{name}_bucket", description)
-            self._declare(MetricKind.COUNTER, f"{name}_sum", description)
-            self._declare(MetricKind.COUNTER, f"{name}_count", description)
-            return Histogram(self, name, buckets or ())
+            for part in ("bucket", "sum", "count"):
+                self._declare(MetricKind.COUNTER, f"{name}_{part}", description)
+            return Histogram(self, name, buckets)
         self._declare(kind, name, description)
         return Scalar(self, name)
 
@@ -113,30 +110,14 @@ class MetricBuffer:
         return metric
 
 
-class _Series:
-    """The common part of Scalar and Histogram."""
-
-    _name: str
-
-    def value(self, /, **labels: str) -> float:
-        raise unsupported(f"metric '{self._name}' cannot be read here")
-
-    def observe(self, value: float, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is not a histogram: cannot observe it")
-
-    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
-        for value in values:
-            self.observe(value, **labels)
-
-
-class Scalar(_Series):
+class Scalar:
     """A counter or a gauge."""
 
     def __init__(self, buffer: MetricBuffer, name: str) -> None:
         self._buffer = buffer
         self._name = name
 
-    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
+    def declare(self, **labels: str) -> None:
         self._buffer.add(self._name, labels, 0.0)
 
     def increment(self, value: float = 1.0, /, **labels: str) -> None:
@@ -149,7 +130,7 @@ class Scalar(_Series):
         self._buffer.forget(self._name, labels)
 
 
-class Histogram(_Series):
+class Histogram:
     """The counters that Prometheus makes of a histogram (`<name>_bucket{le}`, `<name>_sum`, `<name>_count`), because
     pb_utils observes one value per call."""
 
@@ -160,18 +141,15 @@ class Histogram(_Series):
         self._texts = ["+Inf" if math.isinf(bound) else f"{bound:g}" for bound in self._bounds]
         self._seen: set[tuple[str, ...]] = set()
 
-    def declare(self, buckets: Sequence[float] | None = None, /, **labels: str) -> None:
-        """The bounds are the family's."""
+    def declare(self, **labels: str) -> None:
         for text in self._texts:
             self._buffer.add(f"{self._name}_bucket", {**labels, "le": text}, 0.0)
         for part in ("sum", "count"):
             self._buffer.add(f"{self._name}_{part}", labels, 0.0)
 
-    def increment(self, value: float = 1.0, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is a histogram: cannot increment it")
-
-    def set(self, value: float, /, **labels: str) -> None:
-        raise unsupported(f"metric '{self._name}' is a histogram: cannot set it")
+    def observe_all(self, values: Sequence[float], /, **labels: str) -> None:
+        for value in values:
+            self.observe(value, **labels)
 
     def observe(self, value: float, /, **labels: str) -> None:
         first = bisect.bisect_left(self._bounds, value)

@@ -13,14 +13,13 @@ import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from llmbackend.core.backend_api import Model, ModelInstance, ResponseFlag, TritonError, internal, unavailable
+from llmbackend.core.backend_api import Backend, Model, ModelInstance, ResponseFlag, TritonError, internal, unavailable
 
 from .. import backend as entry_points
 from ..schemas import schema_for
@@ -59,15 +58,14 @@ class TritonPythonModel:
         self._log_handler = attach_log_handler()
         self._poller = BackgroundPoller()
         backend_name = json.loads(arguments["model_config"]).get("backend", "llm")
-        self._backend = TritonBackend(backend_name, Path(__file__).parent, self._poller)
-        model = TritonModel(self._backend, arguments)
-        # Only the part of the contract that this backend uses; calls to other models and states are missing.
+        backend = TritonBackend(backend_name, self._poller)
+        model = TritonModel(backend, arguments)
         self._model = cast(Model, model)
         self._instance = cast(ModelInstance, TritonInstance(model, arguments))
         self._unloads_when_unhealthy = _flag(self._model, HEALTH_CHECK)
         try:
             self._poller.start()
-            entry_points.TRITONBACKEND_Initialize(self._backend)
+            entry_points.TRITONBACKEND_Initialize(cast(Backend, backend))
             entry_points.TRITONBACKEND_ModelInitialize(self._model)
             entry_points.TRITONBACKEND_ModelInstanceInitialize(self._instance)
         except Exception as error:
