@@ -23,7 +23,7 @@ from demo_corpus import served
 from demo_corpus.exam import Question, questions
 
 from llmbackend import Server
-from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
+from llmbackend.adapter.text.tokenizer_loading import TokenizerSource
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.offline import OfflineEngine
@@ -223,7 +223,7 @@ class Chat:
     """The model on this project's own engine, answering greedily, many chats in one batch."""
 
     def __init__(self, directory: Path) -> None:
-        self._text = load_tokenizer(str(directory))
+        self._text = TokenizerSource.of(str(directory), "", "").load(False, "")
         self._engine = OfflineEngine(
             EngineConfig(model=str(directory), dtype="float32", transport="inline", num_threads=1)
         )

@@ -30,7 +30,7 @@ from llmbackend.core.backend_api import (
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.errors import EngineDeadError
 from llmbackend.engine.llm_manager import LlmManager, ManagerCallbacks, Operation
-from llmbackend.engine.messages import AdapterResult, BlockChanges, EngineStats, InferRequest, RequestEvent, StepOutput
+from llmbackend.engine.messages import EngineStats, InferRequest, RequestEvent, StepOutput
 from llmbackend.engine.reports import Watch
 
 from .activity import NO_ENGINE, InstanceReports
@@ -77,12 +77,12 @@ class ModelInstanceState:
             engine_lost=self._engine_lost,
             vocabulary=self._model.vocabulary,
             adapters=self._model.loras.wanted,
-            adapter_loaded=self._adapter_loaded,
+            adapter_loaded=lambda result: self._model.loras.loaded(self._engine.index, result),
             request_events=self._on_request_events,
             reported=self._reports.engine_report,
             state_changed=self._reports.engine_state,
             progress=self._reports.load_progress,
-            blocks_changed=self._blocks_changed,
+            blocks_changed=lambda changes: self._model.prefixes.changed(self._engine, changes),
             needs_engine=self._model.needs_engine,
         )
         stall_timeout_s, policy = self._model.arguments.stall_timeout_s, self._instance.host_policy
@@ -279,12 +279,6 @@ class ModelInstanceState:
             task.engine_died(cause.kind)
         self._metrics.engine_lost(engine.index, cause.kind, self._tasks.num_waiting)
         self._reports.put_back(requeued, NO_ENGINE)
-
-    def _blocks_changed(self, changes: BlockChanges) -> None:
-        self._model.prefixes.changed(self._engine, changes)
-
-    def _adapter_loaded(self, result: AdapterResult) -> None:
-        self._model.loras.loaded(self._engine.index, result)
 
     def _on_request_events(self, events: Sequence[RequestEvent]) -> None:
         for event in events:

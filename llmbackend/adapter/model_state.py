@@ -93,7 +93,7 @@ class ModelState:
             self.tasks,
             self._timer,
             submit=self.submit,
-            stop=self._stop_task,
+            stop=lambda task: self._request_stop(task.request_id, None),
             on_change=self.update_waiting_gauge,
         )
         self._placement = DevicePlacement(is_llmapi=self.arguments.is_llmapi)
@@ -101,15 +101,15 @@ class ModelState:
         self._engines: list[EngineHandle] = []
         self._engine_indices = itertools.count()
         self.converter: RequestConverter | None = None
-        """None until the first engine has told its limits; of several engines, the strictest limits count."""
+        """None until the first engine has reported its limits; of several engines, the strictest limits count."""
         self._tokenizer = TokenizerLoader(self.arguments.engine) if schema.needs_tokenizer else None
         engine = self.arguments.engine
         configured = engine.lora_modules if engine.enable_lora else None
         self.loras = LoraRegistry(configured, self._timer, self.wake_engines, self.metrics.set_adapter)
 
     def public_parameters(self) -> dict[str, str]:
-        """What frontends may know of the model, as parameters of its configuration: its adapters, its chat template,
-        how it writes tool calls and reasoning, and its sampling defaults (a JSON object)."""
+        """Parameters of the model's configuration for frontends: its adapters, its chat template, its formats of tool
+        calls and reasoning, and its sampling defaults (a JSON object)."""
         engine = self.arguments.engine
         values = {name: getattr(engine, name) for name in TEXT_PARAMETERS}
         values["chat_template"] = self._tokenizer.chat_template if self._tokenizer is not None else ""
@@ -165,7 +165,7 @@ class ModelState:
         logger.info("%s: %s", instance_name, engine.info.summary)
 
     def _prepare(self) -> None:
-        """What requests need, while the engine loads. Raises TritonError."""
+        """Loads what requests need, while the engine loads. Raises TritonError."""
         from .requests import request_conversion  # noqa: F401
 
         if self._tokenizer is not None:
@@ -203,7 +203,7 @@ class ModelState:
         self.metrics.close()
 
     def vocabulary(self) -> Vocabulary | None:
-        """What tokens stand for, for requests with a grammar."""
+        """The tokenizer's, for requests with a grammar."""
         return None if self._tokenizer is None else self._tokenizer.verified().vocabulary()
 
     def change_loras(self, change: LoraChange, answer: Callable[[TritonError | None], None]) -> None:
@@ -412,9 +412,6 @@ class ModelState:
         self._conversions.stop(client_id, by)
         for request_id in self.tasks.ids_of(client_id, by):
             self._request_stop(request_id, None)
-
-    def _stop_task(self, task: InferTask) -> None:
-        self._request_stop(task.request_id, None)
 
     def _cancel(self, request_id: str) -> None:
         self._request_stop(request_id, cancelled("Request was cancelled"))

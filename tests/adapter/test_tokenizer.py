@@ -12,9 +12,8 @@ import pytest
 
 from llmbackend.adapter.text.chat_template import ChatTemplate
 from llmbackend.adapter.text.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TooManyTokensError
-from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.core.backend_api import ErrorCode, TritonError
-from tests.helpers.tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer
+from tests.helpers.tokenizers_for_tests import byte_fallback_tokenizer, byte_level_tokenizer, load_tokenizer
 
 CHATML = (
     "{{ bos_token }}{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"

@@ -16,7 +16,6 @@ from typer.main import get_command
 from llmbackend.adapter.engine_args import OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE
 from llmbackend.adapter.schemas import sampling
-from llmbackend.adapter.text.tokenizer_loading import load_tokenizer
 from llmbackend.cli import main as cli
 from llmbackend.cli.flags.engine import GIVEN_ELSEWHERE, EngineFlags
 from llmbackend.cli.serve import app as serve_app
@@ -26,6 +25,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.server import serve
 from llmbackend.server.settings import ServerSettings
 from llmbackend.server.start_failure import advice, as_flags
+from tests.helpers.tokenizers_for_tests import load_tokenizer
 
 FIELDS = {field.name for field in msgspec.structs.fields(EngineConfig)}
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from llmbackend.adapter.text.tokenizer import ModelTokenizer
+from llmbackend.adapter.text.tokenizer_loading import TokenizerSource
+
 TEXTS = [
     "The quick brown fox jumps over the lazy dog. Hello, world!",
     "Привет, мир! 你好，世界。こんにちは 안녕하세요",
@@ -41,3 +44,8 @@ def byte_fallback_tokenizer() -> Tokenizer:
     )
     tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
     return tokenizer
+
+
+def load_tokenizer(source: str, interpreter: str = "", chat_template: str = "") -> ModelTokenizer:
+    """source: a checkpoint's directory or "mock"; chat_template: instead of the checkpoint's"""
+    return TokenizerSource.of(source, interpreter, chat_template).load(False, interpreter)

@@ -112,7 +112,7 @@ class RequestConverter:
     def convert(self, request: Request, instance: ModelInstance, exec_start_ns: int) -> list[InferTask]:
         """A task for each generation; none for a request that only describes its prompt, which is answered.
 
-        Raises TritonError INVALID_ARG or UNSUPPORTED with a text for the client, who was not answered then.
+        Raises TritonError INVALID_ARG or UNSUPPORTED for the client; the request was not answered then.
         """
         wanted = self._schema.read(request)
         if wanted[0].prompt_only:
@@ -123,7 +123,7 @@ class RequestConverter:
         prompts = [self._generation(inputs, seed) for inputs, seed in zip(wanted, seeds, strict=True)]
         generations = [choice for one in prompts for choice in _choices(one)]
         assemblers = [self._assembler(one) for one in generations]
-        priority = self._level(prompts[0].params.priority or request.priority)
+        priority = self._policies.level(self._policies.priority(prompts[0].params.priority or request.priority))
         self._check_priority(prompts[0].params.priority)
         compute_start_ns = time.monotonic_ns()
         spans = _spans(request, prompts, len(generations))
@@ -151,9 +151,6 @@ class RequestConverter:
         self._check_priority(generation.params.priority)
         sampling = Tensor.text(SAMPLING_PARAMETERS, sampling_json(generation.params, inputs.sampling))
         return [*described(generation.prompt, inputs, self._tokenizer, self._limits.max_tokens), sampling]
-
-    def _level(self, priority: int) -> int:
-        return self._policies.level(self._policies.priority(priority))
 
     def _check_priority(self, priority: int) -> None:
         """Refuses a wrong sampling parameter 'priority'; Triton's request parameter is corrected instead."""

@@ -145,12 +145,8 @@ def _uuid(version: int) -> str:
     return f"^{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89ab]{_HEX}{{3}}-{_HEX}{{12}}$"
 
 
-def _ipv4_networks() -> str:
-    """Addresses whose bits after the prefix are 0, for each prefix length, as Python's ipaddress requires."""
-    return "|".join(_ipv4_network(prefix) for prefix in range(33))
-
-
 def _ipv4_network(prefix: int) -> str:
+    """Addresses whose bits after the prefix are 0, as Python's ipaddress requires."""
     full, bits = divmod(prefix, 8)
     octets = [_OCTET] * full
     if bits:
@@ -164,7 +160,7 @@ PATTERNS: Final = {
     "time": f"^{_TIME}$",
     "date-time": f"^{_DATE}[Tt]{_TIME}$",
     "ipv4interface": f"^{_IPV4}/(?:3[0-2]|[12]?[0-9])$",
-    "ipv4network": f"^(?:{_ipv4_networks()})$",
+    "ipv4network": f"^(?:{'|'.join(map(_ipv4_network, range(33)))})$",
     **{f"uuid{version}": _uuid(version) for version in range(1, 9)},
 }
 """Formats that are enforced by a pattern."""

@@ -321,12 +321,13 @@ class TracedInferTask(InferTask):
         """Each phase that began, up to `now_ns` where it has not ended."""
         times, begin_ns = self.times, self._begin_ns()
         yield TraceSpan("queue", times.compute_start_ns, begin_ns or now_ns, self._which)
-        yield from self._compiles(now_ns)
+        yield from self._between("compile grammar", "compile", ("compiled",), now_ns, {})
         if begin_ns:
             yield self._prefill(begin_ns, times.first_token_ns or now_ns)
         if times.first_token_ns:
             yield self._decode(times.first_token_ns, times.last_token_ns)
-        yield from self._preemptions(now_ns)
+        reason = {"llmbackend.reason": "no free KV blocks"}
+        yield from self._between("preemption", "preempted", ("prefill", "recompute"), now_ns, reason)
 
     def _begin_ns(self) -> int:
         """When an engine began to compute it; 0 = none has."""
@@ -352,13 +353,6 @@ class TracedInferTask(InferTask):
         }
         return TraceSpan("decode", start_ns, end_ns, attributes)
 
-    def _compiles(self, now_ns: int) -> Iterator[TraceSpan]:
-        yield from self._between("compile grammar", "compile", ("compiled",), now_ns, {})
-
-    def _preemptions(self, now_ns: int) -> Iterator[TraceSpan]:
-        reason = {"llmbackend.reason": "no free KV blocks"}
-        yield from self._between("preemption", "preempted", ("prefill", "recompute"), now_ns, reason)
-
     def _between(
         self, name: str, first: str, last: Sequence[str], now_ns: int, attributes: dict[str, str]
     ) -> Iterator[TraceSpan]:
@@ -375,7 +369,7 @@ class TracedInferTask(InferTask):
 
 
 def _request_attributes(sampling: SamplingParams) -> dict[str, int | float]:
-    """As they hold, also where the client did not say."""
+    """The effective parameters, defaults included."""
     found: dict[str, int | float] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,

@@ -214,23 +214,6 @@ class TokenizerSource:
         return HuggingFaceTokenizer(tokenizer, template, self.directory)
 
 
-def load_tokenizer(
-    model: str,
-    tokenizer: str = "",
-    *,
-    trust_remote_code: bool = False,
-    interpreter: str = "",
-    chat_template: str = "",
-) -> ModelTokenizer:
-    """The tokenizer of `model`, or `tokenizer` if given; both a directory, a hub id or "mock".
-
-    interpreter: the Python with the libraries for hub ids and old kinds of tokenizers; "" = this one
-    chat_template: a file or a template, instead of the checkpoint's
-    Raises ValueError or OSError saying what is missing.
-    """
-    return TokenizerSource.of(tokenizer or model, interpreter, chat_template).load(trust_remote_code, interpreter)
-
-
 def local_directory(source: str, interpreter: str) -> Path:
     """A model's directory; of a hub id, one with its small files. Raises ValueError or OSError."""
     path = Path(source)
