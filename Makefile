@@ -144,7 +144,7 @@ wheel-check: $(VENV)/.test
 	$(BIN)/python -m tools.wheel_check dist/*.whl $(ARGS)
 
 # `make serve` installs only what serving needs; `make test` adds the test tools.
-$(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
+$(VENV)/.serve: pyproject.toml constraints.txt $(wildcard llmbackend/core/c_api/native/*.* llmbackend/engine/kernels/native/*.* llmbackend/engine/kernels/native/*/*.*)
 	@echo "installing into $(VENV): torch is large and the native kernels are compiled, this takes a minute or two"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --editable '.[pages]'

@@ -1,4 +1,4 @@
-"""Finds the Python modules of backends, loads them once, and calls their TRITONBACKEND_* functions.
+"""Finds backends, shared libraries and Python modules, loads them once, and calls their TRITONBACKEND_* functions.
 
 Invariants: a path in a model configuration does not leave its directory; a backend is initialised once, and finalised
 at `close` or after a failed Initialize. Source: Triton's backend manager, and its search for libtriton_<backend>.so.
@@ -28,6 +28,7 @@ from .backend_api import (
     Request,
     SendPolicy,
 )
+from .c_api.library import CompiledBackend
 from .errors import TritonError, invalid_argument, not_found
 from .files import call_entry_point, import_file, load_library
 from .metrics.metric_family import MetricFamilies
@@ -245,7 +246,7 @@ class BackendLocation:
     """`Backend.directory`; Path() = that of its module."""
     settings_name: str
     """The name of its settings in --backend-config."""
-    load: Callable[[], ModuleType]
+    load: Callable[[], ModuleType | CompiledBackend]
     """Imports the module. Raises the module's exceptions."""
     file: Path | None = None
     is_python_based: bool = False
@@ -265,10 +266,10 @@ def find_backend(
     directories = [version_directory, version_directory.parent, *([own_directory] if own_directory else [])]
     if runtime != PYTHON_BASED_FILE:
         for directory in directories:
-            for name in (runtime,) if runtime else ("backend.py", f"triton_{backend}.py"):
+            for name in (runtime,) if runtime else (f"libtriton_{backend}.so", "backend.py", f"triton_{backend}.py"):
                 file = _inside(directory, name)
                 if file.is_file():
-                    return BackendLocation(str(file), directory, backend, partial(import_file, file), file)
+                    return BackendLocation(str(file), directory, backend, _loader(file), file)
     if not runtime or runtime == PYTHON_BASED_FILE:
         if own_directory is not None and (own_directory / PYTHON_BASED_FILE).is_file():
             return _python_based(backend, own_directory, directories, backend_directory)
@@ -276,6 +277,10 @@ def find_backend(
         if installed is not None:
             return installed
     raise _not_found(backend, model, directories, runtime)
+
+
+def _loader(file: Path) -> Callable[[], ModuleType | CompiledBackend]:
+    return partial(CompiledBackend, file) if file.suffix == ".so" else partial(import_file, file)
 
 
 def _python_based(

@@ -10,17 +10,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import TritonError, internal
 
 log = logging.getLogger(__name__)
+Library = TypeVar("Library")
 
 
-def load_library(what: str, source: object, load: Callable[[], ModuleType]) -> ModuleType:
-    """The module that `load` returns. Raises TritonError INTERNAL, with Triton's text, for its exceptions."""
+def load_library(what: str, source: object, load: Callable[[], Library]) -> Library:
+    """What `load` returns. Raises TritonError INTERNAL, with Triton's text, for its other exceptions."""
     try:
         return load()
+    except TritonError:
+        raise
     except Exception as error:
         log.exception("unable to load %s %s", what, source)
         raise internal(f"unable to load {what}: {type(error).__name__}: {error}") from None

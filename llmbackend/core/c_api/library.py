@@ -1,0 +1,286 @@
+"""Loads a compiled backend, `libtriton_<backend>.so`, and stands for it as a module with TRITONBACKEND_* functions.
+
+For: BackendManager. Does not know: what C objects hold (native/). Invariants: the C API's library is in the process's
+global scope before any backend is loaded, so that a backend's calls reach it whatever it was linked with; a C object
+lives from its Initialize until after its Finalize. Source: TritonBackend::LoadBackendLibrary in Triton's core.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import re
+import struct
+import tempfile
+import threading
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import orjson
+
+from ..backend_api import (
+    Backend,
+    BackendAttributes,
+    ExecutionPolicy,
+    InferenceResponse,
+    InstanceGroupKind,
+    MemoryType,
+    MemoryUsage,
+    Model,
+    ModelInstance,
+    Request,
+    ResponseFlag,
+    Tenant,
+    common_tenant,
+)
+from ..errors import internal, unsupported
+from ..tensors import wire_view
+from . import host_calls
+
+_KINDS: Final = (InstanceGroupKind.AUTO, InstanceGroupKind.CPU, InstanceGroupKind.GPU, InstanceGroupKind.MODEL)
+"""In the order of TRITONSERVER_InstanceGroupKind."""
+_POLICIES: Final = (ExecutionPolicy.BLOCKING, ExecutionPolicy.DEVICE_BLOCKING)
+_SERVER_LIBRARY: Final = re.compile(rb"\0(libtritonserver[^\0/]*\.so[^\0/]*)\0")
+_SERVER_SONAME: Final = "libtritonserver.so"
+
+
+@cache
+def api() -> Any:
+    """The extension module of the C API. Raises TritonError UNSUPPORTED where it was not compiled."""
+    try:
+        from . import _triton_api
+    except ImportError as error:
+        raise unsupported(f"compiled backends cannot be loaded: the C API is not compiled here ({error})") from None
+    ctypes.CDLL(_triton_api.__file__, mode=ctypes.RTLD_GLOBAL)
+    _triton_api.set_host(host_calls)
+    return _triton_api
+
+
+class CompiledBackend:
+    """The functions of one shared library, called with the host's objects.
+
+    TRITONBACKEND_* attributes that a library does not have are absent, except those that make and delete C objects.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Raises TritonError: INTERNAL with the loader's words, UNSUPPORTED without the C API."""
+        self._api = api()
+        _stand_in_for_renamed_servers(file)
+        try:
+            self._library = ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        except OSError as error:
+            raise internal(f"unable to load shared library: {error}") from None
+        self.__file__ = str(file)
+        if self._address("ModelInstanceExecute"):
+            self.TRITONBACKEND_ModelInstanceExecute = self._execute
+        if self._address("GetBackendAttribute"):
+            self.TRITONBACKEND_GetBackendAttribute = self._attributes
+        if self._address("ModelInstanceReady"):
+            self.TRITONBACKEND_ModelInstanceReady = lambda instance: self._call("ModelInstanceReady", instance)
+
+    def _address(self, name: str) -> int:
+        try:
+            function = getattr(self._library, f"TRITONBACKEND_{name}")
+        except AttributeError:
+            return 0
+        return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+    def _call(self, name: str, subject: Backend | Model | ModelInstance) -> None:
+        """Calls a function of one argument, if the library has it, with the C object of `subject`."""
+        address = self._address(name)
+        if address and subject.state is not None:
+            self._api.set_log_levels(host_calls.log_levels())
+            _raise(self._api.call(address, subject.state.object))
+
+    # --- life cycle ---
+
+    def TRITONBACKEND_Initialize(self, backend: Backend) -> None:
+        config = orjson.dumps({"cmdline": dict(backend.config)}).decode()
+        backend.state = Handle(self._api.new_backend(backend, backend.name, str(backend.directory), config))
+        host_calls.backends.append(backend)
+        self._call("Initialize", backend)
+        backend.execution_policy = _POLICIES[self._api.execution_policy(backend.state.object)]
+
+    def TRITONBACKEND_Finalize(self, backend: Backend) -> None:
+        self._call("Finalize", backend)
+        if backend in host_calls.backends:
+            host_calls.backends.remove(backend)
+        backend.state = None
+
+    def TRITONBACKEND_ModelInitialize(self, model: Model) -> None:
+        owner = model.backend.state.object
+        where, completes = str(model.directory), model.auto_complete_config
+        made = self._api.new_model(model, owner, model.name, model.version, where, completes)
+        model.state = ModelHandle(made, self._api.deliver)
+        self._call("ModelInitialize", model)
+
+    def TRITONBACKEND_ModelFinalize(self, model: Model) -> None:
+        self._call("ModelFinalize", model)
+        if model.state is not None:
+            model.state.deliveries.close()
+        model.state = None
+
+    def TRITONBACKEND_ModelInstanceInitialize(self, instance: ModelInstance) -> None:
+        instance.state = Handle(
+            self._api.new_instance(
+                instance,
+                instance.model.state.object,
+                instance.name,
+                _KINDS.index(instance.kind),
+                instance.device_id,
+                instance.is_passive,
+                (),
+                (),
+                orjson.dumps({_policy_name(instance): {}}).decode(),
+            )
+        )
+        self._call("ModelInstanceInitialize", instance)
+
+    def TRITONBACKEND_ModelInstanceFinalize(self, instance: ModelInstance) -> None:
+        self._call("ModelInstanceFinalize", instance)
+        instance.state = None
+
+    def LLMBACKEND_ModelInstanceMemoryUsage(self, instance: ModelInstance) -> Sequence[MemoryUsage]:
+        """What the instance reported last."""
+        return tuple(
+            MemoryUsage(MemoryType.GPU if kind == 2 else MemoryType.CPU, device, byte_size)
+            for kind, device, byte_size in instance.state.memory_usage
+        )
+
+    def _attributes(self, backend: Backend, attributes: BackendAttributes) -> None:
+        address = self._address("GetBackendAttribute")
+        error, groups, parallel = self._api.backend_attributes(address, backend.state.object)
+        _raise(error)
+        attributes.preferred_groups = [(_KINDS[kind], count) for kind, count in groups]
+        attributes.parallel_instance_loading = parallel
+
+    def _execute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
+        self._api.set_log_levels(host_calls.log_levels())
+        instance.model.state.tenants = frozenset(request.tenant for request in requests)
+        packed = tuple(map(_packed, requests))
+        _raise(self._api.execute(self._address("ModelInstanceExecute"), instance.state.object, packed))
+
+
+class Handle:
+    """What the host's object keeps in its `state`: the C object, and the memory that its backend reported."""
+
+    def __init__(self, made: Any) -> None:
+        self.object = made
+        self.memory_usage: tuple[tuple[int, int, int], ...] = ()
+
+
+class ModelHandle(Handle):
+    """Of a model: also what its inferences on other models need."""
+
+    def __init__(self, made: Any, deliver: Any) -> None:
+        super().__init__(made)
+        self.deliveries = Deliveries(deliver)
+        self.tenants: frozenset[Tenant] = frozenset()
+        """Of the requests of the last Execute: the C API does not say for which request an inference is made."""
+
+    def tenant(self) -> Tenant:
+        return common_tenant(self.tenants)
+
+
+class Deliveries:
+    """Gives the responses of a model's inferences to its backend, in order, on a thread that backend code may block.
+    The host's callbacks must only enqueue."""
+
+    def __init__(self, deliver: Any) -> None:
+        self._deliver = deliver
+        self._queue: queue.SimpleQueue[tuple[object, InferenceResponse | None, ResponseFlag] | None]
+        self._queue = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def put(self, delivery: object, response: InferenceResponse | None, flags: ResponseFlag) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="compiled-backend-responses", daemon=True)
+                self._thread.start()
+        self._queue.put((delivery, response, flags))
+
+    def close(self) -> None:
+        """Ends the thread once everything is delivered."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            delivery, response, flags = item
+            value = None if response is None else host_calls.unpacked_response(response)
+            self._deliver(delivery, value, int(flags))
+            del item, delivery, response, value  # the last one must not live until the next comes
+
+
+def _raise(error: host_calls.ErrorPair | None) -> None:
+    if error is not None:
+        raise host_calls.error_from(error)
+
+
+def _policy_name(instance: ModelInstance) -> str:
+    return f"gpu_{instance.device_id}" if instance.kind is InstanceGroupKind.GPU else "cpu"
+
+
+def _packed(request: Request) -> tuple[Any, ...]:
+    """As `_triton_api.execute` reads it. Data of a fixed-size type is not copied."""
+    trace = request.trace
+    return (
+        request,
+        request.id,
+        request.correlation_id,
+        int(request.flags),
+        request.timeout_us,
+        request.parameters if type(request.parameters) is dict else dict(request.parameters),
+        tuple((name, tensor.datatype, tensor.shape, wire_view(tensor)) for name, tensor in request.inputs.items()),
+        tuple(request.requested_outputs),
+        trace,
+        "" if trace is None else trace.context or "",
+    )
+
+
+# --- backends linked with a server library of another name ------------------------------------------------------------
+
+
+def _stand_in_for_renamed_servers(file: Path) -> None:
+    """Wheels rename the server's library that their backends need (libtritonserver-717102f0.so). An empty library of
+    that name is loaded before, so that the loader neither fails nor brings in the real one beside ours."""
+    for name in {found.decode() for found in _SERVER_LIBRARY.findall(file.read_bytes())} - {_SERVER_SONAME}:
+        _load_empty_library(name)
+
+
+@cache
+def _load_empty_library(soname: str) -> ctypes.CDLL:
+    with tempfile.NamedTemporaryFile(prefix="llmbackend-", suffix=".so") as file:
+        file.write(_empty_library(soname))
+        file.flush()
+        return ctypes.CDLL(file.name)
+
+
+def _empty_library(soname: str) -> bytes:
+    """A shared object for this machine with a name and no symbols. Layout: ELF header, three program headers, dynamic
+    section, symbol hash table, symbol table, string table, all in one writable segment. Source: the ELF-64
+    specification."""
+    with open("/proc/self/exe", "rb") as own:
+        machine = struct.unpack_from("<H", own.read(20), 18)[0]
+    strings = b"\0" + soname.encode() + b"\0"
+    dynamic_at = 64 + 3 * 56
+    hash_at = dynamic_at + 7 * 16
+    symbols_at = hash_at + 16
+    strings_at = symbols_at + 24
+    size = strings_at + len(strings)
+    tags = ((14, 1), (4, hash_at), (5, strings_at), (6, symbols_at), (10, len(strings)), (11, 24), (0, 0))
+    identity = b"\x7fELF\x02\x01\x01".ljust(16, b"\0")
+    header = struct.pack("<16sHHIQQQIHHHHHH", identity, 3, machine, 1, 0, 64, 0, 0, 64, 56, 3, 64, 0, 0)
+    segment = struct.Struct("<IIQQQQQQ")
+    load = segment.pack(1, 6, 0, 0, 0, size, size, 4096)
+    dynamic = segment.pack(2, 6, dynamic_at, dynamic_at, dynamic_at, 7 * 16, 7 * 16, 8)
+    stack = segment.pack(0x6474E551, 6, 0, 0, 0, 0, 0, 16)  # not executable
+    table = b"".join(struct.pack("<QQ", tag, value) for tag, value in tags)
+    return header + load + dynamic + stack + table + struct.pack("<4I", 1, 1, 0, 0) + bytes(24) + strings

@@ -1,0 +1,63 @@
+// The objects of inferences that a backend makes.
+#pragma once
+
+#include <cstring>
+
+#include "objects.h"
+
+struct TRITONSERVER_ResponseAllocator {
+  AllocateFn allocate = nullptr;
+  ReleaseBufferFn release = nullptr;
+  StartFn start = nullptr;
+  BufferAttributesFn attributes = nullptr;
+};
+
+// Where the responses of one inference go.
+struct Delivery {
+  TRITONSERVER_ResponseAllocator allocator;
+  void* allocator_userp = nullptr;
+  ResponseCompleteFn complete = nullptr;
+  void* userp = nullptr;
+};
+constexpr const char* DELIVERY = "llmbackend.Delivery";
+
+struct InferenceInput : Shape {
+  std::vector<std::pair<const char*, size_t>> parts;  // the caller's memory
+  std::string bytes;                                  // the parts, joined when the inference starts
+};
+
+struct TRITONSERVER_InferenceRequest {
+  std::string model_name, id, correlation_text;
+  int64_t model_version = -1;
+  uint64_t correlation_id = 0, priority = 0, timeout_us = 0;
+  bool has_text_correlation = false, is_cancelled = false;
+  uint32_t flags = 0;
+  std::vector<InferenceInput> inputs;
+  std::vector<std::string> outputs;
+  Parameters parameters;
+  RequestReleaseFn release = nullptr;
+  void* release_userp = nullptr;
+  Delivery delivery;
+  Ref handle;  // core's InferenceHandle, once it was started
+};
+
+struct InferenceOutput : Shape {
+  void* base = nullptr;
+  void* userp = nullptr;
+  size_t byte_size = 0;
+  TRITONSERVER_MemoryType memory_type = MEMORY_CPU;
+  int64_t memory_type_id = 0;
+  ReleaseBufferFn release = nullptr;
+};
+
+struct TRITONSERVER_InferenceResponse {
+  std::string model_name, id;
+  int64_t model_version = 0;
+  std::vector<InferenceOutput> outputs;
+  Parameters parameters;
+  std::unique_ptr<Error> error;
+
+  ~TRITONSERVER_InferenceResponse();
+};
+
+PyObject* deliver(PyObject* module, PyObject* arguments);
