@@ -142,8 +142,7 @@ def test_a_strategy_that_fails_leaves_requests_out_and_harms_none(
             "",
             "batchstrategy.so",
             "",
-            "Unsupported: custom batching library '{model}/batchstrategy.so' of model 'm' is native code; this server "
-            "loads a batchstrategy.py with the same functions",
+            "Internal: unable to load shared library: {model}/batchstrategy.so: file too short",
         ),
         (
             PATH_PARAMETER % "nowhere.py",

@@ -1,8 +1,8 @@
 """What the C API asks of the host: the functions that native/*.cpp calls by name, with the interpreter's lock.
 
 For: native/. Does not know: C objects; a model, instance, request or factory here is the host's own. Invariant: a
-function that fails raises, and the C function returns that as a TRITONSERVER_Error. Source: Triton's tritonbackend.h and
-tritonserver.h.
+function that fails raises, and the C function returns that as a TRITONSERVER_Error. Source: Triton's tritonbackend.h
+and tritonserver.h.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,6 +45,10 @@ _KINDS: Final = (InstanceGroupKind.AUTO, InstanceGroupKind.CPU, InstanceGroupKin
 _POLICIES: Final = (ExecutionPolicy.BLOCKING, ExecutionPolicy.DEVICE_BLOCKING)
 _SERVER_LIBRARY: Final = re.compile(rb"\0(libtritonserver[^\0/]*\.so[^\0/]*)\0")
 _SERVER_SONAME: Final = "libtritonserver.so"
+STRATEGY_FUNCTIONS: Final = (
+    "ModelBatchIncludeRequest", "ModelBatchInitialize", "ModelBatchFinalize", "ModelBatcherInitialize",
+    "ModelBatcherFinalize",
+)  # fmt: skip
 
 
 @cache
@@ -59,6 +63,23 @@ def api() -> Any:
     return _triton_api
 
 
+def load(file: Path) -> ctypes.CDLL:
+    """Raises TritonError INTERNAL with the loader's words."""
+    _stand_in_for_renamed_servers(file)
+    try:
+        return ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    except OSError as error:
+        raise internal(f"unable to load shared library: {error}") from None
+
+
+def address_of(library: ctypes.CDLL, name: str) -> int:
+    """Of TRITONBACKEND_<name>; 0 where the library does not have it."""
+    try:
+        return ctypes.cast(getattr(library, f"TRITONBACKEND_{name}"), ctypes.c_void_p).value or 0
+    except AttributeError:
+        return 0
+
+
 class CompiledBackend:
     """The functions of one shared library, called with the host's objects.
 
@@ -68,11 +89,7 @@ class CompiledBackend:
     def __init__(self, file: Path) -> None:
         """Raises TritonError: INTERNAL with the loader's words, UNSUPPORTED without the C API."""
         self._api = api()
-        _stand_in_for_renamed_servers(file)
-        try:
-            self._library = ctypes.CDLL(str(file), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        except OSError as error:
-            raise internal(f"unable to load shared library: {error}") from None
+        self._library = load(file)
         self.__file__ = str(file)
         if self._address("ModelInstanceExecute"):
             self.TRITONBACKEND_ModelInstanceExecute = self._execute
@@ -82,11 +99,7 @@ class CompiledBackend:
             self.TRITONBACKEND_ModelInstanceReady = lambda instance: self._call("ModelInstanceReady", instance)
 
     def _address(self, name: str) -> int:
-        try:
-            function = getattr(self._library, f"TRITONBACKEND_{name}")
-        except AttributeError:
-            return 0
-        return ctypes.cast(function, ctypes.c_void_p).value or 0
+        return address_of(self._library, name)
 
     def _call(self, name: str, subject: Backend | Model | ModelInstance) -> None:
         """Calls a function of one argument, if the library has it, with the C object of `subject`."""
@@ -162,6 +175,48 @@ class CompiledBackend:
         instance.model.state.tenants = frozenset(request.tenant for request in requests)
         packed = tuple(map(_packed, requests))
         _raise(self._api.execute(self._address("ModelInstanceExecute"), instance.state.object, packed))
+
+
+class CompiledStrategy:
+    """The functions of a batching strategy, `batchstrategy.so`, called as those of a Python module."""
+
+    def __init__(self, file: Path) -> None:
+        """Raises TritonError as CompiledBackend does."""
+        self._api = api()
+        library = load(file)
+        self.__name__ = str(file)
+        for name in STRATEGY_FUNCTIONS:
+            if address := address_of(library, name):
+                setattr(self, f"TRITONBACKEND_{name}", partial(getattr(self, name), address))
+
+    def ModelBatcherInitialize(self, address: int, model: Model) -> int:
+        """The model may be served by any backend, so it gets a C object for the strategy alone."""
+        backend = model.backend
+        owner = self._api.new_backend(backend, backend.name, str(backend.directory), "{}")
+        self._objects = (
+            owner,
+            self._api.new_model(model, owner, model.name, model.version, str(model.directory), False),
+        )
+        error, batcher = self._api.new_batcher(address, self._objects[1])
+        _raise(error)
+        return int(batcher)
+
+    def ModelBatcherFinalize(self, address: int, batcher: int) -> None:
+        _raise(self._api.finalize_batching(address, batcher))
+        del self._objects
+
+    def ModelBatchInitialize(self, address: int, batcher: int) -> int:
+        error, batch = self._api.new_batch(address, batcher)
+        _raise(error)
+        return int(batch)
+
+    def ModelBatchIncludeRequest(self, address: int, request: Request, batch: int) -> bool:
+        error, included = self._api.batch_includes(address, _packed(request), batch)
+        _raise(error)
+        return bool(included)
+
+    def ModelBatchFinalize(self, address: int, batch: int) -> None:
+        _raise(self._api.finalize_batching(address, batch))
 
 
 class Handle:

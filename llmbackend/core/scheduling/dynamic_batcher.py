@@ -23,7 +23,8 @@ from llmbackend.waiting.queue_policy import QueuePolicies
 from llmbackend.waiting.timer import MAX_SLEEP_S, Timer
 
 from ..backend_api import Model, Request
-from ..errors import TritonError, invalid_argument, not_found, unsupported
+from ..c_api.library import CompiledStrategy
+from ..errors import invalid_argument, not_found
 from ..files import call_entry_point, import_file, load_library
 from ..metrics.model_metrics import Statistics
 from ..requests.queued_request import QueuedRequest
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 
 PATH_PARAMETER = "TRITON_BATCH_STRATEGY_PATH"
 MODULE_NAME = "batchstrategy.py"
-NATIVE_NAME = "batchstrategy.so"
+LIBRARY_NAME = "batchstrategy.so"
 FUNCTIONS = (
     "TRITONBACKEND_ModelBatchIncludeRequest",
     "TRITONBACKEND_ModelBatchInitialize",
@@ -61,8 +62,8 @@ class FormingBatch:
 
 
 class BatchStrategy:
-    """A custom batching strategy for one model version: a Python module with the five functions of Triton's
-    batchstrategy.so. As in Triton they run under the queue's lock, so they must be quick.
+    """A custom batching strategy for one model version: the five functions of a batchstrategy.so, as in Triton, or of a
+    Python module. They run under the queue's lock, so they must be quick.
 
     TRITONBACKEND_ModelBatcherInitialize(model: Model) -> batcher          once per model version
     TRITONBACKEND_ModelBatcherFinalize(batcher) -> None                    before the model is finalised
@@ -107,13 +108,14 @@ def load_strategy(model: Model) -> BatchStrategy | None:
     """The initialised strategy of a model version; None when it has none.
 
     Raises TritonError: INVALID_ARG for a module that lacks functions, a path outside of the model's directory or a
-    sequence model, NOT_FOUND for a path that does not exist, UNSUPPORTED for native code, and when it fails to load.
+    sequence model, NOT_FOUND for a path that does not exist, and when it fails to load.
     """
     path = _find(model.config, model)
     if path is None:
         return None
     log.info("Loading custom batching strategy library %s for model %s", path, model.name)
-    module = load_library("batching library", path, partial(import_file, path))
+    load = partial(CompiledStrategy, path) if path.suffix == ".so" else partial(import_file, path)
+    module: ModuleType | CompiledStrategy = load_library("batching library", path, load)
     functions = _functions(module, path, model.name)
     if not functions:
         return None
@@ -123,7 +125,7 @@ def load_strategy(model: Model) -> BatchStrategy | None:
 
 
 def _find(config: ModelConfig, model: Model) -> Path | None:
-    """The module that the configuration names, else the first in the version, model and backend directory."""
+    """The file that the configuration names, else the first in the version, model and backend directory."""
     if PATH_PARAMETER in config.parameters:
         if config.HasField("sequence_batching"):
             raise invalid_argument(
@@ -133,11 +135,9 @@ def _find(config: ModelConfig, model: Model) -> Path | None:
     if not config.HasField("dynamic_batching"):
         return None
     for directory in _directories(model):
-        path = directory / MODULE_NAME
-        if path.is_file():
-            return path
-        if (directory / NATIVE_NAME).is_file():
-            raise _native(directory / NATIVE_NAME, model.name)
+        for name in (LIBRARY_NAME, MODULE_NAME):
+            if (directory / name).is_file():
+                return directory / name
     return None
 
 
@@ -157,19 +157,10 @@ def _named(text: str, model: Model) -> Path:
         )
     if not path.is_file():
         raise not_found(f"Batching library path not found: {text}")
-    if path.suffix != ".py":
-        raise _native(path, model.name)
     return path
 
 
-def _native(path: Path, model: str) -> TritonError:
-    return unsupported(
-        f"custom batching library '{path}' of model '{model}' is native code; this server loads a {MODULE_NAME} with "
-        f"the same functions"
-    )
-
-
-def _functions(module: ModuleType, path: Path, model: str) -> dict[str, Callable[..., Any]]:
+def _functions(module: ModuleType | CompiledStrategy, path: Path, model: str) -> dict[str, Callable[..., Any]]:
     """All five functions, or none, as Triton allows."""
     functions = {name: function for name in FUNCTIONS if callable(function := getattr(module, name, None))}
     if functions and len(functions) < len(FUNCTIONS):

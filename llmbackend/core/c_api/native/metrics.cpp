@@ -57,6 +57,11 @@ EXPORTED Error* TRITONSERVER_GetMetricFamilyKind(TRITONSERVER_MetricFamily* fami
   return nullptr;
 }
 
+EXPORTED Error* TRITONSERVER_GetMetricKind(TRITONSERVER_Metric* metric, TRITONSERVER_MetricKind* kind) {
+  *kind = metric->family->kind;
+  return nullptr;
+}
+
 EXPORTED Error* TRITONSERVER_MetricArgsNew(TRITONSERVER_MetricArgs** args) {
   *args = new TRITONSERVER_MetricArgs;
   return nullptr;

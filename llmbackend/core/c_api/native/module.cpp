@@ -3,20 +3,12 @@
 // Invariant: backend code runs without the interpreter's lock. An object is deleted by the capsule that holds it, so
 // after the host has dropped the Python object that holds the capsule.
 
+#include "calls.h"
 #include "inference.h"
 
 void set_enabled_log_levels(unsigned mask);
 
 namespace {
-
-constexpr const char* BACKEND = "llmbackend.Backend";
-constexpr const char* MODEL = "llmbackend.Model";
-constexpr const char* INSTANCE = "llmbackend.ModelInstance";
-
-template <typename T>
-T* held(PyObject* capsule, const char* name) {
-  return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
-}
 
 template <typename T>
 PyObject* hold(std::unique_ptr<T> object, const char* name) {
@@ -25,14 +17,6 @@ PyObject* hold(std::unique_ptr<T> object, const char* name) {
   });
   if (capsule) object.release();
   return capsule;
-}
-
-// None, or (code, message) of an error, which is deleted.
-PyObject* result_of(Error* error) {
-  if (!error) return Py_NewRef(Py_None);
-  std::unique_ptr<Error> owned(error);
-  Ref message(text(error->message));
-  return message ? Py_BuildValue("(iO)", error->code, message.get()) : nullptr;
 }
 
 // new_backend(host, name, directory, config JSON)
@@ -141,57 +125,6 @@ PyObject* backend_attributes(PyObject*, PyObject* arguments) {
                            : nullptr;
 }
 
-bool read_input(PyObject* item, TRITONBACKEND_Input* input) {
-  PyObject *name = nullptr, *dims = nullptr, *data = nullptr;
-  const char* datatype = nullptr;
-  if (!PyArg_ParseTuple(item, "OsOO", &name, &datatype, &dims, &data)) return false;
-  input->datatype = datatype_of(datatype);
-  Py_buffer view;
-  if (!read_text(name, &input->name) || !read_dims(dims, &input->dims) || PyObject_GetBuffer(data, &view, PyBUF_SIMPLE))
-    return false;
-  input->data = view.buf;
-  input->attributes.byte_size = view.len;
-  input->owner = Ref::borrowed(data);  // a memoryview: it pins the memory for as long as it lives
-  PyBuffer_Release(&view);
-  return true;
-}
-
-// One request of `execute`: (host, id, correlation, flags, timeout_us, parameters, inputs, outputs, trace, context)
-std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item) {
-  PyObject *host = nullptr, *id = nullptr, *correlation = nullptr, *parameters = nullptr, *inputs = nullptr,
-           *outputs = nullptr, *trace = nullptr;
-  const char* context = nullptr;
-  unsigned flags = 0;
-  unsigned long long timeout_us = 0;
-  if (!PyArg_ParseTuple(item, "OOOIKOOOOs", &host, &id, &correlation, &flags, &timeout_us, &parameters, &inputs,
-                        &outputs, &trace, &context))
-    return nullptr;
-  auto request = std::make_unique<TRITONBACKEND_Request>();
-  request->host = std::make_shared<Source>();
-  request->host->request = Ref::borrowed(host);
-  request->flags = flags;
-  request->timeout_us = timeout_us;
-  if (!read_text(id, &request->id) || !read_parameters(parameters, &request->parameters)) return nullptr;
-  if (PyLong_Check(correlation)) {
-    request->correlation_id = PyLong_AsUnsignedLongLong(correlation);
-  } else {
-    request->has_text_correlation = true;
-    if (!read_text(correlation, &request->correlation_text)) return nullptr;
-  }
-  request->inputs.resize(PyTuple_Size(inputs));
-  for (size_t i = 0; i < request->inputs.size(); ++i)
-    if (!read_input(PyTuple_GetItem(inputs, i), &request->inputs[i])) return nullptr;
-  request->outputs.resize(PyTuple_Size(outputs));
-  for (size_t i = 0; i < request->outputs.size(); ++i)
-    if (!read_text(PyTuple_GetItem(outputs, i), &request->outputs[i])) return nullptr;
-  if (trace != Py_None) {
-    request->trace = std::make_unique<TRITONSERVER_InferenceTrace>();
-    request->trace->trace = Ref::borrowed(trace);
-    request->trace->context = context;
-  }
-  return PyErr_Occurred() ? nullptr : std::move(request);
-}
-
 // execute(function address, instance, requests): None where the backend owns the requests now, else (code, message)
 PyObject* execute(PyObject*, PyObject* arguments) {
   unsigned long long address = 0;
@@ -241,6 +174,10 @@ PyMethodDef methods[] = {
     {"backend_attributes", backend_attributes, METH_VARARGS, nullptr},
     {"execute", execute, METH_VARARGS, nullptr},
     {"deliver", deliver, METH_VARARGS, nullptr},
+    {"new_batcher", new_batcher, METH_VARARGS, nullptr},
+    {"new_batch", new_batch, METH_VARARGS, nullptr},
+    {"batch_includes", batch_includes, METH_VARARGS, nullptr},
+    {"finalize_batching", finalize_batching, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 

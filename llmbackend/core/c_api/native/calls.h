@@ -1,0 +1,26 @@
+// What the functions of the Python module share.
+#pragma once
+
+#include "objects.h"
+
+constexpr const char* BACKEND = "llmbackend.Backend";
+constexpr const char* MODEL = "llmbackend.Model";
+constexpr const char* INSTANCE = "llmbackend.ModelInstance";
+
+// The object that a capsule holds; null = an exception is set.
+template <typename T>
+T* held(PyObject* capsule, const char* name) {
+  return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
+}
+
+// None, or (code, message) of an error, which is deleted.
+PyObject* result_of(Error* error);
+
+// One request of `execute`: (host, id, correlation, flags, timeout_us, parameters, inputs, outputs, trace, context).
+// Null = an exception is set.
+std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item);
+
+PyObject* new_batcher(PyObject* module, PyObject* arguments);
+PyObject* new_batch(PyObject* module, PyObject* arguments);
+PyObject* batch_includes(PyObject* module, PyObject* arguments);
+PyObject* finalize_batching(PyObject* module, PyObject* arguments);
