@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -60,6 +61,10 @@ def write_model(repository: Path, name: str, config: str, code: str, version: in
     return folder
 
 
+BACKENDS = os.environ.get("LLMBACKEND_TRITON_BACKENDS")
+"""A folder with NVIDIA's libtriton_python.so, in its subfolder `python`, to run the tests under it."""
+
+
 class Host:
     """An InferenceServer in explicit mode over one repository."""
 
@@ -76,7 +81,7 @@ class Host:
             ServerOptions(
                 model_repositories=[repository],
                 model_control_mode="explicit",
-                backend_directory=backend_directory,
+                backend_directory=backend_directory or (Path(BACKENDS) if BACKENDS else None),
                 backend_config={"python": settings or {}},
                 host_policies=host_policies or {},
             )

@@ -8,6 +8,7 @@ lives from its Initialize until after its Finalize. Source: TritonBackend::LoadB
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import queue
 import re
@@ -55,12 +56,12 @@ STRATEGY_FUNCTIONS: Final = (
 def api() -> Any:
     """The extension module of the C API. Raises TritonError UNSUPPORTED where it was not compiled."""
     try:
-        from . import _triton_api
+        module: Any = importlib.import_module("._triton_api", __package__)
     except ImportError as error:
         raise unsupported(f"compiled backends cannot be loaded: the C API is not compiled here ({error})") from None
-    ctypes.CDLL(_triton_api.__file__, mode=ctypes.RTLD_GLOBAL)
-    _triton_api.set_host(host_calls)
-    return _triton_api
+    ctypes.CDLL(module.__file__, mode=ctypes.RTLD_GLOBAL)
+    module.set_host(host_calls)
+    return module
 
 
 def load(file: Path) -> ctypes.CDLL:
