@@ -32,7 +32,8 @@ from ..backend_api import (
     ResponseFlag,
     Tensor,
 )
-from ..config.model_config import config_to_json, parse_json
+from ..config.model_config import parse_json
+from ..config_readers import config_to_json
 from ..errors import ErrorCode, TritonError, as_triton_error, unavailable
 from ..tensors import RawTensor, from_wire, wire_view
 

@@ -114,8 +114,10 @@ def load_strategy(model: Model) -> BatchStrategy | None:
     if path is None:
         return None
     log.info("Loading custom batching strategy library %s for model %s", path, model.name)
-    load = partial(CompiledStrategy, path) if path.suffix == ".so" else partial(import_file, path)
-    module: ModuleType | CompiledStrategy = load_library("batching library", path, load)
+    load: Callable[[], ModuleType | CompiledStrategy] = partial(import_file, path)
+    if path.suffix == ".so":
+        load = partial(CompiledStrategy, path)
+    module = load_library("batching library", path, load)
     functions = _functions(module, path, model.name)
     if not functions:
         return None
