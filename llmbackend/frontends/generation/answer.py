@@ -1,8 +1,7 @@
-"""What the answers of all APIs have in common: identity, usage, and the pieces that a client gets of the tokens.
+"""What the answers of all APIs share: identity, usage, and the parsed content.
 
-For: the writers of whole answers and of streams. Does not know: bodies, chunks. Invariant: all of it is a function of
-the request, the answer's id and the tokens; nothing else is drawn. So a stream and a whole answer, and an answer before
-and after an engine's death, are the same.
+Invariant: all of it is a function of the request, the answer's id and the tokens, so a stream and a whole answer, and
+an answer with and without an engine failure, are the same.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ from .request import GenerationRequest
 from .tensors import PROMPT_IN_REASONING, Delta, TextToken
 
 DEFAULT_FINISH_REASON = "stop"
-"""For a model that ends without a reason (its tensor interface makes `finish_reason` optional)."""
+"""For a model that gives none: `finish_reason` is optional."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a response and all chunks of a stream have in common."""
+    """Of an answer and of all chunks of its stream."""
 
     id: str
     created_s: int
     """Unix time."""
     model: str
     fingerprint: str
-    """Changes with the server's release and the model's configuration; "" when the host has none."""
+    """Changes with the server's release and the model's configuration; "" for none."""
 
     @classmethod
     def of(cls, request: GenerationRequest, fingerprint: str, request_id: str = "") -> Identity:
-        """Drawn here, once, and the same from then on, whatever happens to engines. request_id: the client's own."""
+        """request_id: the client's own; "": a new id."""
         id = request.id_prefix + (request_id or uuid.uuid4().hex)
         return cls(id, int(time.time()), request.model, fingerprint)
 
     def recorded(self, recording: Recording) -> Identity:
-        """The one that a stream which is made again had; else itself, put on record."""
+        """The recorded one of a regenerated stream; else itself, recorded."""
         if recording.identity:
             return msgspec.msgpack.decode(recording.identity, type=Identity)
         recording.identity = msgspec.msgpack.encode(self)
@@ -62,7 +61,7 @@ class Identity:
 
 
 class Usage:
-    """The running counts of one response: tokens of each prompt once, and of each choice."""
+    """Token counts of one answer: each prompt once, and each choice."""
 
     def __init__(self, n: int) -> None:
         """n: choices of each prompt"""
@@ -72,7 +71,7 @@ class Usage:
         self._reasoning_tokens: dict[int, int] = {}
         self._completion_tokens = 0
         self._told_tokens: dict[int, int] = {}
-        """Of the choices whose counts are told from time to time: those of the last time."""
+        """The last counts of choices whose deltas have totals."""
 
     def add(self, index: int, delta: Delta) -> None:
         if delta.usage is not None:
@@ -89,11 +88,10 @@ class Usage:
         self._completion_tokens += delta.num_output_tokens
 
     def set_reasoning(self, index: int, num_tokens: int) -> None:
-        """How many tokens of a choice are reasoning so far."""
         self._reasoning_tokens[index] = num_tokens
 
     def total(self) -> JsonObject | None:
-        """Of a response that is complete; None when the model has reported nothing."""
+        """Of a complete answer; None if the model counts no tokens."""
         return self.as_json() if self._prompt_tokens or self._completion_tokens else None
 
     def as_json(self) -> JsonObject:
@@ -111,17 +109,17 @@ class Usage:
 
 
 _SHORT_IDS = frozenset({"mistral"})
-"""Formats whose chat templates take only ids of nine letters or digits."""
+"""Formats whose templates require ids of nine letters or digits."""
 
 
 def call_id(response_id: str, choice: int, index: int, format_name: str) -> str:
-    """Of a call to which the model itself gave none."""
+    """Of a call without an id of the model."""
     digest = hashlib.sha256(f"{response_id}/{choice}/{index}".encode()).hexdigest()
     return digest[:9] if format_name in _SHORT_IDS else f"call_{digest[:24]}"
 
 
 class AnswerReader:
-    """Reads one choice. Owner: the writer of its response."""
+    """Parses one choice. Owner: the writer of its answer."""
 
     def __init__(self, plan: AnswerPlan, response_id: str, choice: int) -> None:
         self._plan = plan
@@ -130,7 +128,7 @@ class AnswerReader:
         self._parser: OutputParser | None = None
         self._has_ended = False
         self.has_call = False
-        """Whether a call has begun. One that the model broke off is one, too: its client has had a part of it."""
+        """Whether a call has begun, even if it is incomplete."""
 
     @property
     def reports_reasoning(self) -> bool:
@@ -142,7 +140,7 @@ class AnswerReader:
         return 0 if self._parser is None else self._parser.num_reasoning_tokens
 
     def read(self, delta: Delta) -> list[Event]:
-        """What the client gets of the next tokens."""
+        """The client's events of the next tokens."""
         if not self._plan.reads_tokens:
             return [ContentDelta(delta.text)] if delta.text else []
         tokens = delta.text_tokens or ([(-1, delta.text, False)] if delta.text else [])
@@ -156,13 +154,13 @@ class AnswerReader:
         return self._shown(events)
 
     def finish_reason(self, reason: str) -> str:
-        """As the client gets it: a call that was cut off is no reason of its own."""
+        """The client's: `tool_calls` if the model stopped after a call."""
         if reason != "stop" or not self.has_call:
             return reason
         return "function_call" if self._is_legacy else "tool_calls"
 
     def as_delta(self, event: Event) -> JsonObject | None:
-        """The event as a stream's `delta`; None for one that says nothing there."""
+        """The event as a stream's `delta`; None if there is none."""
         match event:
             case ContentDelta(text):
                 return {"content": text}
@@ -193,7 +191,7 @@ class AnswerReader:
         )
 
     def _last(self, events: list[Event]) -> list[Event]:
-        """Without what was held back of a call that had to be made: its beginning is no text for anybody."""
+        """Without content, if calls are required: it is the beginning of an incomplete call."""
         use = self._plan.tool_use
         if use is None or not use.is_required:
             return events

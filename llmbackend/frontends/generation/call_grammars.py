@@ -1,9 +1,8 @@
-"""Grammars of tool calls, as structural tags: calls that must be made, and calls that are right if they are made.
+"""Grammars of tool calls as structural tags, for calls that are required and for calls that may be made.
 
-For: answer plans. Does not know: which model, how a tag becomes a mask. Invariants: whatever a grammar lets through,
-the parser of the same format reads as calls of the request's functions with arguments that their schemas allow; what
-tagged parameters cannot enforce is known by its place in the schema. The work is bounded, since plans are made on the
-event loop: the model would refuse a grammar of more parameters than MAX_TAGGED_PARAMETERS.
+Invariants: the format's parser reads all output that a grammar allows as calls of the request's functions whose
+arguments satisfy their schemas; what tagged parameters cannot enforce is reported by its place in the schema. The work
+is bounded by MAX_TAGGED_PARAMETERS, because plans are made on the event loop.
 Source: XGrammar's documentation of structural tags for the forms of `format`.
 """
 
@@ -22,9 +21,9 @@ from .parsers import CallGrammar, is_plain_text
 
 _ANY_OBJECT: JsonObject = {"type": "object"}
 MAX_TAGGED_PARAMETERS: Final = 512
-"""Of all functions of a request together: as many parts as the model's grammar may have."""
+"""Of all functions of a request; the limit of the model's grammar."""
 _MAX_PLACES: Final = 64
-"""Places in the schema of one function that are reported as not enforced."""
+"""Of one function that are reported as not enforced."""
 _ENFORCED = frozenset(("type", "properties", "required", "additionalProperties"))
 _SAYS_NOTHING = frozenset(
     ("$defs", "definitions", "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated")
@@ -32,18 +31,18 @@ _SAYS_NOTHING = frozenset(
 _KNOWN = _ENFORCED | _SAYS_NOTHING
 _NOT_NAMES = "'required' must be a list of names of 'properties'"
 _NAME = re.compile(r'[^\s<>"](?:[^<>"\n]*[^\s<>"])?')
-"""Of a parameter that can be read back."""
+"""Of a parameter that the parser can read."""
 
 
 def required_calls(use: ToolUse, grammar: CallGrammar) -> JsonObject:
-    """Nothing but calls, at least one, with arguments by the functions' schemas. Raises OpenAIError."""
+    """One or more calls and nothing else, with arguments by the functions' schemas. Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [_call(function, grammar, _arguments(function)) for function in use.functions]
     return _section(_calls(tags, use, grammar), grammar)
 
 
 def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObject:
-    """Free text, in which a call that begins follows the schema of a strict function, or is any object of another.
+    """Free text with calls; the arguments of a strict function follow its schema, those of another are any object.
     Raises OpenAIError."""
     _check_count(use, grammar)
     tags = [
@@ -63,8 +62,8 @@ def voluntary_calls(use: ToolUse, grammar: CallGrammar, trigger: str) -> JsonObj
 
 
 def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
-    """Where the schemas of functions have keywords that the format of calls cannot enforce. A strict function has none
-    for which there is a grammar."""
+    """Places of keywords in the functions' schemas that the format cannot enforce. A strict function with such keywords
+    is refused."""
     if grammar.key_end:
         for function in use.functions:
             if function.input_grammar is None and not function.is_strict:
@@ -73,7 +72,7 @@ def places_not_enforced(use: ToolUse, grammar: CallGrammar) -> Iterator[str]:
 
 
 def _check_count(use: ToolUse, grammar: CallGrammar) -> None:
-    """Raises OpenAIError for the first function with which the parameters are too many."""
+    """Raises OpenAIError naming the function that exceeds the limit."""
     counts = {"properties": 0, "required": 0}
     for function in use.functions if grammar.key_end else ():
         schema = _resolved(function.parameters)
@@ -116,7 +115,7 @@ def _call(function: Function, grammar: CallGrammar, schema: Mapping[str, Any]) -
 
 
 def _input(wanted: InputGrammar, grammar: CallGrammar) -> JsonObject:
-    """The arguments of a custom tool: its one string, by its own grammar, spelled as the format has strings."""
+    """The arguments of a custom tool: its one string by its own grammar, written as the format writes strings."""
     form: JsonObject = {"type": "grammar", "syntax": "lark", "grammar": wanted.definition}
     if wanted.syntax == "regex":
         form = {"type": "regex", "pattern": wanted.definition}
@@ -135,8 +134,8 @@ def _sequence(*elements: JsonObject) -> JsonObject:
 
 
 def _arguments(function: Function) -> JsonObject:
-    """The schema of a function's arguments, which are an object whatever the schema says, and have no members that the
-    function does not know, which a small model would keep inventing."""
+    """The schema of a function's arguments: always an object, without unknown members, which small models keep
+    inventing."""
     schema = function.parameters
     types = schema.get("type", "object")
     if types != "object" and not (isinstance(types, list) and "object" in types):
@@ -164,12 +163,12 @@ def _text(value: str) -> JsonObject:
 
 
 class _NotTaggedError(ValueError):
-    """A schema that tagged parameters cannot be held to."""
+    """Tagged parameters cannot enforce a schema."""
 
 
 def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: bool) -> JsonObject:
-    """The parameters of the schema, in its order; those that are not required are optional. is_strict: whether every
-    keyword in them must be enforced. Raises _NotTaggedError for what is no schema of parameters."""
+    """The parameters in the order of the schema. is_strict: every keyword must be enforced. Raises _NotTaggedError for
+    a schema that describes no parameters."""
     root, required = _checked(schema)
     root = _with_definitions(root, schema)
     elements: list[JsonObject] = []
@@ -180,7 +179,7 @@ def _parameters(schema: Mapping[str, Any], grammar: CallGrammar, *, is_strict: b
 
 
 def written_properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Those whose names can be written, in the order of their tags."""
+    """Those whose names can be written, in the order of the tags."""
     properties = _resolved(schema).get("properties", {})
     return {name: description for name, description in properties.items() if _NAME.fullmatch(name)}
 
@@ -191,8 +190,7 @@ def property_path(name: str) -> str:
 
 
 def _not_tagged(schema: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What tagged parameters cannot enforce: (path in the schema, reason). Raises _NotTaggedError for what is no schema
-    of parameters."""
+    """(path in the schema, reason) of what tagged parameters cannot enforce. Raises _NotTaggedError as _parameters."""
     root, required = _checked(schema)
     for key in root:
         if key not in _KNOWN:
@@ -222,7 +220,7 @@ def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def _resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The definition that the root refers to, if the root is only a reference to one of its own; else the root."""
+    """The target of a root that is only a reference to one of its own definitions; else the root."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or any(
         key not in _SAYS_NOTHING and key not in ("$ref", "type") for key in schema
@@ -253,11 +251,11 @@ def _parameter(name: str, schema: Mapping[str, Any], grammar: CallGrammar, *, is
 
 
 def value_end(name: str, grammar: CallGrammar) -> str:
-    """What stands after a parameter's value."""
+    """The text after a parameter's value."""
     return f"{grammar.value_end}{name}{grammar.name_closes}" if grammar.name_closes else grammar.value_end
 
 
 def _with_definitions(description: Any, schema: Mapping[str, Any]) -> Any:
-    """What the description may refer to, beside it."""
+    """The description with the definitions that it may refer to."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     return {**shared, **description} if isinstance(description, Mapping) else description

@@ -1,8 +1,7 @@
-"""The way of a request from its model to the HTTP response: a whole body, or a stream of events.
+"""HTTP responses of generations, for all APIs: a whole body, or a stream of events.
 
-For: the routers of the APIs. Does not know: their forms (Writer). Invariants: the generation is closed however the
-request ends, so that no request outlives its client; all deltas that are ready become one piece; an error is a stream's
-last event. Work in proportion to a prompt is done in a thread.
+Invariants: the generation is closed however the request ends, so no request outlives its client; all deltas that are
+ready are sent together; an error is a stream's last event; work in proportion to a prompt is done in a thread.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .tensors import (
 
 
 class Writer(Protocol):
-    """Makes the chunks of a stream."""
+    """Formats the events of a stream."""
 
     def begin(self) -> bytes: ...
     def begin_choice(self, index: int, prompt: PromptDetails) -> bytes: ...
@@ -40,17 +39,17 @@ class Writer(Protocol):
     def end(self) -> bytes: ...
 
     def ping(self) -> bytes:
-        """Says that the stream continues, while nothing happens."""
+        """Keeps a quiet stream alive."""
         ...
 
     def fail(self, error: OpenAIError) -> bytes:
-        """The stream's end where the answer failed."""
+        """The end of a stream that failed."""
         ...
 
 
 QUIET_S: Final = 15.0
-"""Seconds without an event after which a stream sends a ping, so that proxies keep the connection; also how long the
-status line waits for the first response, which may be an error."""
+"""Without an event, before a stream sends a ping to keep the connection open; also how long the status line waits for
+the first response, which may be an error."""
 _HEADERS: Final = {"cache-control": "no-store", "x-accel-buffering": "no"}
 _CONTENT_TYPE: Final = {"content-type": "text/event-stream; charset=utf-8"}
 
@@ -60,14 +59,14 @@ def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
 
 
 async def first_arrival(http: Request, generation: Generation) -> Arrival | None:
-    """The first response of a stream, None after QUIET_S without one. Awaited before the status line is sent, since it
-    may be an error, which is raised. Raises ClientDisconnect when the client goes away."""
+    """The first response of a stream, None after QUIET_S. Awaited before the status line is sent; raises its error, and
+    ClientDisconnect."""
     await unless_disconnected(http, generation.wait(QUIET_S))
     return generation.pop()
 
 
 class AnswerEvents:
-    """An EventSource: what `writer` makes of the generation's deltas."""
+    """An EventSource: a generation's deltas as events of `writer`."""
 
     def __init__(
         self,
@@ -76,8 +75,8 @@ class AnswerEvents:
         writer: Writer,
         before_end: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """first: what was popped already. before_end: awaited when the last events are made, before they are sent; its
-        failure is the answer's."""
+        """first: an arrival that was popped already. before_end: awaited before the last events are sent; if it fails,
+        the answer fails."""
         self.quiet_s: float | None = QUIET_S
         self.is_over = False
         self.needs_task = True
@@ -86,7 +85,7 @@ class AnswerEvents:
         self._before_end = before_end
         self._has_begun = False
         self._held = first
-        """Popped, and not written yet."""
+        """Popped, but not written yet."""
         self._error: Exception | None = None
 
     def listen(self, listener: Callable[[], None]) -> None:
@@ -161,7 +160,7 @@ _LOGGED_CHARS = 64
 
 
 def logged(labels: dict[str, Any]) -> str:
-    """` name="value"` for each label: one line of ASCII, whatever the client sent."""
+    """` name="value"` for each label, in one line of ASCII."""
     return "".join(f" {name}={_quoted(value)}" for name, value in labels.items())
 
 
@@ -171,7 +170,7 @@ def _quoted(value: Any) -> str:
 
 
 MakeStream = Callable[[EventSource, Callable[[], None], Mapping[str, str]], Awaitable[Response]]
-"""(events, what is called when they are over, headers) → the HTTP response that sends them."""
+"""(events, called when they are over, headers) → the HTTP response."""
 
 
 async def traced_answer(
@@ -182,8 +181,8 @@ async def traced_answer(
     request: GenerationRequest,
     answer: Callable[[Target, RequestTrace | None], Coroutine[Any, Any, Response]],
 ) -> Response:
-    """What `answer` makes of a request whose model is there and takes all its fields; logged and traced. start_ns: when
-    the request came. Raises OpenAIError."""
+    """Calls `answer` once the model is found and takes all fields; logs and traces. start_ns: when the request arrived.
+    Raises OpenAIError."""
     target = catalog.require(request.model, request.prompts[0].name)
     check_fields_taken(request, target)
     if request.labels:
@@ -196,8 +195,7 @@ async def traced_answer(
 async def whole_answer(
     http: Request, generation: Generation, work: Coroutine[Any, Any, bytes], headers: Callable[[], Mapping[str, str]]
 ) -> Response:
-    """The answer that `work` makes of the generation. headers: asked for at the end. Raises ClientDisconnect when the
-    client goes away, and what `work` raises."""
+    """work: makes the body from the generation. headers: called at the end. Raises ClientDisconnect, and as `work`."""
     try:
         body = await unless_disconnected(http, work)
         of_schemas = await generation.checked()
@@ -214,8 +212,8 @@ async def streamed_answer(
     before_end: Callable[[], Awaitable[None]] | None = None,
     make: MakeStream | None = None,
 ) -> Response:
-    """The stream that `writer` makes of the generation, once its first response is here, which may be an error: that
-    one is raised. before_end: awaited before the last events are sent. make: None: an EventStream."""
+    """A stream, once the first response has arrived; raises its error. before_end: as of AnswerEvents. make: None: an
+    EventStream."""
     try:
         first = await first_arrival(http, generation)
         events = AnswerEvents(generation, first, writer, before_end)

@@ -1,10 +1,8 @@
-"""What a request asks of the host: its generation, one inference per prompt, or a description of a prompt.
+"""A request's inferences: its generation, one inference per prompt, or the description of a prompt.
 
-For: endpoints and writers. Does not know: JSON or HTTP. Invariants: `close` is called however a request ends, which
-cancels the inferences that are not over. A Generation is used only on the event loop; responses reach it through the
-mailbox, which wakes the loop once per engine step, and are merged in order of arrival. The inferences share one
-backlog, so that what waits for their one client is bounded together. A prompt is described as a generation of the same
-request would have it.
+Invariants: a Generation is used only on the event loop, and closed however its request ends; responses of its
+inferences are merged in order of arrival and share one backlog, which bounds what waits for the client. A described
+prompt is the one that a generation of the same request has.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ Arrival = tuple[int, Delta]
 
 
 class Generation:
-    """The choices of one request. `request_id` is the response's id; its inferences carry it too."""
+    """The choices of one request."""
 
     def __init__(
         self,
@@ -69,15 +67,15 @@ class Generation:
         trace: RequestTrace | None = None,
         recording: Recording | None = None,
     ) -> None:
-        """plan: how the answer is read. In `trace`, further prompts are children of the first.
-        recording: of the stream that is made of it."""
+        """request_id: the answer's id. trace: further prompts are children of the first one. recording: of a copied
+        stream."""
         self._request = request
         self._plan = plan
         self._request_id = request_id
         self._schemas = SchemaReport(request, plan) if _has_structure(request, plan) else None
         self._gate = gate
         self._arrived: deque[Inference] = deque()
-        """The inference of each response that waits."""
+        """The inference of each waiting response."""
         self._index_of: dict[Inference, int] = {}
         self._listener: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -106,12 +104,12 @@ class Generation:
 
     @property
     def is_over(self) -> bool:
-        """Every choice has ended and all its deltas were taken."""
+        """Whether every choice has ended and all deltas were popped."""
         return self._open == 0 and not self._arrived
 
     def listen(self, listener: Callable[[], None] | None) -> None:
-        """From now on `listener` is called on the event loop, once for all deltas of a wake-up, and pops them all. The
-        caller pops those that wait already. None: `wait` again."""
+        """listener: called on the event loop once per wake-up, to pop all deltas; the caller pops those that wait
+        already. None: back to `wait`."""
         self._listener = listener
 
     def _on_responses(self, inferences: Sequence[Inference]) -> None:
@@ -122,7 +120,7 @@ class Generation:
             settle(self._waiter)
 
     async def wait(self, timeout_s: float | None = None) -> bool:
-        """Until a delta is here; False when `timeout_s` passed without one."""
+        """Until there is a delta; False after `timeout_s`."""
         if self._arrived:
             return True
         loop = asyncio.get_running_loop()
@@ -138,7 +136,7 @@ class Generation:
         return bool(self._arrived)
 
     def pop(self) -> Arrival | None:
-        """The next delta, None when none is here. Raises OpenAIError when the inference it belongs to failed."""
+        """The next delta, None if there is none yet. Raises OpenAIError if its inference failed."""
         if not self._arrived:
             return None
         if self._recording is None:
@@ -161,7 +159,7 @@ class Generation:
         return choice, delta
 
     def _pop_recorded(self, recording: Recording) -> tuple[Inference, Item] | None:
-        """The next response in the order of the record, noted in it; None while it is not here."""
+        """The next response in the order of the record, which is extended; None if it has not arrived."""
         inference = next((one for one in self._arrived if recording.takes(self._index_of[one])), None)
         if inference is None:
             return None
@@ -172,33 +170,32 @@ class Generation:
         return inference, item
 
     async def next(self) -> Arrival:
-        """The next delta, as `pop`."""
+        """As `pop`, but waits."""
         while (arrival := self.pop()) is None:
             await self.wait()
         return arrival
 
     def headers(self) -> dict[str, str]:
-        """What the answer's first response says of the request's schemas."""
+        """About the request's schemas, once the first response has arrived."""
         return {} if self._schemas is None else self._schemas.headers()
 
     async def checked(self) -> dict[str, str]:
-        """The same with whether the answer, whose last delta was popped, satisfies them; which is logged."""
+        """The same after the last delta, with whether the answer satisfies them, which is also logged."""
         if self._schemas is None or not self._schemas.is_needed:
             return {}
         return await self._gate.run_in_thread(partial(self._schemas.judge, self._request_id))
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """`work()`, apart from the event loop."""
         return await self._gate.run_in_thread(work)
 
     def close(self) -> None:
-        """Cancels what is not over. Idempotent."""
+        """Cancels running inferences. Idempotent."""
         for inference in self._index_of:
             inference.close()
 
 
 def check_fields_taken(request: GenerationRequest, target: Target) -> None:
-    """Raises OpenAIError for a field that the model has no input for: no field of a request is dropped silently."""
+    """Raises OpenAIError for a field that the model has no input for."""
     if (field := _field_not_taken(request, target)) is not None:
         raise request.in_own_fields(_not_taken(target, field))
 
@@ -214,7 +211,7 @@ def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
 
 
 def _flags(request: GenerationRequest) -> dict[str, str]:
-    """Inputs of the model by which a request asks for more outputs, each with its field."""
+    """The model's input that asks for a further output → the client's field."""
     flags = request.prompt_form.inputs
     if request.return_token_ids:
         flags[RETURN_OUTPUT_IDS] = "return_token_ids"
@@ -227,12 +224,12 @@ _STOP_REASON = (RETURN_STOP_REASON,)
 
 
 def _can_stop(request: GenerationRequest) -> bool:
-    """Whether something of the request's own can end its answer: then the answer says what did."""
+    """Whether a stop string or token of the request can end the answer, which then names it."""
     return bool(request.sampling.get("stop") or request.sampling.get("stop_token_ids"))
 
 
 def _has_structure(request: GenerationRequest, plan: AnswerPlan) -> bool:
-    """Whether the answer is held to a form."""
+    """Whether the answer is constrained."""
     return not STRUCTURE_FIELDS.isdisjoint(request.sampling) or plan.has_grammar
 
 
@@ -246,17 +243,16 @@ def _lora(target: Target) -> dict[str, str]:
 
 
 def sampling_of(request: GenerationRequest, target: Target, plan: AnswerPlan) -> dict[str, Any]:
-    """The sampling parameters that the model gets."""
     return request.sampling | _lora(target) | plan.sampling
 
 
 def in_own_fields(error: OpenAIError, request: GenerationRequest, plan: AnswerPlan) -> OpenAIError:
-    """An error of the model with the request's names of fields."""
+    """An error of the model in terms of the client's fields."""
     return plan.in_own_fields(error) if plan.is_about_calls(error) else request.in_own_fields(error)
 
 
 def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> list[Tensor]:
-    """The inputs other than the prompt, which all prompts share."""
+    """The inputs other than the prompt."""
     wants_counts, wants_usage = _counts(request)
     has_usage = wants_usage and target.model.takes(RETURN_USAGE)
     sampling = sampling_of(request, target, plan)
@@ -280,7 +276,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
 
 
 def _counts(request: GenerationRequest) -> tuple[bool, bool]:
-    """Whether the counts of tokens are needed with each response; whether they are needed at the end."""
+    """Whether token counts are needed with each response, and at the end."""
     if request.stream is None:
         return False, True
     is_asked = bool(request.stream.include_usage)
@@ -294,16 +290,16 @@ def _no_tokens() -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class PromptDescription:
-    """What was asked for; the rest is empty."""
+    """Fields that were not asked for are empty."""
 
     num_tokens: int = 0
     max_model_len_tokens: int = 0
     token_ids: npt.NDArray[np.int32] = field(default_factory=_no_tokens)
     token_names: bytes = b"[]"
-    """Of the vocabulary, as a JSON list."""
+    """JSON list of names in the vocabulary."""
     text: str = ""
     sampling_parameters: bytes = b"{}"
-    """As they would hold for a generation, as a JSON object."""
+    """JSON object of those that a generation would have."""
 
 
 async def describe_prompt(
@@ -316,12 +312,10 @@ async def describe_prompt(
     request_id: str = "",
     max_tokens_must_fit: bool = False,
 ) -> PromptDescription:
-    """wanted: of the flags in tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
+    """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, and RETURN_SAMPLING_PARAMETERS, with which the request is checked as a
-    generation would be. sampling: the parameters; without that flag, those that change the prompt. A client that goes
-    away is the caller's to notice (`unless_disconnected`).
-
-    Raises OpenAIError, with the host's names of inputs.
+    generation is. sampling: with that flag all parameters, else those that change the prompt. The caller watches the
+    client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs.
     """
     if not target.model.takes(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"

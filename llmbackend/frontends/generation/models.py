@@ -1,10 +1,8 @@
-"""Which of the host's models are language models: their names, the inputs that each takes, the formats that it writes.
+"""The host's language models: their names, the inputs that each takes, the formats that it writes.
 
-For: endpoints and inferences. Does not know: what a model does with its tensors. Invariants: a model is listed exactly
-as long as the host has a READY version of it that is a language model: one where some prompt, with the other inputs
-that the frontends can send, is all that it requires; only inputs that it declares are sent, each in its declared rank.
-Of formats, what the model's configuration names counts, then what its chat template shows; a name that no format has is
-told to the client that needs it.
+Invariants: a model is listed while the host has a READY version that requires a prompt and no input unknown to the
+frontends; only inputs that it declares are sent, in its declared rank. Formats are those that the model's configuration
+names, else those that its chat template shows; clients that need a format with an unknown name get an error.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from .request import GenerationRequest
 from .tensors import INPUT_IDS, MESSAGES, OPTION_INPUTS, PROMPT_INPUTS, TEXT_INPUT, TEXT_OUTPUT
 
 _CHAT_TEMPLATE, _TOOL_CALL_PARSER, _REASONING_PARSER = "chat_template", "tool_call_parser", "reasoning_parser"
-"""Parameters of a model's configuration: a template's text, and names of formats."""
+"""Parameters of a model's configuration: the template's text, and names of formats."""
 T = TypeVar("T")
 
 
@@ -38,7 +36,7 @@ class OutputFormats:
     """Of one model."""
 
     tool_calls: ToolCallFormat | None = None
-    """None: no format is known."""
+    """None: unknown."""
     reasoning: ReasoningFormat | None = None
     """None: the model does not reason."""
     error: str = ""
@@ -46,7 +44,6 @@ class OutputFormats:
 
     @classmethod
     def of(cls, parameters: Mapping[str, str]) -> OutputFormats:
-        """By the parameters of a model's configuration."""
         tool_calls, reasoning = parameters.get(_TOOL_CALL_PARSER, ""), parameters.get(_REASONING_PARSER, "")
         error = _unknown(_TOOL_CALL_PARSER, tool_calls, TOOL_CALL_FORMATS)
         error = error or _unknown(_REASONING_PARSER, reasoning, REASONING_FORMATS)
@@ -58,7 +55,7 @@ class OutputFormats:
         )
 
     def check(self, model: str) -> None:
-        """Raises OpenAIError 500 when the model's configuration is wrong."""
+        """Raises OpenAIError 500 for a wrong configuration."""
         if self.error:
             message = f"the configuration of the model '{model}' is invalid: {self.error}"
             raise OpenAIError(message, param="model", status=500, kind="server_error")
@@ -76,40 +73,38 @@ def _unknown(parameter: str, name: str, formats: Mapping[str, T]) -> str:
 _ENDPOINT_OF_INPUT = {MESSAGES: "/v1/chat/completions", TEXT_INPUT: "/v1/completions"}
 """A model needs one of these inputs; `input_ids` is another form of a completion's prompt."""
 _SAMPLING_DEFAULTS = "sampling_defaults"
-"""The parameter of a model's configuration that holds its own sampling parameters, as a JSON object."""
+"""Parameter of a model's configuration: its own sampling parameters, as a JSON object."""
 MAX_MODEL_LEN_FAMILY = "llmbackend:max_model_len_tokens"
-"""The metric in which a model reports the length of its context, with the label `model`."""
+"""Metric: the length of a model's context, by the label `model`."""
 LORA_NAMES = "lora_names"
-"""The parameter of a model's configuration that lists its LoRA adapters, separated by commas."""
+"""Parameter: a model's LoRA adapters, separated by commas."""
 LORA_MODELS = "lora_models"
-"""The parameter that lists those of them that are models by their own names, with any separator."""
+"""Parameter: those of them that are models by their own names."""
 _MAX_NAMED = 20
-"""Models that an error lists."""
+"""Models in the text of an error."""
 ADAPTERS_FAMILY = "llmbackend:lora_adapters"
-"""The metric in which a model reports the adapters that were loaded at run time, by the label `lora_name`."""
+"""Metric: the adapters that were loaded at run time, by the label `lora_name`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LanguageModel:
-    """What a model that speaks the LLM tensor interface declares."""
+    """What a model with the LLM tensor interface declares."""
 
     name: str
-    """Of the host's model."""
+    """The host's."""
     served_names: Sequence[str]
-    """What clients call it, the canonical name first."""
+    """The clients' names of it, the canonical one first."""
     ranks: Mapping[str, int]
-    """Number of dimensions of each input that the model takes and this frontend can send."""
+    """Number of dimensions of each input that the model takes and the frontends can send."""
     fingerprint: str
     """OpenAI's `system_fingerprint`; "" when the host has none."""
     formats: OutputFormats = NO_FORMATS
-    """How it writes tool calls and reasoning."""
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    """Its own values of sampling parameters that a request leaves out."""
+    """Its values of sampling parameters that a request leaves out."""
 
     @classmethod
     def of(cls, metadata: ModelMetadata, parameters: Mapping[str, str]) -> LanguageModel | None:
-        """parameters: of the model's configuration. None for a model that is no language model, or that requires inputs
-        which this frontend does not know."""
+        """parameters: of the model's configuration. None: it is no language model, or requires an unknown input."""
         outputs = {tensor.name: tensor.datatype for tensor in metadata.outputs}
         known = {tensor.name: tensor for tensor in metadata.inputs if _is_known(tensor)}
         required = {tensor.name for tensor in metadata.inputs} - metadata.optional_inputs
@@ -128,7 +123,7 @@ class LanguageModel:
         return name in self.ranks
 
     def fitted(self, tensor: Tensor) -> Tensor:
-        """`tensor`, which has one dimension, in the rank that the model declares: batches are of one."""
+        """A tensor of one dimension in the rank that the model declares, as a batch of one."""
         shape = (1,) * (self.ranks[tensor.name] - 1) + tensor.shape
         if shape == tensor.shape:
             return tensor
@@ -136,7 +131,7 @@ class LanguageModel:
 
 
 def _is_known(tensor: TensorMetadata) -> bool:
-    """Whether this frontend has an input of this name and datatype, and the model takes one value of it."""
+    """Whether the frontends can send it: its name, its datatype, and one value."""
     expected = PROMPT_INPUTS.get(tensor.name) or OPTION_INPUTS.get(tensor.name)
     sizes = tensor.shape[:-1] if expected == "INT32" else tensor.shape
     return expected == tensor.datatype and len(tensor.shape) > 0 and all(size in (-1, 1) for size in sizes)
@@ -149,7 +144,7 @@ class Target:
     name: str
     """The host's model."""
     lora_name: str
-    """One of its LoRA adapters, or ""."""
+    """"" without an adapter."""
     model: LanguageModel
 
 
@@ -157,18 +152,16 @@ class ModelCatalog:
     """The models that clients may name."""
 
     def __init__(self, server: Host, lora_separator: str = "", fingerprint: str | None = None) -> None:
-        """lora_separator: stands between a model and its adapter (Triton's --lora-separator); "": adapters have no such
-        name. fingerprint: of all models, instead of their own."""
+        """lora_separator: between a model and its adapter (Triton's --lora-separator); "": none. fingerprint: of all
+        models, in place of their own."""
         self._server = server
         self._fingerprint = fingerprint
         self._separator = lora_separator
         self._created_s = int(time.time())
         self._known: dict[str, tuple[object, LanguageModel | None]] = {}
-        self._owner = "llmbackend"
 
     def names(self) -> list[str]:
-        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
-        models = [found for name in ready if (found := self._language_model(name)) is not None]
+        models = self._models()
         served = [served for model in models for served in model.served_names]
         separated = (
             f"{model.served_names[0]}{self._separator}{lora}"
@@ -191,8 +184,8 @@ class ModelCatalog:
         return self._describe(model, self._context_lengths())
 
     def require(self, model: str, prompt_input: str) -> Target:
-        """Raises OpenAIError: 404 for a model not served here, 503 while it loads or when it could not be loaded, 400
-        when it lacks `prompt_input` or the adapter."""
+        """Raises OpenAIError: 404 for an unknown model, 503 while it loads or if it failed to, 400 if it does not have
+        `prompt_input` or the adapter."""
         name, lora_name = self._split(model)
         found = self._language_model(name)
         if found is None:
@@ -202,22 +195,25 @@ class ModelCatalog:
         return Target(found.name, lora_name, found)
 
     def with_model(self, request: GenerationRequest) -> GenerationRequest:
-        """`request`, which may name no model, with the one that it means. Raises OpenAIError as `named`."""
+        """Raises OpenAIError as `named`."""
         return request if request.model else dataclasses.replace(request, model=self.named(None))
 
     def named(self, model: str | None) -> str:
-        """The model that a request means: without a name, the only one that is served. Raises OpenAIError."""
+        """`model`; for None the only one that is served. Raises OpenAIError if there are several or none."""
         if model is not None:
             return model
-        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
-        served = [found.served_names[0] for name in ready if (found := self._language_model(name)) is not None]
+        served = [model.served_names[0] for model in self._models()]
         if len(served) == 1:
             return served[0]
         known = f"this server has {len(served)} models{': ' if served else ''}{', '.join(served[:_MAX_NAMED])}"
         raise OpenAIError(f"missing required field 'model': {known}", param="model", code="missing_required_parameter")
 
+    def _models(self) -> Sequence[LanguageModel]:
+        ready = dict.fromkeys(row.name for row in self._server.repository_index(ready_only=True))
+        return [found for name in ready if (found := self._language_model(name)) is not None]
+
     def _split(self, model: str) -> tuple[str, str]:
-        """Model and adapter. A model whose own name holds the separator is itself."""
+        """Model and adapter. A model whose own name contains the separator is found first."""
         name, separator, lora_name = model.partition(self._separator) if self._separator else (model, "", "")
         if (found := self._language_model(model)) is not None:
             return found.name, ""
@@ -231,7 +227,7 @@ class ModelCatalog:
         return name if found is None else found.name, lora_name
 
     def model_of_adapter(self, lora_name: str) -> str:
-        """The model that has an adapter that was loaded at run time. Raises OpenAIError 404."""
+        """The model of an adapter that was loaded at run time. Raises OpenAIError 404."""
         model = self._loaded().get(lora_name)
         if model is None:
             text = f"The lora adapter '{lora_name}' cannot be found."
@@ -239,8 +235,7 @@ class ModelCatalog:
         return model
 
     def check_adapter_name(self, lora_name: str, model: str) -> None:
-        """Raises OpenAIError where the name of an adapter of `model` would also mean something else, and where there is
-        no such model."""
+        """Raises OpenAIError if the name already means something else, or there is no such model."""
         if self._language_model(model) is None:
             raise self._absent(model)
         if self._language_model(lora_name) is not None:
@@ -251,7 +246,7 @@ class ModelCatalog:
             raise OpenAIError(text, param="lora_name", code="invalid_value")
 
     def _adapters(self) -> dict[str, str]:
-        """Adapters that are models by their own names, each with its model; of two with one name, the first."""
+        """Adapter → model, for adapters that are models by their own names; of two with one name the first."""
         found: dict[str, str] = {}
         for row in self._server.repository_index(ready_only=True):
             for lora_name in self._listed(row.name, LORA_MODELS):
@@ -259,12 +254,12 @@ class ModelCatalog:
         return self._loaded() | found
 
     def _loaded(self) -> dict[str, str]:
-        """Adapters that were loaded at run time, each with its model."""
+        """Adapter → model, for those that were loaded at run time."""
         samples = self._server.metric_samples(ADAPTERS_FAMILY)
         return {sample.labels["lora_name"]: sample.labels["model"] for sample in samples}
 
     def _loras(self, name: str) -> Sequence[str]:
-        """The adapters that a model has from its start, where they have names with a separator."""
+        """The adapters of a model's configuration, if names have a separator."""
         return self._listed(name, LORA_NAMES) if self._separator else ()
 
     def _listed(self, name: str, parameter: str) -> Sequence[str]:
@@ -274,10 +269,8 @@ class ModelCatalog:
         return parameters[parameter].split(",") if parameter in parameters else ()
 
     def _language_model(self, name: str) -> LanguageModel | None:
-        """None when no version of it is READY or it is not a language model.
-
-        One whose engine is down for the moment is still served: its requests are answered with 503, not with 404.
-        """
+        """None if no version is READY or it is no language model. A model whose engine is down counts as served: its
+        requests get 503."""
         try:
             metadata = self._server.model_metadata(name)
         except TritonError as error:
@@ -294,7 +287,7 @@ class ModelCatalog:
         return found
 
     def _absent(self, name: str) -> OpenAIError:
-        """Why there is no such model: it is unknown, it loads, or it could not be loaded, with the reason."""
+        """It is unknown, loading, or could not be loaded."""
         rows = [row for row in self._server.repository_index() if row.name == name]
         reasons = [row.reason for row in rows if row.state == "UNAVAILABLE" and row.reason not in ("", "unloaded")]
         if not self._server.is_exiting and reasons:
@@ -304,12 +297,12 @@ class ModelCatalog:
         return model_not_found(name)
 
     def _context_lengths(self) -> dict[str, int]:
-        """Of the models that report theirs, the number of tokens that prompt and answer may have together."""
+        """In tokens, by model, for those that report it."""
         samples = self._server.metric_samples(MAX_MODEL_LEN_FAMILY)
         return {sample.labels.get("model", ""): int(sample.value) for sample in samples}
 
     def _describe(self, model: str, context_lengths: Mapping[str, int]) -> JsonObject:
-        """`root` is the model that computes: an adapter's is its parent."""
+        """An adapter's `root` and `parent` are its model."""
         name, lora_name = self._split(model)
         found = self._language_model(name)
         canonical = name if found is None else found.served_names[0]
@@ -317,7 +310,7 @@ class ModelCatalog:
             "id": model,
             "object": "model",
             "created": self._created_s,
-            "owned_by": self._owner,
+            "owned_by": "llmbackend",
             "root": canonical,
             "parent": canonical if lora_name else None,
             "max_model_len": context_lengths.get(name),

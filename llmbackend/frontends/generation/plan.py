@@ -1,8 +1,7 @@
-"""How a chat's answer is to be read, and what the model is held to so that it can be: tools and reasoning.
+"""AnswerPlan: how the answer of a chat is parsed, and the grammar that makes this possible: tools and reasoning.
 
-For: endpoints, inferences and writers. Does not know: HTTP, tokens. Invariants: the text of a chat without tools to a
-model that does not reason passes unread; what was asked for and cannot be had is refused by name; so is
-a grammar that is too large for the model's input, with the schema that makes it so.
+Invariants: without tools and reasoning the text is not parsed; what the model cannot do is refused by name, and so is a
+grammar that is too large for the model's input, with the schema that makes it so.
 """
 
 from __future__ import annotations
@@ -26,35 +25,34 @@ _PATH = re.compile(
     "/structural_tag/\\S*?tags/(?P<index>\\d+)/content(?:/tags/(?P<inner>\\d+)/content)?"
     "(?:/elements/(?P<element>\\d+))?(?:/content)*/(?:grammar|pattern|json_schema(?P<path>/[^\\s:]*)?)"
 )
-"""Where in a grammar of calls something stands, as the model says it."""
+"""A place in a grammar of calls, as the model names it."""
 _PLACE = re.compile(f"'{STRUCTURED_OUTPUTS}' at (?P<place>{_PATH.pattern})")
 CALL_ARGUMENTS: JsonObject = {"whitespace_pattern": "[ ]"}
-"""Arguments stand in one line: that is how templates show calls. A small model would else keep inventing spaces until
-its length is reached."""
+"""Arguments are one line, as templates show calls; otherwise a small model may write spaces up to its limit."""
 
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """How each choice of one request is read."""
+    """For all choices of one request."""
 
     tool_use: ToolUse | None
     tool_format: ToolCallFormat | None
-    """None: no calls are looked for."""
+    """None: calls are not parsed."""
     reasoning_format: ReasoningFormat | None
     includes_reasoning: bool
     shows_special_tokens: bool
-    """Whether special tokens that are no markers are content."""
+    """Whether special tokens other than markers are content."""
     sampling: JsonObject = field(default_factory=dict)
-    """Sampling parameters, on top of the request's."""
+    """Sampling parameters in addition to the request's."""
     reads_tokens: bool = True
-    """False: the answer is text, which passes unread."""
+    """False: the answer is text, which is not parsed."""
 
     def is_about_calls(self, error: OpenAIError) -> bool:
-        """Whether an error of the model is about the grammar of calls, which the client knows as its tools."""
+        """Whether an error of the model is about the grammar of calls, which the client did not send."""
         return error.param == STRUCTURED_OUTPUTS and STRUCTURED_OUTPUTS in self.sampling
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """Such an error with the tool that it is about."""
+        """Such an error in terms of the client's tools."""
         found = _PLACE.search(error.message)
         own = None if found is None else self.own_place(found["place"])
         if found is None or own is None:
@@ -65,7 +63,7 @@ class AnswerPlan:
         return error
 
     def own_place(self, path: str) -> str | None:
-        """A path in the grammar of calls, as the function's schema and the path in it; None for one elsewhere."""
+        """A path in the grammar of calls as `schema of the function#path`; None for another path."""
         use, found = self.tool_use, _PATH.match(path)
         if use is None or found is None:
             return None
@@ -77,18 +75,17 @@ class AnswerPlan:
 
     @functools.cached_property
     def _parameters(self) -> dict[str, list[str]]:
-        """The names of tagged parameters in the order of their tags, by the place of their function's schema."""
+        """Names of tagged parameters in the order of their tags, by `Function.param`."""
         functions = self.tool_use.functions if self.tool_use is not None else ()
         return {function.param: list(written_properties(function.parameters)) for function in functions}
 
     @property
     def has_grammar(self) -> bool:
-        """Whether the model is held to what it may write, calls among it."""
+        """Whether a grammar constrains the answer, calls included."""
         return STRUCTURED_OUTPUTS in self.sampling
 
     @property
     def not_enforced(self) -> Iterator[str]:
-        """Places of keywords of functions' schemas that the format of calls cannot enforce."""
         calls = self.tool_format
         if self.has_grammar and self.tool_use is not None and calls is not None:
             yield from places_not_enforced(self.tool_use, calls.grammar)
@@ -143,7 +140,7 @@ def _is_about_reasoning(request: GenerationRequest, target: Target) -> bool:
 
 
 def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
-    """The form of the answer's text, where the request names one. Raises OpenAIError for one that calls exclude."""
+    """The request's constraint of the answer's text. Raises OpenAIError for one that excludes calls."""
     for name in request.sampling:
         if name.startswith("guided_") or name == "structural_tag":
             raise _excluded(use, name)
@@ -152,8 +149,7 @@ def _wanted(request: GenerationRequest, use: ToolUse) -> JsonObject | None:
 
 
 def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, target: Target) -> JsonObject:
-    """The grammar of the answer, {} where it is free. wanted: the form of the answer's text, which the request names
-    by itself."""
+    """Sampling parameters with the grammar of the answer, {} without one. wanted: the request's own constraint."""
     if not use.needs_grammar and wanted is None:
         return _ended_by_one_call(use, calls)
     if not (use.is_required or calls.trigger):
@@ -169,8 +165,8 @@ def _held_to(use: ToolUse, calls: ToolCallFormat, wanted: JsonObject | None, tar
 
 
 def _ended_by_one_call(use: ToolUse, calls: ToolCallFormat) -> JsonObject:
-    """Where one call is all that there may be, the answer ends after it: no tokens are spent on what nobody gets. Not
-    where arguments are no JSON, or calls begin without a marker: there, later calls are left out, as vLLM does."""
+    """With at most one call, the answer ends after it, so that no tokens are computed in vain. Without JSON arguments
+    or a marker at a call's beginning, later calls are left out instead, as in vLLM."""
     if use.max_calls != 1 or calls.grammar.key_end or not calls.trigger:
         return {}
     form = voluntary_calls(use, calls.grammar, calls.trigger)
@@ -200,8 +196,8 @@ MAX_SAMPLING_JSON_BYTES: Final = 256 << 10
 
 
 def check_grammar_size(num_bytes: int, sampling: JsonObject, request: GenerationRequest, plan: AnswerPlan) -> None:
-    """num_bytes: of `sampling` as JSON. Raises OpenAIError where a schema or a grammar has most of too many; what else
-    may be too large, the model names."""
+    """num_bytes: of `sampling` as JSON. Raises OpenAIError if a grammar is most of too many bytes; for other parameters
+    the model does."""
     if num_bytes <= MAX_SAMPLING_JSON_BYTES or STRUCTURED_OUTPUTS not in sampling:
         return
     of_grammar = len(orjson.dumps(sampling[STRUCTURED_OUTPUTS]))
@@ -216,7 +212,7 @@ def check_grammar_size(num_bytes: int, sampling: JsonObject, request: Generation
 
 
 def _parts(request: GenerationRequest, plan: AnswerPlan) -> Iterator[tuple[int, str, str]]:
-    """Bytes, field, and how all of its kind are called."""
+    """(bytes, field, subject and verb of the error's text)"""
     if (wanted := request.sampling.get(STRUCTURED_OUTPUTS)) is not None:
         yield len(orjson.dumps(wanted)), request.structure_field, "has"
     if plan.tool_use is not None and STRUCTURED_OUTPUTS in plan.sampling:

@@ -1,8 +1,7 @@
-"""GenerationRequest: what a client asked for, the same for all APIs of text.
+"""GenerationRequest: a client's request in one form for all APIs.
 
-For: the readers of bodies, which make one; plans, inferences and writers. Does not know: HTTP, the host, JSON.
-Invariant: a request that exists is valid as far as it can be judged without the model, and holds everything that its
-body asked for; an error of the model is told in the client's own fields.
+Invariants: it is valid as far as can be checked without the model, and has everything that the body asked for; errors
+of the model are translated into the client's fields.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .tensors import (
 )
 
 STRUCTURED_OUTPUTS = "structured_outputs"
-"""The sampling parameter that constraints become."""
+"""The sampling parameter for constraints."""
 FORMER_FIELDS = (
     "guided_json",
     "guided_regex",
@@ -40,13 +39,13 @@ FORMER_FIELDS = (
     "structural_tag",
 )
 STRUCTURE_FIELDS = frozenset((STRUCTURED_OUTPUTS, *FORMER_FIELDS))
-"""The sampling parameters that ask for a form."""
+"""All sampling parameters with constraints."""
 _PATH = re.compile(f"'{STRUCTURED_OUTPUTS}'(?: at /(json_object|json|structural_tag)(?=[/: ])(/[^: ]*)?)?")
-"""Where in a constraint something is wrong, as the model says it."""
+"""A place in a constraint, as the model names it."""
 
 
 def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> OpenAIError:
-    """An error of the model about `structured_outputs`, in the words of the client's field."""
+    """An error of the model about `structured_outputs`, in terms of the client's field."""
 
     def renamed(match: re.Match[str]) -> str:
         named = schema_field if match[1] == "json" else field
@@ -58,19 +57,19 @@ def in_structure_field(error: OpenAIError, field: str, schema_field: str) -> Ope
 
 
 FIRST_RANK = 0
-"""As a rank: the token was not predicted."""
+"""The rank of a token that was not predicted."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobForm:
-    """What a client asked to know of each token."""
+    """The log probabilities that a client asked for."""
 
     top: int
-    """How many of the most likely tokens, besides the chosen one."""
+    """Number of most likely tokens in addition to the chosen one."""
     as_token_ids: bool = False
     """Tokens are written as `token_id:7` instead of their text."""
     token_ids: tuple[str, ...] = ()
-    """These tokens, in place of the most likely ones."""
+    """Tokens in place of the most likely ones."""
 
     def token(self, token_id: str, entry: dict[str, Any]) -> str:
         if self.as_token_ids:
@@ -78,8 +77,8 @@ class LogprobForm:
         return entry["decoded_token"] or ""
 
     def others(self, entries: TokenEntries) -> list[tuple[str, dict[str, Any]]]:
-        """What is told of a position besides the chosen token. That one is in `entries` even when it is not among the
-        most likely ones: its rank tells. Beside tokens that were asked for by their ids it is told, too."""
+        """The tokens of a position to report. The chosen one is among them if it is likely enough by its rank, or if
+        tokens were asked for by their ids."""
         if self.token_ids:
             ids = dict.fromkeys((next(iter(entries)), *self.token_ids))
             return [(token_id, entries[token_id]) for token_id in ids if token_id in entries]
@@ -94,7 +93,7 @@ def first_position(token_id: int, text: str) -> TokenEntries:
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """What a client asked to know of its prompts, beside what it sent itself."""
+    """What the answer has of the prompts."""
 
     has_text: bool = False
     """`echo` of a prompt that was sent as token ids."""
@@ -118,7 +117,7 @@ class PromptForm:
 
     @property
     def inputs(self) -> dict[str, str]:
-        """The model's inputs that ask for it, each with the field that needs it."""
+        """The model's input → the client's field that needs it."""
         wanted = {
             RETURN_PROMPT_TEXT: (
                 "echo" if self.has_text else "return_prompt_text",
@@ -133,7 +132,7 @@ class PromptForm:
         return {name: field for name, (field, is_wanted) in wanted.items() if is_wanted}
 
     def fields(self, prompt: PromptDetails) -> JsonObject:
-        """The fields of a response, of a choice in completions."""
+        """Fields of the answer; in completions, of a choice."""
         fields: JsonObject = {}
         if self.has_rendered_text:
             fields["prompt_text"] = prompt.text
@@ -146,7 +145,7 @@ class PromptForm:
         return fields
 
     def positions(self, prompt: PromptDetails) -> list[TokenEntries]:
-        """What logprobs begin with: those of the prompt, where they are echoed. The first token has none."""
+        """Echoed log probabilities of the prompt. The first token has none."""
         if not self.has_echoed_logprobs:
             return []
         first = first_position(prompt.token_ids[0], prompt.first_token)
@@ -158,10 +157,7 @@ NO_PROMPT_FORM = PromptForm()
 
 @dataclass(frozen=True, slots=True)
 class ReasoningUse:
-    """What a request asks for about reasoning."""
-
     is_included: bool = True
-    """Whether the answer has it."""
     budget_tokens: int | None = None
     """None: no limit."""
 
@@ -171,23 +167,23 @@ NO_REASONING_USE = ReasoningUse()
 
 @dataclass(frozen=True, slots=True)
 class StoredParts:
-    """What a chat whose answer is stored adds to it; JSON."""
+    """Of a chat whose answer is stored; JSON."""
 
     messages: bytes
     """A list, as the client sent it."""
     fields: bytes
-    """An object: the request's fields that the stored answer repeats."""
+    """An object: fields that the stored answer repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamForm:
-    """What the client of a stream asks for."""
+    """Of a stream."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    """The usage so far with each chunk."""
+    """Each chunk has the usage so far."""
     interval_tokens: int = 1
-    """How many tokens of a choice go out together."""
+    """Tokens of a choice that are sent together."""
 
 
 WITH_USAGE: Final = StreamForm(include_usage=True)
@@ -195,54 +191,53 @@ WITH_USAGE: Final = StreamForm(include_usage=True)
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """What a client asked for."""
+    """A client's request."""
 
     model: str
     """ "": the server's only one."""
     prompts: tuple[Tensor, ...]
     """Tensors of one kind: `messages`, `text_input` or `input_ids`."""
     id_prefix: str
-    """What the ids of its responses begin with."""
+    """Of the answer's id."""
     prompt_field: str
-    """The client's field that the prompts come from."""
+    """The client's field with the prompts."""
     sampling: dict[str, Any]
     """Sampling parameters under vLLM's names."""
     n: int = 1
-    """Choices of each prompt. Those of the first one come first."""
+    """Choices of each prompt, those of the first one first."""
     num_generations: int = 1
-    """Of all prompts: as many as choices, or more of which the best are chosen."""
+    """Of all prompts: the number of choices, or more with `best_of`."""
     stream: StreamForm | None = None
-    """None: one whole response."""
+    """None: a whole answer."""
     logprobs: LogprobForm | None = None
     """None: no logprobs."""
     return_token_ids: bool = False
-    """Whether the answer's token ids come along."""
+    """Whether the answer has its token ids."""
     prompt_form: PromptForm = NO_PROMPT_FORM
-    """What the answer says of the prompts."""
     labels: dict[str, Any] = field(default_factory=dict)
-    """What the client calls the request."""
+    """For the access log."""
     echo: tuple[str, ...] = ("",)
-    """The text before each choice's own, by prompt; "" where none was asked for, or the model must tell it."""
+    """The text before each choice's own, by prompt; "" for none, or if the model must provide it."""
     sent_fields: tuple[str, ...] = ()
     """The sampling fields that the client sent."""
     max_tokens_field: str = ""
-    """The field in which it limited the answer, "" when it did not."""
+    """The field that limits the answer; "" for none."""
     structure_field: str = STRUCTURED_OUTPUTS
-    """The field that the sampling parameter `structured_outputs` comes from."""
+    """The field that `structured_outputs` comes from."""
     schema_field: str = ""
-    """Where in it a JSON schema stands."""
+    """The path of its JSON schema."""
     field_names: Mapping[str, str] = field(default_factory=dict)
-    """Further names of chat's fields and of sampling parameters → the client's own."""
+    """Names of chat's fields and of sampling parameters → the client's."""
     request_id: str = ""
-    """The client's own, "" when it named none."""
+    """The client's; "" for none."""
     tool_use: ToolUse | None = None
     """None: no tool may be called."""
     reasoning: ReasoningUse = NO_REASONING_USE
     stored: StoredParts | None = None
     """Of a chat with `store`."""
     prior_output_ids: tuple[int, ...] = ()
-    """Tokens that an interrupted generation of the same request has sent: it continues after them. Such a request has
-    one choice, and a seed unless its temperature is 0."""
+    """Tokens that an interrupted generation of the same request has sent; it continues after them. Requires one choice,
+    and a seed unless the temperature is 0."""
 
     @property
     def num_choices(self) -> int:

@@ -1,9 +1,7 @@
 """Which keywords of a request's schemas are not enforced, and whether the finished answer satisfies the schemas anyway.
 
-For: inferences, and the endpoints of all APIs, which report it in headers and in one line of the log. Does not know:
-HTTP, how a grammar is made. Invariants: places are named in the client's own fields; if everything is enforced, no
-delta is kept and nothing is validated; nothing is fetched; where a schema or a pattern in it takes too long, the answer
-is not judged.
+It is reported in headers and one log line. Invariants: places are named in the client's fields; if everything is
+enforced, nothing is kept or validated; nothing is fetched; a validation that takes too long has no verdict.
 """
 
 from __future__ import annotations
@@ -29,18 +27,18 @@ MAX_CPU_S: Final = 1.0
 """CPU time of the thread for one answer; 2,000 tokens take 0.05 s."""
 MAX_PATTERN_CHARS: Final = 8192
 MAX_PATTERNS_S: Final = 0.5
-"""Of all patterns for one answer. They are matched without the interpreter's lock."""
+"""Of all patterns for one answer; they are matched without the interpreter's lock."""
 _UNBOUNDED: Final = ("patternProperties", "dependentSchemas")
-"""Keywords that jsonschema's `unevaluatedProperties` follows, through references, without a bound on the work."""
+"""Keywords that jsonschema's `unevaluatedProperties` follows without a bound on the work."""
 _DRAFTS: Final = ("Draft3", "Draft4", "Draft6", "Draft7", "Draft201909", "Draft202012")
 
 
 class NotJudgedError(Exception):
-    """Why it is not known whether a text satisfies a schema."""
+    """Whether a text satisfies a schema is unknown; the argument is the reason."""
 
 
 class Budget:
-    """For all texts of one answer. Made in the thread that judges them."""
+    """Of one answer's texts. Made in the thread that validates them."""
 
     def __init__(self) -> None:
         self._end_s = time.thread_time() + MAX_CPU_S
@@ -70,8 +68,7 @@ _BUDGET: ContextVar[Budget] = ContextVar("budget")
 
 
 def violation(schema: Mapping[str, Any] | bool, text: str, budget: Budget | None = None) -> str:
-    """What in `text` does not satisfy `schema`, without the text's own values; "" where it does. budget: shared with
-    other texts. Raises NotJudgedError."""
+    """Where `text` does not satisfy `schema`, without the text's values; "" if it does. Raises NotJudgedError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -110,7 +107,7 @@ def _check_bounded(schema: Mapping[str, Any] | bool) -> None:
 
 @functools.cache
 def _bounded_drafts() -> dict[str, Any]:
-    """Validators whose keywords look at the time. Made with the first judgement: the import takes 0.1 s."""
+    """Validators whose keywords check the time. Made on first use: the import takes 0.1 s."""
     import jsonschema
     from jsonschema.validators import extend
 
@@ -197,20 +194,20 @@ log = logging.getLogger(__name__)
 NOT_ENFORCED: Final = "x-schema-not-enforced"
 """Places of keywords: `tools[0].function.parameters#/properties/tags/uniqueItems, …`."""
 VALID: Final = "x-schema-valid"
-"""`true`, `false`, or `unknown` where it could not be judged."""
+"""`true`, `false`, or `unknown`."""
 _MAX_HEADER_CHARS: Final = 2048
 _MORE: Final = ", ..."
 
 
 class SchemaReport:
-    """Of one request. Used on the event loop, but for `judge`, which is called at the end, in a thread."""
+    """Of one request. Used on the event loop, except `judge`."""
 
     def __init__(self, request: GenerationRequest, plan: AnswerPlan) -> None:
         self._request = request
         self._plan = plan
         self._places: dict[str, None] = dict.fromkeys(plan.not_enforced)
         self._deltas: dict[int, list[Delta]] = {}
-        """Of each choice; only if the answer will be judged."""
+        """By choice, if the answer will be validated."""
 
     @property
     def is_needed(self) -> bool:
@@ -223,7 +220,7 @@ class SchemaReport:
             self._deltas.setdefault(choice, []).append(delta)
 
     def headers(self) -> dict[str, str]:
-        """What is known before the answer."""
+        """Before the answer."""
         if not self._places:
             return {}
         value = ", ".join(quote(place, safe="/#[].$~") for place in self._places)
@@ -232,7 +229,7 @@ class SchemaReport:
         return {NOT_ENFORCED: value}
 
     def judge(self, response_id: str) -> dict[str, str]:
-        """What is known after the answer; also logs it. The work is in proportion to the answer."""
+        """After the answer; also logs it. For a thread: the work is in proportion to the answer."""
         budget = Budget()
         faults: list[str] = []
         unknown: list[str] = []
@@ -274,7 +271,7 @@ class SchemaReport:
         return answer.message()
 
     def _schema_of_text(self) -> Any:
-        """The schema that the request gives for the answer's text. Raises NotJudgedError for one in structural tags."""
+        """The request's schema for the answer's text. Raises NotJudgedError for one in structural tags."""
         sampling = self._request.sampling
         wanted = sampling.get(STRUCTURED_OUTPUTS)
         if (isinstance(wanted, dict) and "structural_tag" in wanted) or "structural_tag" in sampling:
@@ -286,7 +283,7 @@ class SchemaReport:
             raise NotJudgedError("the schema cannot be read") from None
 
     def _own(self, place: str) -> str:
-        """A place in the sampling parameters, as one in the client's fields."""
+        """A place in the sampling parameters, in the client's fields."""
         param, _, path = place.partition("#")
         if param == STRUCTURED_OUTPUTS and self._plan.has_grammar:
             return self._plan.own_place(path) or self._in_schema_field(path.partition("/json_schema")[2]) or place

@@ -1,15 +1,11 @@
-"""Sealed reasoning: text that a client carries from one request to the next without being able to alter it.
+"""Sealed text that a client carries from one request to the next: `encrypted_content` of the Responses API,
+`signature` of Anthropic's thinking blocks.
 
-For: `reasoning.encrypted_content` of the Responses API, `signature` of Anthropic's thinking blocks. Does not know:
-either API. Invariant: a function of text and key alone, so that a response after an engine's death has the same bytes;
-what was sealed with another key, or altered, is refused.
+A seal is a function of text and key, so an answer has the same bytes after an engine failure. With a secret key,
+clients can neither read, alter nor make sealed text; they can replay it, and see that two texts are equal. With the
+fixed key below, anyone can read and make it; a seal then only shows that a text is complete.
 
-With a secret key a client can neither read nor alter nor make a sealed text; it can send one again, in any
-conversation, and see that two are equal. With the fixed key, which stands below, everyone who has this source can read
-and make them: then a seal only tells that a text is complete and came from a server of this kind.
-
-The construction is a synthetic IV (RFC 5297's idea) from the standard library: the HMAC of the text is both its tag and
-the start of the keystream.
+The construction is a synthetic IV, as in RFC 5297: the HMAC of the text is its tag and the seed of the keystream.
 """
 
 from __future__ import annotations
@@ -27,8 +23,6 @@ MIN_KEY_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class SealingKey:
-    """Seals and opens texts. Cheap to copy between threads."""
-
     secret: bytes = field(repr=False)
 
     def seal(self, text: str) -> str:
@@ -37,7 +31,7 @@ class SealingKey:
         return urlsafe_b64encode(_VERSION + tag + self._masked(content, tag)).decode()
 
     def unseal(self, sealed: str) -> str:
-        """Raises ValueError for what was not sealed with this key, or was altered."""
+        """Raises ValueError for text that was not sealed with this key, or altered."""
         try:
             data = urlsafe_b64decode(sealed.encode("ascii"))
         except (UnicodeEncodeError, binascii.Error):

@@ -1,8 +1,5 @@
-"""The LLM tensor interface (vllm_backend's, with `messages` and `input_ids` added) as the APIs of text speak it.
-
-For: requests and their inferences. Does not know: the APIs' JSON. Invariant: the only module of the frontends that
-knows a tensor's name, so that a change of the interface stays in one place.
-"""
+"""The LLM tensor interface (vllm_backend's, plus `messages` and `input_ids`): the only module of the frontends with the
+names of tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What the models of bodies are made of: types of fields with their ranges, and errors.
+"""Types of fields for the models of request bodies, and their errors.
 
-For: the schemas of the APIs and their readers. Does not know: which fields there are. Invariant: a wrong body becomes
-one OpenAIError with the field's path, its value and what was expected. Validation stops at the first wrong item of a
-list, so that the number of errors is bounded by the number of known fields.
+Invariant: a wrong body becomes one OpenAIError with the field's path, its value and what was expected. Validation of a
+list stops at its first wrong item, so the number of errors is bounded by the number of known fields.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,12 +27,12 @@ from ..http.errors import JsonObject, OpenAIError, as_json, missing, refuse
 
 INT32_MAX = 2**31 - 1
 _IDS_PER_CALL = 8192
-"""Token ids that one call in C checks: between calls another thread may have the interpreter's lock."""
+"""Token ids that are checked without releasing the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Replaces all errors of the annotated type by one: "expected `text`"."""
+    """Replaces all errors of the annotated type by "expected `text`"."""
 
     text: str
 
@@ -63,7 +62,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list of `least` to `most` items. Validation stops at the first wrong one."""
+    """A list of `least` to `most` items, validated up to the first wrong one."""
 
     least: int = 0
     most: int | None = None
@@ -76,8 +75,8 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class IsTokenIds:
-    """A list of at least `least` token ids, checked in parts: in one call two million of them keep the interpreter's
-    lock, and so every stream, for a tenth of a second."""
+    """A list of at least `least` token ids, checked in parts: two million at once would hold the interpreter's lock for
+    0.1 s."""
 
     least: int = 0
 
@@ -97,10 +96,11 @@ class IsTokenIds:
 
 
 class Only:
-    """A field that this server does not act on: null, or a value that asks for what happens anyway."""
+    """A field without an effect: null, or one of `accepted`, which ask for what happens anyway.
+
+    reason: why other values are refused"""
 
     def __init__(self, *accepted: Any, reason: str = "") -> None:
-        """reason: why other values are refused"""
         self.accepted = accepted
         self.reason = reason
 
@@ -120,7 +120,7 @@ class Only:
 
 
 class OfTypes:
-    """An object of one of the served types. Another one is refused with the reason for its type."""
+    """An object of one of the served types."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class OfTypes:
         refused: Mapping[str, str] = MappingProxyType({}),
         type_of: Callable[[Mapping[str, Any]], object] = itemgetter("type"),
     ) -> None:
-        """refused: types that the API knows, with the reasons; type_of: for objects that may do without `type`"""
+        """refused: known types → why they are refused; type_of: for objects that may omit `type`"""
         self._served = frozenset(served)
         self._refused = refused
         self._type_of = type_of
@@ -152,17 +152,17 @@ class OfTypes:
 
 
 class ClosedObject(BaseModel):
-    """An object whose fields are all known. Only a model that is read by itself builds a validator at import: those
-    that are parts of others, or their bases, do not need one of their own."""
+    """An object without unknown fields. Only models that are read by themselves build a validator at import
+    (`defer_build=False`)."""
 
     model_config = ConfigDict(extra="forbid", defer_build=True)
     field_aliases: ClassVar[frozenset[str]] = frozenset()
-    """Names of fields that pydantic has for itself."""
+    """Names of fields that pydantic reserves."""
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: object) -> object:
-        """Stops at the first one; pydantic itself would collect an error for each."""
+        """Stops at the first one; pydantic would collect an error for each."""
         if isinstance(value, dict):
             for name in value:
                 if name not in cls.__pydantic_fields__ and name not in cls.field_aliases:
@@ -172,12 +172,12 @@ class ClosedObject(BaseModel):
 
 Flag = Annotated[bool, Strict()]
 AnyObject = InstanceOf[JsonObject]
-"""Of any content; it is not copied, as pydantic's dicts are."""
+"""With any content, and not copied, unlike pydantic's dicts."""
 NonEmpty = Annotated[str, StringConstraints(min_length=1), Expected("a non-empty string")]
 TokenIds = Annotated[list[int], IsTokenIds()]
 Model = TypeVar("Model", bound=ClosedObject)
 _TEXT = "(text)"
-"""Tag of a content that is a string. pydantic reports its errors first, also where the content is a list of parts."""
+"""Tag of content that is a string, whose errors pydantic reports first even for a list of parts."""
 _EXPECTED = {
     "string_type": "a string",
     "bool_type": "true or false",
@@ -256,7 +256,6 @@ def _without_role(param: str, message: object) -> OpenAIError:
 
 
 def _unknown_kind(param: str, kind: object) -> OpenAIError:
-    """For a content part whose `type` is unknown."""
     if kind is None:
         return missing(param)
     shown = as_json(kind).strip('"')
@@ -264,8 +263,8 @@ def _unknown_kind(param: str, kind: object) -> OpenAIError:
 
 
 def _param(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "tool", "name")` → `messages[0].name`. Not part of the path are the tags that pydantic adds: the
-    kind of a message or content part after its index, that of a content in parentheses."""
+    """`("messages", 0, "tool", "name")` → `messages[0].name`, without pydantic's tags: kinds of messages and parts
+    after an index, and those in parentheses."""
     param, array, after_index = "", "", False
     for part in location:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""Parsers of model output: one streaming machine, and the formats of tool calls and reasoning as tables over it."""
+"""Parsers of model output: one streaming parser, and tables of the formats of tool calls and reasoning."""
 
 from .detection import detect
 from .events import ContentDelta, Event, ReasoningDelta, ToolCallArguments, ToolCallEnd, ToolCallStart

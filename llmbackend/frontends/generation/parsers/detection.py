@@ -1,8 +1,5 @@
-"""Which tool-call format and which reasoning format a model's chat template implies.
-
-For: models for which no parser is named. Does not know: how the formats are read. Invariant: a guess is made only from
-markers that the format's own models use; "" is said for a template of an unknown form, never a near one.
-"""
+"""The formats of tool calls and reasoning that a chat template implies, by markers of the format's own models; "" for a
+template of an unknown form."""
 
 from __future__ import annotations
 
@@ -13,15 +10,15 @@ from dataclasses import dataclass
 class _Rule:
     format: str
     has: tuple[str, ...]
-    """All of these texts are in the template,"""
+    """Texts of which the template has all."""
     lacks: tuple[str, ...] = ()
-    """and none of these."""
+    """Texts of which it has none."""
 
     def fits(self, template: str) -> bool:
         return all(text in template for text in self.has) and not any(text in template for text in self.lacks)
 
 
-# The first rule that fits decides: those with markers of one family stand before those with markers of many.
+# The first rule that fits applies, so rules for one family stand before those for many.
 _TOOL_RULES = (
     _Rule("openai", ("<|channel|>commentary",)),
     _Rule("deepseek_v3", ("<｜tool▁calls▁begin｜>", "```json")),
@@ -102,7 +99,7 @@ _REASONING_RULES = (
 
 
 def detect(chat_template: str) -> tuple[str, str]:
-    """The names of the tool-call format and of the reasoning format, each "" if the template shows none."""
+    """Names of the tool-call format and the reasoning format, "" for none."""
     return _first(_TOOL_RULES, chat_template), _first(_REASONING_RULES, chat_template)
 
 

@@ -1,8 +1,7 @@
-"""What an output parser finds in a model's output: content, reasoning and tool calls, piece by piece.
+"""Events of an output parser: pieces of content, reasoning and tool calls.
 
-For: the parser's parts, which put events into a Sink, and writers of responses. Does not know: how models write these.
-Invariants: events are frozen; successive pieces of one kind, joined, do not depend on how the output was cut into
-tokens; a call's arguments and end come after its start and before the next call's start.
+Invariants: joined pieces do not depend on how the output was cut into tokens; a call's arguments and end come after its
+start and before the next call's start.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class ReasoningDelta:
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
     index: int
-    """Which call of the output, from 0."""
+    """Of the call in the output, from 0."""
     name: str
     id: str | None = None
-    """Only where the model wrote one itself."""
+    """Only if the model wrote one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """The arguments of this call are complete. A call that was cut off, such as at `length`, has none."""
+    """The call is complete. One that was cut off, for example at `length`, has no end."""
 
     index: int
 
@@ -48,7 +47,7 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Tool
 
 
 def merged(events: list[Event]) -> list[Event]:
-    """Pieces of one kind that follow each other become one."""
+    """Joins successive pieces of one kind."""
     if len(events) < 2:
         return events
     result: list[Event] = []
@@ -85,10 +84,10 @@ class Sink:
         self._ids: set[str] = set()
         self.num_calls = 0
         self.is_reasoning = False
-        """Whether the output stands inside reasoning."""
+        """Whether the output is inside reasoning."""
 
     def take(self) -> list[Event]:
-        """The events since the last time."""
+        """The events since the last call."""
         events, self._events = self._events, []
         return merged(events)
 
@@ -101,13 +100,13 @@ class Sink:
             self._events.append(ReasoningDelta(text))
 
     def start(self, name: str, id: str | None = None) -> None:
-        """id: one that the model has given to an earlier call too counts as none"""
+        """id: dropped if an earlier call has the same."""
         self._events.append(ToolCallStart(self.num_calls, name, None if id in self._ids else id))
         self._ids |= {id} if id is not None else set()
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that started last."""
+        """Of the call that started last."""
         if text:
             self._events.append(ToolCallArguments(self.num_calls - 1, text))
 

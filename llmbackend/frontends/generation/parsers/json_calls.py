@@ -1,8 +1,8 @@
-"""Reads calls whose arguments are JSON, and what all other syntaxes share with them: values, headers, starts and ends.
+"""Reads calls with JSON arguments, and what other syntaxes share with them: values, headers, starts and ends.
 
-For: the sections of calls. Does not know: what stands around a call. Invariants: a call starts when its name is known
-and its arguments begin; what was read before is held back, so that it can still become content. A value is passed on at
-once, exactly as the model wrote it; one that lacks its last quote or bracket ends where its call does.
+Invariants: a call starts when its name is known and its arguments begin; text before that is held, so that it can still
+become content. A value is passed on at once, as the model wrote it; one without its last quote or bracket ends with its
+call.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _STRING_STOPS = re.compile(r'["\\]')
 
 
 def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """Passes one value on; False when it was cut off, by the output's end or by a marker's special token."""
+    """Passes one value on; False if the output's end or a marker's special token cut it off."""
     symbol = yield from reader.peek()
     if reader.is_special or not symbol:
         return False
@@ -33,7 +33,7 @@ def read_value(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """An object or array; the next symbol is its first bracket."""
+    """An object or array, from its first bracket on."""
     balance = _Balance()
     while (yield from text_is_next(reader)):
         stop = reader.value_ends.first.search(reader.text, reader.at) if not reader.value_ends.is_empty else None
@@ -48,9 +48,9 @@ def _read_balanced(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]
 
 
 def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) -> Reading[bool]:
-    """Reads the end of the call that a broken value belongs to; what only looks like one is passed on. A string may
-    hold such a text, unless it is the output's last, or stands behind a line break, which no string of JSON has."""
-    begin = reader.num_held  # a call whose name is not known yet is held as a whole
+    """Reads the end of the call of an unfinished value; text that only looks like one is passed on. Within a string it
+    counts only at the end of the output or after a line break, which JSON strings cannot have."""
+    begin = reader.num_held  # a call without a name so far is held as a whole
     if begin is None:
         reader.hold()
     found = yield from reader.one_of(reader.value_ends.all)
@@ -68,7 +68,7 @@ def _read_end(reader: Reader, emit: Callable[[str], None], balance: _Balance) ->
 
 
 class _Balance:
-    """How many brackets are open, where those within strings do not count."""
+    """Counts open brackets outside of strings."""
 
     __slots__ = ("_depth", "_is_escaped", "is_in_string")
 
@@ -76,10 +76,10 @@ class _Balance:
         self._depth = 0
         self.is_in_string = False
         self._is_escaped = False
-        """Whether the text so far ends with a backslash that escapes."""
+        """Whether the text so far ends with an escaping backslash."""
 
     def end_in(self, text: str, at: int, until: int) -> int:
-        """Where in the text the last bracket closes, which is read from `at` to `until`; 0 if it does not."""
+        """The position after the bracket that closes the value, within text[at:until]; 0 if none does."""
         if self._is_escaped:
             at, self._is_escaped = at + 1, False
         while found := (_STRING_STOPS if self.is_in_string else _BRACKETS).search(text, at, until):
@@ -97,7 +97,7 @@ class _Balance:
 
 
 def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """A string with its quotes; the next symbol is the first of them."""
+    """A string with its quotes, from the first one on."""
     emit(reader.take())
     is_escaped = False
     while (yield from text_is_next(reader)):
@@ -114,7 +114,7 @@ def _read_quoted(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_scalar(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
-    """A number, true, false or null, up to what cannot be part of one."""
+    """A number, true, false or null."""
     has_any = False
     while (symbol := (yield from reader.peek())) and not reader.is_special and symbol not in ',}]:;{["<' + SPACE:
         emit(reader.take())
@@ -123,7 +123,7 @@ def _read_scalar(reader: Reader, emit: Callable[[str], None]) -> Reading[bool]:
 
 
 def text_is_next(reader: Reader) -> Reading[bool]:
-    """Whether a character is next in a value. Special tokens are left out, except for markers, which end it."""
+    """Whether a value continues with a character. Special tokens are skipped, except markers, which end it."""
     while (yield from reader.peek()):
         if not reader.is_special:
             return True
@@ -134,7 +134,7 @@ def text_is_next(reader: Reader) -> Reading[bool]:
 
 
 def read_string(reader: Reader) -> Reading[str]:
-    """The value of a string. Raises NotACall where none is."""
+    """The value of a JSON string. Raises NotACall."""
     if (yield from reader.peek()) != '"':
         raise NotACall
     pieces: list[str] = []
@@ -148,29 +148,28 @@ def read_string(reader: Reader) -> Reading[str]:
 
 
 def quoted(text: str) -> str:
-    """As a JSON string."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def start(reader: Reader, sink: Sink, name: str, id: str | None = None) -> None:
-    """The call is one: what was held back of it was no content."""
+    """The held text is a call, not content."""
     reader.drop()
     sink.start(name, id)
 
 
 def end(reader: Reader, sink: Sink) -> None:
-    """The call is complete: what follows is layout until it turns out to be content."""
+    """The text after a complete call is layout until it turns out to be content."""
     sink.end()
     reader.hold()
 
 
 def cut_off(reader: Reader) -> None:
-    """The call began, and will never be complete."""
+    """The call stays incomplete."""
     reader.hold()
 
 
 def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Reading[None]:
-    """Starts the call and passes its arguments on: an object as it stands, or as the value of a JSON string."""
+    """Starts the call and passes its arguments on: an object, or a JSON string with one."""
     yield from reader.skip_space()
     symbol = yield from reader.peek()
     if symbol == "{" or not symbol:
@@ -187,7 +186,7 @@ def read_arguments(reader: Reader, sink: Sink, name: str, id: str | None) -> Rea
 
 
 def held_arguments(value: str) -> str:
-    """The JSON object in a whole value: itself, the one that a string holds, or an empty one for null."""
+    """The JSON object of a whole value: itself, the one in a string, or {} for null. Raises NotACall."""
     if value == "null":
         return "{}"
     try:
@@ -200,21 +199,19 @@ def held_arguments(value: str) -> str:
 
 
 def whole_arguments(reader: Reader, sink: Sink, name: str, id: str | None, text: str) -> None:
-    """A call whose arguments are already known."""
+    """A call with known arguments."""
     start(reader, sink, name, id)
     sink.arguments(text)
     end(reader, sink)
 
 
 Header = tuple[str, str | None, str]
-"""A call's name, its id if the model writes one, and what ended the header."""
+"""(name of the call, its id if the model wrote one, what ended the header)"""
 
 
 def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str]) -> Reading[Header]:
-    """What stands before the arguments, up to the first of `ends`, which is read unless it is the arguments' bracket.
-
-    Raises NotACall where there is no name.
-    """
+    """The text before the arguments, up to the first of `ends`, which is read unless it is the arguments' bracket.
+    Raises NotACall if it has no name."""
     text, found = "", None
     while found is None:
         symbol = yield from reader.peek()
@@ -232,13 +229,13 @@ def read_header(reader: Reader, ends: Collection[str], pattern: re.Pattern[str])
 
 
 def read_headed_call(reader: Reader, sink: Sink, call: HeadedCall) -> Reading[None]:
-    """Behind `call.begin`."""
+    """After `call.begin`."""
     name, id, _ = yield from read_header(reader, call.header_end, call.header)
     yield from read_arguments(reader, sink, name, id)
 
 
 class JsonCallReader:
-    """Reads one object; its state is what the object has told so far."""
+    """Reads one object."""
 
     def __init__(self, reader: Reader, sink: Sink, call: JsonCall, names: Collection[str]) -> None:
         """names: the request's functions"""
@@ -249,18 +246,18 @@ class JsonCallReader:
         self._name: str | None = None
         self._id: str | None = None
         self._arguments: str | None = None
-        """Those that came before the name."""
+        """That came before the name."""
         self._has_started = False
 
     def read(self) -> Reading[None]:
-        """Behind the object's first bracket."""
+        """After the object's first bracket."""
         reader = self._reader
         try:
             while (yield from self._read_field()):
                 pass
         except NotACall:
             if self._has_started:
-                return  # the call stands; what is held after its arguments is content
+                return  # the call is complete; the text held after its arguments is content
             if self._name is None or not reader.is_at_end:
                 raise
             start(reader, self._sink, self._name, self._id)  # cut off between name and arguments
@@ -270,7 +267,7 @@ class JsonCallReader:
         reader.hold()
 
     def _read_field(self) -> Reading[bool]:
-        """Reads one field and the comma after it; False at the object's end."""
+        """One field and the comma after it; False at the object's end."""
         reader = self._reader
         yield from reader.skip_space()
         if (yield from reader.one_of(("}",))):

@@ -1,8 +1,5 @@
-"""Reads calls whose arguments are a language's literals, such as Python's, and makes JSON of them while they arrive.
-
-For: the sections of calls. Does not know: what stands around a call. Invariant: each literal is passed on as soon as
-its JSON is certain; what is no literal leaves the call incomplete, and becomes content.
-"""
+"""Reads calls whose arguments are literals of a language such as Python, and converts them to JSON as they arrive: a
+literal is passed on when its JSON is certain; text that is none leaves the call incomplete, and becomes content."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _CODES = {"x": 2, "u": 4, "U": 8}
 
 
 class LiteralCallReader:
-    """Reads one call. Each atom is held while it is read, in case it is none."""
+    """Reads one call. Each literal is held while it is read."""
 
     def __init__(self, reader: Reader, sink: Sink, call: LiteralCall, names: Collection[str]) -> None:
         """names: the request's functions"""
@@ -38,11 +35,11 @@ class LiteralCallReader:
         self._names = names
 
     def read(self) -> Reading[None]:
-        """Behind `call.begin`."""
+        """After `call.begin`."""
         reader, call = self._reader, self._call
         name, id, opened = yield from read_header(reader, (call.open,), ANY_NAME)
         if not opened:
-            reader.take()  # the header leaves a "{" unread: mostly it belongs to the arguments
+            reader.take()  # the "{" that the header has left unread
         if call.only_known_names and name not in self._names:
             raise NotACall
         key = yield from self._read_key()
@@ -54,14 +51,14 @@ class LiteralCallReader:
                 yield from self._read_value(0)
                 key, separator = (yield from self._read_next_key()), ", "
         except NotACall:
-            return  # what is held after the last complete literal is content
+            return  # the text held after the last complete literal is content
         self._sink.arguments("{}" if separator == "{" else "}")
         end(reader, self._sink)
 
     # Keys.
 
     def _read_key(self) -> Reading[str]:
-        """The key of an argument and what assigns it; "" at the call's end, which is read."""
+        """An argument's key, up to its value; "" at the call's end, which is read."""
         reader, call = self._reader, self._call
         yield from reader.skip_space()
         if (yield from reader.one_of((call.close,))):
@@ -71,7 +68,7 @@ class LiteralCallReader:
         return key
 
     def _read_next_key(self) -> Reading[str]:
-        """As `_read_key`, behind an argument."""
+        """As `_read_key`, after an argument."""
         self._reader.hold()
         if (yield from self._expect((",", self._call.close))) != ",":
             return ""
@@ -132,7 +129,7 @@ class LiteralCallReader:
         self._sink.arguments("}")
 
     def _closes(self, close: str) -> Reading[bool]:
-        """Whether the next is what closes a sequence or mapping; then it is read."""
+        """Whether a sequence or mapping closes here; then its end is read."""
         self._reader.hold()
         yield from self._reader.skip_space()
         return bool((yield from self._reader.one_of((close,))))
@@ -158,12 +155,12 @@ class LiteralCallReader:
     # Strings.
 
     def _give_up(self) -> NoReturn:
-        """Nothing is held of a string that has no end."""
+        """Of an unfinished string nothing is held."""
         self._reader.hold()
         raise NotACall
 
     def _read_string(self, quote: str) -> Reading[None]:
-        """Behind its first quote."""
+        """After its first quote."""
         reader, sink = self._reader, self._sink
         reader.drop()
         sink.arguments('"')
@@ -191,7 +188,7 @@ class LiteralCallReader:
         self._give_up()
 
     def _read_escape(self) -> Reading[None]:
-        """Behind a backslash. An unknown escape is the characters themselves, as in Python."""
+        """After a backslash. An unknown escape stands for itself, as in Python."""
         reader, sink = self._reader, self._sink
         if not (yield from text_is_next(reader)):
             self._give_up()
@@ -209,14 +206,14 @@ class LiteralCallReader:
 
 
 def _json_of_code(kind: str, digits: str) -> str:
-    """The JSON of \\xhh, \\uhhhh or \\Uhhhhhhhh: as a code again, so that halves of a pair stay what they are."""
+    """JSON of \\xhh, \\uhhhh or \\Uhhhhhhhh, as an escape again, so that halves of surrogate pairs are kept."""
     if len(digits) != _CODES[kind] or int(digits, 16) > sys.maxunicode:
         return _escaped(f"\\{kind}{digits}")
     return json.dumps(chr(int(digits, 16)))[1:-1]
 
 
 def _json_of_word(word: str, *, is_whole: bool) -> str:
-    """The JSON of a number or a constant. Raises NotACall for another word; what the output's end has cut passes."""
+    """JSON of a number or constant. Raises NotACall for another word, unless the output's end has cut it off."""
     if word in _WORDS:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):

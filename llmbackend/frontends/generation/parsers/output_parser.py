@@ -1,11 +1,9 @@
-"""OutputParser: reads one choice's tokens, and tells what is content, what is reasoning, what a tool call.
+"""OutputParser: splits the tokens of one choice into content, reasoning and tool calls.
 
-For: AnswerReader, for choices whose request has tools or whose model reasons; others need none. Does not know:
-requests, JSON of responses, how single calls are written. Invariants: events are a function of the tokens alone, and
-pieces put together do not depend on how the text was cut into tokens; special tokens never come out as text unless they
-are shown; the work is linear in the output, and what is held back is bounded; what looked like a section and is none is
-content, from its marker on, and only layout next to calls is left out; reasoning that is not closed extends to the end
-of the output; text without a header, in an output of messages, is content.
+Invariants: joined pieces do not depend on how the text was cut into tokens; special tokens are not part of the text
+unless they are shown; the work is linear in the output, and held text is bounded; a section that turns out to have no
+call is content, with its marker, and only layout next to calls is dropped; unclosed reasoning extends to the end of the
+output; in an output of messages, text without a header is content.
 """
 
 from __future__ import annotations
@@ -56,20 +54,19 @@ class MarkedCallsReader:
         self._content_begin = reasoning.content_begin if reasoning else ()
         self._content_end = reasoning.content_end if reasoning else ()
         self._begins = (*table.begin, *self._content_begin, *self._content_end)
-        """What may stand where content may begin."""
+        """Markers where content may begin."""
         self._markers = markers(frozenset((*table.begin, *self._content_end)))
         self._calls = {call.begin: call for call in table.calls}
         lists = (table.list_begin,) if table.list_begin else ()
         self._first = (*self._calls, *lists)
-        """What may stand behind a section's begin."""
+        """Options after a section's begin."""
         again = (begin for begin in self._calls if begin or not table.list_begin)
         self._next = (*again, *table.separators, *table.call_end, *table.end, *table.begin)
-        """What may stand after a call."""
+        """Options after a call."""
         reader.boundaries = frozenset(_texts(table))
         reader.value_ends = markers(frozenset(_value_ends(table)))
 
     def read(self) -> Reading[None]:
-        """All of the output."""
         marker = yield from self._read_beginning()
         while not self._reader.is_at_end or marker is not None:
             if marker is None:
@@ -86,7 +83,7 @@ class MarkedCallsReader:
                 marker = None
 
     def _read_beginning(self) -> Reading[str | None]:
-        """The reasoning, if there is any, and the marker after it, if one is."""
+        """Reads the reasoning, if any; returns the marker after it, if any."""
         options = (*self._begins, *self._table.bare_begin)
         reasoning = self._reasoning
         if reasoning is None:
@@ -102,10 +99,8 @@ class MarkedCallsReader:
         return (yield from self._read_layout(options))
 
     def _read_layout(self, options: Collection[str], *, keeps_space: bool = True) -> Reading[str | None]:
-        """White space before a marker, and that marker, which is held; what is no layout becomes content.
-
-        keeps_space: whether white space at the output's end is content
-        """
+        """Reads white space and a marker, which is held; other text becomes content. keeps_space: white space at the
+        output's end is content, too."""
         reader = self._reader
         reader.hold()
         try:
@@ -119,7 +114,7 @@ class MarkedCallsReader:
         return marker
 
     def _read_section(self, marker: str) -> Reading[bool]:
-        """After its marker, which is held. False where content continues with what is held."""
+        """After its marker, which is held. False if the held text is content."""
         reader, table = self._reader, self._table
         option: str | None = marker
         options: tuple[str, ...] = self._first
@@ -154,7 +149,7 @@ class MarkedCallsReader:
         return self._sink.num_calls > num_calls and options != self._first and reader.is_at_end
 
     def _read_call(self, call: CallSyntax) -> Reading[str | None]:
-        """Reads a call. Returns the option after it if that had to be read with it."""
+        """Returns the option after the call if it had to be read with it."""
         reader, sink = self._reader, self._sink
         if isinstance(call, JsonCall):
             yield from JsonCallReader(reader, sink, call, self._schemas.keys()).read()
@@ -173,22 +168,20 @@ class MarkedCallsReader:
 
 
 def _texts(table: MarkedCalls) -> Iterator[str]:
-    """What ends a value when it comes as a special token."""
+    """Special tokens that end a value."""
     yield from (*table.begin, *table.end, *table.call_end, *(call.begin for call in table.calls))
 
 
 def _value_ends(table: MarkedCalls) -> Iterator[str]:
-    """The ends of calls that are not JSON, with the line end before them."""
+    """The ends of calls that cannot be JSON, with and without a line break before them."""
     for end in (*table.end, *table.call_end):
         if not _OF_JSON.issuperset(end):
             yield from (end, f"\n{end}")
 
 
 def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Reading[str | None]:
-    """Behind the start marker, or where the prompt has opened the reasoning.
-
-    Returns the marker that ended it, which is held; None at the output's end.
-    """
+    """After the start marker, or where the prompt has opened the reasoning. Returns the marker that ended it, which is
+    held; None at the output's end."""
     sink.is_reasoning = True
     ends = (table.end, *table.ended_by)
     marker = yield from _read_start(reader, sink, (table.start, *ends))
@@ -199,7 +192,7 @@ def read_reasoning(reader: Reader, sink: Sink, table: ReasoningFormat) -> Readin
 
 
 def _read_start(reader: Reader, sink: Sink, options: tuple[str, ...]) -> Reading[str | None]:
-    """A marker as the first of the reasoning: some models repeat the start marker that the prompt has."""
+    """A marker at the beginning of the reasoning: some models repeat the prompt's start marker."""
     reader.hold()
     try:
         yield from reader.skip_space()
@@ -220,8 +213,8 @@ class MessagesReader:
     def __init__(
         self, reader: Reader, sink: Sink, table: Messages, *, reads_calls: bool, names: Collection[str]
     ) -> None:
-        """reads_calls: whether messages to functions are calls, or else content
-        names: the request's functions, to which a message may go without saying that they are functions
+        """reads_calls: messages to functions are calls, else content
+        names: the request's functions, which a recipient may name without the prefix
         """
         self._reader = reader
         self._sink = sink
@@ -236,7 +229,6 @@ class MessagesReader:
         self._reasons = _Joined(sink.reasoning)
 
     def read(self) -> Reading[None]:
-        """All of the output."""
         marker = yield from self._read_first()
         while marker:
             if marker in self._header_begins:
@@ -245,7 +237,7 @@ class MessagesReader:
                 marker = yield from self._read_text(self._content)
 
     def _read_first(self) -> Reading[str]:
-        """What continues the message that the prompt has begun, up to the next marker."""
+        """The rest of the message that the prompt has begun."""
         if self._sink.is_reasoning:
             return (yield from self._read_reasoning())
         self._reader.hold()
@@ -262,7 +254,7 @@ class MessagesReader:
             symbol = yield from reader.peek()
             if not symbol or (reader.is_special and symbol in table.end):
                 break
-            if len(header) > MAX_HEADER_CHARS:  # no header
+            if len(header) > MAX_HEADER_CHARS:  # it is no header
                 self._content.push(reader.release())
                 return (yield from self._read_text(self._content, is_new=False))
             header += reader.take()
@@ -309,7 +301,7 @@ class MessagesReader:
 
 
 class _Joined:
-    """The texts of several messages, with a newline between them."""
+    """Joins the texts of messages with newlines."""
 
     def __init__(self, emit: Callable[[str], None]) -> None:
         self._emit = emit
@@ -317,7 +309,6 @@ class _Joined:
         self._is_new = False
 
     def begin(self) -> None:
-        """A further message begins."""
         self._is_new = self._has_any
 
     def push(self, text: str) -> None:
@@ -330,7 +321,7 @@ NO_CALLS = MarkedCalls(calls=())
 
 
 class OutputParser:
-    """Owner: the writer of its choice. `push` each token in order, then `finish`, once."""
+    """`push` each token in order, then `finish` once."""
 
     def __init__(
         self,
@@ -342,13 +333,13 @@ class OutputParser:
         shows_special_tokens: bool = False,
         strings_are_text: bool = False,
     ) -> None:
-        """tool_call_format: None where the request has no tools: no calls are looked for
-        reasoning_format: None where the model does not reason
-        schemas: the request's functions by name, with the JSON schema of their parameters
-        reasoning_is_open: whether the prompt ends inside reasoning, so that the output begins there
-        shows_special_tokens: whether special tokens that are no markers are content (skip_special_tokens is false)
-        strings_are_text: whether the model writes every string between tags as its text, quotes and all; otherwise one
-            that its schema narrows may also come as JSON, which is what a grammar holds a model to
+        """tool_call_format: None: calls are not parsed
+        reasoning_format: None: the model does not reason
+        schemas: JSON schema of the parameters, by function
+        reasoning_is_open: the prompt ends inside reasoning
+        shows_special_tokens: special tokens other than markers are content (skip_special_tokens is false)
+        strings_are_text: every tagged string is plain text; otherwise one that its schema narrows may be JSON, as
+            grammars enforce it
         """
         self._reader = Reader(shows_special_tokens=shows_special_tokens)
         self._sink = Sink()
@@ -365,24 +356,24 @@ class OutputParser:
         self._sink.is_reasoning = reasoning_is_open and reasoning_format is not None
         self._num_tokens = 0
         self.num_reasoning_tokens = 0
-        """Tokens of the reasoning, with those of its markers."""
+        """With those of the markers."""
         self._reading = self._read()
         next(self._reading)
 
     def push(self, token_id: int, text: str, is_special: bool) -> list[Event]:
-        """What the next token tells. `token_id` is not looked at: formats are texts, whatever the vocabulary."""
+        """token_id: not used, since formats are texts."""
         self._num_tokens += 1
         was_reasoning = self._sink.is_reasoning
         if text:
             self._reader.feed(text, is_special)
             next(self._reading)
         if was_reasoning or self._sink.is_reasoning:
-            # What stands before the first reasoning is its marker.
+            # The tokens before the first reasoning are its marker.
             self.num_reasoning_tokens = self.num_reasoning_tokens + 1 if self.num_reasoning_tokens else self._num_tokens
         return self._sink.take()
 
     def finish(self, finish_reason: str) -> list[Event]:
-        """What was held back, when the generation has ended. A call that is not complete then gets no end."""
+        """What was held. An incomplete call gets no end."""
         self._reader.has_ended, self._reader.is_cut_off = True, finish_reason == "length"
         next(self._reading, None)
         return self._sink.take()

@@ -1,8 +1,7 @@
-"""Reads a model's output symbol by symbol while it arrives: characters, and special tokens, each of them one symbol.
+"""Reader: a model's output as symbols (characters and special tokens), as it arrives.
 
-For: the machine's parts, which are generators: they yield where the output so far is used up, and continue with more.
-Does not know: formats, events. Invariant: what a part reads depends on the symbols alone, never on where the
-text was cut; each symbol is read once, so the work is linear in the output; what is held is bounded by MAX_HELD_CHARS.
+The parser's parts are generators that yield when they need more output. Invariants: what they read does not depend on
+where the text was cut; each symbol is read once, so the work is linear; held text is bounded by MAX_HELD_CHARS.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ from typing import TypeVar
 
 T = TypeVar("T")
 Reading = Generator[None, None, T]
-"""A part of the machine on its way to a result."""
+"""A part of the parser that returns T."""
 MAX_HELD_CHARS = 65536
-"""How much of a call's beginning may be held back until it is known to be one."""
+"""Of a call's beginning, before it is known to be one."""
 SPACE = " \n\r\t"
 
 
-class NotACall(Exception):  # noqa: N818 - a turn of the machine, not an error
-    """What looked like the beginning of a call is none: it is content."""
+class NotACall(Exception):  # noqa: N818 - control flow, not an error
+    """The text that was read is no call, but content."""
 
 
 class Markers:
-    """Texts that are looked for in running text. None of them may occur within another. Made by `markers`."""
+    """Texts to find in the output, none of which contains another. Made by `markers`."""
 
     def __init__(self, texts: Iterable[str], only_special: Collection[str]) -> None:
         self.all = frozenset(texts)
@@ -38,21 +37,18 @@ class Markers:
         self.cut_off = re.compile("(?:" + "|".join(_proper_prefixes(text) for text in escaped) + r")\Z")
 
     def behind(self, begin: str) -> list[str]:
-        """What completes a marker that begins like this."""
+        """The rests of the markers that begin so."""
         return [text.removeprefix(begin) for text in self.all if text.startswith(begin)]
 
 
 @functools.lru_cache(maxsize=512)
 def markers(texts: frozenset[str], only_special: frozenset[str] = frozenset()) -> Markers:
-    """Those of a table, which all outputs share.
-
-    only_special: those that count only as special tokens, not where the model wrote their characters
-    """
+    """only_special: those that count only as special tokens, not as written characters"""
     return Markers(texts, only_special)
 
 
 def _proper_prefixes(characters: list[str]) -> str:
-    """A regular expression of all beginnings of a text, but neither the empty one nor the whole."""
+    """A regular expression of all proper, non-empty prefixes of a text."""
     expression = ""
     for character in reversed(characters[1:-1]):
         expression = f"(?:{character}{expression})?"
@@ -63,34 +59,34 @@ NO_MARKERS = Markers((), ())
 
 
 class Reader:
-    """Owner: its OutputParser, which feeds it; the machine's parts read."""
+    """Fed by its OutputParser, read by the parser's parts."""
 
     def __init__(self, *, shows_special_tokens: bool) -> None:
-        """shows_special_tokens: whether special tokens that are no markers belong to the visible text"""
+        """shows_special_tokens: special tokens other than markers are visible text"""
         self.text = ""
-        """The token that is being read; a special one has its own text."""
+        """Of the token that is being read."""
         self.at = 0
-        """How much of it has been read."""
+        """The position in it."""
         self.is_special = False
         self.has_ended = False
         self.is_cut_off = False
-        """Whether the output has ended because no more tokens were allowed, and not by the model's choice."""
+        """Whether the output ended at the token limit."""
         self.boundaries: frozenset[str] = frozenset()
-        """Markers that end a value when they come as special tokens, or begin with one."""
+        """Markers that end a value as special tokens, or that begin with one."""
         self.value_ends = NO_MARKERS
-        """Markers that end a JSON value in the middle, where the model forgot the rest of it."""
+        """Markers that end an unfinished JSON value."""
         self._shows_special = shows_special_tokens
         self._held: list[tuple[str, bool]] | None = None
         self._num_held_chars = 0
 
     def feed(self, text: str, is_special: bool) -> None:
-        """The next token's text. What was fed before has been read."""
+        """The next token; the one before has been read."""
         self.text, self.is_special, self.at = text, is_special, 0
 
-    # What is held back.
+    # Held text.
 
     def hold(self, text: str = "", is_special: bool = False) -> None:
-        """From here on what is read is kept, after `text`, until `drop` or `release`."""
+        """Keeps what is read from here on, after `text`, until `drop` or `release`."""
         self._held = [(text, is_special)] if text else []
         self._num_held_chars = len(text)
 
@@ -98,18 +94,18 @@ class Reader:
         self._held = None
 
     def release(self) -> str:
-        """The visible text that was held back."""
+        """The visible held text, which is no longer held."""
         text = self.held_text()
         self._held = None
         return text
 
     @property
     def num_held(self) -> int | None:
-        """How many pieces are held, as a position for `held_text`; None: nothing is being held."""
+        """Number of held pieces, as a position for `held_text`; None: nothing is being held."""
         return None if self._held is None else len(self._held)
 
     def held_text(self, begin: int = 0) -> str:
-        """The visible text of the held pieces from `begin` on; they stay held."""
+        """The visible text of the held pieces from `begin` on."""
         held = self._held or []
         return "".join(text for text, is_special in held[begin:] if not is_special or self._shows_special)
 
@@ -128,11 +124,11 @@ class Reader:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the output is over and all of it was read."""
+        """Whether all of a complete output was read."""
         return self.has_ended and self.at >= len(self.text)
 
     def peek(self) -> Reading[str]:
-        """The next symbol, which is not read yet: a character or a whole special token; "" at the end."""
+        """The next symbol, which stays unread: a character or a whole special token; "" at the end."""
         while self.at >= len(self.text):
             if self.has_ended:
                 return ""
@@ -140,7 +136,7 @@ class Reader:
         return self.text if self.is_special else self.text[self.at]
 
     def take(self) -> str:
-        """Reads the symbol that `peek` has just shown."""
+        """Reads the symbol of `peek`."""
         return self.consume(len(self.text) if self.is_special else self.at + 1)
 
     def skip_space(self) -> Reading[None]:
@@ -148,10 +144,8 @@ class Reader:
             self.take()
 
     def one_of(self, options: Collection[str]) -> Reading[str | None]:
-        """Reads one of these texts, whether its parts are characters or special tokens; the longest that is there.
-
-        None when none is there, after what was read of them. "" as an option is one when nothing else begins here.
-        """
+        """Reads the longest of these texts that is next, as characters or special tokens. None if none is, after what
+        was read of them; the option "" applies when no other one begins here."""
         read, found = "", "" if "" in options else None
         while True:
             rest = [option for option in options if len(option) > len(read) and option.startswith(read)]
@@ -163,11 +157,8 @@ class Reader:
                 found = read
 
     def until(self, markers: Markers, emit: Callable[[str], None]) -> Reading[str]:
-        """Emits the visible text up to the first marker, and reads that, which is then held; "" when the output ends
-        before one.
-
-        Only what may be the beginning of a marker waits. Nothing may be held.
-        """
+        """Emits the visible text up to the first marker, which is read and held; "" at the output's end. Only the
+        possible beginning of a marker waits. Nothing may be held before."""
         pending = ""
         while True:
             while self.at >= len(self.text):
@@ -196,8 +187,8 @@ class Reader:
             emit(text[: len(text) - len(pending)])
 
     def _read_marker(self, markers: Markers, pending: str, emit: Callable[[str], None]) -> Reading[str]:
-        """A marker that begins with the next symbol, a special token, or with pending text before it; "" where none
-        does, after what was read of it. What was read is held."""
+        """A marker that begins with the next symbol, a special token, or with pending text before it; "" for none. What
+        was read is held."""
         begin = pending + self.text
         if not markers.behind(begin):
             emit(pending)

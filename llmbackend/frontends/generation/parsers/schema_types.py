@@ -1,8 +1,5 @@
-"""Which JSON types a function's schema allows a parameter, and the JSON value that a text means there.
-
-For: syntaxes whose values are plain text. Does not know: the syntaxes. Invariant: a text that is JSON of an allowed
-type is passed on as the model wrote it; what can be nothing else is a string.
-"""
+"""The JSON types that a function's schema allows for a parameter, and the JSON value that a plain text means there:
+JSON of an allowed type as the model wrote it, else a string."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 Schemas = Mapping[str, Schema]
-"""The JSON schema of each function's parameters, by the function's name."""
+"""JSON schema of the parameters, by function."""
 _TYPES_OF_VALUES = {
     str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null",
 }  # fmt: skip
@@ -27,37 +24,35 @@ _MAX_PARTS = 64
 _STRINGS = re.compile(r"'(?:[^'\\]|\\.)*+'|\"(?:[^\"\\]|\\.)*+\"", re.DOTALL)
 _KNOWN_ESCAPES = re.compile(r"(?:[^\\]|\\[\\'\"abfnrtvxuU])*+")
 _JOINED_WORD = re.compile(r"\d(?![eE][-+]?\d)[A-Za-z_]")
-"""What Python reads with a warning: other escapes, and a number with a word after it."""
+"""This and other escapes make Python warn."""
 _MAX_LITERAL_CHARS = 4096
-"""Python literals are read up to this length: they are a model's mistake for JSON."""
+"""Of a Python literal, which a model wrote in place of JSON."""
 
 
 def allowed_types(schema: Schema | None, parameter: str) -> frozenset[str]:
-    """The types that the schema of a function's parameters names for one of them; none where it says nothing."""
+    """The types that a function's schema names for a parameter; empty if it names none."""
     return types_of(_described(schema, parameter), schema or {})
 
 
 def types_of(description: object, schema: Schema) -> frozenset[str]:
-    """The types that a description within the schema names."""
+    """The types that a part of the schema names."""
     return frozenset(_types(description, schema))
 
 
 def is_plain_text(schema: Schema | None, parameter: str) -> bool:
-    """Whether a parameter is any string: its value is then the text itself, quotes and all.
-
-    One that the schema narrows further may also come as JSON, which is what a grammar can hold a model to.
-    """
+    """Whether a parameter is an unrestricted string: its value is then the text itself. A restricted one may be JSON,
+    as grammars enforce it."""
     return is_any_string(_described(schema, parameter), schema or {})
 
 
 def is_any_string(description: object, schema: Schema) -> bool:
-    """Whether a description within the schema is of any string."""
+    """Whether a part of the schema is an unrestricted string."""
     resolved = _resolved(description, schema)
     return resolved.get("type") == "string" and not _NARROWING.intersection(resolved)
 
 
 def member_of(description: object, name: str, schema: Schema) -> object:
-    """What a description within the schema says about an object's member; None where it says nothing."""
+    """The schema of an object's member; None if there is none."""
     for one in _alternatives(description, schema):
         properties = one.get("properties")
         if isinstance(properties, Mapping) and name in properties:
@@ -66,12 +61,12 @@ def member_of(description: object, name: str, schema: Schema) -> object:
 
 
 def item_of(description: object, schema: Schema) -> object:
-    """The same about the items of an array."""
+    """The schema of an array's items; None if there is none."""
     return next((one["items"] for one in _alternatives(description, schema) if "items" in one), None)
 
 
 def _alternatives(part: object, schema: Schema) -> Iterable[Schema]:
-    """A description and its alternatives, of which a bounded number is looked at."""
+    """A part and its alternatives, at most _MAX_PARTS."""
     parts = deque([part])
     for _ in range(_MAX_PARTS):
         if not parts:
@@ -88,7 +83,7 @@ def _described(schema: Schema | None, parameter: str) -> object:
 
 
 def _resolved(description: object, schema: Schema) -> Schema:
-    """What a reference within the schema refers to."""
+    """With references resolved."""
     for _ in range(_MAX_REFERENCES):
         if not isinstance(description, Mapping):
             return {}
@@ -102,7 +97,7 @@ def _resolved(description: object, schema: Schema) -> Schema:
 
 
 def _types(part: object, schema: Schema) -> Iterable[str]:
-    """Those of a description and of its alternatives, of which a bounded number is looked at."""
+    """Of a part and its alternatives, at most _MAX_PARTS."""
     parts = deque([part])
     for _ in range(_MAX_PARTS):
         if not parts:
@@ -125,7 +120,7 @@ def _list(description: Schema, keyword: str) -> list[object]:
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """The JSON text of what `text` means where these types are allowed."""
+    """JSON of the value that `text` means where these types are allowed."""
     stripped = text.strip()
     value, is_json = _parsed(stripped)
     if not is_json and (literal := _python_literal(stripped, types)) is not None:

@@ -1,8 +1,5 @@
-"""The description of a format of tool calls or of reasoning: what the parser reads, and what a grammar enforces.
-
-For: formats/, which makes both from one statement of the format; the parser; grammars of calls. Does not know: how
-calls are read. Invariant: descriptions are frozen values; the name of a format is vLLM's name of the parser.
-"""
+"""Descriptions of formats of tool calls and reasoning, for the parser and for grammars. A format's name is that of
+vLLM's parser."""
 
 from __future__ import annotations
 
@@ -16,17 +13,15 @@ ANY_KEY = re.compile(r"\s*(?P<name>[^\s<>\"](?:[^<>\"\n]*[^\s<>\"])?)\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonCall:
-    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order.
-
-    All families' models also write `parameters` for `arguments`, and some an id.
-    """
+    """A call as one JSON object: `{"name": "f", "arguments": {…}}`, its fields in any order. `parameters` is read as
+    `arguments`."""
 
     other_keys: tuple[str, ...] | None = None
-    """Further fields that a call may have; None: any. Other objects are no calls, but content."""
+    """Further fields that a call may have; None: any. Objects with others are content."""
     only_known_names: bool = False
-    """Whether an object whose name is none of the request's functions is content (for calls without a marker)."""
+    """For calls without a marker: an object that names none of the request's functions is content."""
     name_key: str = "name"
-    """The field of the name; "": the object's first field is called as the function, and its value the arguments."""
+    """The field of the name; "": the first field's key is the name, its value the arguments."""
     id_key: str = "id"
 
     @property
@@ -40,72 +35,68 @@ class HeadedCall:
 
     begin: str = ""
     header_end: tuple[str, ...]
-    """What the arguments follow; "{" is their own first character."""
+    """What precedes the arguments; "{" is their own first character."""
     header: re.Pattern[str] = ANY_NAME
-    """All of the text up to there, with the groups `name` and, if the model writes ids, `id`."""
+    """The text up to there, with the groups `name` and, if the model writes ids, `id`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaggedCall:
-    """A call whose parameters are tagged text: `<function=f><parameter=k>v</parameter></function>`.
-
-    A value that is no text becomes JSON by the type that the function's schema gives the parameter.
-    """
+    """A call with tagged parameters: `<function=f><parameter=k>v</parameter></function>`. The function's schema says
+    which values are strings; others are converted to JSON."""
 
     begin: str = ""
     header_end: tuple[str, ...] = ()
-    """What follows the name, besides `key_begin` and the call's end."""
+    """What follows the name, other than `key_begin` and the call's end."""
     header: re.Pattern[str] = ANY_NAME
     key_begin: str
     key_end: str
     key: re.Pattern[str] = ANY_KEY
-    """All of the text between `key_begin` and `key_end`, with the group `name`. Where the model says of each value
-    whether it is text, a group `text` matches for those that are; else the function's schema says it."""
+    """The text between `key_begin` and `key_end`, with the group `name`. If the model marks values that are text, the
+    group `text` matches for them."""
     value_begin: str = ""
-    """Behind `key_end`, with white space before it."""
+    """After `key_end` and white space."""
     value_end: str
     text_begin: str = ""
-    """From here to `text_end` nothing in a value is a marker; neither of them is part of the value."""
+    """From here to `text_end` a value has no markers; both are no part of the value."""
     text_end: str = ""
     may_omit_value_end: bool = False
-    """Whether a value also ends where the next key begins or the call ends."""
+    """A value also ends where the next key begins or the call ends."""
     json_begin: str = ""
-    """Stands before a JSON object of all arguments, where the model writes one instead of tags; what stands after it
-    is among the section's `call_end`."""
+    """Precedes a JSON object of all arguments, if the model writes one instead of tags; what follows it is among the
+    section's `call_end`."""
     end: tuple[str, ...] = ()
-    """What ends the call, besides what ends its section."""
+    """What ends the call, other than the end of its section."""
     trims_newline: bool = False
-    """Whether a newline at each end of a value is layout."""
+    """One newline at each end of a value is layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiteralCall:
-    """A call with its arguments as a language's literals: `f(k=1, l="text")` in Python; they become JSON."""
+    """A call with literals as arguments: `f(k=1, l="text")` in Python; they are converted to JSON."""
 
     begin: str = ""
     open: str = "("
     close: str = ")"
     assign: str = "="
     quotes: tuple[str, ...] = ('"', "'")
-    """What stands around a string. Only in strings between single characters a backslash escapes."""
+    """Quotes of strings. Backslashes escape only within quotes of one character."""
     has_bare_keys: bool = False
-    """Whether the keys of mappings stand without quotes."""
+    """Keys of mappings have no quotes."""
     only_known_names: bool = False
-    """Whether a call of none of the request's functions is content (for calls without a marker)."""
+    """For calls without a marker: a call of none of the request's functions is content."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NestedCall:
-    """A call whose parameters are tags of their own names, and so are the members of objects within them: `<a>v</a>`.
-
-    The items of a list stand in tags `<item>`. Other values are as those of a TaggedCall.
-    """
+    """A call whose parameters, and the members of objects in them, are tags of their own names: `<a>v</a>`; items of
+    lists are tags `<item>`. Other values are as in a TaggedCall."""
 
     begin: str
     header_end: tuple[str, ...]
     header: re.Pattern[str] = ANY_NAME
     mark: str
-    """Stands before each tag, and in no value."""
+    """Precedes each tag, and occurs in no value."""
 
 
 CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
@@ -113,34 +104,32 @@ CallSyntax = JsonCall | HeadedCall | TaggedCall | LiteralCall | NestedCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedCalls:
-    """Calls in sections after a marker, or at the output's beginning without one; other text is content.
-
-    White space next to a call is layout.
-    """
+    """Calls in sections after a marker, or at the output's beginning without one; other text is content, except white
+    space next to a call."""
 
     begin: tuple[str, ...] = ()
-    """Markers, each of which opens a section."""
+    """Markers that open a section."""
     bare_begin: tuple[str, ...] = ()
-    """Texts that open a section only as the first of the output (or after its reasoning), and belong to it."""
+    """Texts that open a section only at the beginning of the output or after its reasoning, and belong to it."""
     calls: tuple[CallSyntax, ...]
-    """The ways in which a call may be written; they begin differently."""
+    """Alternative syntaxes, which begin differently."""
     list_begin: str = ""
-    """Opens a list of calls, and `list_end` closes it. Optional in what the model writes."""
+    """Opens a list of calls, which `list_end` closes. Optional."""
     list_end: str = "]"
     separators: tuple[str, ...] = (",",)
-    """May stand between calls."""
+    """Optional between calls."""
     call_end: tuple[str, ...] = ()
-    """Texts after a call that say nothing."""
+    """Texts after a call without a meaning."""
     end: tuple[str, ...] = ()
-    """What closes a section. Optional in what the model writes."""
+    """What closes a section. Optional."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """A whole output of messages, each with a header that says what it is (OpenAI's harmony).
+    """An output of messages with headers (OpenAI's harmony).
 
-    `start`assistant`channel`NAME to=RECIPIENT`message`text`end`: the analysis channel is reasoning, a message to one of
-    the functions a call, any other content. All markers are special tokens.
+    `start`assistant`channel`NAME to=RECIPIENT`message`text`end`: the reasoning channel
+    is reasoning, a message to a function a call, any other content. All markers are special tokens.
     """
 
     start: str
@@ -149,16 +138,16 @@ class Messages:
     end: tuple[str, ...]
     reasoning_channel: str
     functions: str
-    """What the recipient of a call begins with."""
+    """Prefix of the recipient of a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallGrammar:
     """How a grammar writes calls: `begin` + call (+ `separator` + call)… + `end`.
 
-    A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object, or, where
-    `key_end` is given, for each parameter `key_begin` + name + `key_end` + value + `value_end`: a plain string's value
-    as its text, any other as JSON.
+    A call is `call_begin` + name + `name_end` + arguments + `call_end`. The arguments are a JSON object or, with
+    `key_end`, for each parameter `key_begin` + name + `key_end` + value + `value_end`: an unrestricted string as its
+    text, any other value as JSON.
     """
 
     begin: str = ""
@@ -170,20 +159,19 @@ class CallGrammar:
     key_begin: str = ""
     key_end: str = ""
     json_key_end: str = ""
-    """Stands for `key_end` before a value that is written as JSON; "" = the same."""
+    """In place of `key_end` before a JSON value; "": the same."""
     value_end: str = ""
     name_closes: str = ""
-    """Where not "": after `value_end`, the parameter's name once more, and this."""
+    """If not "", `value_end` is followed by the parameter's name and this."""
     text_excludes: tuple[str, ...] = ()
-    """What the text of a string may not hold, as it would end there."""
+    """What a string's text cannot contain, because it would end there."""
     text_quote: str | None = ""
-    """What a plain string's text stands between; None: it is JSON like any other value."""
+    """Quotes around a string's text; None: it is written as JSON."""
 
     @classmethod
     def of(cls, call: str, parameter: str = "", **other: Any) -> CallGrammar:
-        """Of calls that are written like `call`, where the first `…` stands for the name and the second for the
-        arguments. In `parameter`, the first stands for the name, the second for the value, and a third for the name
-        once more. other: further fields."""
+        """call: an example with `…` for the name and for the arguments. parameter: with `…` for the name, the value,
+        and optionally the name again."""
         call_begin, name_end, call_end = call.split("…")
         key_begin, key_end, value_end, *name_closes = parameter.split("…") if parameter else ("", "", "")
         return cls(
@@ -200,31 +188,27 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallFormat:
-    """How a family of models writes tool calls."""
-
     name: str
     body: MarkedCalls | Messages
     grammar: CallGrammar
     trigger: str = ""
-    """The text at which a grammar for voluntary calls sets in: a beginning of `grammar.begin + grammar.call_begin`.
-    "": calls begin without a marker, so only required calls can be enforced."""
+    """Text at which a grammar for optional calls begins: a prefix of `grammar.begin + grammar.call_begin`. "": calls
+    begin without a marker, so only required calls can be enforced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReasoningFormat:
-    """How a family of models writes its reasoning: `start` text `end`, before all content.
-
-    Content may stand in markers too, `content_begin` text `content_end`, which say nothing.
-    """
+    """Reasoning: `start` text `end`, before all content. Content may have markers, too, which have no meaning:
+    `content_begin` text `content_end`."""
 
     name: str
     start: str
     end: str
     ended_by: tuple[str, ...] = ()
-    """Markers of content or calls that end the reasoning too, where the model has left out `end`."""
+    """Markers of content or calls that end the reasoning if the model omits `end`."""
     content_begin: tuple[str, ...] = ()
-    """Read after the reasoning or calls, and at the output's beginning. Optional in what the model writes."""
+    """Read after reasoning or calls and at the output's beginning. Optional."""
     content_end: tuple[str, ...] = ()
     """Read anywhere in content."""
     messages: Messages | None = None
-    """Set where reasoning is a kind of message, in outputs that consist of messages."""
+    """For outputs of messages, of which reasoning is one kind."""

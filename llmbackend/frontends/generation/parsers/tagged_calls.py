@@ -1,8 +1,7 @@
-"""Reads calls whose parameters are tagged text, also with tags of members and items in them, and makes JSON of them.
+"""Reads calls with tagged parameters, also with nested tags of members and items, and converts them to JSON.
 
-For: the sections of calls. Does not know: what stands around a call. Invariants: a value that can only be a string is
-passed on at once; any other waits for its end, up to MAX_HELD_CHARS, and is a string if it is longer. A call whose
-parameters are not all read has no end, and what is read after them is content.
+Invariants: a value that can only be a string is passed on at once; any other waits for its end, up to MAX_HELD_CHARS,
+and is a string if it is longer. A call with an unread parameter has no end, and the text after it is content.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ STRING = frozenset(("string",))
 
 
 class ValueWriter:
-    """Makes JSON of one value, which comes in pieces."""
+    """Converts one value to JSON, piece by piece."""
 
     def __init__(self, sink: Sink, types: frozenset[str], *, trims_newline: bool) -> None:
         self._sink = sink
@@ -38,18 +37,18 @@ class ValueWriter:
         self._pieces: list[str] = []
         self._num_chars = 0
         self._newline = ""
-        """The last one, which is layout if nothing follows it."""
+        """The last one, which is layout at the value's end."""
         self._is_first = True
         self._is_string = False
 
     def begin_string(self) -> None:
-        """The value is a string, even where its text is a number or JSON."""
+        """The value is a string, even if its text is a number or JSON."""
         self._is_string = True
         self._sink.arguments('"' + quoted("".join(self._pieces))[1:-1])
 
     @property
     def is_blank(self) -> bool:
-        """Whether it is white space so far, and no string."""
+        """Whether it is white space so far and not known to be a string."""
         return not self._is_string and not any(map(str.strip, self._pieces))
 
     def push(self, text: str) -> None:
@@ -84,7 +83,7 @@ class ValueWriter:
 
 
 class TaggedCallReader:
-    """Reads the calls of one section, one after the other."""
+    """Reads the calls of one section."""
 
     def __init__(
         self,
@@ -104,16 +103,16 @@ class TaggedCallReader:
         self._ends = (*call.end, *section_ends)
         self._own_ends = call.end
         self._options = tuple(filter(None, (call.key_begin, call.json_begin, *self._ends)))
-        """What may stand after the header or a parameter."""
+        """Options after the header or a parameter."""
         self._has_any = False
-        """Whether the call has had a parameter."""
+        """Whether the call has a parameter so far."""
         as_text = frozenset((call.key_begin, *call.end)) if call.may_omit_value_end else frozenset()
         breaks = frozenset((call.key_begin, *self._ends))
         texts = frozenset(filter(None, (call.value_end, call.text_begin)))
         self._value_ends = markers(breaks | texts, only_special=breaks - as_text)
 
     def read(self) -> Reading[str | None]:
-        """Behind `call.begin`. Returns what it has read of what follows the call: the section's end, or None."""
+        """After `call.begin`. Returns the section's end if it was read with the call."""
         reader, call = self._reader, self._call
         name, id, found = yield from read_header(reader, (*call.header_end, call.key_begin, *self._ends), call.header)
         option: str | None = found
@@ -136,7 +135,6 @@ class TaggedCallReader:
         return None if option in self._own_ends else option
 
     def _cut_off(self) -> None:
-        """The call stays incomplete; what is held of it becomes content."""
         if self._reader.is_at_end:
             cut_off(self._reader)
 
@@ -145,7 +143,7 @@ class TaggedCallReader:
         return (yield from self._reader.one_of(self._options))
 
     def _read_parameter(self, function: str) -> Reading[str | None]:
-        """Behind `key_begin`. Returns what follows the parameter, None if that is no part of a call."""
+        """After `key_begin`. Returns what follows the parameter; None if it does not belong to a call."""
         reader, call = self._reader, self._call
         key = yield from self._read_key()
         if key is None:
@@ -165,7 +163,7 @@ class TaggedCallReader:
         return (yield from self._next_option())
 
     def _read_value(self, value: ValueWriter) -> Reading[str]:
-        """Up to what ends the value, which is read and held; "" where the output ends before."""
+        """Returns what ends the value, which is held; "" at the output's end."""
         reader, call = self._reader, self._call
         found = yield from reader.until(self._value_ends, value.push)
         while found and found == call.text_begin:
@@ -222,7 +220,7 @@ class NestedCallReader:
         """Of the call's function."""
 
     def read(self) -> Reading[None]:
-        """Behind `call.begin`."""
+        """After `call.begin`."""
         reader, call = self._reader, self._call
         name, id, _ = yield from read_header(reader, call.header_end, call.header)
         start(reader, self._sink, name, id)
@@ -233,10 +231,8 @@ class NestedCallReader:
             cut_off(reader)
 
     def _read_members(self, description: object, *, is_list: bool, first: str = "", depth: int = 0) -> Reading[bool]:
-        """Those of an object or a list, with the tag that closes it. False where it is not complete.
-
-        first: the name of the first tag, if that is already read
-        """
+        """Of an object or a list, with its closing tag; False if it is incomplete. first: the name of the first tag, if
+        it was read."""
         sink, separator = self._sink, "[" if is_list else "{"
         name: str | None = first or (yield from self._next_member())
         while name:
@@ -254,8 +250,7 @@ class NestedCallReader:
         return True
 
     def _next_member(self) -> Reading[str | None]:
-        """The name of the next tag; "" behind the one that closes what the members belong to, or where the model has
-        ended its output; None where neither is there."""
+        """The name of the next tag; "" after the closing tag or at the end of a complete output; None for neither."""
         reader = self._reader
         reader.hold()
         yield from reader.skip_space()
@@ -266,7 +261,7 @@ class NestedCallReader:
         return (yield from self._read_tag())
 
     def _read_tag(self) -> Reading[str | None]:
-        """Behind its mark: the name of an opening tag, "" for a closing one, None for what is no tag."""
+        """After its mark: the name of an opening tag, "" for a closing one, None if it is no tag."""
         reader, name = self._reader, ""
         yield from reader.skip_space()
         opening = yield from reader.one_of(("<", "</"))
@@ -277,7 +272,7 @@ class NestedCallReader:
         return None if not opening else "" if opening == "</" else name[:-1].strip() or None
 
     def _read_value(self, description: object, depth: int) -> Reading[bool]:
-        """Behind its tag, with the one that closes it. False where it is not complete."""
+        """After its tag, with the closing one; False if it is incomplete."""
         reader = self._reader
         reader.drop()
         types = types_of(description, self._schema)

@@ -1,7 +1,7 @@
-"""Formats whose calls have JSON arguments: in one object with the name, or after a header with the name.
+"""Formats of calls with JSON arguments: in one object with the name, or after a header with the name.
 
-A format is stated as the text that its models write, with `…` for the name and the arguments. Sources: the models' chat
-templates; vLLM's parsers for xLAM, InternLM and LongCat. Families that write the same text share a format.
+A format is given as the text that its models write, with `…` for the name and the arguments. Sources: the models' chat
+templates; vLLM's parsers for xLAM, InternLM and LongCat.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def _json(
     bare_begin: tuple[str, ...] = (),
     form: JsonCall | None = None,
 ) -> ToolCallFormat:
-    """What stands before the object, apart from the bracket of a list, is the marker that begins a section of calls;
-    what stands after it is the marker that ends the section.
+    """The text before the object, without a list's bracket, is the marker that begins a section of calls; the text
+    after it ends the section.
 
     trigger: None: the marker that begins a section
-    takes_list: whether a list is read, although a grammar writes none
-    more_begins, more_ends: markers that are read and not written by a grammar
+    takes_list: a list is read, although grammars write none
+    more_begins, more_ends: markers that are read, but not written by grammars
     """
     before = f"{begin}{call}".partition("{")[0].strip()
     behind = f"{call}{end}".rpartition("}")[2].strip()

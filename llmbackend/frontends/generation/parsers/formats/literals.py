@@ -12,7 +12,7 @@ def _python(
     name: str, begin: str = "", end: str = "", *, is_bare: bool = False, is_list: bool = True
 ) -> ToolCallFormat:
     """begin, end: markers around the calls
-    is_bare: whether calls are also read without markers
+    is_bare: calls are also read without markers
     is_list: False: one call per line, without brackets
     """
     opening, closing, separator = ("[", "]", ", ") if is_list else ("\n", "\n", "\n")

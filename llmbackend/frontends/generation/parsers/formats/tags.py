@@ -1,6 +1,6 @@
-"""Formats whose calls have a tag for each parameter.
+"""Formats of calls with a tag for each parameter.
 
-A format is stated as the text that its models write, with `…` for names, arguments and values; the markers that the
+A format is given as the text that its models write, with `…` for names, arguments and values; the markers that the
 parser reads are the lines of that text. Sources: the models' chat templates; for DeepSeek V3.2 and V4 llama.cpp's and
 the encoders beside the weights; for Dots and Step 3 SGLang's descriptions; for Solar Open 2 vLLM's.
 """
@@ -32,14 +32,14 @@ def _tagged(
     call_end: tuple[str, ...] = (),
     **read: Any,
 ) -> ToolCallFormat:
-    """The first line before a call's name begins the section of calls, and the second line the call. Behind the
-    arguments, the last line ends the section, and a line before it the call.
+    """The first line before a call's name begins the section of calls, the second line the call. After the arguments,
+    the last line ends the section, a line before it the call.
 
     trigger: None: what begins the section
-    text_excludes: what a string cannot hold, besides the tag that ends it
-    more_begins: what begins a section, too, but is not written by a grammar
-    call_end: texts after a call that say nothing
-    read: fields of TaggedCall that differ from what is written, mostly because more is read
+    text_excludes: what a string cannot contain, in addition to its end tag
+    more_begins: further texts that begin a section, which grammars do not write
+    call_end: texts after a call without a meaning
+    read: fields of TaggedCall that differ from the written form
     """
     grammar = CallGrammar.of(
         call, parameter, begin=section[0], separator=separator, end=section[1], json_key_end=json_key_end
@@ -72,7 +72,7 @@ def _tagged(
 
 
 def _dsml(name: str, section: str, tag: str = "｜DSML｜") -> ToolCallFormat:
-    """Where the model says of each value whether it is text."""
+    """The model marks values that are text."""
     return _tagged(
         name,
         f'<{tag}invoke name="…">\n…</{tag}invoke>\n',
