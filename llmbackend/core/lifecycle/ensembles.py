@@ -1,9 +1,5 @@
-"""Ensembles and the models that they are made of: in which order they are loaded, what a change of a model affects, and
-whether an ensemble can serve with its composing models as they are now.
+"""Ensembles and their composing models: load order, what a change of a model affects, validation.
 
-For: model loading. Does not know: requests, how a model is loaded. Invariants: only ensembles depend on models; no load
-order contains a circle; what was unloaded by name is forgotten; in an ensemble that passes, every tensor has one data
-type and shapes that can be equal.
 Source: ValidateEnsembleConfig in Triton's ensemble_utils.cc; CheckNode, ConnectDependencyGraph and the dependency graph
 of its model_repository_manager.cc.
 """
@@ -28,18 +24,20 @@ from .model_versions import ModelVersions
 
 @dataclass
 class Faults:
-    """What one load has found wrong so far. Models go by their keys."""
+    """The faults that one load has found so far, by the models' keys.
+
+    missing: models that no repository has
+    failed: models whose load failed, with the reason
+    invalid: ensembles that cannot serve, with the reason
+    """
 
     missing: Collection[str]
-    """Models that no repository has."""
     failed: dict[str, str] = field(default_factory=dict)
-    """Models whose load failed, with the reason."""
     invalid: dict[str, str] = field(default_factory=dict)
-    """Ensembles that cannot serve, with the reason."""
 
     def of(self, part: str, versions: Collection[int], ready: Collection[int]) -> str:
-        """Why an ensemble cannot use the `versions` (-1 = any) of a composing model whose READY ones are `ready`; ""
-        when it can."""
+        """Why an ensemble cannot use `versions` (-1 = any) of a composing model with the READY versions `ready`; "" =
+        it can."""
         if part in self.invalid:
             return f"which is not valid. Model '{part}' failed with error: {self.invalid[part]}"
         if not ready and part in self.failed:
@@ -51,7 +49,7 @@ class Faults:
 
 
 def validate_ensemble(spec: ModelSpec, versions: ModelVersions, faults: Faults) -> str:
-    """Returns why the ensemble cannot serve; "" when it can. Then it has set whether the ensemble is decoupled."""
+    """Why the ensemble cannot serve; "" = it can, and its configuration's `decoupled` is set."""
     parts = composing_models(spec.config)
     ready = {part: versions.ready_versions(part) for part in parts}
     for part in parts:
@@ -72,7 +70,12 @@ def validate_ensemble(spec: ModelSpec, versions: ModelVersions, faults: Faults) 
 
 @dataclass(eq=False)
 class _Node:
-    """A tensor of the ensemble, as the first model that names it declares it."""
+    """A tensor of the ensemble, as declared by the first model that names it.
+
+    label: number of the decoupled step that its values come from, 0 = none; a step must not mix values with different
+        labels, since nothing tells which of them belong together
+    sibling: shared by all outputs of a step
+    """
 
     model: str
     data_type: int = 0
@@ -80,17 +83,15 @@ class _Node:
     full_dims: tuple[int, ...] = ()  # with the batch dimension
     is_decoupled: bool = False
     label: int = 0
-    """Number of the decoupled step that its values come from, 0 = none. A step must not mix values with different
-    labels, since nothing says which of them belong together."""
     is_visited: bool = False
     before: list[_Node] = field(default_factory=list)
     after: list[_Node] = field(default_factory=list)
-    sibling: _Node | None = None  # shared by all outputs of a step
+    sibling: _Node | None = None
 
 
 def check_tensors(config: ModelConfig, composing: Mapping[str, ModelConfig]) -> bool:
-    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG when the tensors of `config` and of its
-    composing models (by name) do not fit."""
+    """Whether the ensemble is decoupled. Raises TritonError INVALID_ARG when its tensors do not match those of the
+    `composing` models (by name)."""
     batches = config.max_batch_size > 0
     nodes = {tensor.name: _node(config.name, tensor, batches) for tensor in config.input}
     sink = _Node(config.name)
@@ -153,8 +154,8 @@ def _model_node(step: ModelEnsembling.Step, model: ModelConfig, tensor: ModelInp
 
 
 def _matching(ensemble: str, tensor: str, found: _Node, nodes: dict[str, _Node]) -> _Node:
-    """The node of the ensemble's `tensor`, after checking that `found` declares the same. Variable sizes are checked at
-    each request."""
+    """The node of the ensemble's `tensor`, after a check that `found` matches. Variable sizes are checked per
+    request."""
     known = nodes.setdefault(tensor, found)
     prefix = f"in ensemble {ensemble}, ensemble tensor {tensor}: "
     if known.data_type != found.data_type:
@@ -180,8 +181,7 @@ def _link(step: ModelEnsembling.Step, model: ModelConfig, nodes: Mapping[str, _N
 
 
 def _decoupled_labels(config: ModelConfig, nodes: Mapping[str, _Node]) -> int:
-    """How many decoupled steps there are. Raises TritonError INVALID_ARG for a step that mixes
-    values of several."""
+    """The number of decoupled steps. Raises TritonError INVALID_ARG for a step that mixes values of several."""
     labels = 0
     ready = deque(nodes[tensor.name] for tensor in config.input)
     for node in ready:
@@ -215,7 +215,7 @@ def _common_label(ensemble: str, before: Iterable[_Node], model: str) -> int:
 
 
 Parts = Mapping[str, Collection[str]]
-"""A model's key → the keys of the models it is made of."""
+"""A model's key → the keys of its composing models."""
 
 
 def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
@@ -223,8 +223,7 @@ def parts_of(specs: Mapping[str, ModelSpec]) -> dict[str, list[str]]:
 
 
 def circles(parts: Parts) -> dict[str, str]:
-    """By model: why one that depends on itself cannot be loaded, in Triton's words and with the names that Triton
-    gives, which are not always those of the model itself."""
+    """By model that depends on itself: Triton's error text, whose names are not always those of the model."""
     reasons: dict[str, str] = {}
 
     def search(current: str, start: str, seen: set[str]) -> str:
@@ -246,7 +245,7 @@ def circles(parts: Parts) -> dict[str, str]:
 
 
 def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
-    """`names` in groups, each model after all that it is made of; the members of a circle are in one group."""
+    """`names` in groups, each model after its composing models; the members of a circle are in one group."""
     waiting = sorted(set(names))
     in_circles = circles(parts)
     levels = []
@@ -259,7 +258,7 @@ def in_levels(names: Iterable[str], parts: Parts) -> list[list[str]]:
 
 
 class ModelDependencies:
-    """Any thread may use it."""
+    """The recorded ensembles, and which models were requested by name. Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -267,7 +266,7 @@ class ModelDependencies:
         self._explicit: set[str] = set()
 
     def remember(self, specs: Iterable[ModelSpec], explicit: Collection[str]) -> None:
-        """Records models that are about to be loaded. explicit: keys requested by name, not as composing models."""
+        """Records models before their load. explicit: keys requested by name, not as composing models."""
         with self._lock:
             for spec in specs:
                 if spec.key in explicit:
@@ -278,12 +277,11 @@ class ModelDependencies:
                     self._ensembles.pop(spec.key, None)
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The specification of a recorded ensemble."""
         with self._lock:
             return self._ensembles.get(name)
 
     def forget(self, name: str, with_parts: bool) -> list[str]:
-        """The models to unload for `name`: itself and, with_parts, composing models that no ensemble needs and that
+        """The models to unload with `name`: itself and, with_parts, composing models that no ensemble needs and that
         were not requested by name."""
         with self._lock:
             removed = [name]
@@ -295,7 +293,7 @@ class ModelDependencies:
             return removed
 
     def affected_by(self, names: Collection[str]) -> list[str]:
-        """The ensembles that are made of any of `names`, directly or not, each after those that it is made of."""
+        """The ensembles that contain any of `names`, directly or not, each after its composing models."""
         with self._lock:
             parts = parts_of(self._ensembles)
         affected: set[str] = set()

@@ -1,8 +1,7 @@
-"""From model names to serving versions: poll the repository, find the backend, load in order of dependence, swap in.
+"""From model names to serving versions: poll the repository, find the backend, load in order of dependence.
 
-For: the server and poll mode. Does not know: server states, protocols. Invariants: a model is loaded after the models
-that it is made of, and again when one of them changed; loads that share a model run one after the other, others side by
-side; names of models that do not exist leave no state behind.
+Invariants: an ensemble is loaded after its composing models, and again when one of them changed; loads that share a
+model run one after the other, others in parallel; names of models that do not exist leave no state.
 Source: LoadUnloadModels and LoadModelByDependency in Triton's model_repository_manager.cc.
 """
 
@@ -84,7 +83,7 @@ class ModelLoader:
         )
 
     def startup_models(self) -> list[str]:
-        """Names of the models to load at start. Raises TritonError INVALID_ARG for '*' next to other names."""
+        """Names of the models to load at start. Raises TritonError INVALID_ARG for '*' with other names."""
         names = list(dict.fromkeys(self._options.startup_models))
         if self._options.model_control_mode == "explicit":
             if ALL_MODELS not in names:
@@ -94,18 +93,16 @@ class ModelLoader:
         return list(dict.fromkeys(sources[0].name for sources in self.repository.listing().values()))
 
     def load(self, name: str, parameters: LoadParameters | None = None) -> None:
-        """Loads or reloads every model of that name, and the models that it is made of; blocks until done. Loaded
-        models whose files did not change are left alone.
-
-        Raises TritonError: INTERNAL when it cannot be polled, INVALID_ARG for a bad name or path and when it fails.
-        """
+        """Loads or reloads every model of that name, with its composing models; blocks until done. Loaded models
+        without changed files are left alone. Raises TritonError: INTERNAL when it cannot be polled, INVALID_ARG for an
+        invalid name or path and when the load fails."""
         errors = self.load_together({name: parameters})
         if errors:
             raise _joined(list(errors.values()))
 
     def load_together(self, wanted: Mapping[str, LoadParameters | None]) -> dict[str, TritonError]:
-        """As `load` for several models, side by side where none is made of another. Returns the errors of those that
-        failed, by key."""
+        """As `load` for several models, in parallel where they do not depend on each other. Returns the errors by
+        key."""
         with self._hold_and_poll(wanted) as polled:
             specs = {key: spec for key, spec in polled.items() if isinstance(spec, ModelSpec)}
             errors = {key: error for key, error in polled.items() if isinstance(error, TritonError)}
@@ -118,10 +115,11 @@ class ModelLoader:
         return {key: error for key, error in errors.items() if key in asked}
 
     def unload(self, name: str, unload_dependents: bool = False) -> None:
-        """Begins to unload every model of that name, and every ensemble that is made of it; unknown models are ignored.
-        With `unload_dependents` also the composing models of an ensemble that were loaded only for it.
+        """Begins to unload every model of that name, and every ensemble that contains it. Ignores unknown models.
 
-        Raises TritonError INVALID_ARG for a bad name, INTERNAL when a concurrent load left versions that serve.
+        unload_dependents: also composing models of an ensemble that were loaded only for it
+
+        Raises TritonError INVALID_ARG for an invalid name, INTERNAL when a concurrent load left versions that serve.
         """
         check_model_name(name)
         for key in self.names.keys(name):
@@ -144,12 +142,12 @@ class ModelLoader:
             self.lifecycle.unload(ensemble)
 
     def is_current(self, source: ModelSource) -> bool:
-        """Whether what serves was loaded from the files as they are now."""
+        """Whether the serving versions were loaded from the current files."""
         loaded = self.lifecycle.versions.loaded_spec(source.key)
         return loaded is not None and loaded.signature == self.repository.signature(source)
 
     def is_linked(self, key: str) -> bool:
-        """False for a loaded ensemble whose steps now mean models of other namespaces."""
+        """False for a loaded ensemble whose steps now refer to models of other namespaces."""
         loaded = self.lifecycle.versions.loaded_spec(key)
         return loaded is None or self.repository.is_linked(loaded)
 
@@ -161,8 +159,8 @@ class ModelLoader:
     def _hold_and_poll(
         self, wanted: Mapping[str, LoadParameters | None]
     ) -> Iterator[dict[str, ModelSpec | TritonError]]:
-        """Holds the locks of the wanted models and of all models that they are made of. Gives each, by key, as the
-        repository has it, or why it cannot be polled."""
+        """Holds the locks of the wanted models and their composing models. Yields, by key, the specification of each,
+        or why it cannot be polled."""
         names = set(wanted)
         while True:
             with ExitStack() as locks:
@@ -187,7 +185,7 @@ class ModelLoader:
         return polled
 
     def _update_ensembles(self, changed: set[str], done: Collection[str]) -> None:
-        """Reloads or unloads the ensembles that are made of changed models."""
+        """Reloads or unloads the ensembles that contain changed models."""
         for name in self._dependencies.affected_by(changed):
             if name in done:
                 continue
@@ -227,19 +225,16 @@ class ModelLoader:
 
 
 def _joined(errors: Sequence[TritonError]) -> TritonError:
-    """One error for all models of a name. Errors of failed loads, which say more, go before those of failed polls."""
+    """One error for all models of a name; errors of failed loads come before those of failed polls."""
     first = sorted(errors, key=lambda error: error.code is not ErrorCode.INVALID_ARG)[0]
     same = dict.fromkeys(error.message for error in errors if error.code is first.code)
     return first if len(same) == 1 else TritonError("".join(same), first.code)
 
 
 class LoadOperation:
-    """One load of some models, level by level: each model after the models that it is made of, models of one level side
-    by side. A loaded model that did not change is left alone, unless a model that it is made of changed. An ensemble
-    that cannot serve is unloaded. The caller holds the locks of these models.
-
-    Source: LoadModelByDependency in Triton's model_repository_manager.cc.
-    """
+    """One load of some models, level by level: ensembles after their composing models, the models of a level in
+    parallel. A loaded model that did not change is left alone, unless a composing model changed. An ensemble that
+    cannot serve is unloaded. The caller holds the locks of these models."""
 
     def __init__(
         self,
@@ -249,13 +244,9 @@ class LoadOperation:
         missing: Collection[str] = (),
         changed: Collection[str] = (),
     ) -> None:
-        """load: loads one model
-        specs: by key
-        missing: keys of models that no repository has
-        changed: keys of models that changed before
-        """
-        self.changed = set(changed)  # keys of models whose service began, changed or ended
-        self.errors: dict[str, TritonError] = {}  # by key: why a model could not be loaded
+        """load: loads one model; the others are models by key, and keys of absent and of already changed ones."""
+        self.changed = set(changed)  # keys of models that began or ended to serve, or changed
+        self.errors: dict[str, TritonError] = {}  # by key
         self._lifecycle = lifecycle
         self._load_spec = load
         self._specs = specs
@@ -307,14 +298,16 @@ class LoadOperation:
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What differs between the repositories and what serves."""
+    """The differences between the repositories and the serving models.
+
+    load: names of models that are new or changed
+    link: keys of ensembles whose steps now refer to models of other namespaces
+    unload: keys of models that are gone, or are now in several repositories
+    """
 
     load: Sequence[str]
-    """Names of models that are new or have changed."""
     link: Sequence[str]
-    """Keys of ensembles whose steps now mean models of other namespaces."""
     unload: Sequence[str]
-    """Keys of models that are gone, or are now in several repositories."""
 
 
 def find_changes(loader: ModelLoader) -> Changes:
@@ -340,7 +333,7 @@ def _changed(loader: ModelLoader, sources: Mapping[str, ModelSource]) -> list[st
 
 
 class RepositoryPoller:
-    """Polls on its own thread, since a load may take minutes."""
+    """Polls on its own thread."""
 
     def __init__(self, loader: ModelLoader, interval_s: float) -> None:
         self._loader = loader
@@ -353,7 +346,7 @@ class RepositoryPoller:
         self._thread.start()
 
     def stop(self) -> None:
-        """Begins no further poll. One that is under way ends with its loads."""
+        """Begins no further poll; a running one finishes its loads."""
         self._stopped.set()
 
     def join(self) -> None:
@@ -361,13 +354,13 @@ class RepositoryPoller:
             self._thread.join()
 
     def poll(self) -> None:
-        """Loads and unloads until what serves agrees with the repositories. Logs errors."""
+        """Loads and unloads until the serving models agree with the repositories. Logs errors."""
         try:
             changes = find_changes(self._loader)
         except OSError as error:
             log.error("failed to poll model repository '%s': %s", error.filename, error.strerror)
             return
-        # Before the models that they have used go, so that they serve throughout.
+        # Before their old composing models are unloaded, so that they serve throughout.
         self._loader.load_together(dict.fromkeys(changes.link))
         for key in changes.unload:
             self._loader.unload_key(key)

@@ -1,8 +1,7 @@
-"""The state of every version of every model: the table that the life cycle changes and everything else reads.
+"""The state of every version of every model: the table that the life cycle changes and all others read.
 
-For: ModelLifecycle, which alone calls the methods that change it, and all parts that look models up. Does not know: how
-a model is loaded. Invariants: one lock guards all of it; a version READY or UNLOADING has a model; a model that may
-hold requests is at any time either serving or draining; a load changes all of its versions or none.
+Invariants: one lock guards the table; a version READY or UNLOADING has a model; a model that may have requests is
+either serving or draining; a load changes all of its versions or none.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class VersionEntry:
     model: LoadedModel | None = None
 
     def stop_serving(self) -> LoadedModel | None:
-        """Takes the version out of service. Returns the model that must be retired, if one served."""
+        """Takes the version out of service. Returns the model to retire, if one served."""
         if self.state is ModelReadyState.READY:
             self.state = ModelReadyState.UNLOADING
             return self.model
@@ -53,15 +52,17 @@ class VersionEntry:
 
 @dataclass
 class ModelEntry:
-    """All versions of one model."""
+    """All versions of one model.
+
+    spec: what the serving versions were loaded from; None when nothing serves
+    told: state and reason of each version as the listener knows them
+    operation: number of loads and unloads so far; a load that finds a higher number than its own was overtaken
+    """
 
     versions: dict[int, VersionEntry]
     spec: ModelSpec | None = None
-    """What the serving versions were loaded from; None when nothing serves."""
     told: dict[int, tuple[ModelReadyState, str]] = field(default_factory=dict)
-    """State and reason of each version as the listener knows them."""
     operation: int = 0
-    """Number of loads and unloads so far. A load that finds a higher number than its own was overtaken."""
 
     def fail_load(self, wanted: Collection[int], errors: Mapping[int, TritonError]) -> None:
         """Marks the wanted versions that do not serve UNAVAILABLE. errors: by version."""
@@ -72,7 +73,7 @@ class ModelEntry:
                 version.reason = errors[number].status if number in errors else UNLOADED
 
     def swap_in(self, spec: ModelSpec, models: Mapping[int, LoadedModel]) -> list[LoadedModel]:
-        """Serves `models` and nothing else. Returns the models that are replaced or no longer wanted."""
+        """Serves only `models`. Returns the models to retire."""
         retired: list[LoadedModel] = []
         for number, version in self.versions.items():
             if number in models:
@@ -87,19 +88,18 @@ class ModelEntry:
 
 @dataclass(frozen=True)
 class Load:
-    """One load under way."""
+    """A running load. updated: serving versions that are changed in place, with `in_flight` entered until it ends."""
 
     spec: ModelSpec
     operation: int
     updated: Mapping[int, LoadedModel]
-    """Serving versions that are changed in place; `in_flight` of each is entered until the load ends."""
 
 
 class ModelVersions:
     """Models go by their ModelIdentifier. Any thread."""
 
     def __init__(self, on_change: StateListener = lambda *change: None) -> None:
-        self.operations = InFlight()  # loads and retirements under way
+        self.operations = InFlight()  # loads and retirements
         self._on_change = on_change
         self._lock = threading.Lock()
         self._models: dict[str, ModelEntry] = {}
@@ -123,28 +123,25 @@ class ModelVersions:
         return [number for number, (state, _) in self.states(name).items() if state is ModelReadyState.READY]
 
     def loaded_spec(self, name: str) -> ModelSpec | None:
-        """What the serving versions were loaded from; None when nothing serves."""
         with self._lock:
             entry = self._models.get(name)
             return entry.spec if entry is not None else None
 
     def acquire(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
-        """A READY model with its `in_flight` entered; the caller leaves it. -1 = the highest READY version.
-
-        Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts.
-        """
+        """A READY model with its `in_flight` entered; -1 = the highest READY version. Raises TritonError NOT_FOUND or
+        UNAVAILABLE with Triton's texts."""
         with self._lock:
             model = self._ready_model(name, version)
             model.in_flight.enter()
             return model
 
     def get(self, name: ModelIdentifier, version: int = -1) -> LoadedModel:
-        """As `acquire`, without entering `in_flight`: for reading what stays valid after an unload."""
+        """As `acquire`, without entering `in_flight`: for what stays valid after an unload."""
         with self._lock:
             return self._ready_model(name, version)
 
     def ready_models(self, name: ModelIdentifier | None = None) -> list[LoadedModel]:
-        """Every serving version (of one model, or of all), sorted by name and version."""
+        """The serving versions (of one model, or of all), sorted by name and version."""
         with self._lock:
             found = [
                 version.model
@@ -155,7 +152,7 @@ class ModelVersions:
         return sorted(found, key=lambda model: (model.name, model.version))
 
     def live_models(self) -> list[LoadedModel]:
-        """Serving and draining ones: all that may hold requests."""
+        """Serving and draining ones: all that may have requests."""
         ready = self.ready_models()
         with self._lock:
             return ready + [model for model in self._draining if model not in ready]
@@ -185,13 +182,13 @@ class ModelVersions:
             self._is_closing = True
 
     def note_without_versions(self, name: str) -> None:
-        """Remembers a model without a version to load until it is unloaded; a serving model keeps serving."""
+        """Records a model without a version to load until it is unloaded; a serving model keeps serving."""
         with self._lock:
             self._models.setdefault(name, ModelEntry({}))
 
     def begin_load(self, spec: ModelSpec, can_update: Callable[[LoadedModel], bool]) -> Load:
-        """Versions that do not serve become LOADING; those that do serve on. `can_update` says which serving versions
-        are changed in place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
+        """Versions that do not serve become LOADING; the others keep serving. can_update: which of these are changed in
+        place. `end_load` must follow. Raises TritonError UNAVAILABLE after `refuse_loads`."""
         with self._lock:
             if self._is_closing:
                 raise unavailable(STOPPING)
@@ -212,10 +209,8 @@ class ModelVersions:
     def swap(
         self, load: Load, models: Mapping[int, LoadedModel], errors: Mapping[int, TritonError]
     ) -> tuple[bool, list[LoadedModel]]:
-        """Puts all new models into service, or none when there are errors or a newer operation overtook the load.
-
-        Returns whether it was overtaken, and the models to retire, which count as draining from now on.
-        """
+        """Puts all new models into service, or none after errors or when a newer operation overtook the load. Returns
+        whether it was overtaken, and the models to retire, which are draining from now on."""
         with self._lock:
             entry = self._models[load.spec.key]
             is_outdated = entry.operation != load.operation
@@ -235,8 +230,8 @@ class ModelVersions:
         self.operations.leave()
 
     def stop_serving(self, name: str) -> list[LoadedModel]:
-        """Takes every version of a model out of service, and overtakes loads under way. Returns the models to retire,
-        which count as draining from now on."""
+        """Takes every version of a model out of service, and overtakes running loads. Returns the models to retire,
+        which are draining from now on."""
         with self._lock:
             entry = self._models.get(name)
             if entry is None:
@@ -252,7 +247,7 @@ class ModelVersions:
             return retired
 
     def end_draining(self, model: LoadedModel) -> None:
-        """The model is finalised. Its retirement counts as an operation until `operations.leave`."""
+        """The model was finalised. Its retirement counts as an operation until `operations.leave`."""
         with self._lock:
             self._draining.discard(model)
             for version in self._models[model.key].versions.values():
@@ -262,7 +257,7 @@ class ModelVersions:
             self._tell_changes(model.key, self._models[model.key])
 
     def _tell_changes(self, name: str, entry: ModelEntry) -> None:
-        """Tells the listener which versions of the model have another state or reason than at the last call."""
+        """Notifies the listener of versions whose state or reason changed since the last call."""
         now = {number: (version.state, version.reason) for number, version in entry.versions.items()}
         changed = [number for number in now if now[number] != entry.told.get(number)]
         entry.told = now
@@ -284,8 +279,8 @@ class ModelVersions:
 
 
 def ready_version(name: str, version: int, states: Mapping[int, ModelReadyState] | None) -> int:
-    """The READY version that a request means. version: -1 = the highest READY one; states: of the model's versions,
-    None for an unknown model. Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
+    """The READY version of a request. version: -1 = the highest; states: of the versions, None for an unknown model.
+    Raises TritonError NOT_FOUND or UNAVAILABLE with Triton's texts."""
     if states is None:
         raise not_found(f"{_unknown(name)} is not found")
     if version >= 0:

@@ -1,8 +1,8 @@
 """The instances of one model version and their threads: created, started, changed while the model serves, stopped.
 
-For: LoadedModel. Does not know: why instances change. Invariants: an instance is served by one thread, a passive one by
-none; a change that fails leaves the others as they were; a removed instance is finalised when its thread has ended and
-its requests are over. Source: TritonModelInstance, TritonBackendThread and UpdateInstanceGroup in Triton's core.
+Invariants: an instance is served by one thread, a passive one by none; a change that fails changes nothing; a removed
+instance is finalised when its thread and its requests have ended.
+Source: TritonModelInstance, TritonBackendThread and UpdateInstanceGroup in Triton's core.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 Samples = Callable[[], Sequence[WarmupSample]]
-"""Makes the samples that an instance executes before its first request."""
+"""Makes the warmup samples of an instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInst
 
 
 def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance]) -> InstanceChange:
-    """Keeps a present instance for each wanted one of equal `signature`, preferably of equal name. A kept
-    instance keeps its own name. Names alone make no difference, as in Triton."""
+    """Keeps a present instance, with its name, for each wanted one of equal `signature`, preferably of equal name.
+    Names alone make no difference, as in Triton."""
     free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
     for instance in present:
         free[instance.signature][instance.name] = instance
@@ -76,13 +76,11 @@ def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance])
 
 
 class InstanceSet:
-    """Order of calls: `create`, `start`, any number of `add` and `settle`, `stop`, `finalize`. It holds no reference to
+    """Order of calls: `create`, `start`, any number of `add` and `settle`, `stop`, `finalize`. It has no reference to
     the model, so that an unloaded model is freed at once, with its temporary directory."""
 
     def __init__(self, model: str, backend: LoadedBackend, rate_limiter: RateLimiter, live: LiveRequests) -> None:
-        """model: its name
-        live: the requests that may be with an instance
-        """
+        """model: its name. live: the model's requests."""
         self.all: tuple[LoadedInstance, ...] = ()
         self._model = model
         self._backend = backend
@@ -103,19 +101,17 @@ class InstanceSet:
         return sum(thread.is_alive() for thread in tuple(self._removals))
 
     def create(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises them. Raises the backend's TritonError; `finalize` must follow then, too."""
+        """Initialises them. Raises the backend's TritonError; `finalize` must follow also then."""
         self.all = tuple(instances)
         self._initialize(self.all)
 
     def start(self, scheduler: Scheduler, samples: Samples) -> None:
-        """Warms up every instance, then takes batches from `scheduler`.
-
-        Raises TritonError when a warmup fails, or when an instance needs more than the rate limiter has."""
+        """Warms up every instance, then takes batches from `scheduler`. Raises TritonError when a warmup fails, or an
+        instance needs more than the rate limiter has."""
         self._start_threads(self.all, scheduler, samples)
 
     def add(self, wanted: Sequence[LoadedInstance], scheduler: Scheduler, samples: Samples) -> InstanceChange:
-        """Starts the wanted instances that are not present; the others serve on. `settle` completes the change.
-
+        """Starts the wanted instances that are not present; the others keep serving. `settle` completes the change.
         Raises TritonError when a new one fails; then nothing has changed."""
         change = compare(self.all, wanted)
         try:
@@ -159,7 +155,7 @@ class InstanceSet:
         self._threads = []
 
     def _initialize(self, instances: Sequence[LoadedInstance]) -> None:
-        """Initialises every instance even when one fails; raises the last error, as Triton does."""
+        """Initialises every instance, also when one fails; raises the last error, as Triton."""
         workers = len(instances) if self._backend.attributes().parallel_instance_loading else 1
         with ThreadPoolExecutor(max(workers, 1), thread_name_prefix=f"load-{self._model}") as pool:
             futures = [pool.submit(instance.initialize) for instance in instances]
@@ -186,7 +182,7 @@ class InstanceSet:
                 thread.source.admit()
 
     def _thread_groups(self, instances: Sequence[LoadedInstance], has_sequences: bool) -> list[list[LoadedInstance]]:
-        """The instances of each thread. Under DEVICE_BLOCKING instances on one GPU share a thread, except in a model
+        """The instances of each thread. With DEVICE_BLOCKING, instances on one GPU share a thread, except in a model
         with sequences, which are bound to one instance. Passive instances have no thread."""
         groups: dict[object, list[LoadedInstance]] = {}
         blocking = self._backend.execution_policy is ExecutionPolicy.DEVICE_BLOCKING
@@ -200,19 +196,19 @@ class InstanceSet:
         return list(groups.values())
 
     def _remove(self, instances: Sequence[LoadedInstance]) -> None:
-        """Idle instances are finalised on return, busy ones later, each on its own thread."""
+        """Finalises idle instances, and busy ones later, each on its own thread."""
         idle = [removal for instance in instances if (removal := self._begin_removal(instance)) is not None]
         for removal in idle:
             removal.join()
 
     def _begin_removal(self, instance: LoadedInstance) -> threading.Thread | None:
-        """The thread that removes it; None for a busy instance, whose removal should not be waited for."""
-        thread = next((one for one in self._threads if one.serves(instance)), None)
+        """The thread that removes it; None for a busy instance."""
+        thread = next((one for one in self._threads if instance in one.instances), None)
         is_busy = False
         if thread is not None:
             self._threads.remove(thread)
             assert isinstance(thread.source, ElasticSource), "are_elastic comes first"
-            is_busy = thread.source.dismiss(thread.thread)
+            is_busy = thread.source.dismiss(thread)
         if not is_busy:
             self._rate_limiter.unregister(instance)
             is_busy = bool(self._live.with_instance(instance))

@@ -1,8 +1,7 @@
 """One version of a model, with its instances, scheduler and statistics. Source: TritonModel in Triton's core.
 
-For: the life cycle (load, finalise) and the server (infer). Does not know: other versions, repositories, protocols.
-Invariants: what was initialised is finalised once, in reverse order, also when a later step of the load failed; every
-request counts in `in_flight` until its last handle is dropped.
+Invariants: what was initialised is finalised once, in reverse order, also after a failed load; every request counts in
+`in_flight` until its last handle is dropped.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ ANSWER_TIMEOUT_S = 6.0
 
 
 class _Question:
-    """One call of the backend, on one of `threads`."""
+    """One call of `ask` on one of `threads`. Raises RuntimeError when there is no thread."""
 
     def __init__(self, ask: Callable[[], None], threads: KeptThreads) -> None:
-        """Raises RuntimeError where there is no thread."""
         self._answered = threading.Event()
         self._reason = ""
         self._deadline_s = time.monotonic() + ANSWER_TIMEOUT_S
@@ -71,14 +69,14 @@ class _Question:
         return self._answered.is_set()
 
     def answer(self, timeout_s: float) -> str:
-        """The backend's reason, "" = ready."""
+        """The backend's reason; "" = ready."""
         if self._answered.wait(max(min(self._deadline_s - time.monotonic(), timeout_s), 0.0)):
             return self._reason
         return f"its backend did not report within {timeout_s:g} s whether it is ready"
 
 
 class Readiness:
-    """The readiness of one model version. Any thread."""
+    """The readiness of one model version; one question at a time. Any thread."""
 
     def __init__(self, name: str, version: int) -> None:
         self._name = name
@@ -90,10 +88,11 @@ class Readiness:
         self._closed = False
 
     def reason(self, ask: Callable[[], None], timeout_s: float | None = None) -> str:
-        """Why the version is not ready; "" when it is. `ask` raises TritonError when it is not ready. It is called on
-        another thread, and no reference to it is kept.
+        """Why the version is not ready; "" = it is ready.
 
-        timeout_s: for who cannot wait as long as ANSWER_TIMEOUT_S; no answer within it is no change."""
+        ask: raises TritonError when it is not ready; called on another thread, no reference is kept
+        timeout_s: if shorter than ANSWER_TIMEOUT_S; no answer within it is not logged as a change
+        """
         with self._lock:
             if self._closed:
                 return "it is being unloaded"
@@ -109,7 +108,7 @@ class Readiness:
         return reason
 
     def close(self) -> None:
-        """Refuses questions and waits for the one under way, so that no finalised instance is asked."""
+        """Refuses questions and waits for the current one, so that no finalised instance is asked."""
         with self._lock:
             self._closed = True
             question = self._question
@@ -135,7 +134,7 @@ def new_scheduler(
     services: HostServices,
     strategy: BatchStrategy | None = None,
 ) -> Scheduler:
-    """Raises TritonError INVALID_ARG for an error in the configuration that earlier checks do not find."""
+    """Raises TritonError INVALID_ARG for an invalid configuration that earlier checks did not find."""
     scheduler: Scheduler
     if config.HasField("ensemble_scheduling"):
         scheduler = EnsembleScheduler(config, services.host)
@@ -168,7 +167,7 @@ def _with_cache(scheduler: Scheduler, model: ChannelOwner, services: HostService
 
 @dataclass(frozen=True, slots=True)
 class _Serving:
-    """What a model serves with; made by `load`, once the backend has completed the configuration."""
+    """Made by `load` when the backend has completed the configuration."""
 
     description: Description
     latencies: Latencies
@@ -190,7 +189,7 @@ class LoadedModel:
         auto_complete_config: bool,
         starts_instances: bool = True,
     ) -> None:
-        """starts_instances: false = `forecast` takes the place of instances, and no request can be served."""
+        """starts_instances: false = the backend's `forecast` instead of instances; no request can be served."""
         self.state: Any = None
         self.name = spec.name
         self.key = spec.key
@@ -214,7 +213,7 @@ class LoadedModel:
         self._host: ModelHost = services.host
         self.instance_set = InstanceSet(self.name, backend, services.rate_limiter, self.live_requests)
         self._readiness = Readiness(self.name, version)
-        self.spec = spec  # keeps a temporary directory of the model alive
+        self.spec = spec  # keeps the model's temporary directory
         self._config = ServedConfig(spec.config, backend, services.gpus, auto_complete_config)
         self._strategy: BatchStrategy | None = None
         self._serving: _Serving | None = None
@@ -247,7 +246,7 @@ class LoadedModel:
         self._config.complete(config)
 
     def load(self) -> None:
-        """Initialises model and instances and starts serving. Raises TritonError, after finalising everything."""
+        """Initialises model and instances and starts serving. Finalises everything before it raises TritonError."""
         start_s = time.monotonic()
         try:
             self._config.complete_instance_groups()
@@ -261,26 +260,21 @@ class LoadedModel:
         self.statistics.load_duration_s = time.monotonic() - start_s
 
     def update_instances(self, spec: ModelSpec) -> None:
-        """Adds and removes instances until they are those of `spec`; the others serve on. The caller has entered
-        `in_flight`.
-
-        Raises TritonError when a new instance fails; then nothing has changed.
-        """
+        """Adds and removes instances until they are those of `spec`; the others keep serving. The caller has entered
+        `in_flight`. Raises TritonError when a new instance fails; then nothing has changed."""
         config = self._config.with_instances_of(spec.config)
         change = self.instance_set.add(new_instances(self, config), self._loaded.scheduler, self._warmup_samples)
         self.spec, self._config.current = spec, config
         self.instance_set.settle(change)
 
     def not_ready_reason(self, timeout_s: float | None = None) -> str:
-        """Why the backend says that an instance is not ready (ModelInstanceReady); "" = ready. Takes seconds at most,
-        or `timeout_s`."""
+        """Why an instance is not ready (ModelInstanceReady); "" = ready. Takes at most seconds, or `timeout_s`."""
         if not self.backend.functions.has("TRITONBACKEND_ModelInstanceReady"):
             return ""
         return self._readiness.reason(self.instance_set.check_ready, timeout_s)
 
     def finalize(self) -> None:
-        """Stops the instance threads, then finalises instances and model. The caller has waited until nothing is
-        `in_flight`."""
+        """Stops the instance threads, then finalises instances and model. Nothing is `in_flight`."""
         self._readiness.close()
         if self._serving is not None:
             self._serving.scheduler.stop()
@@ -300,11 +294,9 @@ class LoadedModel:
     def infer(
         self, request: InferenceRequest, callback: ResponseCallback, observer: RequestObserver | None = None
     ) -> ResponseChannel:
-        """Validates and enqueues. The caller has entered `in_flight`; it is left when the request's last handle is
-        dropped.
-
-        Raises TritonError when refused; then neither callback nor observer is called, and `in_flight` is left.
-        """
+        """Validates and enqueues. The caller has entered `in_flight`, which is left when the request's last handle is
+        dropped. Raises TritonError when refused; then neither callback nor observer is called, and `in_flight` is
+        left."""
         serving = self._serving
         assert serving is not None, "load() comes first"
         try:
@@ -387,7 +379,6 @@ class LoadedModel:
         return self._serving
 
     def _start_serving(self, config: ModelConfig) -> None:
-        """From a model that is initialised to one that accepts requests."""
         latencies = Latencies(config, self._services.metrics)
         self.statistics.summaries = latencies.summaries
         transforms = ResponseTransforms(config, self.directory, latencies.first_response)

@@ -1,9 +1,8 @@
-"""One instance of a model and the thread that executes. Source: TritonModelInstance, TritonBackendThread in Triton's
-core.
+"""One instance of a model, the thread that executes, and the requests in flight.
 
-For: InstanceSet and warmup. Does not know: queue policies, repositories. Invariants: Execute is never called twice at
-once for one instance; after Execute raised, the host completes and releases every request of the batch; Finalize is
-called exactly once, also after a failed Initialize.
+Invariants: calls of Execute for one instance do not overlap; after Execute raised, the host completes and releases
+every request of the batch; Finalize is called exactly once, also after a failed Initialize.
+Source: TritonModelInstance, TritonBackendThread in Triton's core.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol
 
 from tritonclient.grpc.model_config_pb2 import ModelInstanceGroup
@@ -41,7 +39,7 @@ from ..scheduling.scheduler import Batches, BatchSource
 
 
 class InFlight:
-    """An explicit count of open handles. Any thread may enter, leave or wait."""
+    """A count of open handles. Any thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -58,8 +56,7 @@ class InFlight:
             self._entered += 1
 
     def leave(self) -> int | None:
-        """Closes one handle. If it was the last open one, returns how many were ever opened (see `is_idle_since`),
-        otherwise None."""
+        """Closes one handle. Returns how many were ever opened if it was the last open one, else None."""
         with self._changed:
             assert self._count > 0, "leave() without enter()"
             self._count -= 1
@@ -74,14 +71,14 @@ class InFlight:
             return self._count == 0 and self._entered == entered
 
     def wait_for_zero(self, timeout_s: float | None = None) -> bool:
-        """Blocks until no handle is open; False when `timeout_s` passed first."""
+        """Blocks until no handle is open; False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: self._count == 0, timeout_s)
 
 
 class LiveRequests:
-    """The requests that are not over yet. Adding, removing and finding by id are O(1). Client ids may repeat; the empty
-    id finds nothing. Any thread."""
+    """The requests that have not ended, also by client id, which may repeat; the empty id finds nothing. Operations are
+    O(1). Any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -95,7 +92,6 @@ class LiveRequests:
 
     @property
     def id_count(self) -> int:
-        """How many different ids are registered."""
         return len(self._by_id)
 
     def add(self, channel: ResponseChannel) -> None:
@@ -154,11 +150,11 @@ class InstanceOwner(Model, ChannelOwner, Protocol):
     @property
     def host_policies(self) -> Mapping[str, HostPolicy]: ...
     def enter(self) -> None:
-        """Counts one more request in flight; `request_done` counts it out."""
+        """Counts one more request in flight, until `request_done`."""
 
 
 class LoadedInstance:
-    """backend_api.ModelInstance, and WatchedInstance for the hub. Instances of equal `signature` are
+    """backend_api.ModelInstance, and WatchedInstance for the hub. Instances with equal `signature` are
     interchangeable."""
 
     def __init__(
@@ -179,11 +175,10 @@ class LoadedInstance:
         self.source = Source(model.name, str(model.version), name)
         self.activity = Reporter(model.activity_hub, self.source)
         self._is_initialized = False
-        self._reports = self._functions.has(WATCH)
-        """Whether the backend reports its requests."""
+        self._reports = self._functions.has(WATCH)  # whether the backend reports its requests
 
     def initialize(self) -> None:
-        """Raises the backend's TritonError; `finalize` must follow then, too."""
+        """Raises the backend's TritonError; `finalize` must follow also then."""
         self.model.activity_hub.add_instance(self)
         try:
             with self.host_policy.bound():
@@ -218,7 +213,7 @@ class LoadedInstance:
         return InstanceDescription(state="ready", requests=tuple(map(_request_of, channels)))
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """What it holds now; empty where its backend does not tell."""
+        """Empty when the backend does not report it."""
         if not self._is_initialized or not self._functions.has(MEMORY_USAGE):
             return ()
         try:
@@ -229,7 +224,7 @@ class LoadedInstance:
             return ()
 
     def request_done(self, channel: ResponseChannel) -> None:
-        """A request that the instance had is over."""
+        """A request of the instance has ended."""
         if not self._reports:
             reason = "abort" if channel.is_cancelled else ""
             end = RequestEnd(request=channel.number, time=time.time(), finish_reason=reason)
@@ -240,7 +235,7 @@ class LoadedInstance:
         self._functions.call("TRITONBACKEND_ModelInstanceReady", self)
 
     def kill(self) -> int:
-        """Kills the process that the instance runs in, and returns its id. Raises the backend's TritonError."""
+        """Kills the instance's process, and returns its id. Raises the backend's TritonError."""
         if not self._functions.has("LLMBACKEND_ModelInstanceKill"):
             raise unsupported(f"backend '{self._functions.backend}' runs no instance process that could be killed")
         pid: int = self._functions.call("LLMBACKEND_ModelInstanceKill", self)
@@ -248,7 +243,7 @@ class LoadedInstance:
         return pid
 
     def execute(self, requests: Sequence[QueuedRequest]) -> None:
-        """Calls Execute. On return the backend owns the requests, or all of them have failed with its error."""
+        """Calls Execute. Afterwards the backend owns the requests, or all of them have failed with its error."""
         for request in requests:
             request.channel.instance = self
         if self.activity.kinds and not self._reports:
@@ -316,9 +311,9 @@ class LoadedInstance:
         )
 
 
-class InstanceThread:
+class InstanceThread(threading.Thread):
     """Executes batches until its source ends. Serves one instance, or with DEVICE_BLOCKING all instances of one GPU in
-    turn."""
+    turn. A daemon: a backend that hangs in Execute must not keep a stopped process alive."""
 
     def __init__(
         self,
@@ -328,28 +323,37 @@ class InstanceThread:
         warm_up: Callable[[LoadedInstance], None],
     ) -> None:
         """batches: those of `source`, through the rate limiter
-        warm_up: called on the thread for each instance, before any batch; when it fails, no batch is taken
+        warm_up: called on the thread for each instance, before any batch; if it fails, no batch is taken
         """
+        super().__init__(name=instances[0].name, daemon=True)
         self.warmed_up: Future[None] = Future()  # ends with the warmup, or with its error
         self.source = source
-        self._instances = tuple(instances)
-        self.thread = threading.Thread(
-            target=partial(_run, instances, batches, warm_up, self.warmed_up), name=instances[0].name
-        )
-        self.thread.daemon = True  # a backend that hangs in Execute must not keep a stopped process alive
+        self.instances = tuple(instances)
+        self._batches = batches
+        self._warm_up = warm_up
 
-    def serves(self, instance: LoadedInstance) -> bool:
-        return instance in self._instances
-
-    def start(self) -> None:
-        self.thread.start()
-
-    def join(self) -> None:
-        self.thread.join()
+    def run(self) -> None:
+        try:
+            self.instances[0].host_policy.bind()
+            for instance in self.instances:
+                self._warm_up(instance)
+        except BaseException as error:
+            self.warmed_up.set_exception(error)
+            return
+        self.warmed_up.set_result(None)
+        for instance in itertools.cycle(self.instances):
+            batch = self._batches.next_batch()
+            if batch is None:
+                return
+            try:
+                instance.execute(batch)
+            except Exception:
+                log.exception("instance '%s': the host failed to execute a batch", instance.name)
+            del batch  # a request is lost when the backend holds no reference: the host must hold none
 
 
 def _request_of(channel: ResponseChannel) -> RequestActivity:
-    """Of a backend that does not report what it does."""
+    """For backends that do not report their requests."""
     age_s = (time.monotonic_ns() - channel.start_ns) * 1e-9
     return RequestActivity(
         request=channel.number,
@@ -360,43 +364,14 @@ def _request_of(channel: ResponseChannel) -> RequestActivity:
 
 
 def _default_policy(kind: InstanceGroupKind, device_id: int) -> str:
-    """The name of the policy of a group that names none, as in Triton."""
+    """The policy of a group that names none, as in Triton."""
     return {InstanceGroupKind.GPU: f"gpu_{device_id}", InstanceGroupKind.CPU: "cpu"}.get(kind, "model")
 
 
 def _settings_of(group: ModelInstanceGroup) -> bytes:
-    """The settings of a group other than names, count and devices, in a form that can be compared."""
+    """The settings of a group other than names, count and devices, for comparison."""
     rest = ModelInstanceGroup()
     rest.CopyFrom(group)
     for field in ("name", "count", "gpus"):
         rest.ClearField(field)
     return bytes(rest.SerializeToString(deterministic=True))
-
-
-def _run(
-    instances: Sequence[LoadedInstance],
-    batches: Batches,
-    warm_up: Callable[[LoadedInstance], None],
-    warmed_up: Future[None],
-) -> None:
-    try:
-        instances[0].host_policy.bind()
-        for instance in instances:
-            warm_up(instance)
-    except BaseException as error:
-        warmed_up.set_exception(error)
-        return
-    warmed_up.set_result(None)
-    _serve(instances, batches)
-
-
-def _serve(instances: Sequence[LoadedInstance], batches: Batches) -> None:
-    for instance in itertools.cycle(instances):
-        batch = batches.next_batch()
-        if batch is None:
-            return
-        try:
-            instance.execute(batch)
-        except Exception:
-            log.exception("instance '%s': the host failed to execute a batch", instance.name)
-        del batch  # a request is lost when the backend holds no reference: the host must hold none

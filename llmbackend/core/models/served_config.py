@@ -1,8 +1,7 @@
 """The configuration of one model version: completed, checked, served, and described for clients.
 
-For: LoadedModel. Does not know: instances, requests, where the file is. Invariants: the backend may complete it only
-during ModelInitialize; what is served has passed every check; a Description is made once per load, since requests read
-it. Source: TRITONBACKEND_ModelSetConfig, SetInstanceGroup and TRITONSERVER_ServerModelMetadata in Triton's core.
+The backend may complete it only during ModelInitialize. A Description is made once per load, since requests read it.
+Source: TRITONBACKEND_ModelSetConfig, SetInstanceGroup and TRITONSERVER_ServerModelMetadata in Triton's core.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ IGNORED_FIELDS: Final[Mapping[str, str]] = {
     "sequence_batching.state.use_growable_memory": "states are kept in host memory",
     "sequence_batching.state.use_same_buffer_for_input_output": "each state has one buffer, which is replaced",
 }
-"""Path of the field → what happens instead. `input_pinned_memory` and `output_pinned_memory` are not among them: Triton
-sets them to true in every configuration, and false is what this host does anyway."""
+"""Path of the field → what happens instead. Without `input_pinned_memory` and `output_pinned_memory`: Triton sets them
+to true in every configuration, and this host has no pinned memory."""
 
 
 def warn_of_ignored_fields(config: ModelConfig) -> None:
@@ -57,7 +56,7 @@ def warn_of_ignored_fields(config: ModelConfig) -> None:
 
 
 def _is_set(message: Message, path: str) -> bool:
-    """Of a path through repeated messages, whether it is set in one of them."""
+    """Whether the path is set in any of the repeated messages on it."""
     name, _, rest = path.partition(".")
     for field, value in message.ListFields():
         if field.name == name:
@@ -66,12 +65,12 @@ def _is_set(message: Message, path: str) -> bool:
 
 
 SMALL_FILE_BYTES = 64 << 10
-"""A fingerprint covers the content of files up to this size, and only name and size of larger ones."""
+"""A fingerprint covers the content of files up to this size, and the names and sizes of larger ones."""
 
 
 class ServedConfig:
     def __init__(self, config: ModelConfig, backend: LoadedBackend, gpus: HostGpus, may_complete: bool) -> None:
-        self.current = _copy(config)  # read only: hand out `copy` to others
+        self.current = _copy(config)  # read only; others get `copy`
         self.current.runtime = config.runtime or backend.runtime
         self._backend = backend
         self._gpus = gpus
@@ -91,8 +90,8 @@ class ServedConfig:
             self._is_open = False
 
     def complete(self, config: ModelConfig) -> None:
-        """Merges what the backend completes. Raises TritonError UNSUPPORTED outside of `open`, or when auto-complete is
-        disabled."""
+        """Merges the backend's configuration. Raises TritonError UNSUPPORTED outside of `open`, or when auto-complete
+        is disabled."""
         if not self._is_open or not self._may_complete:
             name = self.current.name
             raise unsupported(f"the configuration of model '{name}' can only be set in ModelInitialize")
@@ -124,21 +123,22 @@ class ServedConfig:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model's metadata in the KServe protocol, except for its versions."""
+    """A model's metadata in the KServe protocol, except for its versions; and more.
+
+    batches: whether max_batch_size is above 0
+    parameters: string values of the configuration's `parameters`
+    fingerprint: see `fingerprint`
+    """
 
     name: str
     platform: str
     inputs: tuple[TensorMetadata, ...]
     outputs: tuple[TensorMetadata, ...]
     batches: bool
-    """Whether max_batch_size is above 0."""
     is_decoupled: bool
-    """Whether a request may have any number of responses."""
     parameters: Mapping[str, str]
-    """String values of the configuration's `parameters`."""
     optional_inputs: frozenset[str]
     fingerprint: str
-    """See `fingerprint`."""
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, version_directory: Path) -> Description:
@@ -155,7 +155,6 @@ class Description:
         )
 
     def metadata(self, versions: Iterable[int]) -> ModelMetadata:
-        """The metadata, listing `versions`."""
         return ModelMetadata(
             name=self.name,
             versions=tuple(map(str, versions)),
@@ -168,8 +167,8 @@ class Description:
 
 
 def fingerprint(config: ModelConfig, version_directory: Path) -> str:
-    """16 hexadecimal digits, equal for equal models of one release of the server: same configuration, same content of
-    small files (engine arguments, a checkpoint's own configuration), same names and sizes of large ones (weights)."""
+    """16 hexadecimal digits, equal for models with the same server release, configuration, content of small files
+    (engine arguments, a checkpoint's configuration), and names and sizes of large ones (weights)."""
     digest = hashlib.sha256(__version__.encode())
     digest.update(config.SerializeToString(deterministic=True))
     with contextlib.suppress(OSError):

@@ -1,8 +1,7 @@
-"""Model warmup: requests that an instance executes before its model is READY.
+"""Model warmup: requests that an instance executes before its model is READY, on its own thread.
 
-For: LoadedModel and InstanceThread. Does not know: schedulers, protocols. Invariants: a sample goes straight to
-Execute, on the instance's own thread; nothing of it is in flight when the model becomes READY; any error fails the
-load. Source: GenerateWarmupData and WarmUp in Triton's backend_model_instance.cc.
+Nothing is in flight when the model becomes READY; any error fails the load.
+Source: GenerateWarmupData and WarmUp in Triton's backend_model_instance.cc.
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ log = logging.getLogger(__name__)
 
 FOLDER = "warmup"
 HANDLES_GRACE_S = 5.0
-"""How long a backend may hold on to a request after its last response before the load continues."""
+"""How long a backend may keep a request after its last response before the load continues."""
 LENGTH_BYTES = 4
-"""The length before a string's bytes; Triton also takes it for the size of an element without a datatype."""
+"""The length before a string's bytes; in Triton also the size of an element without a datatype."""
 _NO_ID = request_tag("")
 _SEED = 0
-"""Random data is the same every time, as in Triton."""
+"""Random data is the same each time, as in Triton."""
 
 
 @dataclass(frozen=True, slots=True)
 class WarmupSample:
+    """batch_size: requests of one row in one Execute. count: how often it is executed."""
+
     name: str
     batch_size: int
-    """Requests of one element that go into one Execute."""
     count: int
-    """How often that is executed."""
     request: ValidRequest
 
 
 def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValidator) -> list[WarmupSample]:
-    """The samples of the configuration. Raises TritonError for a sample whose data cannot be made."""
+    """The samples of the configuration. Raises TritonError for invalid data."""
     samples = []
     for setting in config.model_warmup:
         if setting.batch_size == 0:
@@ -63,7 +62,7 @@ def warmup_samples(config: ModelConfig, directory: Path, validator: RequestValid
 
 
 def _valid(config: ModelConfig, validator: RequestValidator, tensors: Sequence[RawTensor]) -> ValidRequest:
-    """As in Triton, inputs that are not in the configuration (a sequence's controls) are not checked."""
+    """As in Triton, inputs that are not in the configuration (controls of sequences) are not checked."""
     known = {item.name for item in config.input}
     inputs = tuple(tensor for tensor in tensors if tensor.name in known)
     valid = validator.validate(InferenceRequest(config.name, inputs=inputs))
@@ -123,11 +122,8 @@ def _read(folder: Path, filename: str) -> bytes:
 
 
 def warm_up(samples: Sequence[WarmupSample], instance: LoadedInstance) -> None:
-    """Executes every sample and waits for the end of its requests. To be called on the instance's thread. As in Triton,
-    the requests count in the model's statistics.
-
-    Raises TritonError INVALID_ARG for the first sample that fails.
-    """
+    """Executes every sample and waits for the end of its requests, on the instance's thread. As in Triton, the requests
+    count in the model's statistics. Raises TritonError INVALID_ARG for the first sample that fails."""
     for sample in samples:
         for iteration in range(sample.count):
             log.debug(
@@ -175,7 +171,7 @@ class _Pending(RequestObserver):
 
 
 def _queued(model: InstanceOwner, valid: ValidRequest, pending: _Pending) -> QueuedRequest:
-    """A request as a scheduler gives it to an instance."""
+    """A request as a scheduler passes it to an instance."""
     message = InferenceRequest(model.name, model.version)
     model.enter()
     channel = ResponseChannel(message, pending, model, pending)

@@ -1,8 +1,6 @@
-"""The files of a model: where its directory is, what has changed in it, which versions it has.
+"""Names of models, and their files: the directory, changes in it, versions.
 
-For: the repository, which reads models, and the life cycle, which asks what a change affects. Does not know: what a
-configuration means beyond its version policy. Invariant: equal signatures mean that nothing changed that a load would
-read. Source: ModelTimestamp and VersionsToLoad in Triton's core.
+Source: ModelTimestamp and VersionsToLoad in Triton's core.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ log = logging.getLogger(__name__)
 
 SEPARATOR = "::"
 ModelIdentifier = NewType("ModelIdentifier", str)
-"""The key of a model, unique in the server. A type of its own, so that a client's name is not mistaken for one."""
+"""The key of a model, unique in the server; a type of its own, because a client's name is no key."""
 
 
 def identifier(namespace: str, name: str) -> ModelIdentifier:
@@ -31,13 +29,11 @@ def identifier(namespace: str, name: str) -> ModelIdentifier:
 
 
 class ModelNames:
-    """Any thread.
+    """Names → keys of models that were read and not unloaded. Any thread.
 
-    With namespacing a name stands for the models that were read from a repository and not unloaded since. Triton's
-    protocols cannot name a namespace: a name that several models share can be listed, loaded and unloaded, but not used
-    for inference. A key is accepted wherever a name is, which ensembles use.
-
-    A model may have further names (`served_names`), which inference accepts unless a model has them as its own.
+    With namespacing several models may have one name. Triton's protocols cannot name a namespace: such a name can be
+    listed, loaded and unloaded, but not used for inference. Keys are accepted instead of names, for ensembles. A model
+    may have further names (`served_names`) for inference, unless another model has them as its own.
     """
 
     def __init__(self, is_namespacing: bool) -> None:
@@ -48,8 +44,7 @@ class ModelNames:
         self._served: dict[str, ModelIdentifier] = {}
 
     def add(self, name: str, key: ModelIdentifier, served_names: Sequence[str] = ()) -> None:
-        """served_names: replace those of an earlier call for the model; of two models that claim one, the first has
-        it."""
+        """served_names: replace earlier ones of the model; the first model with a name keeps it."""
         with self._lock:
             self._names[key] = name
             self._keys.setdefault(name, set()).add(key)
@@ -69,7 +64,6 @@ class ModelNames:
         self._served = {served: other for served, other in self._served.items() if other != key}
 
     def known(self) -> list[str]:
-        """The keys of all models that were read and not unloaded."""
         with self._lock:
             return sorted(self._names)
 
@@ -78,7 +72,7 @@ class ModelNames:
             return [served for served, other in self._served.items() if other == key]
 
     def plain(self, key: str) -> str:
-        """The name in a key, known or not."""
+        """The name in a key."""
         return key.rpartition(SEPARATOR)[2] if self.is_namespacing else key
 
     def namespace(self, key: str) -> str:
@@ -86,7 +80,7 @@ class ModelNames:
         return key.rpartition(SEPARATOR)[0] if self.is_namespacing else ""
 
     def keys(self, name: str) -> list[ModelIdentifier]:
-        """The models that `name` (or a key) stands for."""
+        """The models with this name or key."""
         with self._lock:
             if name in self._served and name not in self._names and not self._keys.get(name):
                 return [self._served[name]]
@@ -96,8 +90,8 @@ class ModelNames:
             return [ModelIdentifier(key) for key in sorted(keys)]
 
     def key(self, name: str) -> ModelIdentifier:
-        """The only model of that name. Raises TritonError with Triton's texts: INVALID_ARG for none or several,
-        NOT_FOUND for one that was unloaded."""
+        """The only model with this name or key. Raises TritonError with Triton's texts: INVALID_ARG for none or
+        several, NOT_FOUND for an unloaded one."""
         if not self.is_namespacing and not self._served:
             return ModelIdentifier(name)
         keys = self.keys(name)
@@ -116,15 +110,15 @@ class ModelNames:
 MAX_VERSION = 2**63 - 1
 CONFIG_DIRECTORY = "configs"
 NOT_VERSIONS = (CONFIG_DIRECTORY, "warmup", "initial_state")
-"""Directories beside the versions that have a meaning of their own."""
+"""Directories beside the versions."""
 
 Signature = tuple[tuple[str, int, int], ...]
-"""(relative path, mtime ns, size) of every file and directory of a model."""
+"""(relative path, mtime ns, size) of every file and directory of a model. If equal, a load would read the same."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's directory in a repository. `namespace` is "" unless the same name may stand for several models."""
+    """A model's directory in a repository. namespace: "" without namespacing."""
 
     name: str
     directory: Path
@@ -132,7 +126,6 @@ class ModelSource:
 
     @property
     def key(self) -> ModelIdentifier:
-        """Unique in the server."""
         return identifier(self.namespace, self.name)
 
 
@@ -146,8 +139,7 @@ def config_path(directory: Path, config_name: str) -> Path:
 
 
 def signature_of(directory: Path) -> Signature:
-    """Of all files and directories below. Bytecode caches, which loading a Python model writes, do not count; of a
-    directory only its existence does, because they change its time."""
+    """Without bytecode caches, which a load of a Python model may write, and directories' times, which they change."""
     entries = []
     for path in sorted(directory.rglob("*")):
         relative = path.relative_to(directory)
@@ -162,8 +154,8 @@ def signature_of(directory: Path) -> Signature:
 
 
 def is_version_affected(old: Signature, new: Signature, version: int, config: str) -> bool:
-    """Whether a difference can affect this version: in its directory, or beside the versions. The configuration
-    (`config`, relative to the model's directory) and other versions do not count."""
+    """Whether a difference can affect this version: in its directory, or beside the versions, but not in the
+    configuration (`config`, relative to the model's directory)."""
     config_entry = PurePath(config).parts[0]
     return _affecting(old, version, config_entry) != _affecting(new, version, config_entry)
 
@@ -178,8 +170,8 @@ def _affecting(signature: Signature, version: int, config_entry: str) -> list[tu
 
 
 def select_versions(config: ModelConfig, directory: Path) -> tuple[int, ...]:
-    """The version directories that the policy selects, ascending. Names that are not a number or have a leading zero
-    are ignored with a warning."""
+    """The versions that the policy selects, ascending. Directories whose names are no versions are ignored with a
+    WARNING."""
     available = sorted(_version_directories(directory))
     policy = config.version_policy
     if policy.HasField("all"):

@@ -1,9 +1,8 @@
-"""What should be loaded: model directories, their configurations, and what a load request puts in their place.
+"""What to load: model directories, their configurations, and the overrides of load requests.
 
-For: model loading, which hands the result to the life cycle. Does not know: backends, which versions are loaded.
-Invariants: no name and no path from a client leads out of the repository or of the model's directory; a specification
-that `poll` returns has been checked by every rule that needs no backend (a model with repository agents: by
-`ask_agents`). Source: Triton's ModelRepositoryManager; golden transcripts 05 to 08, 57.
+Invariants: no name and no path from a client leaves the repository or the model's directory; a specification from
+`poll` (with repository agents: after `ask_agents`) fulfils every rule that needs no backend.
+Source: Triton's ModelRepositoryManager; golden transcripts 05 to 08, 57.
 """
 
 from __future__ import annotations
@@ -54,28 +53,30 @@ DUPLICATE = "model appears in two or more repositories"
 
 @dataclass(eq=False)
 class ModelSpec:
-    """One model as it should be loaded."""
+    """One model to load.
+
+    directory: where its versions are: `home`, unless a repository agent moved it
+    home: its directory in the repository
+    versions: those that the policy selects, ascending
+    signature: of `home`; () when the model's files came with the load request
+    has_override: whether `config` came with the load request
+    namespace: the repository's path with --model-namespacing, else ""
+    config_file: path of the configuration, relative to `home`
+    step_names: with namespacing, the models of an ensemble's steps in its configuration; `config` has their keys
+    agents: the repository agents to notify of the end of the load
+    """
 
     name: str
     directory: Path
-    """Where its versions are: `home`, unless a repository agent moved it."""
     home: Path
-    """Its directory in the repository."""
     config: ModelConfig
     versions: tuple[int, ...] = ()
-    """The versions that the policy selects, ascending."""
     signature: Signature = ()
-    """Of `home`; empty when the model's files came with the load request."""
     has_override: bool = False
-    """Whether `config` came with the load request instead of from `home`."""
     namespace: str = ""
-    """The repository's path with --model-namespacing, else ""."""
     config_file: str = CONFIG_FILE_NAME
-    """Path of the configuration, relative to `home`."""
     step_names: tuple[str, ...] = ()
-    """With namespacing: the models of an ensemble's steps as its configuration names them; `config` has their keys."""
     agents: AgentChain | None = None
-    """The repository agents to be told how the load ends."""
     _temporary: weakref.finalize[Any, ModelSpec] | None = field(default=None, repr=False)
 
     @property
@@ -84,16 +85,16 @@ class ModelSpec:
 
     @property
     def has_agents(self) -> bool:
-        """Whether repository agents must be asked before the load; `versions` are not known before."""
+        """If so, `versions` are known only after `ask_agents`."""
         return bool(self.config.HasField("model_repository_agents"))
 
     def own(self, directory: Path) -> None:
-        """Removes `directory` when this specification is garbage-collected."""
+        """Removes `directory` when this object is garbage-collected."""
         self._temporary = weakref.finalize(self, shutil.rmtree, directory, True)
 
 
 class ModelRepository:
-    """Reads repositories. Owner of one temporary directory for models whose files came with the load request."""
+    """Reads repositories; has a temporary directory for models whose files came with the load request."""
 
     def __init__(
         self,
@@ -112,15 +113,14 @@ class ModelRepository:
         self._uploads: OwnedFolder | None = None
 
     def leave_out_unreadable(self) -> list[TritonError]:
-        """Repositories that are no directory, or cannot be read, are not looked at from now on. Returns why, INTERNAL
-        for each."""
+        """Ignores repositories that cannot be read from now on. Returns an INTERNAL error for each."""
         errors = {root: error for root in self._roots if (error := _why_unreadable(root)) is not None}
         self._roots = tuple(root for root in self._roots if root not in errors)
         return list(errors.values())
 
     def listing(self) -> dict[str, list[ModelSource]]:
-        """The directories of every model by key, sorted. A model with more than one is in several repositories and may
-        not be loaded. Raises OSError when a repository cannot be read."""
+        """The directories of every model by key, sorted. A model with several must not be loaded. Raises OSError when a
+        repository cannot be read."""
         found: dict[str, list[ModelSource]] = {}
         for root in self._roots:
             for entry in root.iterdir():
@@ -130,7 +130,7 @@ class ModelRepository:
         return dict(sorted(found.items()))
 
     def is_linked(self, spec: ModelSpec) -> bool:
-        """Whether the steps of an ensemble still mean the models that they meant when `spec` was read."""
+        """Whether the steps of an ensemble still refer to the same models as when `spec` was read."""
         links = [self._composing_key(spec.namespace, name) for name in spec.step_names]
         return not links or links == [step.model_name for step in spec.config.ensemble_scheduling.step]
 
@@ -140,9 +140,9 @@ class ModelRepository:
             return signature_of(source.directory)
 
     def poll(self, name: str, parameters: LoadParameters | None = None) -> dict[str, ModelSpec | TritonError]:
-        """By key, the models of that name (or key) as they are on disk or as `parameters` override them; with
-        namespacing one for each repository that has it. An error in place of a model that cannot be used: INVALID_ARG
-        for a bad name or override, else INTERNAL with Triton's text (the cause is logged)."""
+        """By key, the models of that name (or key), with the overrides of `parameters`; with namespacing one for each
+        repository that has it. An error instead of a model that cannot be used: INVALID_ARG for an invalid name or
+        override, else INTERNAL with Triton's text (the cause is logged)."""
         try:
             check_load_parameters(name, parameters or {})
             if is_upload(parameters):
@@ -154,10 +154,9 @@ class ModelRepository:
         return {source.key: self._read_or_error(source, parameters) for source in sources}
 
     def ask_agents(self, spec: ModelSpec) -> None:
-        """Asks the repository agents that a model names; they may refuse the load or move the model. Settles its
-        configuration and versions; from then on the caller must tell `spec.agents` how the load ends.
-
-        Raises TritonError INTERNAL with Triton's text (the cause is logged)."""
+        """Asks the repository agents of a model, which may refuse the load or move the model, and completes `spec`;
+        then the caller must notify `spec.agents` of the end of the load. Raises TritonError INTERNAL with Triton's text
+        (the cause is logged)."""
         if not spec.has_agents:
             return
         with polling(spec.key, spec.name):
@@ -171,7 +170,7 @@ class ModelRepository:
             spec.agents = agents
 
     def close(self) -> None:
-        """Removes the files of models that came with their load request."""
+        """Removes the files that came with load requests."""
         with self._lock:
             folder, self._uploads = self._uploads, None
         if folder is not None:
@@ -228,8 +227,8 @@ class ModelRepository:
                 step.model_name = self._composing_key(spec.namespace, step.model_name)
 
     def _composing_key(self, namespace: str, name: str) -> str:
-        """Of the model that an ensemble of `namespace` means: that of its own repository, else the only one. The name
-        where there is none, or several."""
+        """The key of a composing model of an ensemble of `namespace`: of its own repository, else the only one. The
+        name itself when there is none, or several."""
         homes = [root for root in self._roots if (root / name).is_dir()]
         if Path(namespace) in homes:
             homes = [Path(namespace)]
@@ -243,7 +242,7 @@ class ModelRepository:
         raise invalid_argument(f"model configuration is not provided for model '{name}'")
 
     def _upload(self, name: str, parameters: LoadParameters) -> ModelSpec:
-        """A model of the request's files alone, in a directory that lives as long as the specification."""
+        """A model with only the request's files, in a directory that exists as long as the specification."""
         with polling(name):
             override = parameters.get("config")
             if override is None:
@@ -258,7 +257,7 @@ class ModelRepository:
                 if not spec.has_agents:
                     _normalise(spec)
             except BaseException:
-                shutil.rmtree(root, ignore_errors=True)  # at once: a traceback may keep `spec` alive for long
+                shutil.rmtree(root, ignore_errors=True)  # now, because a traceback may keep `spec` alive
                 raise
             return spec
 
@@ -270,14 +269,12 @@ class ModelRepository:
 
 
 def is_upload(parameters: LoadParameters | None) -> bool:
-    """Whether a load request contains the model's files."""
     return any(key.startswith(FILE_PREFIX) for key in parameters or {})
 
 
 @contextmanager
 def polling(key: str, name: str | None = None) -> Iterator[None]:
-    """Turns errors inside into INTERNAL with Triton's text and logs the cause. Unchanged: OverrideError, and
-    UNSUPPORTED for what this host does not serve."""
+    """Converts errors, except OverrideError and UNSUPPORTED, to INTERNAL with Triton's text, and logs the cause."""
     try:
         yield
     except OverrideError:
@@ -303,7 +300,7 @@ def _normalise(spec: ModelSpec) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """Raises TritonError INVALID_ARG for a name that could lead out of the repository or that no directory can have."""
+    """Raises TritonError INVALID_ARG for a name that leaves the repository or that no directory can have."""
     if not name:
         raise invalid_argument("model name must not be empty")
     if "/" in name or "\\" in name or name in (".", ".."):
@@ -315,8 +312,8 @@ def check_model_name(name: str) -> None:
 
 
 def check_load_parameters(name: str, parameters: LoadParameters) -> None:
-    """Raises OverrideError: INVALID_ARG for a configuration too large or nested too deeply, INTERNAL, as Triton, for a
-    file outside of the model."""
+    """Raises OverrideError: INVALID_ARG for a configuration that is too large or too deeply nested, INTERNAL, as
+    Triton, for a file outside of the model."""
     config = parameters.get("config", "")
     if len(config) > MAX_CONFIG_BYTES:
         raise OverrideError(f"Invalid config override: larger than {MAX_CONFIG_BYTES} bytes")
@@ -330,8 +327,8 @@ def check_load_parameters(name: str, parameters: LoadParameters) -> None:
 
 
 def write_files(directory: Path, parameters: LoadParameters) -> None:
-    """Writes every `file:` parameter, as `check_load_parameters` allows it, below `directory`, which is named as the
-    model. Raises OverrideError INTERNAL for one that cannot be written, such as one below another file."""
+    """Writes every `file:` parameter, which `check_load_parameters` has allowed, below `directory`, named as the model.
+    Raises OverrideError INTERNAL for one that cannot be written, such as one below another file."""
     for key, content in parameters.items():
         if not key.startswith(FILE_PREFIX):
             continue
@@ -346,7 +343,7 @@ def write_files(directory: Path, parameters: LoadParameters) -> None:
 
 
 def _relative(key: str) -> str:
-    """The path relative to the model's directory; as in Triton it may begin with a slash."""
+    """The path relative to the model's directory; as in Triton, it may begin with a slash."""
     return key.removeprefix(FILE_PREFIX).lstrip("/")
 
 
@@ -367,7 +364,7 @@ def _check_path(name: str, relative: str) -> None:
 
 
 def _shown(text: str) -> str:
-    """A client's text, shortened for an error."""
+    """A client's text for an error, shortened."""
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 

@@ -1,9 +1,7 @@
 """A request from validation to release, and the responses and response factories that a backend makes for it.
 
-For: schedulers, and backends, which see these classes through the protocols of backend_api. Does not know: where
-requests come from, what a model does. Invariants: a request is released exactly once, a response sent at most once;
-each object is one handle on its ResponseChannel, dropped by release, send or close, or by the reaper when a backend
-loses the object.
+Invariants: a request is released exactly once, a response sent at most once; each object is one handle on its
+ResponseChannel, dropped by release, send or close, or by the reaper when a backend loses the object.
 """
 
 from __future__ import annotations
@@ -30,10 +28,10 @@ NOT_RESCHEDULABLE = (
 
 
 class SequenceTurn(Protocol):
-    """A request's turn in its sequence, once it has left the queue. Holds no reference to the request."""
+    """A request's turn in its sequence, after it left the queue. Has no reference to the request."""
 
     def done(self) -> None:
-        """The request was released for good."""
+        """The request was released without RESCHEDULE."""
 
     def reschedule(self, request: QueuedRequest) -> None:
         """Takes the request back. Raises TritonError INVALID_ARG; then it stays with the backend."""
@@ -46,15 +44,14 @@ class States(Protocol):
 
 
 class QueuedRequest:
-    """A validated request: backend_api.Request. The host owns it until Execute returns; then the backend does, until
-    it releases it.
+    """A validated request: backend_api.Request.
 
     batch_size: 0 = its model does not batch
-    queue_start_ns: when it was queued (time.monotonic_ns(), as all times); set by the scheduler
-    batcher_start_ns: when the batcher that forms its batch got it; set by the scheduler
+    queue_start_ns: when it was queued (monotonic); set by the scheduler
+    batcher_start_ns: when the batcher that forms its batch got it (monotonic); set by the scheduler
     turn, states: set by the sequence batcher
     batch_key: set by the dynamic batcher, equal for requests that may share a batch
-    order_entry: set by the response order, which holds its responses back
+    order_entry: set by ResponseOrder
     """
 
     collects_statistics = True
@@ -85,7 +82,7 @@ class QueuedRequest:
 
     @property
     def inputs(self) -> Mapping[str, Tensor]:
-        """The input tensors by name. Raises TritonError INVALID_ARG after release."""
+        """Raises TritonError INVALID_ARG after release."""
         if self._inputs is None:
             raise invalid_argument(f"{request_tag(self.id)}inputs must not be used after the request was released")
         return self._inputs
@@ -118,7 +115,6 @@ class QueuedRequest:
         return BackendResponseFactory(self.channel)
 
     def new_state(self, tensor: Tensor) -> State:
-        """Raises TritonError INVALID_ARG for a model without implicit states, or a name that is none of them."""
         self._check_owned("make a state")
         if self.states is None:
             raise invalid_argument(
@@ -128,8 +124,6 @@ class QueuedRequest:
         return self.states.new_state(tensor)
 
     def release(self, flags: ReleaseFlag = ReleaseFlag.ALL) -> None:
-        """Gives the request back; with RESCHEDULE the backend gets it again. Raises TritonError INVALID_ARG when it was
-        released before, or for RESCHEDULE where the sequence is not iterative."""
         self._check_owned("release it again")
         if flags is not ReleaseFlag.ALL and flags & ReleaseFlag.RESCHEDULE:
             if self.turn is None:
@@ -141,15 +135,15 @@ class QueuedRequest:
             self.channel.trace.queued(self.queue_start_ns)
         self._own_inputs = {}
         if self.turn is not None:
-            self.turn.done()  # before the last handle is dropped: the model may be idle then
+            self.turn.done()  # before the last handle is dropped, after which the model may be idle
         self.channel.drop()
 
     def add_inputs(self, tensors: Mapping[str, Tensor]) -> None:
-        """Adds control inputs and states; they replace inputs of the same names."""
+        """Adds control inputs and states; these replace inputs of the same name."""
         self._inputs = {**self._own_inputs, **tensors}
 
     def reset_for_reschedule(self) -> None:
-        """Makes it what it was when it came, but without sequence flags, and counts what was reported so far."""
+        """Resets it, without sequence flags, and counts what was reported so far."""
         self.flags = RequestFlag(0)
         self.turn = None
         self.states = None
@@ -157,7 +151,7 @@ class QueuedRequest:
         self.channel.count_now()
 
     def fail(self, error: TritonError, reason: FailureReason) -> None:
-        """Ends a request that the host owns: an error response with FINAL, counted, then release."""
+        """Ends a request that the host owns: error response with FINAL, counted; release."""
         self.channel.count_when_final(partial(self._count_failure, reason))
         self.channel.fail(error)
         if not self.is_released:
@@ -176,7 +170,7 @@ class QueuedRequest:
 
 
 class BackendResponse:
-    """One response under construction: backend_api.Response. It may be dropped unsent."""
+    """backend_api.Response. It may be dropped unsent."""
 
     def __init__(self, channel: ResponseChannel) -> None:
         self._channel = channel
@@ -196,8 +190,7 @@ class BackendResponse:
     def send(
         self, flags: ResponseFlag = ResponseFlag.NONE, error: TritonError | None = None, delta: bytes = b""
     ) -> None:
-        """Sends the response to the client; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG when
-        it was sent before."""
+        """After FINAL the response is logged and dropped. Raises TritonError INVALID_ARG when it was sent before."""
         self._check_unsent()
         self._sent = True
         channel = self._channel
@@ -221,8 +214,7 @@ class BackendResponse:
 
 
 class BackendResponseFactory:
-    """Makes the responses of one request, also after its release: backend_api.ResponseFactory. An open factory keeps
-    its model from unloading."""
+    """backend_api.ResponseFactory."""
 
     __slots__ = ("_closed", "channel")
 
@@ -240,7 +232,7 @@ class BackendResponseFactory:
         return BackendResponse(self.channel)
 
     def send(self, outputs: Sequence[Tensor], flags: ResponseFlag = ResponseFlag.NONE, delta: bytes = b"") -> None:
-        """Sends a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
+        """After FINAL the response is logged and dropped. Raises TritonError INVALID_ARG after `close`."""
         if self._closed:
             self._check_open()
         channel = self.channel
@@ -252,8 +244,7 @@ class BackendResponseFactory:
             channel.send(response, flags)
 
     def send_flags(self, flags: ResponseFlag) -> None:
-        """Sends flags without a response; after FINAL it is logged and dropped. Raises TritonError INVALID_ARG after
-        `close`."""
+        """Raises TritonError INVALID_ARG after `close`."""
         self._check_open()
         self.channel.deliver(None, flags)
 
@@ -272,7 +263,7 @@ class BackendResponseFactory:
 
 
 def _complete_lost(channel: ResponseChannel, what: str, duty: str, turn: SequenceTurn | None = None) -> None:
-    """Does for an object that a backend lost what the backend should have done."""
+    """Drops the handle of an object that a backend lost. duty: what the backend should have done."""
     log.error(
         "%sthe backend of model '%s' dropped its %s without %s it",
         request_tag(channel.request_id),

@@ -1,8 +1,8 @@
 """Checks a request against its model's configuration, with the order and the texts of Triton's core.
 
-For: LoadedModel, and frontends, which check bounds before they queue. Does not know: queues, responses. Invariants: a
-valid request has only known inputs, with the configured datatypes and shapes, and data of exactly that size; the work
-is bounded by the shapes and not by the bytes of a request, since no more strings are read than a shape holds.
+Invariants: a valid request has only known inputs, with the configured datatypes and shapes, and data of that size; the
+work is bounded by the shapes and not by a request's bytes, since at most as many strings are read as a shape has.
+Frontends check the bounds before they queue a request.
 Source: PrepareForInference in Triton's core; golden transcripts 11 to 13, 30, 31.
 """
 
@@ -35,7 +35,7 @@ AnyTensor = Tensor | RawTensor
 RAW_INPUT_NAME = "raw_input"
 """Triton's name in errors for the only input of a raw binary request."""
 _COUNTED_BEYOND = 4096
-"""How many surplus elements of a BYTES input are counted for the error's text."""
+"""How many surplus elements of a BYTES input are counted for the error text."""
 BATCH_NOTE = (
     "NOTE: Setting a non-zero max_batch_size in the model config requires a batch dimension to be prepended to each "
     "input shape. If you want to specify the full shape including the batch dim in your input dims config, try setting "
@@ -68,10 +68,10 @@ class _InputRule:
 
 @dataclass(frozen=True, slots=True)
 class ValidRequest:
-    """What validation adds to a request.
+    """The validated parts of a request.
 
     inputs: decoded, by name
-    requested_outputs: sorted; all of the model's where the request named none
+    requested_outputs: sorted; all outputs of the model when the request named none
     batch_size: 0 = the model does not batch
     """
 
@@ -81,7 +81,7 @@ class ValidRequest:
 
 
 class RequestValidator:
-    """The rules of one model version, read once from its configuration."""
+    """The rules of one model version."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
@@ -92,7 +92,7 @@ class RequestValidator:
         self._reshapes = input_reshapes(config)
 
     def validate(self, request: InferenceRequest) -> ValidRequest:
-        """Raises TritonError INVALID_ARG with Triton's text for the first rule that the request breaks."""
+        """Raises TritonError INVALID_ARG with Triton's text for the first broken rule."""
         check_request(request)
         tag = request_tag(request.id)
         tensors = self._tensors_by_name(request, tag)
@@ -171,7 +171,7 @@ class RequestValidator:
         if required <= got <= total and not missing:
             return
         expected = f"{total}" if total == required else f"number of inputs between {required} and {total}"
-        # With nothing missing Triton prints "]" alone, and clients' tests compare the text.
+        # Without missing inputs Triton prints only "]", and clients' tests compare the text.
         missing_text = f"[{_quoted(missing)}]" if missing else "]"
         raise invalid_argument(
             f"{tag}expected {expected}{' inputs' if total == required else ''} but got {got} inputs for model "
@@ -223,7 +223,7 @@ class RequestValidator:
         )
 
     def _decoded(self, tensor: AnyTensor, batch_size: int, shown_name: str, tag: str) -> Tensor:
-        """The tensor, decoded after its size was checked. shown_name: its name in errors."""
+        """The tensor, decoded after a check of its size. shown_name: its name in errors."""
         if tensor.datatype == "BYTES":
             if isinstance(tensor, RawTensor):
                 return self._strings(tensor, shown_name, tag)
@@ -233,7 +233,7 @@ class RequestValidator:
             got = len(tensor.raw) if isinstance(tensor, RawTensor) else tensor.data.nbytes
             expected = NUMPY_DTYPE[tensor.datatype].itemsize
             if self._max_batch_size:
-                # An unsigned 32-bit batch size of at least one, as in Triton: golden 13 ([0,4]) and 31 ([-1,4]).
+                # The batch size is an unsigned 32-bit number of at least 1, as in Triton: golden 13, 31.
                 expected *= max(batch_size & 0xFFFFFFFF, 1) * element_count(tensor.shape[1:])
             else:
                 expected *= element_count(tensor.shape)
@@ -253,7 +253,7 @@ class RequestValidator:
         if offset == len(tensor.raw) and len(elements) == expected:
             if expected == element_count(tensor.shape):
                 return bytes_tensor(tensor.name, tensor.shape, elements)
-            return from_wire(tensor.name, "BYTES", tensor.shape, tensor.raw)  # says what is wrong with the batch size
+            return from_wire(tensor.name, "BYTES", tensor.shape, tensor.raw)  # raises for the batch size
         beyond, offset = count_strings(tensor.raw, offset, _COUNTED_BEYOND)
         got = len(elements) + beyond
         if beyond == _COUNTED_BEYOND:
@@ -265,7 +265,7 @@ class RequestValidator:
                 f"'{self._model}', expecting 4 bytes but only {rest} bytes available. Please make sure the string "
                 f"length indicator is in one buffer."
             )
-        if got + (rest > 0) != expected:  # the last one may be cut short
+        if got + (rest > 0) != expected:  # the last one may be incomplete
             raise self._wrong_count(tensor, shown_name, expected, str(got + (rest > 0)), tag)
         (length,) = struct.unpack_from("<I", tensor.raw, offset)
         raise invalid_argument(
@@ -294,9 +294,9 @@ MAX_ID_CHARACTERS: Final = 4096
 MAX_TENSORS: Final = 4096
 MAX_PARAMETERS: Final = 4096
 MAX_DIMENSIONS: Final = 1024
-"""numpy's own limit is 64; a shape up to this one gets Triton's text for a shape that does not match."""
+"""numpy's limit is 64; shapes up to this limit get Triton's error text."""
 MAX_STRINGS: Final = 1 << 20
-"""Elements of all BYTES inputs together. Each becomes a Python object: a million of them take 50 MiB and 0.2 s."""
+"""Elements of all BYTES inputs. Each becomes a Python object: a million take 50 MiB and 0.2 s."""
 
 
 def check_request(request: InferenceRequest) -> None:
@@ -335,14 +335,13 @@ def check_dimensions(name: str, shape: Sized, tag: str = "") -> None:
 
 
 def check_strings(count: int, subject: str) -> None:
-    """Raises TritonError INVALID_ARG for more than MAX_STRINGS. subject: begins the error's text."""
+    """Raises TritonError INVALID_ARG for more than MAX_STRINGS. subject: beginning of the error text."""
     if count > MAX_STRINGS:
         raise invalid_argument(f"{subject} {count} elements, at most {MAX_STRINGS} are accepted in a request")
 
 
 def string_count_bound(inputs: Iterable[Tensor | RawTensor]) -> int:
-    """An upper bound of the elements of all BYTES inputs, by shape and size (each takes 4 bytes on the wire). The data
-    is not read."""
+    """An upper bound of the elements of all BYTES inputs, by shape and size (at least 4 bytes each)."""
     return sum(_elements(tensor) for tensor in inputs if tensor.datatype == "BYTES")
 
 
@@ -356,7 +355,7 @@ VARIABLE = -1
 
 
 class Reshape:
-    """Gives tensors with dimensions `before` the dimensions `after`, both without the batch dimension."""
+    """Reshapes tensors from dimensions `before` to `after`, both without the batch dimension."""
 
     def __init__(self, before: Sequence[int], after: Sequence[int], batches: bool) -> None:
         self._before = tuple(before)
@@ -364,7 +363,7 @@ class Reshape:
         self._batches = batches
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Raises ValueError for a tensor that does not have the dimensions `before`."""
+        """Raises ValueError for a tensor with other dimensions than `before`."""
         batch, shape = (tensor.shape[:1], tensor.shape[1:]) if self._batches else ((), tensor.shape)
         if len(shape) != len(self._before):
             raise ValueError(f"expected {len(self._before)} dimensions, got {len(shape)}")
@@ -375,7 +374,7 @@ class Reshape:
 
 
 def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """By input: from the client's shape to the model's."""
+    """By input, from the client's shape to the model's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.dims, item.reshape.shape, batches) for item in config.input if item.HasField("reshape")
@@ -383,7 +382,7 @@ def input_reshapes(config: ModelConfig) -> dict[str, Reshape]:
 
 
 def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
-    """By output: from the model's shape to the client's."""
+    """By output, from the model's shape to the client's."""
     batches = config.max_batch_size > 0
     return {
         item.name: Reshape(item.reshape.shape, item.dims, batches) for item in config.output if item.HasField("reshape")
@@ -395,7 +394,7 @@ def reshaped_inputs(reshapes: Mapping[str, Reshape], inputs: Mapping[str, Tensor
 
 
 def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> str:
-    """Why `dims` cannot be seen as `shape`; "" = they can."""
+    """Why `dims` cannot be reshaped to `shape`; "" = they can."""
     if not shape and not batches:
         return "cannot have empty reshape for non-batching model as scalar tensors are not supported"
     counts = list(shape).count(VARIABLE), list(dims).count(VARIABLE)
@@ -407,7 +406,7 @@ def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> s
 
 
 def _sizes(dims: Sequence[int]) -> list[int]:
-    """The elements before, between and after the dimensions of variable size: [8, 6] for [2, 4, -1, 6]."""
+    """The sizes before, between and after variable dimensions: [8, 6] for [2, 4, -1, 6]."""
     sizes = [1]
     for dim in dims:
         if dim == VARIABLE:

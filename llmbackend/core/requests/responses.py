@@ -1,8 +1,7 @@
-"""What the host does to a response between a backend and its client's callback.
+"""What the host does to a response between a backend and its client's callback: reshape, classification.
 
-For: LoadedModel (`ResponseTransforms`) and shared memory (`TransformedCallback`). Does not know: requests, protocols.
 Invariants: every call of a callback is one call of the next, with the same flags; a response that cannot be transformed
-becomes an error in its place; a request that needs no transform keeps its own callback.
+becomes an error; a request that needs no transform keeps its own callback.
 Source: InferenceResponse in Triton's core; the classification extension, classification.cc, label_provider.cc.
 """
 
@@ -27,11 +26,11 @@ from ..tensors import Tensor
 from .request_validation import Reshape, output_reshapes
 
 Transform = Callable[[InferenceResponse], InferenceResponse]
-"""Makes a response without an error from one. May raise TritonError."""
+"""Transforms a response without an error. May raise TritonError."""
 Labels = Mapping[str, Sequence[str]]
-"""Of each output that has some: the label of each index."""
+"""By output with labels: the label of each index."""
 MAX_CLASSES = 1 << 16
-"""Results of one output, over its whole batch: each is a Python string. The bound is ours; Triton has none."""
+"""Results of one output, over its whole batch. The bound is ours."""
 _UNSUPPORTED = frozenset({"BOOL", "FP16", "BF16", "BYTES"})
 
 
@@ -46,7 +45,7 @@ class ResponseTransforms:
         self._first_response = first_response
 
     def wrap(self, callback: ResponseCallback, request: InferenceRequest) -> ResponseCallback:
-        """The callback for responses as the backend makes them: what `request` needs done to them, then `callback`."""
+        """A callback that transforms the backend's responses as `request` needs, then calls `callback`."""
         if request.classes:
             classify = partial(_classified, request.classes, self._labels, self._batches)
             callback = TransformedCallback(callback, classify)
@@ -58,8 +57,8 @@ class ResponseTransforms:
 
 
 class TransformedCallback:
-    """A response callback that passes responses through `transform` and then on to `callback`. `on_final` is called
-    before the last one is passed on, so that a client that has it finds the request's resources released."""
+    """A response callback that transforms responses, then calls `callback`. on_final: called before the last call of
+    `callback`, so that the request's resources are released when the client has its last response."""
 
     __slots__ = ("_callback", "_on_final", "_transform")
 
@@ -86,9 +85,8 @@ class TransformedCallback:
 
 
 def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> InferenceResponse:
-    """Gives outputs the shape that clients see.
-
-    Raises TritonError INTERNAL for an output that the model gave another shape than its configuration says."""
+    """Gives outputs the shape for clients. Raises TritonError INTERNAL for an output with another shape than in the
+    configuration."""
     try:
         outputs = tuple(
             reshapes[tensor.name].apply(tensor) if tensor.name in reshapes else tensor for tensor in response.outputs
@@ -102,7 +100,7 @@ def _reshaped(reshapes: Mapping[str, Reshape], response: InferenceResponse) -> I
 
 
 def read_labels(config: ModelConfig, directory: Path) -> Labels:
-    """The label files that the outputs name. Raises TritonError: UNSUPPORTED for one outside of the model's directory,
+    """The label files of the outputs. Raises TritonError: UNSUPPORTED for one outside of the model's directory,
     INTERNAL for one that cannot be read."""
     return {
         output.name: _read(config.name, output.name, directory, output.label_filename)
@@ -127,7 +125,7 @@ def _read(model: str, output: str, directory: Path, filename: str) -> list[str]:
 def _classified(
     classes: Mapping[str, int], labels: Labels, batches: bool, response: InferenceResponse
 ) -> InferenceResponse:
-    """Replaces each output named in `classes` by so many of its largest elements, the largest first."""
+    """Replaces each output in `classes` by that many of its largest elements, the largest first."""
     outputs = tuple(
         _top(tensor, classes[tensor.name], labels.get(tensor.name, ()), batches) if tensor.name in classes else tensor
         for tensor in response.outputs
@@ -136,8 +134,7 @@ def _classified(
 
 
 def _top(tensor: Tensor, count: int, labels: Sequence[str], batches: bool) -> Tensor:
-    """Raises TritonError INVALID_ARG for a datatype whose elements have no order that a client could read, or for more
-    than MAX_CLASSES results."""
+    """Raises TritonError INVALID_ARG for an unsupported datatype and for more than MAX_CLASSES results."""
     if tensor.datatype in _UNSUPPORTED:
         raise invalid_argument(f"class result not available for output due to unsupported type '{tensor.datatype}'")
     batch = tensor.shape[:1] if batches else ()
@@ -160,7 +157,7 @@ def _classes(row: npt.NDArray[Any], count: int, labels: Sequence[str]) -> list[b
 
 
 def _value(element: Any) -> str:
-    """As C++ prints numbers: six decimals, and integers as they are."""
+    """As printed by C++: floating-point numbers with six decimals."""
     return f"{element:f}" if isinstance(element, np.floating) else f"{element}"
 
 

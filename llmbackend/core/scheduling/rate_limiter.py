@@ -1,8 +1,8 @@
-"""The rate limiter: an instance executes only when it has its resources, in the order of priorities across all models.
+"""The rate limiter (`--rate-limit=execution_count`): an instance executes only when it has its resources, in the order
+of priorities across all models.
 
-For: `--rate-limit=execution_count`. Does not know: what a batch contains. Invariants: no instance is registered that
-needs more resources than there are; a lease ends with its execution, however that ends.
-Source: rate_limiter.cc of Triton, with its texts. When off it costs nothing: threads ask the scheduler directly.
+Invariants: no instance is registered that needs more resources than there are; a lease ends with its execution. When
+off it costs nothing: threads call the scheduler directly. Source: rate_limiter.cc of Triton, with its texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class RateLimitResource:
 
 
 def need_of(config: ModelRateLimiter, device: int) -> Need:
-    """What one execution of an instance on that device needs."""
+    """The resources of one execution of an instance on that device."""
     need = {}
     for resource in config.resources:
         is_global = getattr(resource, "global")  # a keyword in Python
@@ -49,11 +49,10 @@ def need_of(config: ModelRateLimiter, device: int) -> Need:
 
 
 class ResourceManager:
-    """How much there is of each resource, and what is in use. RateLimiter's lock guards it.
+    """The limits of resources, and what is in use. RateLimiter's lock guards it.
 
-    given: from the command line. If any are given, others do not exist; if none are, there is as much of each resource
-    as its largest user needs. The use of a resource may exceed its limit while that sinks because its largest user was
-    unregistered.
+    given: from the command line. If any are given, others do not exist; without, the limit of a resource is the need of
+        its largest user. Use may exceed a limit for a while after the largest user was unregistered.
     """
 
     def __init__(self, given: Iterable[RateLimitResource]) -> None:
@@ -66,7 +65,7 @@ class ResourceManager:
         self._used: Counter[tuple[int, str]] = Counter()
 
     def register(self, user: Hashable, need: Need) -> None:
-        """Raises TritonError INVALID_ARG, without registering, when the need is more than there is."""
+        """Raises TritonError INVALID_ARG, without registering, when the need exceeds a limit."""
         self._needs[user] = need
         try:
             self._update_limits()
@@ -75,7 +74,7 @@ class ResourceManager:
             raise
 
     def unregister(self, user: Hashable) -> None:
-        """Resources in use stay so until they are released."""
+        """Its resources in use are released separately."""
         self._needs.pop(user, None)
         self._update_limits()
 
@@ -108,7 +107,7 @@ class ResourceManager:
         self._limits = limits
 
     def _limit(self, key: tuple[int, str], largest: int) -> int:
-        """How much there is of a resource whose largest user needs `largest`."""
+        """The limit of a resource whose largest user needs `largest`."""
         if not self._given:
             return largest
         device, name = key
@@ -126,8 +125,6 @@ class ResourceManager:
 
 
 class LimitedInstance(Protocol):
-    """What the limiter needs of an instance."""
-
     @property
     def device_id(self) -> int: ...
     @property
@@ -136,24 +133,26 @@ class LimitedInstance(Protocol):
 
 @dataclass(eq=False, slots=True)
 class Registration:
-    """One registered instance."""
+    """One registered instance.
+
+    priority: 1 is the highest
+    is_open: whether it is still registered
+    rank: among those that wait, the lowest is first
+    """
 
     need: Need
     priority: int
-    """1 is the highest."""
     executions: int
     is_open: bool = True
-    """Whether it is still registered."""
     rank: tuple[int, int] = (0, 0)
-    """Its place among those that wait: the lowest is first."""
 
 
 class RateLimiter:
-    """Any thread. One lock for all: the limiter is for hosts where executions are few and large.
+    """Any thread. One lock, since the limiter is for hosts with few, large executions.
 
-    Of the instances that are ready to execute, the one with the lowest (executions so far x priority) is first and is
-    not overtaken, so that large needs are met, too. An instance that waits forms no batch, so its requests can still be
-    cancelled, time out and be joined by others.
+    Of the instances that are ready to execute, the one with the lowest (executions x priority) is first and is not
+    overtaken, so that large needs are met, too. An instance that waits forms no batch, so that its requests can still
+    be cancelled, time out and be joined by others.
     """
 
     def __init__(self, mode: RateLimitMode = "off", given: Iterable[RateLimitResource] = ()) -> None:
@@ -165,13 +164,13 @@ class RateLimiter:
         self._turns = itertools.count()
 
     def register(self, instance: LimitedInstance) -> None:
-        """Raises TritonError INVALID_ARG with Triton's text when the instance needs more than there is."""
+        """Raises TritonError INVALID_ARG with Triton's text when the instance needs more than a limit."""
         if not self._is_on:
             return
         config = instance.rate_limiter
         priority = max(config.priority, 1)
         with self._changed:
-            # By design unlike Triton's 0: an instance that comes later is not first until it has caught up.
+            # By design unlike Triton's 0: a new instance does not precede the others until it has caught up.
             used = (each.executions * each.priority for each in self._registrations.values())
             executions = min(used, default=0) // priority
             registration = Registration(need_of(config, instance.device_id), priority, executions)
@@ -179,7 +178,7 @@ class RateLimiter:
             self._registrations[instance] = registration
 
     def unregister(self, instance: LimitedInstance) -> None:
-        """The instance gets no further lease; its `acquire` that waits returns None. Idempotent."""
+        """The instance gets no further lease; a waiting `acquire` returns None. Idempotent."""
         with self._changed:
             registration = self._registrations.pop(instance, None)
             if registration is not None:
@@ -194,8 +193,7 @@ class RateLimiter:
         return _LimitedSource(self, instances, source)
 
     def acquire(self, instance: LimitedInstance) -> Registration | None:
-        """Blocks until it is the instance's turn and its resources are free, and takes them. None when it was
-        unregistered."""
+        """Blocks until it is the instance's turn, and takes its resources. None when it was unregistered."""
         with self._changed:
             registration = self._registrations.get(instance)
             if registration is None:
@@ -209,7 +207,7 @@ class RateLimiter:
             self._waiting.discard(registration)
             if registration.is_open:
                 self._resources.take(registration.need)
-            self._changed.notify_all()  # now another one is first
+            self._changed.notify_all()  # another one is first
             return registration if registration.is_open else None
 
     def release(self, registration: Registration, has_executed: bool) -> None:
@@ -228,11 +226,11 @@ class RateLimiter:
 
 
 class _LimitedSource:
-    """The batches of one instance thread, each with a lease that ends when the thread comes back for the next."""
+    """The batches of one instance thread, each with a lease until the thread asks for the next one."""
 
     def __init__(self, limiter: RateLimiter, instances: Sequence[LimitedInstance], source: BatchSource) -> None:
         self._limiter = limiter
-        self._instances = itertools.cycle(instances)  # the order in which the thread executes on them
+        self._instances = itertools.cycle(instances)  # in the thread's order
         self._source = source
         self._lease: Registration | None = None
 

@@ -1,8 +1,7 @@
-"""The queue of one model version: requests by priority level, then arrival; and the default scheduler on top of it.
+"""The queue of one model version: requests by priority level, then arrival; and the default scheduler.
 
-For: LoadedModel (enqueue, stop), instance threads (next_batch) and the timer. Does not know: what requests contain.
 Invariants: each queued request leaves in a batch or is completed with an error, a cancelled or expired one at once; no
-operation walks the queue.
+operation iterates over the queue.
 Source: Triton's default scheduler and PriorityQueue (scheduler_utils.cc); golden transcript 58.
 """
 
@@ -49,8 +48,7 @@ class PriorityQueue(LevelQueue[QueuedRequest]):
         return self._deadlines.earliest_ns()
 
     def take_expired(self, now_ns: int) -> list[QueuedRequest]:
-        """Removes and returns the expired requests to reject; those to delay are moved after the others
-        of their level."""
+        """Removes and returns the expired requests to reject; moves those to delay after the others of their level."""
         rejected = []
         for request in self._deadlines.pop_due(now_ns):
             if self._policies.policy(self._policies.level(request.priority)).reject:
@@ -62,10 +60,8 @@ class PriorityQueue(LevelQueue[QueuedRequest]):
 
 
 class RequestQueue:
-    """The default scheduler: one request per Execute, one queue for all instances.
-
-    Client callbacks run outside its lock. Expired requests are answered even while every instance is busy.
-    """
+    """The default scheduler: one request per Execute, one queue for all instances. Client callbacks run outside its
+    lock. Expired requests are answered also while every instance is busy."""
 
     def __init__(self, policies: QueuePolicies, statistics: Statistics, timer: Timer) -> None:
         self._policies = policies
@@ -81,10 +77,9 @@ class RequestQueue:
         return len(self._queue)
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Takes over the request. Raises TritonError UNAVAILABLE, and leaves it with the caller, when full or
-        stopped."""
+        """Raises TritonError UNAVAILABLE when full or stopped; see Scheduler."""
         request.batcher_start_ns = time.monotonic_ns()
-        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # already set by a sequence
+        request.queue_start_ns = request.queue_start_ns or request.batcher_start_ns  # of a sequence it is set
         request.priority = self._policies.priority(request.priority)
         request.channel.set_dequeue(partial(self._cancel, request))
         try:
@@ -105,19 +100,15 @@ class RequestQueue:
             self._cancel(request)  # it was cancelled before it was in the queue
 
     def source(self) -> BatchSource:
-        """All instances share the queue."""
         return self
 
     def next_batch(self) -> list[QueuedRequest] | None:
-        """Blocks until there is a batch for the calling instance; None when stopped and empty, or dismissed."""
         return self._await_batch(take=True)
 
     def wait_for_batch(self) -> bool:
-        """Blocks until `take_batch` would have one; False when stopped and empty, or dismissed."""
         return self._await_batch(take=False) is not None
 
     def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none."""
         with self._changed:
             count, _ = self._ready_count() if self._queue else (0, None)
             batch = self._pop(count)
@@ -128,14 +119,13 @@ class RequestQueue:
         return batch
 
     def stop(self) -> None:
-        """Refuses new requests; `next_batch` returns None once the queue is empty."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
         self._timer.clear(self._expire)
 
     def admit(self) -> None:
-        """Nothing to do: the instance's thread takes requests when it asks for them."""
+        """Requests are not bound to instances."""
 
     def dismiss(self, thread: threading.Thread) -> bool:
         with self._changed:
@@ -147,8 +137,8 @@ class RequestQueue:
         return {"requests in its queue": len(self)}
 
     def _await_batch(self, take: bool) -> list[QueuedRequest] | None:
-        """Waits until a batch is ready; returns it, or an empty list without `take`. None when stopped and empty, or
-        when the calling thread was dismissed."""
+        """Waits until a batch is ready; returns it, or [] without `take`. None when stopped and empty, or when the
+        calling thread was dismissed."""
         while True:
             with self._changed:
                 if self._was_dismissed():
@@ -161,7 +151,7 @@ class RequestQueue:
                         return None
                     self._changed.wait(wait_s)
                 elif self._queue:
-                    self._changed.notify()  # the rest is for another instance, which may sleep without a timeout
+                    self._changed.notify()  # another instance, which may sleep without a timeout, can take the rest
             self._reject(expired)
             for request in batch:
                 self._left_queue(request)
@@ -169,7 +159,7 @@ class RequestQueue:
                 return batch
 
     def _was_dismissed(self) -> bool:
-        """Whether the calling thread was dismissed; True once. Holds the lock."""
+        """Whether the calling thread was dismissed; True once. The caller holds the lock."""
         if not self._dismissed or threading.current_thread() not in self._dismissed:
             return False
         self._dismissed.discard(threading.current_thread())
@@ -180,12 +170,12 @@ class RequestQueue:
         return [self._queue.pop_first() for _ in range(count)]
 
     def _ready_count(self) -> tuple[int, float | None]:
-        """How many requests make the next batch, or 0 and the seconds to wait for more (None = no limit). The queue is
-        not empty. Holds the lock."""
+        """The number of requests in the next batch, or 0 and the seconds to wait for more (None = no limit). The queue
+        is not empty. The caller holds the lock."""
         return 1, None
 
     def _set_alarm(self) -> None:
-        """Sets one alarm, for the earliest deadline; the next one is set when it rings. Holds the lock."""
+        """Sets an alarm for the earliest deadline. The caller holds the lock."""
         due_ns = self._queue.next_deadline_ns()
         if due_ns is not None and (self._alarm_ns is None or due_ns < self._alarm_ns):
             self._alarm_ns = due_ns
@@ -207,7 +197,7 @@ class RequestQueue:
             request.fail(unavailable("Request timeout expired"), FailureReason.REJECTED)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """Runs on the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """On the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self._changed:
             if not self._queue.remove(request):
                 return

@@ -1,8 +1,7 @@
-"""What instance threads and a model need of a scheduler.
+"""Schedulers as models and instance threads see them; and the order of responses.
 
-For: every scheduler, Model, InstanceThread. Does not know: how requests are ordered. Invariant: an enqueued request
-either comes out of a source once, or was completed. (In iterative sequences a backend may reschedule it; then it comes
-out again.)
+An enqueued request either leaves through a source once, or is completed. (In iterative sequences a backend may
+reschedule it; then it leaves again.)
 """
 
 from __future__ import annotations
@@ -20,21 +19,19 @@ from ..requests.queued_request import QueuedRequest
 
 
 class Batches(Protocol):
-    """The batches that an instance's thread executes."""
-
     def next_batch(self) -> list[QueuedRequest] | None:
-        """Blocks until there is a batch for the calling instance; None when stopped and empty."""
+        """Blocks until there is a batch for the calling thread; None when there will be no more."""
 
 
 class BatchSource(Batches, Protocol):
-    """Source of an instance's batches: in one step, or in two when something else is needed before a batch may leave
-    the queue (resources of the rate limiter)."""
+    """The source of an instance's batches: in one step, or in two when resources of the rate limiter are needed before
+    a batch may leave the queue."""
 
     def wait_for_batch(self) -> bool:
-        """Blocks until `take_batch` would have one; False when stopped and empty."""
+        """Blocks until `take_batch` would return a batch; False when there will be no more."""
 
     def take_batch(self) -> list[QueuedRequest]:
-        """The batch that is ready now; empty when there is none."""
+        """The batch that is ready now; [] = none."""
 
 
 @runtime_checkable
@@ -42,11 +39,11 @@ class ElasticSource(BatchSource, Protocol):
     """A source whose instances may be added and removed while it serves."""
 
     def admit(self) -> None:
-        """The instance is ready: from now on requests may be bound to it."""
+        """The instance is ready for requests."""
 
     def dismiss(self, thread: Thread) -> bool:
-        """Tells the instance's thread that there are no more batches; queued requests stay for the others. Returns
-        True when something is bound to the instance (a running sequence): then the thread is told when that is over."""
+        """Ends the batches of the instance's thread; queued requests stay for the others. True when a running sequence
+        is bound to the instance: then they end after that."""
 
 
 class Scheduler(Protocol):
@@ -57,17 +54,17 @@ class Scheduler(Protocol):
         """Takes over the request. Raises TritonError, and leaves it with the caller, when it is refused."""
 
     def source(self) -> BatchSource:
-        """The source of one more instance. Called once for each, before its thread starts."""
+        """The source of one more instance, before its thread starts."""
 
     def stop(self) -> None:
-        """Refuses new requests; every source's `next_batch` returns None once its queue is empty."""
+        """Refuses new requests; every source's `next_batch` returns None when its queue is empty."""
 
     def leaked_resources(self) -> Mapping[str, int]:
         """Counts that are 0 whenever no request is in flight."""
 
 
 class DelegatingScheduler:
-    """A scheduler around another, to which it delegates what a subclass does not override."""
+    """A scheduler around another one."""
 
     def __init__(self, inner: Scheduler) -> None:
         self._inner = inner
@@ -89,7 +86,7 @@ class DelegatingScheduler:
 
 
 class _OrderedRequest:
-    """One request in the order, with its responses that are held back while earlier requests have not ended."""
+    """One request in the order, and its responses that wait for the end of earlier requests."""
 
     def __init__(self) -> None:
         self.is_queued = True
@@ -103,14 +100,16 @@ class _OrderedRequest:
 
 
 class ResponseOrder(DelegatingScheduler):
-    """`_enqueue_lock`: makes the order of responses that of the queue.
-    `_lock`: guards the order; held while responses are passed on, which only enqueues them. A channel's lock may be
-    held when it is taken, never the other way round.
-    The held responses are bounded by what the requests in flight produce.
+    """Sends responses in the order of requests (`preserve_ordering`).
 
     A request that fails while it is queued (timeout, cancel) leaves the order and is answered at once, as in Triton. By
     design stricter: a request has its place from when it is enqueued, so that responses from the response cache do not
     overtake queued requests.
+
+    `_enqueue_lock`: gives the order and the queue the same order
+    `_lock`: guards the order; held while responses are sent, which only enqueues them; a channel's lock may be held
+    when
+        it is taken, never vice versa
     """
 
     def __init__(self, inner: Scheduler) -> None:
@@ -121,7 +120,7 @@ class ResponseOrder(DelegatingScheduler):
 
     def enqueue(self, request: QueuedRequest) -> None:
         if isinstance(request.order_entry, _OrderedRequest):
-            return super().enqueue(request)  # rescheduled by the backend; it keeps its place
+            return super().enqueue(request)  # rescheduled; it keeps its place
         entry = request.order_entry = _OrderedRequest()
         if not request.channel.wrap_callback(lambda client: partial(self._on_response, entry, client)):
             return super().enqueue(request)  # already answered, because the server stops
@@ -153,13 +152,13 @@ class ResponseOrder(DelegatingScheduler):
                 self._pass_on()
 
     def _leave(self, entry: _OrderedRequest) -> None:
-        """Passes a request's responses on out of order. Holds the lock."""
+        """Sends a request's responses out of order. The caller holds the lock."""
         self._order.pop(entry, None)
         entry.pass_on()
         self._pass_on()
 
     def _pass_on(self) -> None:
-        """Passes responses on, from the first request as far as possible. Holds the lock."""
+        """Sends responses, from the first request as far as possible. The caller holds the lock."""
         while self._order:
             first = next(iter(self._order))
             first.pass_on()
@@ -169,7 +168,7 @@ class ResponseOrder(DelegatingScheduler):
 
 
 class _MarkingSource:
-    """The inner source; marks requests that an instance gets: their errors keep the order."""
+    """The inner source; marks requests that an instance gets, whose errors keep the order."""
 
     def __init__(self, inner: BatchSource) -> None:
         self._inner = inner

@@ -1,9 +1,8 @@
-"""Which requests are traced: the trace settings of the server and of single models, and the sampling.
+"""Which requests are traced: trace settings of the server and of models, sampling; and the trace file.
 
-For: the server, which owns the TraceManager, and frontends, which ask it for each request. Does not know: protocols,
-the format of traces. Invariants: a request that is not sampled costs a look at one flag while nothing can be sampled,
-else one counter under one lock; changed settings apply to later requests; a trace keeps the setting that it was sampled
-under. Source: Triton's TraceManager and TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
+A request costs a look at one flag while nothing can be sampled, else one counter under one lock. Changed settings apply
+to later requests; a trace keeps the setting that it was sampled with.
+Source: Triton's TraceManager and TraceSetting::SampleTrace, as recorded from Triton 2.51 (golden 41, 60).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_WAITING_BYTES: Final = 1 << 20
 
 
 class TraceFile:
-    """The file at one path, shared by all settings that name it. No descriptor is kept open."""
+    """The file of a path, shared by all settings with that path. No descriptor is kept open."""
 
     def __init__(self, path: str) -> None:
         self._path = Path(path)
@@ -34,7 +33,7 @@ class TraceFile:
         self._next_index = 0
 
     def append(self, items: Iterable[str]) -> None:
-        """Adds to the array in the file, which the server's first trace overwrites."""
+        """Appends to the array in the file, which the server's first trace overwrites."""
         text = ",".join(items).encode()
         with self._lock:
             try:
@@ -59,11 +58,8 @@ class TraceFile:
 
 
 class TraceLog:
-    """A TraceSink: collects and writes the traces of one setting.
-
-    Traces that wait to be written take at most MAX_WAITING_BYTES. By design different: Triton keeps traces in memory
-    until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES.
-    """
+    """A TraceSink: collects and writes the traces of one setting. By design different: Triton keeps traces in memory
+    until the server or the setting ends; here they are also written when they exceed MAX_WAITING_BYTES."""
 
     takes_spans = False
 
@@ -96,14 +92,14 @@ class TraceLog:
         self._write(due, numbered)
 
     def retire(self) -> None:
-        """The setting was replaced, or the server stops: writes once the last open trace is complete."""
+        """The setting was replaced, or the server stops: writes when the last open trace is complete."""
         with self._lock:
             self._is_retired = True
             due, numbered = self._take_due()
         self._write(due, numbered)
 
     def _take_due(self) -> tuple[list[str], bool]:
-        """What to write now, and whether into a numbered file. Holds the lock."""
+        """The traces to write now, and whether into a numbered file. Holds the lock."""
         settings = self._settings
         is_full = 0 < settings.log_frequency <= self._waiting_count or self._collected == settings.count
         is_over = self._is_retired and not self._open
@@ -151,20 +147,20 @@ HeaderLookup = Callable[[str], str | None]
 """A client's header or metadata, by lower-case name."""
 
 _SERVER: Final = ""
-"""In place of a model's name: the setting of the server."""
+"""Instead of a model's name: the server."""
 
 
 class SpanSink(TraceSink, Protocol):
     """A TraceSink of mode opentelemetry."""
 
     def parent_of(self, header: HeaderLookup) -> Any | None:
-        """The client's own trace, if its headers have one."""
+        """The client's trace context, if its headers have one."""
 
     def close(self) -> None: ...
 
 
 class _Sampler:
-    """Counts and samples requests under one setting; replaced when it changes."""
+    """Samples requests with one setting; replaced when it changes."""
 
     def __init__(self, settings: TraceSettings, sink: TraceSink) -> None:
         self.settings = settings
@@ -181,11 +177,11 @@ class _Sampler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request can be sampled. (With OpenTelemetry, traces of clients are always continued.)"""
+        """Whether no request can be sampled. (With OpenTelemetry, clients' traces are always continued.)"""
         return not self._joins_clients and not (self._is_able and self._remaining)
 
     def wants(self, is_forced: bool) -> bool:
-        """Counts a request; returns whether to trace it. is_forced: the client traces it."""
+        """Counts a request; whether to trace it. is_forced: the client traces it."""
         with self._lock:
             if not self._is_able or not self._remaining:
                 return is_forced
@@ -201,7 +197,7 @@ class TraceManager:
         self._defaults = settings
         self._lock = threading.RLock()
         self._own: dict[str, dict[TraceField, Any]] = {}
-        """By model (or _SERVER): the fields that were set."""
+        """By model or _SERVER: the fields that were set."""
         self._samplers: dict[str, _Sampler] = {}
         self._files: dict[str, TraceFile] = {}
         self._ids = itertools.count(1)
@@ -211,7 +207,7 @@ class TraceManager:
         self._is_idle = True
 
     def start(self) -> None:
-        """Starts tracing. Raises TritonError UNSUPPORTED when OpenTelemetry is configured and not installed."""
+        """Raises TritonError UNSUPPORTED when OpenTelemetry is configured and not installed."""
         if self._defaults.mode == "opentelemetry":
             from .open_telemetry import OpenTelemetrySink
 
@@ -222,7 +218,7 @@ class TraceManager:
 
     @property
     def open_count(self) -> int:
-        """Traces that are not complete yet."""
+        """Traces that are not complete."""
         return self._open
 
     # --- requests ---------------------------------------------------------------------------------------------------
@@ -233,8 +229,8 @@ class TraceManager:
         return self._is_idle
 
     def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None:
-        """The trace of a client's new request; None if it is not sampled. The caller puts it into the request, and
-        closes it when the client has its last byte."""
+        """The trace for a client's new request; None = not sampled. The caller puts it into the request, and closes it
+        after the last byte was sent."""
         if self._is_idle:
             return None
         sampler = self._samplers.get(model_name) or self._samplers[_SERVER]
@@ -257,20 +253,20 @@ class TraceManager:
         with self._lock:
             self._open -= 1
             is_over = self._is_closed and not self._open
-        if is_over and self._spans is not None:  # sending may take seconds, and this may be an event loop
+        if is_over and self._spans is not None:  # on a thread, because sending may take seconds
             threading.Thread(target=self._spans.close, name="trace-close").start()
 
     # --- settings ---------------------------------------------------------------------------------------------------
 
     def settings(self, model_name: str = _SERVER) -> TraceSettings:
-        """The current settings; `count` is what is left."""
+        """The current settings, with the remaining `count`."""
         with self._lock:
             return self._current(model_name if model_name in self._samplers else _SERVER)
 
     def update(self, model_name: str, changes: TraceChanges) -> None:
-        """Changes the settings of one model, or, with the empty name, of the server.
+        """Changes the settings of one model, or of the server ("").
 
-        Raises TritonError INVALID_ARG, without a change, for settings that ask for traces but cannot give any.
+        Raises TritonError INVALID_ARG, without a change, for settings with which no request could be traced.
         """
         with self._lock:
             own = {name: self._with_remaining(name) for name in (model_name, _SERVER, *self._own)}
@@ -291,14 +287,14 @@ class TraceManager:
         return sampler.settings.with_changes({"count": sampler.remaining})
 
     def _with_remaining(self, name: str) -> dict[TraceField, Any]:
-        """The fields that `name` has set; its count is what is left."""
+        """The fields that `name` has set, with the remaining count."""
         own = dict(self._own.get(name, {}))
         if "count" in own and name in self._samplers:
             own["count"] = self._samplers[name].remaining
         return own
 
     def _replace(self, name: str, settings: TraceSettings) -> None:
-        """Replaces a setting and restarts its counting. A model that has set nothing has no setting. Holds the lock."""
+        """Replaces a setting and restarts its counting. A model without own fields has no setting. Holds the lock."""
         before = self._samplers.get(name)
         if name != _SERVER and not self._own.get(name):
             self._own.pop(name, None)
@@ -317,7 +313,7 @@ class TraceManager:
     # --- end --------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Stops sampling and writes waiting traces; an open trace is written when it is complete."""
+        """Stops sampling and writes traces; an open trace is written when it is complete."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,7 +1,6 @@
 """Traces as OpenTelemetry spans, sent in batches to a collector by OTLP over HTTP.
 
-For: the trace manager (mode opentelemetry). Does not know: settings of models, frontends. Invariants: the SDK is
-imported only here, and only in this mode; a slow or absent collector costs requests nothing.
+The SDK is imported only in mode opentelemetry. A slow or absent collector does not delay requests.
 Source: Triton's tracer and the batch span processor's settings.
 """
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 CLOSE_TIMEOUT_S = 5.0
-"""How long `close` waits for a collector that does not respond; the exporter by itself would try for longer."""
+"""How long `close` waits for a collector that does not respond."""
 SERVICE_NAME: Final = "triton-inference-server"
 ROOT_SPAN: Final = "InferRequest"
 _TRACER: Final = "triton-server"
@@ -44,16 +43,15 @@ _MODEL: Final = ("REQUEST_START", "QUEUE_START", "REQUEST_END")
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _CARRIED: Final = ("traceparent", "tracestate")
 _LIMITS: Final = SpanLimits(max_events=2 * MAX_REPORTS)
-"""By default a span drops its first events when there are more than 128."""
+"""The default of 128 events would drop the first ones."""
 
 
 class OpenTelemetrySink:
     """A TraceSink. exporter: instead of the one that sends to `options.url`.
 
     Spans: `InferRequest` > one per model > `compute`, all of kind server, attributes `triton.*`, and beside `compute`
-    those that the model's backend told, of kind internal. A client's `traceparent` becomes the parent of the first. The
-    provider belongs to this server and is not the process's global one. The SDK's thread sends spans; those that do not
-    fit its queue are dropped, which the SDK logs.
+    the backend's own, of kind internal. A client's `traceparent` is the parent of the first. The provider is not the
+    process's global one. The SDK's thread sends spans; it drops and logs those that exceed its queue.
     """
 
     takes_spans = True
@@ -74,7 +72,6 @@ class OpenTelemetrySink:
         self._wall_clock_offset_ns = time.time_ns() - time.monotonic_ns()
 
     def parent_of(self, header: Callable[[str], str | None]) -> Context | None:
-        """The client's context, if its headers have a valid one."""
         carrier = {name: value for name in _CARRIED if (value := header(name))}
         if "traceparent" not in carrier:
             return None
@@ -104,7 +101,7 @@ class OpenTelemetrySink:
         self._end(trace.root_span, _marks(trace.root, rest))
 
     def close(self) -> None:
-        """Sends waiting spans, for at most CLOSE_TIMEOUT_S; later spans are dropped."""
+        """Sends waiting spans for at most CLOSE_TIMEOUT_S; later ones are dropped."""
         deadline = threading.Timer(CLOSE_TIMEOUT_S, self._exporter.shutdown)
         deadline.start()
         self._provider.shutdown()
@@ -126,7 +123,7 @@ class OpenTelemetrySink:
         self._end(report.span, model)
 
     def _add(self, told: TraceSpan, parent: Span) -> None:
-        """A span that a backend told, as a whole."""
+        """Adds a backend's span."""
         start_ns, attributes = self._wall_ns(told.start_ns), dict(told.attributes)
         span = self._tracer.start_span(told.name, context=_below(parent), attributes=attributes, start_time=start_ns)
         for event in told.events:
@@ -149,7 +146,7 @@ class OpenTelemetrySink:
 
 
 def _with_scheme(url: str) -> str:
-    """Triton's exporter also accepts `localhost:4318/v1/traces`."""
+    """As Triton's exporter, accepts `localhost:4318/v1/traces`."""
     return f"http://{url}" if url and "://" not in url else url
 
 
@@ -159,7 +156,7 @@ def _marks(report: RequestTrace, names: Collection[str]) -> list[tuple[int, str]
 
 
 def _carrier(span: Span) -> dict[str, str]:
-    """W3C's headers that name a span."""
+    """W3C's headers of a span."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, _below(span))
     return carrier

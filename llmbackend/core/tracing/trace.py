@@ -1,7 +1,6 @@
-"""What one sampled request collects on its way: times and tensors, from its frontend and every model it runs through.
+"""The trace of one sampled request: times and tensors, from its frontend and its models; and the trace settings.
 
-For: the core (requests, channels, instances), frontends, and schedulers that make requests of their own. Does not know:
-why a request is traced, where its trace goes. Invariants: any thread may report; the memory of one trace is bounded.
+Any thread may report. The memory of one trace is bounded.
 Source: TRITONSERVER_InferenceTrace and TraceManager of Triton; golden 60.
 """
 
@@ -35,25 +34,26 @@ TraceChanges = Mapping[TraceField, TraceLevel | int | None]
 """New values. None = inherit again; an absent field does not change."""
 
 UNLIMITED_COUNT: Final = -1
-"""`count` without a limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTelemetryOptions:
-    """`--trace-config opentelemetry,…`."""
+    """`--trace-config opentelemetry,…`.
+
+    url: where spans are sent; "" = the exporter's default, http://localhost:4318/v1/traces
+    resource: attributes of the spans' resource
+    bsp_max_queue_size: spans that wait to be sent; more are dropped
+    bsp_max_export_batch_size: spans
+    """
 
     url: str = ""
-    """Where spans are sent; "" = the exporter's default, http://localhost:4318/v1/traces."""
     resource: Mapping[str, str] = field(default_factory=dict)
-    """Attributes of the spans' resource."""
     bsp_max_queue_size: int = 2048
-    """Spans that wait to be sent; more are dropped."""
     bsp_schedule_delay_ms: int = 5000
     bsp_max_export_batch_size: int = 512
-    """Spans."""
 
     def shown(self) -> dict[str, str]:
-        """As the trace setting endpoints show them."""
+        """For the trace setting endpoints."""
         shown = {"url": self.url} if self.url else {}
         if self.resource:
             shown["resource"] = ",".join(f"{key}={value}" for key, value in self.resource.items())
@@ -66,22 +66,24 @@ class OpenTelemetryOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """The settings of the server or of one model."""
+    """The settings of the server or of one model.
+
+    rate: every rate-th request is traced
+    count: traces still to be collected; -1 = no limit
+    log_frequency: traces per numbered file; 0 = all in `file` itself
+    file: path; mode triton only
+    """
 
     level: TraceLevel = TraceLevel.OFF
     rate: int = 1000
-    """Every rate-th request is traced."""
     count: int = UNLIMITED_COUNT
-    """Traces still to be collected; -1 = no limit."""
     log_frequency: int = 0
-    """Traces per numbered file; 0 = all in `file` itself."""
     file: str = ""
-    """Path; mode triton only."""
     mode: TraceMode = "triton"
     open_telemetry: OpenTelemetryOptions = field(default_factory=OpenTelemetryOptions)
 
     def fault(self) -> str:
-        """Why no request can be sampled, apart from `count`; "" = requests can be sampled."""
+        """Why no request can be sampled, apart from `count`; "" = they can."""
         if self.level is TraceLevel.OFF:
             return "tracing is disabled"
         if self.rate == 0:
@@ -95,7 +97,7 @@ class TraceSettings:
 
 
 def changed(own: Mapping[TraceField, Any], changes: TraceChanges) -> dict[TraceField, Any]:
-    """The own values of a model or the server, after `changes`."""
+    """The own values of a model or of the server after `changes`."""
     merged = {**own, **changes}
     return {name: value for name, value in merged.items() if value is not None}
 
@@ -106,7 +108,7 @@ Attributes = Mapping[str, AttributeValue]
 
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
-    """Something that happened within a span. ns: monotonic."""
+    """ns: monotonic."""
 
     name: str
     ns: int
@@ -115,7 +117,7 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """A part of what a model did for its request. Times are monotonic ns."""
+    """A part of a model's work for a request. Times are monotonic ns."""
 
     name: str
     start_ns: int
@@ -128,32 +130,31 @@ class TraceSpan:
 log = logging.getLogger(__name__)
 
 MAX_REPORTS: Final = 4096
-"""Entries of one model in one trace: further responses of a longer stream are not recorded, its end is."""
+"""Entries of one model in one trace; further responses of a longer stream are not recorded."""
 MAX_SPANS: Final = 1024
-"""Of one model's backend in one trace."""
+"""Of one backend in one trace."""
 
 
 class TraceSink(Protocol):
-    """Where traces go. Called without the trace's lock; `complete` once for each `begin`."""
+    """Where traces go. Called without the trace's lock; `complete` once for each `begin`.
+
+    takes_spans: whether spans of backends are kept
+    """
 
     takes_spans: bool
-    """Whether what backends tell of their own work is kept."""
 
     def begin(self, trace: Trace) -> None:
         """A request was sampled. May set `trace.traceparent`, for the client."""
 
     def begin_model(self, report: RequestTrace, start_ns: int) -> None:
-        """A model takes its request. May set `report.context`, for the backend."""
+        """A model got the request. May set `report.context`, for the backend."""
 
     def complete(self, trace: Trace) -> None: ...
 
 
 class Trace:
-    """One sampled request as a whole. Made by the trace manager.
-
-    It is complete, and given to its sink, exactly once: when its frontend has closed it and every model in it has ended
-    its request. A tensor becomes text at once, since its client may write to its memory again.
-    """
+    """One sampled request. It is complete, and passed to its sink, when its frontend has closed it and every model in
+    it has ended its request. Tensors are converted to text at once, since clients may write to their memory again."""
 
     def __init__(
         self,
@@ -163,7 +164,7 @@ class Trace:
         on_complete: Callable[[], None],
         parent_context: Any = None,
     ) -> None:
-        """parent_context: the client's own trace (OpenTelemetry)."""
+        """parent_context: of the client's trace (OpenTelemetry)."""
         self.level = level
         self.sink = sink
         self.parent_context = parent_context
@@ -173,7 +174,7 @@ class Trace:
         self._open = 1
         self._reports: list[RequestTrace] = []
         self.root_span: Any = None
-        """For the sink's use."""
+        """For the sink."""
         self.traceparent = ""
         """W3C's name of the root span (mode opentelemetry), or ""."""
         self.root = self.add(parent=None)
@@ -181,7 +182,7 @@ class Trace:
 
     @property
     def reports(self) -> list[RequestTrace]:
-        """In order of beginning: that of the frontend and its model, then those of composing models."""
+        """In their order: that of the frontend and its model, then those of composing models."""
         with self._lock:
             return list(self._reports)
 
@@ -212,8 +213,14 @@ class Trace:
 
 
 class RequestTrace:
-    """One model's part of a trace; the root also has what the frontend reports. A request that is made to another model
-    on behalf of this one gets `child()` as its trace.
+    """One model's part of a trace; the root also has the frontend's part. A request to another model on behalf of this
+    one has `child()` as its trace.
+
+    context: for the backend: the model's span as a JSON object with `traceparent` (mode opentelemetry), or ""
+    span: for the sink
+    items: (monotonic ns, activity, tensor or None), in the order of reports
+    spans, attributes: from the backend
+    error_type: the status of the model's last error; "" = none
     """
 
     def __init__(self, trace: Trace, trace_id: int, parent: RequestTrace | None) -> None:
@@ -224,17 +231,11 @@ class RequestTrace:
         self.model_version = 0
         self.request_id = ""
         self.context = ""
-        """For the backend: the model's span as a JSON object with `traceparent` (mode opentelemetry), or ""."""
         self.span: Any = None
-        """For the sink's use."""
         self.items: list[tuple[int, str, dict[str, str] | None]] = []
-        """(monotonic ns, activity, tensor or None), in the order of reporting."""
         self.spans: list[TraceSpan] = []
-        """What the backend told, in the order of telling."""
         self.attributes: dict[str, Any] = {}
-        """Of the model's span."""
         self.error_type = ""
-        """The status of the last error that the model answered; "" = none."""
         self._times = TraceLevel.TIMESTAMPS in trace.level
         self._tensors = TraceLevel.TENSORS in trace.level
         self._is_closed = False
@@ -242,18 +243,18 @@ class RequestTrace:
 
     @property
     def parent_id(self) -> int:
-        """0 = the client's own request."""
+        """0 = the client's request."""
         return 0 if self.parent is None else self.parent.id
 
     def child(self) -> RequestTrace:
-        """For a request that is made on behalf of this one."""
+        """For a request on behalf of this one."""
         return self.trace.add(parent=self)
 
     # --- backends -----------------------------------------------------------------------------------------------------
 
     @property
     def takes_spans(self) -> bool:
-        """Whether a backend may tell more of its work than the host sees; else it need not collect it."""
+        """Whether a backend's spans and attributes are kept."""
         return self._times and self.trace.sink.takes_spans
 
     def add_span(self, span: TraceSpan) -> None:
@@ -289,7 +290,6 @@ class RequestTrace:
             self.mark("REQUEST_START", start_ns)
 
     def record_inputs(self, tensors: Iterable[Tensor]) -> None:
-        """Records the inputs, at level TENSORS."""
         self._report_tensors("TENSOR_QUEUE_INPUT", tensors)
 
     def queued(self, ns: int) -> None:
@@ -328,8 +328,8 @@ class RequestTrace:
 
 
 def tensor_fields(tensor: Tensor) -> dict[str, str]:
-    """A tensor as TraceManager::TraceTensorActivity writes it: strings, numbers with six significant digits. By design
-    different: UINT8 as numbers (not characters), FP16 and BF16 too (not nothing), and valid JSON whatever the bytes."""
+    """A tensor as written by TraceManager::TraceTensorActivity: strings, numbers with six significant digits. By design
+    different: UINT8 as numbers, FP16 and BF16 also, and valid JSON for any bytes."""
     return {
         "name": tensor.name,
         "data": ",".join(map(_formatter(tensor.datatype), tensor.data.ravel().tolist())),

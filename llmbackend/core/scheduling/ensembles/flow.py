@@ -1,8 +1,7 @@
-"""How far one request of an ensemble has come: the tensors it has, the steps and responses they make possible.
+"""The state of one request of an ensemble: its tensors, and the steps and responses that they allow.
 
-For: EnsembleRun, whose lock guards everything here. Does not know: threads, how a step is run. Invariants: a step's
-request is made once for each origin, as soon as all of its inputs of that origin exist; responses leave in order of
-origin.
+EnsembleRun's lock guards everything here. Invariants: a step's request is made once for each origin, as soon as all of
+its inputs of that origin exist; responses are sent in order of origin.
 Source: TensorData, PrepareSteps, InitStep, CheckAndSetEnsembleOutput in Triton's ensemble_scheduler.cc.
 """
 
@@ -34,17 +33,17 @@ from .graph import (
 log = logging.getLogger(__name__)
 
 NewValues = tuple[Iterable[str], Origin]
-"""Names of tensors that have a new value, and its origin."""
+"""Names of tensors with a new value, and its origin."""
 
 
 @dataclass(slots=True)
 class Value:
     """One tensor of the ensemble.
 
-    tensor: None = an optional input that was not given, or an output that the model left out
+    tensor: None = an optional input that was not given, or an output that the model omitted
     batch_size: of the request that wrote it, 0 = not batched
     sequence: None = the client wrote it
-    uses_left: how often it will still be taken
+    uses_left: how often it will be taken
     """
 
     tensor: Tensor | None
@@ -54,7 +53,7 @@ class Value:
 
 
 class EnsembleValues:
-    """The tensors that one request has produced so far and that a step or the response still has to take."""
+    """The tensors that a step or the response still has to take."""
 
     def __init__(self, uses: Mapping[str, int]) -> None:
         self._uses = uses
@@ -71,7 +70,7 @@ class EnsembleValues:
         return all((name, origin) in self._values for name in names)
 
     def take(self, names: Iterable[str], origin: Origin) -> dict[str, Value]:
-        """The values of that origin; each counts another use."""
+        """The values of that origin; each loses one use."""
         taken = {name: self._values[name, origin] for name in names}
         for name, value in taken.items():
             value.uses_left -= 1
@@ -81,16 +80,16 @@ class EnsembleValues:
 
 
 class OriginOrder:
-    """The order in which responses leave, when the last steps do not end in the order in which they began."""
+    """The order of responses, when the last steps do not end in the order in which they began."""
 
     def __init__(self) -> None:
         self._complete: list[tuple[Origin, int, Mapping[str, Value]]] = []
         self._running: list[tuple[Origin, int, StepRequest]] = []
-        """By the origin that each had when it was last looked at; a step's next origin only grows."""
+        """By the last known next origin, which only grows."""
         self._ticks = itertools.count()
 
     def __len__(self) -> int:
-        """How many responses have not left."""
+        """Responses that were not sent."""
         return len(self._complete)
 
     def clear(self) -> None:
@@ -103,7 +102,7 @@ class OriginOrder:
         heapq.heappush(self._complete, (origin, next(self._ticks), outputs))
 
     def pop(self, before: Origin | None = None) -> Mapping[str, Value] | None:
-        """The next response, if it may leave, and if its origin is earlier than `before`."""
+        """The next response, if it may be sent and its origin is earlier than `before`."""
         if not self._complete:
             return None
         origin = self._complete[0][0]
@@ -112,11 +111,11 @@ class OriginOrder:
         return heapq.heappop(self._complete)[2]
 
     def may_come_before(self, origin: Origin) -> bool:
-        """Whether a step that runs can still make something of an earlier origin."""
-        earliest = self._earliest_to_come()
+        """Whether a running step can still make values of an earlier origin."""
+        earliest = self._earliest_next_origin()
         return earliest is not None and earliest < origin
 
-    def _earliest_to_come(self) -> Origin | None:
+    def _earliest_next_origin(self) -> Origin | None:
         while self._running:
             origin, tick, step = self._running[0]
             if step.is_over:
@@ -131,9 +130,9 @@ class OriginOrder:
 class EnsembleFlow:
     """The values, the steps' requests and the responses of one request of an ensemble.
 
-    A response leaves as soon as no step that still runs can make an earlier one. By design different: Triton numbers
-    the values of a tensor as they arrive, so that branches of unequal speed behind a decoupled step get mixed up there;
-    here values that come from the same responses belong together.
+    A response is sent when no running step can make an earlier one. By design different: Triton numbers the values of a
+    tensor as they arrive, so that branches of unequal speed after a decoupled step are mixed; here values from the same
+    responses belong together.
     """
 
     def __init__(self, graph: EnsembleGraph, request: QueuedRequest, shapes: Mapping[ModelKey, ModelShapes]) -> None:
@@ -149,7 +148,7 @@ class EnsembleFlow:
             yield from self._flow.readers.get(name, ())
 
     def all_behind(self, step: EnsembleStep) -> dict[int, EnsembleStep]:
-        """The steps that need what `step` makes, the nearest first, by their index."""
+        """The steps that depend on `step`, the nearest first, by their index."""
         found: dict[int, EnsembleStep] = {}
         nearest = [step]
         while nearest:
@@ -181,7 +180,7 @@ class EnsembleFlow:
         return step.outputs.values(), origin
 
     def next_steps(self, new_values: NewValues, run: StepOwner) -> list[StepRequest]:
-        """What can be run with the `new_values` that could not without them."""
+        """The steps that can run because of `new_values`."""
         names, origin = new_values
         readers = {step.index: step for name in names for step in self._flow.readers.get(name, ())}
         ready = [step for _, step in sorted(readers.items()) if self._values.have(step.inputs.values(), origin)]
@@ -220,8 +219,8 @@ class EnsembleFlow:
     def responses(
         self, new_values: NewValues, before: Origin | None
     ) -> Iterator[tuple[list[Tensor], SequenceTag | None, bool]]:
-        """The responses that may leave now, of origins before `before`: outputs, sequence, and whether another one
-        waits behind it."""
+        """The responses that may be sent now, of origins before `before`: outputs, sequence, and whether another one
+        waits."""
         names, origin = new_values
         requested = self._request.requested_outputs
         if any(name in requested for name in names) and self._values.have(requested, origin):
@@ -240,7 +239,6 @@ class EnsembleFlow:
         return outputs, sequence
 
     def may_come_before(self, origin: Origin) -> bool:
-        """Whether a step that runs can still make something of an earlier origin."""
         return self._order.may_come_before(origin)
 
     def close(self) -> None:
@@ -249,8 +247,8 @@ class EnsembleFlow:
 
 
 def sequence_of(parameters: Mapping[str, ParameterValue], sent: SequenceTag) -> SequenceTag:
-    """The sequence that a response names in its parameters, or else the one that its request was sent with. Raises
-    TritonError INVALID_ARG for a parameter of a wrong type."""
+    """The sequence in a response's parameters, else the one that its request was sent with. Raises TritonError
+    INVALID_ARG for a parameter of a wrong type."""
     names = ("sequence_id", "sequence_start", "sequence_end")
     given = {name: parameters[name] for name in names if name in parameters}
     if not given:

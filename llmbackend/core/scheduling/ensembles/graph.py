@@ -1,7 +1,5 @@
-"""The data flow of an ensemble, read once from its configuration: which step reads and writes which tensor.
+"""The data flow of an ensemble: which step reads and writes which tensor; the requests of its steps and their limits.
 
-For: the ensemble scheduler, its runs, and the check of an ensemble before it is loaded. Does not know: requests, models
-that serve. Invariant: a flow holds exactly the steps that the requested outputs need.
 Source: EnsembleInfo, the pruning and ReshapeTensorDims of Triton's ensemble_scheduler.cc.
 """
 
@@ -26,10 +24,10 @@ from ...tensors import Tensor, reshaped
 ModelKey = tuple[str, int]
 """Name and version of a composing model; version -1 = the highest READY one."""
 Origin = tuple[int, ...]
-"""The index of the response of each decoupled step that a value comes from, the first step first. () = the request
-itself. Origins compare in the order in which their responses would come if every step took no time."""
+"""The index of the response of each decoupled step that a value comes from, the first step first; () = the request
+itself. The order of origins is that of responses if steps took no time."""
 SequenceTag = tuple[int | str, RequestFlag]
-"""Correlation id and flags, which travel with the tensors that a step wrote."""
+"""Correlation id and flags of the tensors that a step wrote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +46,12 @@ class EnsembleStep:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """What has to run for some outputs.
+    """The steps that some outputs need.
 
     readers: the steps that read each tensor
     uses: how often each value of a tensor is taken, by steps and by the response
 
-    By design different from Triton: an output that was not asked for but is read by a step that is needed keeps the
-    step that writes it.
+    By design different from Triton: includes the steps that write outputs that were not requested but are read.
     """
 
     readers: Mapping[str, tuple[EnsembleStep, ...]]
@@ -86,7 +83,6 @@ class EnsembleGraph:
         self._whole = self._flow(self.output_dims)
 
     def flow(self, requested: Iterable[str]) -> Flow:
-        """The flow that makes the `requested` outputs."""
         names = frozenset(requested)
         return self._whole if names == self.output_dims.keys() else self._flow(names)
 
@@ -109,7 +105,7 @@ class EnsembleGraph:
 
 @dataclass(frozen=True, slots=True)
 class ModelShapes:
-    """What an ensemble needs to know of a composing model. input_dims: without the batch dimension, -1 = any size."""
+    """The shapes of a composing model. input_dims: without the batch dimension, -1 = any size."""
 
     is_batching: bool
     is_decoupled: bool
@@ -122,15 +118,15 @@ class ModelShapes:
 
 
 def dims_agree(some: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether both can be the same shape; -1 stands for any size. Source: CompareDimsWithWildcard."""
+    """Whether both can be the same shape; -1 = any size. Source: CompareDimsWithWildcard."""
     return len(some) == len(others) and all(
         one == other or -1 in (one, other) for one, other in zip(some, others, strict=True)
     )
 
 
 def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], is_batching: bool) -> Tensor:
-    """`tensor` as the tensor `name` of another model, which has `dims` for it. batch_size: of the request that made it,
-    0 = its model does not batch."""
+    """`tensor` as the tensor `name`, with `dims`, of another model. batch_size: of the request that made it, 0 = its
+    model does not batch."""
     shape = tensor.shape
     if is_batching and not batch_size and dims_agree(dims, shape):
         shape = (1, *shape)
@@ -143,37 +139,36 @@ def passed_on(tensor: Tensor, name: str, batch_size: int, dims: Sequence[int], i
 log = logging.getLogger(__name__)
 
 MAX_WAIT_S = 300.0
-"""A backend that has waited this long continues, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
+"""After this time a waiting backend continues, in case it waits for itself (Triton's kMutexTimeoutSeconds)."""
 
 
 class StepOwner(Protocol):
-    """The run of an ensemble's request, as its steps' requests see it. Any thread."""
+    """An EnsembleRun as its step requests see it. Any thread."""
 
     def send(self, step_request: StepRequest) -> InferenceHandle:
         """Sends it to its model. Raises TritonError when it is refused, or no longer wanted."""
 
     def refused(self, step_request: StepRequest, error: TritonError) -> None:
-        """It was started, but its model does not have it."""
+        """`send` has raised `error`."""
 
     def responded(self, step_request: StepRequest, response: InferenceResponse | None, flags: ResponseFlag) -> None: ...
     def make_room(self, step_request: StepRequest) -> None:
-        """Blocks the thread of the step's backend while later steps have as many requests as they may have."""
+        """Blocks the thread of the step's backend while later steps are at their limit."""
 
     def wants(self, step_request: StepRequest) -> bool:
-        """Whether what it still makes can be part of the ensemble's responses."""
+        """Whether its further responses can contribute to the ensemble's."""
 
     def add_times(self, times: PhaseTimes) -> None: ...
     def step_gone(self) -> None: ...
 
 
 class StepRequest(RequestObserver):
-    """One request of an ensemble to one of its composing models: the response callback, observer and handle of it.
+    """One request of an ensemble to a composing model; its response callback and observer. The run's lock guards the
+    attributes that change.
 
     is_over: its last response has come
-    response_count: responses so far
     batch_size: of its inputs, 0 = not batched
-    waiting_bytes: what its inputs hold while it waits for a slot
-    The run's lock guards the attributes that change.
+    waiting_bytes: memory of its inputs while it waits for a slot
     """
 
     def __init__(
@@ -201,16 +196,16 @@ class StepRequest(RequestObserver):
 
     @property
     def is_of_stream(self) -> bool:
-        """Whether a response of a decoupled step brought it about; there may be any number of them."""
+        """Whether it was caused by a response of a decoupled step; there may be any number of them."""
         return bool(self._origin)
 
     @property
     def next_origin(self) -> Origin:
-        """The origin of its next response, which is the earliest that it can still have."""
+        """The origin of its next response."""
         return (*self._origin, self.response_count) if self.is_decoupled else self._origin
 
     def start(self) -> None:
-        """Sends it to its model, or tells the run why not. Never raises."""
+        """Sends it to its model, or reports the error to the run. Never raises."""
         try:
             self._handle = self._run.send(self)
         except TritonError as error:
@@ -221,7 +216,7 @@ class StepRequest(RequestObserver):
         else:
             self.inputs = ()
             if not self._run.wants(self):
-                self.cancel()  # it was stopped before it had a handle
+                self.cancel()  # it was stopped before it got a handle
             if self._is_gone:
                 self._handle = None
 
@@ -241,19 +236,16 @@ class StepRequest(RequestObserver):
 
     def done(self) -> None:
         self._is_gone = True
-        self._handle = None  # it holds this object
+        self._handle = None  # it refers to this object
         self._run.step_gone()
 
 
 class StepLimit:
-    """How many requests of one step run at once, over all requests of the ensemble (`max_inflight_requests`).
+    """Limits the running requests of one step, over all requests of the ensemble (`max_inflight_requests`).
 
-    A backend that sends many responses and may be blocked waits in `make_room` while any of the step's requests waits
-    for a slot, so that no more than one response per thread of such a backend is kept; what other backends send is
-    bounded by the run that it is for.
-
-    By design different from Triton, whose limiter makes every caller wait, also a frontend, and whose pool keeps no
-    order.
+    A backend that may be blocked waits in `make_room` while a request of the step waits for a slot, so that at most one
+    response per thread of such a backend is kept; the run bounds the responses of other backends. By design different
+    from Triton, whose limiter blocks every caller, also a frontend, and keeps no order.
     """
 
     def __init__(self, max_running: int, subject: str) -> None:
@@ -265,22 +257,21 @@ class StepLimit:
         self._is_starting = False
 
     def __len__(self) -> int:
-        """How many run or wait."""
         return self._num_running + len(self._waiting)
 
     def add(self, step_request: StepRequest) -> None:
-        """It waits for a slot; `start_waiting` must follow, under no lock."""
+        """Adds it to those that wait; `start_waiting` must follow, under no lock."""
         with self._changed:
             self._waiting[step_request] = None
 
     def finished(self) -> None:
-        """One of those that were started is over; `start_waiting` must follow, under no lock."""
+        """A started one is over; `start_waiting` must follow, under no lock."""
         with self._changed:
             self._num_running -= 1
             self._changed.notify_all()
 
     def discard(self, step_request: StepRequest) -> bool:
-        """Whether it still waited; then it will not be started."""
+        """Whether it still waited and will not be started."""
         with self._changed:
             if step_request not in self._waiting:
                 return False
@@ -289,7 +280,7 @@ class StepLimit:
             return True
 
     def make_room(self, is_pointless: Callable[[], bool]) -> None:
-        """Blocks until a request could start at once, or until waiting is pointless (asked again after `wake`)."""
+        """Blocks until a request could start at once, or until waiting is pointless (checked again after `wake`)."""
         with self._changed:
             if not self._changed.wait_for(lambda: is_pointless() or len(self) < self._max_running, MAX_WAIT_S):
                 log.error(
@@ -305,8 +296,8 @@ class StepLimit:
             self._changed.notify_all()
 
     def start_waiting(self) -> None:
-        """Starts what there are slots for. One thread at a time does: a request that is over as soon as it starts frees
-        its slot from within `start`."""
+        """Starts requests while there are slots. One thread at a time does so: a request that ends within `start` frees
+        its slot there."""
         with self._changed:
             if self._is_starting:
                 return

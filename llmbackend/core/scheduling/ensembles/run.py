@@ -1,8 +1,7 @@
-"""One request of an ensemble, from its inputs to its last response.
+"""The scheduler of ensembles, and one request of an ensemble from its inputs to its last response.
 
-For: EnsembleScheduler. Does not know: how composing models work. Invariants: the request has exactly one final
-response; it is counted and released when the last request of its steps is gone.
-Source: EnsembleContext in Triton's ensemble_scheduler.cc.
+Invariants: the request has exactly one final response; it is counted and released when the last request of its steps
+has ended. Source: EnsembleContext in Triton's ensemble_scheduler.cc.
 """
 
 from __future__ import annotations
@@ -32,21 +31,20 @@ from .graph import EnsembleGraph, ModelKey, ModelShapes, Origin, SequenceTag, St
 log = logging.getLogger(__name__)
 
 MAX_WAITING_BYTES: Final = 4 << 20
-"""The inputs of one request that may wait for a slot of one step; as much as may wait for a client."""
+"""Limit of the inputs of one request that wait for a slot of one step; as for responses that wait for a client."""
 TakeValues = Callable[[], NewValues]
-"""Takes new values into the flow. Raises TritonError for an error in their place."""
+"""Adds new values to the flow, or raises the TritonError that came instead."""
 
 
 class EnsembleRun:
-    """One request of an ensemble.
+    """One request of an ensemble, with one handle on each composing model, so that none is finalised while it runs.
 
-    It owns the ensemble's request and one handle on each composing model, so that none is finalised while it runs. A
-    failure or a cancellation stops the steps whose results are no longer wanted, also those that have started (unlike
-    Triton); what comes before the failure in the stream is still answered. The bytes that wait for a slot of a step are
-    bounded; the response that exceeds the bound is a failure.
+    A failure or a cancellation stops the steps whose results are no longer wanted, also started ones (unlike Triton);
+    responses before the failure in the stream are still sent. The bytes that wait for a slot of a step are bounded; a
+    response that exceeds the bound is a failure.
 
     Locks: the response callback of a step runs under locks of that step's model and takes the run's lock, under which
-    only the ensemble's own channel is called. Starting and cancelling steps, which reaches other models, runs on the
+    only the ensemble's own channel is called. Steps are started and cancelled, which calls other models, on the
     ensemble's launcher, under no lock.
 
     limits: one for each step, or none
@@ -73,11 +71,11 @@ class EnsembleRun:
         self._lock = threading.Lock()
         self._flow = EnsembleFlow(graph, request, shapes)
         self._running: set[StepRequest] = set()
-        """The requests of steps whose last response has not come."""
+        """Requests of steps before their last response."""
         self._waiting_bytes: Counter[int] = Counter()
-        """By step: what waits for a slot."""
+        """By step: of inputs that wait for a slot."""
         self._num_open = 0
-        """Requests of steps that are not gone yet."""
+        """Requests of steps that have not ended."""
         self._compute_ns = [0, 0, 0]
         self._failure: tuple[Origin, TritonError] | None = None
         self._is_cancelled = False
@@ -103,7 +101,7 @@ class EnsembleRun:
         step, request = step_request.step, self._request
         correlation_id, flags = step_request.sequence
         model = self._models[step.model]
-        model.enter()  # also while it is being unloaded: it drains until the run leaves it
+        model.enter()  # also while it is being unloaded, since the run has a handle on it
         return model.infer(
             InferenceRequest(
                 model_name=step.model[0],
@@ -143,7 +141,7 @@ class EnsembleRun:
         self._end_unsent(step_request, error)
 
     def make_room(self, step_request: StepRequest) -> None:
-        """Also holds a decoupled model back for an ensemble that this one is a step of."""
+        """Also delays a decoupled model for an outer ensemble, of which this one is a step."""
         if not step_request.is_decoupled:
             return
         for index in self._flow.all_behind(step_request.step) if self._limits else ():
@@ -153,7 +151,7 @@ class EnsembleRun:
             outer.make_room()
 
     def _overflow(self, step_request: StepRequest) -> TritonError | None:
-        """The error for a response of that step that cannot be kept; None when it can."""
+        """The error for a response of that step that exceeds the bound; None = it does not."""
         for reader in self._flow.readers_of(step_request.step):
             if self._waiting_bytes[reader.index] >= MAX_WAITING_BYTES:
                 return unavailable(
@@ -189,9 +187,9 @@ class EnsembleRun:
     def _proceed(
         self, take: TakeValues, step_request: StepRequest | None = None, is_over: bool = False
     ) -> tuple[list[StepRequest], list[StepRequest]]:
-        """Takes new values in and sends the responses that they complete. Returns the steps to start and those to stop.
+        """Takes new values and sends the responses that they complete. Returns the steps to start and those to stop.
 
-        step_request: where the values come from; None = from the client
+        step_request: the source of the values; None = the client
         is_over: they are its last
         """
         with self._lock:
@@ -217,7 +215,7 @@ class EnsembleRun:
                 self._waiting_bytes[step_request.step.index] += step_request.waiting_bytes
 
     def _advance(self, take: TakeValues, origin: Origin) -> list[StepRequest]:
-        """The steps to start next; finishes the request when nothing is left to wait for. The caller holds the lock."""
+        """The steps to start next; finishes the request when nothing is left. The caller holds the lock."""
         ready: list[StepRequest] = []
         try:
             is_behind_failure = self._failure is not None and origin >= self._failure[0]
@@ -271,7 +269,7 @@ class EnsembleRun:
     # --- responses --------------------------------------------------------------------------------------------------
 
     def _respond(self, new_values: NewValues) -> None:
-        """Sends the responses that `new_values` complete, up to a failure. The caller holds the lock."""
+        """Sends the responses that `new_values` complete, before a failure. The caller holds the lock."""
         before = None if self._failure is None else self._failure[0]
         for outputs, sequence, has_next in self._flow.responses(new_values, before):
             self._has_responded = True
@@ -313,7 +311,7 @@ class EnsembleRun:
         self._request.release()
 
     def _count(self, final_ns: int) -> None:
-        """An ensemble's times are the sums of its steps' times."""
+        """An ensemble's times are the sums of those of its steps."""
         channel = self._request.channel
         statistics = channel.owner.statistics
         if self._failure is not None:
@@ -351,7 +349,7 @@ class EnsembleScheduler:
             self._limits = [StepLimit(max_running, f"{subject} {step.index}") for step in self._graph.steps]
 
     def __len__(self) -> int:
-        """Requests that are not over; when there is none, also what a limit still counts."""
+        """Requests that have not ended; if there are none, those that a limit still counts."""
         return len(self._runs) or sum(len(limit) for limit in self._limits)
 
     def enqueue(self, request: QueuedRequest) -> None:
@@ -383,7 +381,7 @@ class EnsembleScheduler:
         self._launcher.stop()
 
     def _acquire_models(self) -> dict[ModelKey, ModelHandle]:
-        """Every composing model, so that the request ends with the versions it began with."""
+        """Every composing model, so that the request ends with the versions that it began with."""
         models: dict[ModelKey, ModelHandle] = {}
         try:
             for key in self._graph.models:

@@ -1,9 +1,7 @@
-"""The sequence batcher: all requests of a sequence go to one instance, one after the other, in the slot it was given.
+"""The sequence batcher: all requests of a sequence are executed by one instance, in order, in its slot.
 
-For: models with `sequence_batching`. Does not know: how slots become batches (strategies.py), how a request's sequence
-is determined (table.py). Invariants: each waiting request leaves in a batch or is completed with an error; a sequence
-never continues past a dropped request.
-Source: Triton's sequence_batch_scheduler.cc; golden transcript 42.
+Invariants: each waiting request leaves in a batch or is completed with an error; a sequence never continues after a
+dropped request. Source: Triton's sequence_batch_scheduler.cc; golden transcript 42.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ TIMED_OUT = "timeout of the corresponding sequence has been expired"
 
 
 class SequenceBatcher:
-    """A scheduler (see Scheduler), the owner of its SequenceBatches and of the turns of requests. Any thread.
+    """A Scheduler, SequenceBatchOwner and TurnOwner. Any thread.
 
-    One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are only
-    called after it is released (`after_unlock`). Behind a dropped request the others are cancelled and the sequence
-    ends. A sequence that is over or idle gives its slot to the first one in the backlog.
+    One lock guards the table, the queues and the sequence batches; clients, backends and instances' queues are called
+    after it is released (`after_unlock`). After a dropped request the others are cancelled and the sequence ends. The
+    slot of a sequence that is over or idle is given to the first one in the backlog.
     """
 
     def __init__(self, config: ModelConfig, model: ChannelOwner, model_directory: Path, timer: Timer) -> None:
@@ -79,7 +77,7 @@ class SequenceBatcher:
     # --- instances --------------------------------------------------------------------------------------------------
 
     def source(self) -> BatchSource:
-        """The slots of one more instance, in use from `admit` on."""
+        """The slots of one more instance, used after `admit`."""
         if self._config.sequence_batching.HasField("oldest"):
             return OldestSequenceBatch(self._config, self, self._model.statistics, self._timer)
         return DirectSequenceBatch(self._config, self, self._lock, self._controls, self._states, NullOwner(self._model))
@@ -88,7 +86,7 @@ class SequenceBatcher:
         return {"requests in its queue": len(self)}
 
     def stop(self) -> None:
-        """Refuses new sequences; the instances get no more batches once their queues are empty."""
+        """Refuses new sequences; the instances get no more batches when their queues are empty."""
         with self.locked():
             self._is_stopped = True
             self._table.clear()
@@ -99,8 +97,8 @@ class SequenceBatcher:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def enqueue(self, request: QueuedRequest) -> None:
-        """Takes over the request. Raises TritonError, and leaves it with the caller: INVALID_ARG for one without a
-        sequence, UNAVAILABLE for a new sequence after `stop`."""
+        """Raises TritonError INVALID_ARG for a request without a sequence, UNAVAILABLE for a new sequence after `stop`;
+        see Scheduler."""
         if request.batch_size > 1:
             raise invalid_argument(
                 f"inference request to model '{self._model.name}' must specify batch-size 1 due to requirements of "
@@ -118,14 +116,14 @@ class SequenceBatcher:
             self._cancel(request)  # it was cancelled before it was in the queue
 
     def continues(self, correlation_id: int | str, flags: RequestFlag, tenant: Tenant) -> bool:
-        """Whether such a request would continue an open sequence."""
+        """Whether such a request continues an open sequence."""
         with self._lock:
             is_start = RequestFlag.SEQUENCE_START in flags
             key = client_key(correlation_id, tenant)
             return not is_start and bool(correlation_id) and self._table.find(key) is not None
 
     def wait_until_none_is_open(self, timeout_s: float) -> bool:
-        """Blocks until every sequence was ended, by its client or its idle time. False after timeout_s."""
+        """Blocks until every sequence has ended, by its client or its idle time. False after `timeout_s`."""
         with self._none_open:
             return self._none_open.wait_for(lambda: not self._table.open_count, timeout_s)
 
@@ -170,7 +168,7 @@ class SequenceBatcher:
         self._feed([sequence])
 
     def _feed(self, sequences: list[Sequence]) -> None:
-        """Tells the sequence batches of new requests or slots. Holds the lock."""
+        """Notifies the sequence batches of new requests or slots. Holds the lock."""
         for sequence in sequences:
             if sequence.batch is not None:
                 sequence.batch.feed(sequence)
@@ -196,7 +194,7 @@ class SequenceBatcher:
         self.free_if_over(sequence)
 
     def _cancel(self, request: QueuedRequest) -> None:
-        """Runs on the cancelling thread. A request that an instance has is cancelled by its backend."""
+        """On the cancelling thread. A request that an instance has is cancelled by its backend."""
         with self.locked():
             sequence = self._waiting.get(request)
             if sequence is not None:

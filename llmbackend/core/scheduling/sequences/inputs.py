@@ -1,8 +1,6 @@
-"""What the host adds to the inputs of a sequence's request: control inputs and implicit states.
+"""Control inputs and implicit states, which the host adds to the inputs of a sequence's request.
 
-For: the sequence batcher, right before an instance gets the request, and requests, through which a backend sets new
-states. Does not know: slots, batches. Invariants: a request sees what earlier requests set with `update`, and nothing
-else; tensors are replaced, never written to.
+A request gets the states that earlier requests set with `update`. Tensors are replaced, never written to.
 Source: Triton's sequence batcher, sequence_state.cc, GenerateInitialStateData.
 """
 
@@ -29,7 +27,7 @@ _LENGTH_BYTES = 4  # before the characters of a string
 
 
 INITIAL_STATE_DIRECTORY = "initial_state"
-"""In the model's directory; contains the files that `data_file` names."""
+"""In the model's directory; has the files that `data_file` names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +38,11 @@ class _Boolean:
 
 
 class SequenceControls:
-    """The control inputs of one model, which model_config_rules validated. Those of flags alone are made once.
+    """The control inputs of one model. Those of flags are made once.
 
     A control has the shape [1], or [1, 1] for a model that batches. By design different from Triton: a string id that
-    does not fit an integer control becomes a hash, so that two sequences do not get the same id (Triton copies its
-    bytes, even beyond the control's end); a number for a string control becomes its decimal text.
+    is too long for an integer control becomes a hash, so that two sequences do not get the same id (Triton copies its
+    bytes, even beyond the control's end); a number for a string control becomes decimal text.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -61,11 +59,10 @@ class SequenceControls:
         self._not_ready = {control.false.name: control.false for control in booleans}
 
     def inputs(self, flags: RequestFlag, correlation_id: int | str) -> dict[str, Tensor]:
-        """Of a request with these flags and correlation id."""
         return {**self._by_flags[int(flags) % _FLAG_VALUES], **self._id_input(correlation_id)}
 
     def not_ready(self) -> dict[str, Tensor]:
-        """Of a slot without a request: everything is false, the id 0 or empty."""
+        """Of a slot without a request: all are false, the id is 0 or empty."""
         return {**self._not_ready, **self._id_input("")}
 
     def _boolean(self, name: str, control: Any) -> _Boolean:
@@ -118,11 +115,10 @@ def _id_bytes(correlation_id: int | str, size: int) -> bytes:
 
 
 class SequenceStates:
-    """The states of one sequence; its requests that a backend has refer to it, too.
+    """The states of one sequence, initialised by START.
 
-    START initialises them again. By design different from Triton: a state without initial value is zeros (Triton:
-    uninitialised memory); one with a variable dimension starts in the shape of its initial value (Triton: its bytes, in
-    the shape [1]).
+    By design different from Triton: a state without initial value is zeros (Triton: uninitialised memory); one with a
+    variable dimension begins in the shape of its initial value (Triton: its bytes in the shape [1]).
     """
 
     def __init__(self, initial: Mapping[str, Tensor], input_of_output: Mapping[str, str]) -> None:
@@ -130,7 +126,7 @@ class SequenceStates:
         self._input_of_output = input_of_output
 
     def inputs(self) -> dict[str, Tensor]:
-        """By input name, as the next request gets them."""
+        """By input name, for the next request."""
         return dict(self._inputs)
 
     def new_state(self, tensor: Tensor) -> SequenceState:
@@ -159,16 +155,14 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class StateRules:
-    """The `state` fields of one model's configuration."""
+    """The `state` fields of one model's configuration: initial values by input name, and output name → input name."""
 
     initial: Mapping[str, Tensor]
-    """By input name."""
     input_of_output: Mapping[str, str]
-    """Output name → input name of the same state."""
 
     @classmethod
     def of(cls, config: ModelConfig, model_directory: Path) -> StateRules:
-        """Reads the initial states. Raises TritonError INVALID_ARG for a configuration or file that does not fit."""
+        """Reads the initial states. Raises TritonError INVALID_ARG for an invalid configuration or file."""
         initial: dict[str, Tensor] = {}
         input_of_output: dict[str, str] = {}
         for state in config.sequence_batching.state:
@@ -181,7 +175,7 @@ class StateRules:
         return cls(initial, input_of_output)
 
     def new_states(self) -> SequenceStates | None:
-        """For a sequence that starts; None for a model without states."""
+        """None for a model without states."""
         return SequenceStates(self.initial, self.input_of_output) if self.initial else None
 
 
@@ -239,7 +233,7 @@ def _zeros(name: str, datatype: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def _from_file(name: str, datatype: str, shape: tuple[int, ...], raw: bytes, file: str) -> Tensor:
-    """A file may be longer than the state, as in Triton; strings are length-prefixed, as on the wire."""
+    """As in Triton, a file may be longer than the state. Strings are as on the wire."""
     if datatype == "BYTES":
         return from_wire(name, datatype, shape, raw)
     size = math.prod(shape) * NUMPY_DTYPE[datatype].itemsize

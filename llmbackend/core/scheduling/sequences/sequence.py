@@ -1,6 +1,5 @@
-"""A sequence of requests with one correlation id, and what an instance has for its sequences: slots and batches.
+"""Sequences of requests with one correlation id, the slots of instances, and the table of both.
 
-For: SequenceBatcher, SequenceTable and the strategies. Does not know: how a strategy forms batches, clocks, clients.
 Invariants: a sequence has at most one slot; `Turn.done` is called exactly once for each turn that was not rescheduled.
 Source: Triton's SequenceBatch, BatcherSequenceSlot and the release callbacks of its sequence batcher.
 """
@@ -27,39 +26,37 @@ from ..scheduler import ElasticSource
 from .inputs import SequenceStates
 
 SequenceKey = int | str | tuple[str, int] | tuple[str, str, int | str]
-"""A client's correlation id (with its tenant), or one of the host, which never equals a client's."""
+"""A client's correlation id (with its tenant), or an id of the host, which never equals a client's."""
 
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """The requests of one correlation id, from the one with START to the one with END."""
+    """The requests of one correlation id, from START to END.
+
+    waiting: requests that no instance has
+    batch: where its slot is; None = it is in the backlog
+    is_ended: whether no further request joins
+    running: requests whose release the slot waits for
+    backlog_deadline_ns: end of its time in the backlog (monotonic); 0 = none
+    """
 
     key: SequenceKey
     waiting: deque[QueuedRequest] = field(default_factory=deque)
-    """Requests that no instance has yet."""
     batch: SequenceBatch | None = None
-    """Where it has its slot; None = it is in the backlog."""
     slot: int = -1
     is_ended: bool = False
-    """Whether no further request joins."""
     running: int = 0
-    """Requests whose release the slot waits for."""
     backlog_deadline_ns: int = 0
-    """When its time in the backlog is over (monotonic); 0 = never."""
     states: SequenceStates | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether it is ended and none of its requests waits or runs."""
         return self.is_ended and not self.waiting and not self.running
 
 
 class Slots:
-    """The slots of one instance.
-
-    A slot is made when it is first needed, so that a configuration that asks for a million candidate sequences costs
-    nothing. The lowest free number is given out first, so that batches stay small.
-    """
+    """The slots of one instance. They are created when needed, because a configuration may have a million candidate
+    sequences. The lowest free slot is used first, so that batches stay small."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -68,7 +65,7 @@ class Slots:
         self._unused = 0  # the lowest number that was never taken
 
     def __len__(self) -> int:
-        """How many are taken."""
+        """Taken slots."""
         return len(self._taken)
 
     def lowest_free(self) -> int | None:
@@ -77,7 +74,7 @@ class Slots:
         return self._unused if self._unused < self._count else None
 
     def take(self, sequence: Sequence) -> None:
-        """Gives the sequence the lowest free slot, which must exist."""
+        """Gives the sequence the lowest free slot. There must be one."""
         if self._freed:
             sequence.slot = heapq.heappop(self._freed)
         else:
@@ -91,20 +88,20 @@ class Slots:
         sequence.slot = -1
 
     def in_order(self) -> list[tuple[int, Sequence]]:
-        """The taken slots with their sequences, by number."""
+        """The taken slots by number."""
         return sorted(self._taken.items(), key=lambda item: item[0])
 
 
 class TurnOwner(Protocol):
     def turn_done(self, turn: Turn) -> None:
-        """The request was released and not rescheduled."""
+        """See SequenceTurn.done."""
 
     def reschedule(self, turn: Turn, request: QueuedRequest) -> None:
-        """Takes the request back. Raises TritonError INVALID_ARG; the request then stays with the backend."""
+        """See SequenceTurn.reschedule."""
 
 
 class Turn:
-    """A request of a sequence while it is out of its queue: what its release means for the sequence.
+    """SequenceTurn of a request after it left its queue.
 
     is_tracked: whether the slot waits for the release
     was_handed_out: whether an instance got the request
@@ -129,7 +126,7 @@ def turn_of(request: QueuedRequest) -> Turn:
 
 
 class SequenceBatchOwner(Protocol):
-    """The sequence batcher, as its SequenceBatches use it."""
+    """The sequence batcher as its SequenceBatches see it."""
 
     def locked(self) -> AbstractContextManager[None]:
         """The batcher's lock."""
@@ -138,21 +135,21 @@ class SequenceBatchOwner(Protocol):
         """Calls `action` after the lock is released. The caller holds the lock."""
 
     def take(self, sequence: Sequence, is_tracked: bool) -> QueuedRequest:
-        """Takes the next request of the sequence out of its queue. With is_tracked the slot waits for its release; else
-        the caller calls `free_if_over`. The caller holds the lock."""
+        """Takes the next request out of the sequence's queue. is_tracked: the slot waits for its release; else the
+        caller calls `free_if_over`. The caller holds the lock."""
 
     def hand_out(self, sequence: Sequence, request: QueuedRequest) -> None:
-        """Adds control inputs and states to a request that an instance is about to get."""
+        """Adds control inputs and states to a request before an instance gets it."""
 
     def free_if_over(self, sequence: Sequence) -> None:
-        """Gives the slot of a sequence, if that is over, to the next one. The caller holds the lock."""
+        """Gives the slot of a sequence that is over to the next one. The caller holds the lock."""
 
     def admit(self, batch: SequenceBatch) -> None:
-        """From now on sequences may get slots of the batch."""
+        """Sequences may get slots of the batch."""
 
     def retire(self, batch: SequenceBatch) -> bool:
-        """No further sequence gets a slot of the batch, which is stopped when those that have one are over. Returns
-        whether there are any."""
+        """Sequences get no more slots of the batch, which is stopped when its last one is over. Returns whether it has
+        any."""
 
 
 class SequenceBatch(ElasticSource, ABC):
@@ -209,17 +206,14 @@ class Sequencer:
 
 
 def client_key(correlation_id: int | str, tenant: Tenant) -> SequenceKey:
-    """The key of a client's correlation id: equal ids of different tenants are different sequences."""
+    """Equal ids of different tenants are different sequences."""
     return ("of", tenant.key_name, correlation_id) if tenant.key_name else correlation_id
 
 
 class SequenceTable:
-    """The sequences of one model.
-
-    Only an open sequence is found by its id; an id that the host makes for a single request never equals a client's.
-    The backlog is served in the order in which sequences began. By design different from Triton: idleness is counted
-    from when a sequence got its slot, so that sequences from a backlog do not end as soon as they run.
-    """
+    """The sequences of one model. Only open ones are found by their ids. The backlog is in the order in which sequences
+    began. By design different from Triton: a sequence's idle time begins when it gets its slot, so that sequences from
+    the backlog do not end as soon as they run."""
 
     def __init__(self, max_idle_us: int) -> None:
         self._max_idle_ns = max_idle_us * 1000
@@ -236,16 +230,16 @@ class SequenceTable:
 
     @property
     def batches(self) -> list[SequenceBatch]:
-        """All sequence batches that have or may get sequences."""
+        """All that have or may get sequences."""
         return [*self._batches, *self._retired]
 
     def add_batch(self, batch: SequenceBatch, now_ns: int) -> list[Sequence]:
-        """Adds a sequence batch; returns the sequences of the backlog that got slots of it."""
+        """Adds a batch; returns the sequences of the backlog that got slots of it."""
         self._batches.append(batch)
         return self._place_backlog(now_ns)
 
     def retire_batch(self, batch: SequenceBatch) -> bool:
-        """No further sequence gets a slot of it. Returns whether any has one."""
+        """Sequences get no more slots of it. Returns whether it has any."""
         if batch in self._batches:
             self._batches.remove(batch)
         if len(batch.slots):
@@ -253,7 +247,7 @@ class SequenceTable:
         return len(batch.slots) > 0
 
     def drop_if_empty(self, batch: SequenceBatch) -> bool:
-        """Removes a retired sequence batch without sequences. Returns whether it was one."""
+        """Removes a retired batch without sequences. Returns whether it was one."""
         if batch not in self._retired or len(batch.slots):
             return False
         self._retired.remove(batch)
@@ -289,7 +283,7 @@ class SequenceTable:
             del self._open[sequence.key]
 
     def remove(self, sequence: Sequence, now_ns: int) -> list[Sequence]:
-        """Removes a sequence that is over. Returns the sequences that got a slot by it."""
+        """Removes a sequence that is over. Returns the sequences that got slots instead."""
         self._backlog_deadlines.discard(sequence)
         batch = sequence.batch
         if batch is None:

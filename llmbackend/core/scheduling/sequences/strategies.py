@@ -1,7 +1,5 @@
-"""The two strategies of the sequence batcher: how the slots of an instance become batches.
+"""The two strategies of the sequence batcher: how batches are formed from the slots of an instance.
 
-For: the sequence batcher. Does not know: correlation ids, clients. Invariant: null requests reach no client and no
-counter of the model.
 Source: DirectSequenceBatch and OldestSequenceBatch of Triton's sequence batcher, InferenceRequest::CopyAsNull.
 """
 
@@ -36,7 +34,7 @@ Ready = dict[int, Sequence]
 
 
 class NullOwner:
-    """Owner of null requests, in place of the model, which must not count them."""
+    """Owner of null requests, instead of the model, which must not count them."""
 
     def __init__(self, model: ChannelOwner) -> None:
         self.name = model.name
@@ -54,7 +52,7 @@ class NullRequest(QueuedRequest):
 
 
 def null_request(owner: NullOwner, pattern: QueuedRequest, controls: Mapping[str, Tensor]) -> NullRequest:
-    """A request with inputs in the shapes of `pattern`, zero except for `controls`, and without outputs."""
+    """A request with zeros in the shapes of `pattern` and with `controls` as inputs, and without outputs."""
     message = InferenceRequest(owner.name)
     inputs = {**{name: _zeros_like(tensor) for name, tensor in pattern.inputs.items()}, **controls}
     valid = ValidRequest(inputs, (), pattern.batch_size)
@@ -73,11 +71,10 @@ def _ignore(response: InferenceResponse | None, flags: ResponseFlag) -> None:
 
 
 class DirectSequenceBatch(SequenceBatch):
-    """The direct strategy.
+    """The direct strategy: a sequence's slot is its row in every batch.
 
-    A sequence's slot is its row in every batch; all requests of a batch have equal shapes. A slot without a request,
-    or with one of another shape, is filled with a null request, up to the last slot that has a request; a backend sees
-    by the READY control that its inputs have no meaning.
+    All requests of a batch have equal shapes. A slot without a request, or with one of another shape, gets a null
+    request, up to the last slot with a request; the READY control is false for it.
     """
 
     def __init__(
@@ -92,7 +89,7 @@ class DirectSequenceBatch(SequenceBatch):
         super().__init__(max(config.max_batch_size, 1), owner)
         direct = config.sequence_batching.direct
         self._max_delay_ns: int = direct.max_queue_delay_microseconds * 1000
-        # The field is float32: 0.1 of ten slots must be one, not slightly more.
+        # The field is float32: 0.1 of ten slots is one, not slightly more.
         self._enough = math.ceil(direct.minimum_slot_utilization * max(config.max_batch_size, 1) - 1e-6)
         self._equal_inputs = EqualInputs(config)
         self._controls = controls
@@ -126,7 +123,7 @@ class DirectSequenceBatch(SequenceBatch):
         return {slot: sequence for slot, sequence in self.slots.in_order() if sequence.waiting}
 
     def _await_ready(self) -> Ready:
-        """Waits until a batch is due; empty = stopped."""
+        """Waits until a batch is due; {} = stopped."""
         while True:
             ready = self._ready()
             wait_s = self._delay_left_s(ready) if ready else None
@@ -143,7 +140,7 @@ class DirectSequenceBatch(SequenceBatch):
         return min(max(left_ns, 0) / 1e9, MAX_SLEEP_S)
 
     def _batch(self, ready: Ready) -> list[QueuedRequest]:
-        """The first ready sequence sets the shapes. Slots are freed only after the whole batch is taken, so that their
+        """The first ready sequence determines the shapes. Slots are freed after the whole batch is taken, so that their
         next sequences do not join it."""
         shapes = self._equal_inputs.key(next(iter(ready.values())).waiting[0])
         taken: dict[int, QueuedRequest] = {}
@@ -158,16 +155,13 @@ class DirectSequenceBatch(SequenceBatch):
 
     def _null(self, pattern: QueuedRequest) -> QueuedRequest:
         request = null_request(self._null_owner, pattern, self._controls.not_ready())
-        request.states = self._states.new_states()  # of no sequence
+        request.states = self._states.new_states()
         return request
 
 
 class OldestSequenceBatch(SequenceBatch):
-    """The oldest strategy.
-
-    A dynamic batcher over the first requests of the sequences that have a slot. A sequence has at most one request
-    in the dynamic batcher or with the instance; the next one follows when it is released.
-    """
+    """The oldest strategy: a dynamic batcher for the first requests of the sequences with slots. A sequence has at most
+    one request in it or with the instance; the next one follows after its release."""
 
     def __init__(self, config: ModelConfig, owner: SequenceBatchOwner, statistics: Statistics, timer: Timer) -> None:
         candidates = config.sequence_batching.oldest.max_candidate_sequences
