@@ -58,20 +58,10 @@ CONTROL_THREADS = 8
 """Concurrent load requests, including those that wait for another load of their model."""
 EXPLICIT_ONLY = "explicit model load / unload is not allowed if polling is enabled"
 EXTENSIONS = (
-    "classification",
-    "sequence",
-    "model_repository",
-    "model_repository(unload_dependents)",
-    "schedule_policy",
-    "model_configuration",
-    "system_shared_memory",
-    "cuda_shared_memory",
-    "binary_tensor_data",
-    "parameters",
-    "statistics",
-    "trace",
-    "logging",
-)
+    "classification", "sequence", "model_repository", "model_repository(unload_dependents)", "schedule_policy",
+    "model_configuration", "system_shared_memory", "cuda_shared_memory", "binary_tensor_data", "parameters",
+    "statistics", "trace", "logging",
+)  # fmt: skip
 """Protocol extensions that this host serves."""
 UNLOAD_GRACE_S = 8.0
 """Minimum time for unloading, however long requests took: an engine that hangs is killed after 5 s."""

@@ -45,18 +45,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from .errors import ErrorCode, TritonError, internal, invalid_argument, unavailable, unsupported
 
 __all__ = [
-    "API_VERSION",
-    "Action",
-    "Agent",
-    "AgentModel",
-    "ErrorCode",
-    "ModelConfig",
-    "TritonError",
-    "internal",
-    "invalid_argument",
-    "unavailable",
-    "unsupported",
-]
+    "API_VERSION", "Action", "Agent", "AgentModel", "ErrorCode", "ModelConfig", "TritonError", "internal",
+    "invalid_argument", "unavailable", "unsupported",
+]  # fmt: skip
 
 API_VERSION = (0, 1)
 

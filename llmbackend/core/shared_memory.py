@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from .errors import ErrorCode, TritonError, internal, invalid_argument, not_found, unavailable, unsupported
 from .messages import InferenceRequest, InferenceResponse, ResponseCallback
@@ -42,23 +42,12 @@ class MemoryKind(Enum):
     CUDA = "CUDA"
 
 
-class Memory(Protocol):
-    """The memory of a region. Offsets count from the beginning of the region."""
-
-    def read(self, offset: int, byte_size: int) -> bytes:
-        """Raises TritonError when the memory no longer exists."""
-
-    def write(self, offset: int, data: memoryview) -> None:
-        """Raises TritonError when the memory no longer exists."""
-
-    def close(self) -> None: ...
-
-
 class SystemMemory:
     """`byte_size` bytes, from `offset` on, of the POSIX shared memory (`shm_open`) named `key`.
 
     A key names a plain file directly in /dev/shm: no path, no link, no pipe. The memory is never mapped: when a client
-    truncates its file, `pread` and `pwrite` fail, where a mapping would end the process with SIGBUS.
+    truncates its file, `read` and `write` raise TritonError, where a mapping would end the process with SIGBUS. Their
+    offsets count from the beginning of the region.
     """
 
     def __init__(self, name: str, key: str, offset: int, byte_size: int) -> None:
@@ -147,7 +136,7 @@ class Region:
     offset: int
     byte_size: int
     kind: MemoryKind = field(repr=False)
-    memory: Memory = field(repr=False)
+    memory: SystemMemory = field(repr=False)
     users: int = 0
     is_unregistered: bool = False
 

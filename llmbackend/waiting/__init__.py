@@ -1,1 +1,1 @@
-"""For every room whose requests wait: Triton's queue policies, deadlines, a timer. Imports no other room."""
+"""Queues of requests: Triton's queue policies, deadlines, a timer, wake-ups. Imports no other room."""

@@ -1,4 +1,4 @@
-"""A queue by priority level, as Triton's and the adapter's requests wait in."""
+"""A queue by priority level, for the requests of the host and of the adapter."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 Lane = tuple[int, bool]
-"""A priority level, and whether it is of those that were delayed in it."""
+"""A priority level, and whether the items in it are delayed."""
 
 
 class LevelQueue(Generic[Item]):
-    """A lower level goes first. Within a level it is first come, first served, and delayed items go last.
-
-    A lane exists only while something waits in it, however many levels a configuration names. Every operation is O(1)
-    in the number of items, except for looking at several. Its owner's lock guards it.
-    """
+    """Lower levels come first; within a level the order is that of arrival, with delayed items last. A lane exists
+    while it has items. Operations on one item are O(1). The owner's lock guards it."""
 
     def __init__(self) -> None:
         self._lanes: dict[Lane, OrderedDict[Item, None]] = {}
-        """An OrderedDict, because a dict finds its first entry slowly after deletions."""
+        """OrderedDict, because a dict finds its first entry slowly after deletions."""
         self._order: list[Lane] = []
         self._lane_of: dict[Item, Lane] = {}
 
@@ -54,7 +51,7 @@ class LevelQueue(Generic[Item]):
         self._lanes[level, is_delayed].move_to_end(item, last=False)
 
     def first(self, count: int) -> Iterator[Item]:
-        """The first `count` items in order. Those that were given may be removed meanwhile."""
+        """The first `count` items in order. Yielded items may be removed meanwhile."""
         for lane in tuple(self._order):
             some = list(islice(self._lanes[lane], count))
             yield from some
@@ -80,7 +77,7 @@ class LevelQueue(Generic[Item]):
         return True
 
     def delay(self, item: Item) -> bool:
-        """Moves an item behind all others of its level. Whether it was queued."""
+        """Moves an item after all others of its level. Whether it was queued."""
         lane = self._lane_of.get(item)
         if lane is None:
             return False

@@ -1,9 +1,7 @@
 """Triton's queue policies: how many requests may wait at a priority level, how long, and what happens after that.
 
-For: the request queues of the host and of the adapter, which apply them. Does not know: queues, clocks. Invariant:
-frozen; every level has a policy.
 Source: PolicyQueue and PriorityQueue of Triton's scheduler_utils.cc, InferenceRequest::SetPriority. By design
-different: where the default timeout is 0 (none), a request's own timeout still counts if overriding is allowed.
+different: if the default timeout is 0 (none), a request's own timeout still counts if overriding is allowed.
 """
 
 from __future__ import annotations
@@ -19,16 +17,18 @@ ONLY_LEVEL = 0
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicy:
-    """The policy of one priority level."""
+    """The policy of one priority level.
+
+    max_queue_size: requests; 0 = no limit
+    timeout_us: longest time in the queue; 0 = no limit
+    reject: after the timeout the request fails; False = it is served after the others of its level
+    allow_timeout_override: whether a request may shorten the timeout
+    """
 
     max_queue_size: int = 0
-    """Requests; 0 = no limit."""
     timeout_us: int = 0
-    """Longest time in the queue; 0 = no limit."""
     reject: bool = True
-    """After the timeout: True = the request fails, False = it is served after the others of its level."""
     allow_timeout_override: bool = False
-    """Whether a request may shorten the timeout."""
 
     @classmethod
     def of(cls, message: ModelQueuePolicy) -> QueuePolicy:
@@ -40,7 +40,7 @@ class QueuePolicy:
         )
 
     def deadline_ns(self, queue_start_ns: int, request_timeout_us: int) -> int:
-        """When a request's time in the queue is over (monotonic ns); 0 = never."""
+        """End of a request's time in the queue (monotonic ns); 0 = none."""
         timeout_us = self.timeout_us
         if self.allow_timeout_override and request_timeout_us > 0:
             timeout_us = min(request_timeout_us, timeout_us or request_timeout_us)
@@ -49,14 +49,16 @@ class QueuePolicy:
 
 @dataclass(frozen=True, slots=True)
 class QueuePolicies:
-    """The policies of one model."""
+    """The policies of one model.
+
+    levels: 0 = no priorities; else 1 is the highest level and `levels` the lowest
+    by_level: policies of levels, where they are not `default`
+    """
 
     default: QueuePolicy = field(default_factory=QueuePolicy)
     levels: int = 0
-    """0 = no priorities; else 1 is the highest level and `levels` the lowest."""
     default_level: int = ONLY_LEVEL
     by_level: Mapping[int, QueuePolicy] = field(default_factory=dict)
-    """Levels with a policy other than `default`."""
 
     @classmethod
     def of(cls, batching: ModelDynamicBatching) -> QueuePolicies:
@@ -68,14 +70,13 @@ class QueuePolicies:
         )
 
     def priority(self, requested: int) -> int:
-        """The priority that a request gets: 0 and values above `levels` become the default level. Without levels the
-        value is the backend's to interpret."""
+        """The priority of a request: 0 and values above `levels` become the default level. Without levels backends
+        interpret it."""
         if not self.levels:
             return requested
         return requested if 0 < requested <= self.levels else self.default_level
 
     def level(self, priority: int) -> int:
-        """The level at which a request of that priority waits."""
         return priority if self.levels else ONLY_LEVEL
 
     def policy(self, level: int) -> QueuePolicy:

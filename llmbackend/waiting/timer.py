@@ -1,9 +1,4 @@
-"""Calls back at given times, on one thread that sleeps until the earliest of them.
-
-For: queues, whose requests must be answered when their time is over even if no instance asks for a batch. Does not
-know: requests. Invariants: one pending time per alarm; an alarm runs outside the timer's lock and must be short;
-without alarms the thread sleeps without a timeout, so an idle server uses no CPU.
-"""
+"""Alarms at given times, on one thread that sleeps until the earliest of them; items by deadline."""
 
 from __future__ import annotations
 
@@ -23,15 +18,12 @@ MAX_SLEEP_S = 3600.0
 """A configuration may ask for centuries, which a lock's timeout cannot express."""
 
 _SLACK = 64
-"""How many discarded entries the heap may hold beyond twice the number of items."""
+"""How many discarded entries the heap may have beyond twice the number of items."""
 
 
 class Deadlines(Generic[Item]):
-    """Items by the time at which they are due. Not locked: its owner's lock guards it.
-
-    Adding, discarding and looking up the earliest are O(log n) amortised. A discarded item is no longer referenced,
-    so that no request is kept alive after it left.
-    """
+    """Items by deadline. Operations are O(log n) amortised. Discarded items are not referenced, so that no request is
+    kept alive. The owner's lock guards it."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, list[Item]]] = []
@@ -42,9 +34,9 @@ class Deadlines(Generic[Item]):
         return len(self._cells)
 
     def add(self, item: Item, due_ns: int) -> None:
-        """Adds `item`, or moves it to another time."""
+        """Adds `item`, or changes its time."""
         self.discard(item)
-        cell = [item]  # cleared when the item is discarded: the heap keeps no reference to it
+        cell = [item]  # cleared when the item is discarded
         self._cells[item] = cell
         heapq.heappush(self._heap, (due_ns, next(self._order), cell))
 
@@ -60,7 +52,7 @@ class Deadlines(Generic[Item]):
         return self._heap[0][0] if self._heap else None
 
     def pop_due(self, now_ns: int) -> list[Item]:
-        """Removes and returns what is due at `now_ns`, the earliest first."""
+        """Removes and returns the items due at `now_ns`, the earliest first."""
         due = []
         while (earliest_ns := self.earliest_ns()) is not None and earliest_ns <= now_ns:
             (item,) = heapq.heappop(self._heap)[2]
@@ -75,7 +67,8 @@ class Deadlines(Generic[Item]):
 
 
 class Timer:
-    """Runs alarms between `start` and `stop`; any thread may set and clear them."""
+    """Runs alarms between `start` and `stop`, outside its lock; they must be short. One time per alarm. Without alarms
+    the thread sleeps without a timeout, so that an idle server uses no CPU. Any thread may set and clear alarms."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition(threading.Lock())
@@ -90,7 +83,7 @@ class Timer:
             self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; alarms that are not due yet never run."""
+        """Ends the thread; other alarms never run."""
         if self._thread is not None:
             with self._changed:
                 self._stopped = True
@@ -121,10 +114,10 @@ class Timer:
                     alarm()
                 except Exception:
                     log.exception("an alarm failed")
-            del due, alarm  # else the last alarm's queue would live until the next alarm
+            del due, alarm  # they would keep a queue alive until the next alarm
 
     def _wait(self) -> list[Alarm] | None:
-        """Sleeps until something is due; None when stopped."""
+        """Sleeps until an alarm is due; None when stopped."""
         with self._changed:
             while not self._stopped:
                 now_ns = time.monotonic_ns()

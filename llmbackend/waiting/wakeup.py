@@ -1,4 +1,4 @@
-"""Wakeup: how any thread wakes one that blocks in a poll."""
+"""Wakeup: wakes a thread that blocks in a poll."""
 
 from __future__ import annotations
 
@@ -11,18 +11,15 @@ _CLOSED: Final = -1
 
 
 class Wakeup:
-    """A level-triggered flag with a file descriptor.
-
-    What a caller did before `set()` is seen by the loop after the `clear()` that follows; calls between two clears cost
-    one system call together.
-    """
+    """A level-triggered flag with a file descriptor. Work done before `set()` is visible after the next `clear()`; the
+    calls of `set()` between two clears cost one system call."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_pending = False
         self._lock = threading.RLock()
-        """Of closing: a later write could reach another file with the same descriptor. Reentrant: a finalizer that runs
-        within `set` may call it."""
+        """For closing, since a later write could go to another file with the same descriptor. Reentrant: a finalizer
+        within `set` may call `set`."""
 
     def fileno(self) -> int:
         return self._fd
@@ -30,7 +27,7 @@ class Wakeup:
     def set(self) -> None:
         """Any thread. Does nothing after close()."""
         if not self._is_pending:
-            self._is_pending = True  # before the write: set after it, the flag could outlive a `clear` that read it
+            self._is_pending = True  # before the write: after it, the flag could stay set after a `clear`
             with self._lock:
                 if self._fd != _CLOSED:
                     os.eventfd_write(self._fd, 1)

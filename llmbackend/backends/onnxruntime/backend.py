@@ -1,9 +1,7 @@
-"""The `onnxruntime` backend: entry points, a ModelState for a model's file and options, a session for each instance.
+"""The `onnxruntime` backend: a session for each instance.
 
-For: the host, which finds it by name. Does not know: how a batch is put together (array_backend.py does). Invariants: a
-configuration is completed only where it says nothing; a configured tensor that the graph does not have is refused when
-the model loads; only the outputs that the configuration names are computed.
-Source: the parameters and auto-complete rules of Triton's ONNX Runtime backend.
+A configuration is completed where it is empty. A configured tensor that the graph does not have is refused at the load.
+Only configured outputs are computed. Source: the parameters and auto-complete rules of Triton's ONNX Runtime backend.
 """
 
 from __future__ import annotations
@@ -55,7 +53,7 @@ _LEVELS = {
 }
 _MODES = {"0": onnxruntime.ExecutionMode.ORT_SEQUENTIAL, "1": onnxruntime.ExecutionMode.ORT_PARALLEL}
 _QUIET = 3
-"""ONNX Runtime's log level: errors only; warnings about a graph are of no use to an operator."""
+"""ONNX Runtime's log level: only errors."""
 
 _OPTIONS = {
     "intra_op_thread_count": "intra_op_num_threads",
@@ -88,14 +86,14 @@ _PARAMETERS = {
 
 class ModelState:
     def __init__(self, model: Model) -> None:
-        """Raises TritonError naming the file or the field that is wrong."""
+        """Raises TritonError naming the wrong file or field."""
         self.name = model.name
         self.path = _find(model)
         settings = read_parameters(model.config, _PARAMETERS)
         self._options = {_OPTIONS[key]: value for key, value in settings.items()}
 
     def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
-        """Raises TritonError INVALID_ARG when the graph has not the configured tensors."""
+        """Raises TritonError INVALID_ARG when the graph does not have the configured tensors."""
         session = self._session(instance.kind, instance.device_id)
         config = instance.model.config
         inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
@@ -104,7 +102,7 @@ class ModelState:
         return session
 
     def auto_complete(self, model: Model) -> None:
-        """Tensors from the graph; a batch dimension where every tensor's first one is open, of the default size."""
+        """Tensors from the graph; batches of the default size if the first dimension of every tensor is variable."""
         config = model.config
         if config.input and config.output:
             return
@@ -162,7 +160,7 @@ def _check_names(model: str, what: str, configured: Sequence[str], tensors: Sequ
 
 def _find(model: Model) -> Path:
     path = model.version_directory / (model.config.default_model_filename or _FILE)
-    if path.is_dir():  # a model with weights in files of their own
+    if path.is_dir():  # a model with external weights
         path = path / _FILE
     if not path.is_file():
         raise not_found(f"unable to find '{path}' for model '{model.name}'")

@@ -1,9 +1,7 @@
-"""The `pytorch` backend: entry points, TorchScript archives and torch.export programs, one copy for each instance.
+"""The `pytorch` backend: TorchScript archives and torch.export programs, one copy for each instance.
 
-For: the host, which finds it by name. Does not know: how a batch is put together (array_backend.py does). Invariants: a
-configuration whose inputs cannot be matched with the program's arguments is refused when the model loads; tensors share
-memory with a request's arrays only where those may be written to.
-Source: the naming rules and parameters of Triton's PyTorch backend.
+A configuration whose inputs do not match the program's arguments is refused at the load. Tensors share memory only with
+writable arrays of requests. Source: the naming rules and parameters of Triton's PyTorch backend.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class Program:
     """A loaded program.
 
     call          takes tensors in the order of the arguments
-    arguments     their names; None = the file does not have them
+    arguments     their names; None = unknown
     device        torch's name
     weight_bytes  of its parameters and buffers
     """
@@ -83,7 +81,7 @@ class Program:
 
 def load_torchscript(path: Path, device: str, settings: Mapping[str, Any]) -> Program:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # TorchScript is old, and so are many models
+        warnings.simplefilter("ignore", DeprecationWarning)  # of TorchScript itself
         module = torch.jit.load(str(path), map_location=device)  # type: ignore[no-untyped-call]
         module.eval()
         schema = module.forward.schema
@@ -93,7 +91,7 @@ def load_torchscript(path: Path, device: str, settings: Mapping[str, Any]) -> Pr
         try:
             with torch.jit.optimized_execution(optimise):  # type: ignore[attr-defined]
                 return module(*tensors)
-        except torch.jit.Error as error:  # pages of source code, then what the program raised
+        except torch.jit.Error as error:  # its text ends with the program's exception
             raise RuntimeError(str(error).strip().splitlines()[-1]) from None
 
     return Program(call, tuple(argument.name for argument in schema.arguments[1:]), device, _weight_bytes(module))
@@ -112,7 +110,7 @@ def _weight_bytes(module: torch.nn.Module) -> int:
 
 class ModelState:
     def __init__(self, model: Model) -> None:
-        """Raises TritonError naming the file or the field that is wrong."""
+        """Raises TritonError naming the wrong file or field."""
         config = model.config
         self.name = model.name
         self.path = _find(model)
@@ -125,7 +123,8 @@ class ModelState:
             raise unsupported(f"model '{model.name}': a PyTorch program has no optional inputs")
 
     def load_model(self, device: str) -> Program:
-        """Raises TritonError INVALID_ARG when the file is none, or takes other arguments than are configured."""
+        """Raises TritonError INVALID_ARG when the file cannot be loaded, or its arguments are not the configured
+        inputs."""
         load = load_exported if self.path.suffix == ".pt2" else load_torchscript
         try:
             program = load(self.path, device, self.settings)
@@ -147,7 +146,7 @@ class ModelState:
 
 
 def in_order(names: list[str]) -> list[str]:
-    """By the index of names of the form <name>__<index>, if all are; else as they are configured."""
+    """By the index in names of the form <name>__<index>, if all have it; else as configured."""
     indices = [int(match[1]) for name in names if (match := _INDEXED.match(name))]
     if len(indices) != len(names):
         return names
@@ -181,7 +180,7 @@ class ModelInstanceState(ArrayInstance):
         self._grad = torch.inference_mode if settings.get("INFERENCE_MODE", True) else torch.no_grad
 
     def memory_usage(self) -> Sequence[MemoryUsage]:
-        """Of the weights: the rest of this process's memory belongs to no model."""
+        """Of the weights."""
         weight_bytes = self._program.weight_bytes
         if not weight_bytes:
             return ()

@@ -1,1 +1,1 @@
-"""What models do, step by step, for those who watch the server. Begin with messages.py."""
+"""Live activity of models for viewers of the server. Begin with messages.py."""

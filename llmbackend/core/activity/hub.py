@@ -1,9 +1,7 @@
-"""Who watches the server, and the events that they have not read yet.
+"""The viewers of the server's activity, and the events that they have not read.
 
-For: the host, which owns a hub; instances, which report to it; frontends, which open viewers. Does not know: what
-causes an event, protocols. Invariants: reporting an event never blocks, whatever viewers do; unread events are bounded
-in bytes, and the oldest are dropped first; an instance is told which kinds are watched as soon as they change, and
-events of other kinds are dropped.
+Invariants: a report never blocks, whatever viewers do; unread events are bounded in bytes, and the oldest are dropped
+first; instances are told which kinds of events are watched, and events of other kinds are dropped.
 """
 
 from __future__ import annotations
@@ -23,17 +21,17 @@ from .messages import KIND_OF, Activity, EventKind, InstanceDescription, LogActi
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 16 << 20
-"""Of all events together. A step of 64 rows has some 1.7 kB."""
+"""Of all events. A step of 64 rows has about 1.7 kB."""
 MAX_VIEWERS: Final = 32
 MAX_VIEWERS_OF_A_KEY: Final = 4
 NOTHING: Final[frozenset[EventKind]] = frozenset()
 _ENTRY_BYTES: Final = 200
-"""Of an entry beside its event's."""
+"""Of an entry besides its event."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What an event is about. instance "" = a model version, or the server where `model` is "", too."""
+    """The source of an event. instance: "" = a model version; model: "" = the server."""
 
     model: str = ""
     version: str = ""
@@ -46,20 +44,15 @@ class WatchedInstance(Protocol):
     @property
     def source(self) -> Source: ...
     def watch(self, kinds: frozenset[EventKind]) -> None:
-        """What to report from now on. Called under a lock of the hub, on any thread: it must only take note."""
+        """Sets the kinds to report from now on. Called under a lock of the hub, on any thread: it must not block."""
 
     def describe(self) -> InstanceDescription:
-        """The instance now. Any thread."""
+        """Any thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event.
-
-    sequence  counts from 1
-    event     its type
-    data      the event as JSON, without its source
-    """
+    """An event: its number, from 1, its type, and the event as JSON, without its source."""
 
     sequence: int
     source: Source
@@ -68,7 +61,7 @@ class Entry:
 
 
 class Reporter:
-    """Reports the events of one source. Any thread; costs one comparison while there are no viewers."""
+    """Reports events of one source. Any thread; costs one comparison while there are no viewers."""
 
     __slots__ = ("_hub", "source")
 
@@ -85,10 +78,10 @@ class Reporter:
 
 
 class Viewer:
-    """Reads the events behind its opening. One thread at a time uses it."""
+    """Reads the events since it was opened. One thread at a time."""
 
     def __init__(self, hub: ActivityHub, kinds: frozenset[EventKind], key_name: str | None, wake: Callable[[], None]):
-        """key_name: whose requests alone it may show; None = all
+        """key_name: it may show only this key's requests; None = all
         wake: called once for each `sleep`, on any thread, when there are events
         """
         self.kinds = kinds
@@ -99,26 +92,26 @@ class Viewer:
 
     @property
     def position(self) -> str:
-        """Names the last event that was read; unique among all servers."""
+        """An id of the last event that was read, unique among servers."""
         return f"{self._hub.epoch}-{self._read_to}"
 
     @property
     def is_over(self) -> bool:
-        """The server has stopped; nothing follows."""
+        """The server has stopped."""
         return self._hub.is_closed
 
     def read(self) -> tuple[list[Entry], int]:
-        """The events since the last call, oldest first, and how many were dropped before them. Of all kinds."""
+        """The events of all kinds since the last call, oldest first, and how many were dropped before them."""
         entries, dropped = self._hub.entries_since(self._read_to)
         self._read_to += len(entries) + dropped
         return entries, dropped
 
     def skip(self) -> None:
-        """All events so far count as read."""
+        """Marks all events as read."""
         self._read_to = self._hub.last_sequence
 
     def sleep(self) -> None:
-        """Asks for a `wake` as soon as there are events that were not read."""
+        """Asks for a `wake` when there are unread events."""
         self._hub.wake_for(self, self._read_to)
 
     def close(self) -> None:
@@ -131,7 +124,7 @@ class ActivityHub:
     def __init__(self) -> None:
         self.epoch = f"{int(time.time()):x}{secrets.token_hex(2)}"
         self.kinds = NOTHING
-        """What is watched. A single reference, read without a lock."""
+        """The watched kinds; read without a lock."""
         self.is_closed = False
         self.last_sequence = 0
         self._viewers_lock = threading.Lock()
@@ -157,7 +150,7 @@ class ActivityHub:
                 if count >= most:
                     raise unavailable(f"this {whose} has {count} viewers of its events, expected at most {most}")
             if key_name is not None:
-                kinds |= {"requests"}  # they say whose the others' events are
+                kinds |= {"requests"}  # these tell which requests are the key's
             viewer = Viewer(self, kinds, key_name, wake)
             self._viewers.append(viewer)
             self._watch(tells_again="blocks" in kinds)
@@ -176,7 +169,7 @@ class ActivityHub:
                 self._log_bytes = 0
 
     def close(self) -> None:
-        """Ends all viewers: the server has stopped."""
+        """The server has stopped: ends all viewers."""
         with self._viewers_lock:
             self.is_closed = True
             viewers = list(self._viewers)
@@ -184,10 +177,8 @@ class ActivityHub:
             viewer.wake()
 
     def _watch(self, *, tells_again: bool) -> None:
-        """Tells all instances what is watched, if it has changed. The caller holds the lock of the viewers.
-
-        tells_again: also if it has not, for a viewer of blocks, which begins with all of them.
-        """
+        """Tells all instances the watched kinds if they have changed. The caller holds the lock of the viewers.
+        tells_again: also if they have not, for a viewer of blocks, which begins with all blocks."""
         kinds = NOTHING.union(*(viewer.kinds for viewer in self._viewers))
         if kinds == self.kinds and not tells_again:
             return
@@ -198,7 +189,7 @@ class ActivityHub:
     # --- instances ----------------------------------------------------------------------------------------------------
 
     def add_instance(self, instance: WatchedInstance) -> None:
-        """Tells it what is watched, now and at each change. May be called again to repeat this."""
+        """Tells it the watched kinds, now and at each change; also if called again."""
         with self._viewers_lock:
             self._instances[instance] = None
             if self.kinds:
@@ -209,7 +200,7 @@ class ActivityHub:
             self._instances.pop(instance, None)
 
     def describe(self) -> list[tuple[Source, InstanceDescription]]:
-        """Every instance now. Takes time in proportion to the requests in flight."""
+        """In time proportional to the requests in flight."""
         with self._viewers_lock:
             instances = list(self._instances)
         return [(instance.source, instance.describe()) for instance in instances]
@@ -233,7 +224,7 @@ class ActivityHub:
             viewer.wake()
 
     def entries_since(self, sequence: int) -> tuple[list[Entry], int]:
-        """The events behind `sequence` that are still there, and how many of them are not."""
+        """The events after `sequence` that still exist, and how many do not."""
         with self._log_lock:
             count = self.last_sequence - sequence
             held = min(count, len(self._log))

@@ -1,8 +1,7 @@
-"""What happens in a server while someone watches: the events of `/v2/engine/events`, and the state before them.
+"""The events of `/v2/engine/events`, which backends and the host report, and the state before them.
 
-For: backends and the host, which report these events, and the frontends, which send them. Does not know: who watches,
-how events are written. Invariants: all are frozen, and their fields are those of the JSON that clients see
-(docs/engine_events.md); none holds a text, a prompt or a token.
+All are frozen; their fields are those of the JSON for clients (docs/engine_events.md). None has a text, prompt or
+token.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ import msgspec
 EventKind = Literal["requests", "steps", "blocks", "engine", "load", "model", "log"]
 EVENT_KINDS: Final[frozenset[EventKind]] = frozenset({"requests", "steps", "blocks", "engine", "load", "model", "log"})
 MAX_ID_CHARACTERS: Final = 256
-"""Of a client's request id in an event; clients may send ids of any length."""
+"""Of a client's request id in an event."""
 RowKind = Literal["prefill", "decode", "recompute"]
 StepRow = tuple[int, RowKind, int, int, int]
-"""Request; kind; tokens computed, with drafts; drafts accepted; tokens that the request got."""
+"""Request; kind; tokens computed, with drafts; drafts accepted; tokens of the request."""
 BlockState = Literal["free", "cached", "used"]
 BlockRun = tuple[int, int, BlockState, int | None, int]
-"""First block; number of blocks; state; a request that holds them, None = no one, or one that is not shown; how many
-hold them."""
+"""First block; number of blocks; state; a request that uses them, None = none, or one that is not shown; how many use
+them."""
 
 
 class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
     """A request in flight.
 
-    request        its number, unique in the server's life
-    id             that its client gave it, or the beginning of it; "" = none
-    key            name of the API key that it came with; "" = none
+    request        its number, unique in the server's process
+    id             its client's id, shortened; "" = none
+    key            name of its API key; "" = none
     received       Unix time
     prompt_tokens  of all its prompts; None = its backend counts none
-    max_tokens     that it may get; None = as above
+    max_tokens     None = as above
     reason         why it waits; "" = it does not
     output_tokens  so far
     """
@@ -50,12 +49,12 @@ class RequestActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """A request that has ended. Counts are None where its backend counts no tokens.
+    """A request that has ended. Counts are None when its backend counts no tokens.
 
     time             Unix time
-    finish_reason    "stop", "length", "abort", "error"; "" = not known
-    cached_tokens    of its prompts, that the prefix cache had
-    num_preemptions  while someone watched
+    finish_reason    "stop", "length", "abort", "error"; "" = unknown
+    cached_tokens    of its prompts, from the prefix cache
+    num_preemptions  while there were viewers
     """
 
     request: int
@@ -68,7 +67,7 @@ class RequestEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestsReceived(msgspec.Struct, frozen=True):
-    """Requests that the instance has from now on: new ones, and such that another instance had."""
+    """Requests that the instance got: new ones, and others from another instance."""
 
     received: tuple[RequestActivity, ...]
 
@@ -78,7 +77,7 @@ class RequestEnded(msgspec.Struct, frozen=True):
 
 
 class StepParts(msgspec.Struct, frozen=True):
-    """Milliseconds: before its computation, that itself, after its results were there."""
+    """Milliseconds: before the computation, of it, and after it."""
 
     schedule: float
     run: float
@@ -97,8 +96,8 @@ class StepActivity(msgspec.Struct, frozen=True, kw_only=True):
     step         counts from 1 in each engine
     time         when it began, Unix time
     rows         in the order of the batch; a request with several prompts or choices has several
-    preempted    requests whose blocks were taken back for it
-    waiting      requests that the engine has and does not run yet, and why
+    preempted    requests whose blocks were freed for it
+    waiting      requests that the engine does not run yet, and why
     num_running  in the engine
     num_waiting  in the engine and in the model's queue
     """
@@ -116,11 +115,11 @@ class StepActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlocksActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """Which block holds what.
+    """The contents of blocks.
 
     time       Unix time
     runs       in the order of the blocks
-    truncated  there were more runs than are sent
+    truncated  whether there are more runs
     """
 
     time: float
@@ -136,8 +135,8 @@ class EngineActivity(msgspec.Struct, frozen=True, kw_only=True):
     state         "starting", "ready", "recovering", "failed", "asleep", "stopped"
     reason        why the last engine ended; "" = none has
     pid           of its process; None = it has none now, or none of its own
-    num_restarts  engines that have ended and were followed by another one
-    recovery_ms   of a "ready" behind a lost engine: how long there was none
+    num_restarts  engines that were replaced
+    recovery_ms   of a "ready" after a lost engine: how long there was none
     """
 
     time: float
@@ -149,11 +148,11 @@ class EngineActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadActivity(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a load has come.
+    """The progress of a load.
 
     time   Unix time
-    stage  what is being done, for people
-    total  of how much; 0 = unknown
+    stage  for people
+    total  0 = unknown
     """
 
     time: float
@@ -179,7 +178,7 @@ class LogActivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What an engine takes."""
+    """The limits of an engine."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -192,8 +191,8 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
     """An instance now.
 
     state, pid, num_restarts  as in EngineActivity
-    limits                    None = not known, or it has no such limits
-    path                      what computes, in one word of its backend, such as "native"; "" = not known
+    limits                    None = unknown, or it has none
+    path                      its backend's word for what computes, such as "native"; "" = unknown
     """
 
     state: str
@@ -207,7 +206,6 @@ class InstanceDescription(msgspec.Struct, frozen=True, kw_only=True):
 Activity = (
     RequestsReceived | RequestEnded | StepActivity | BlocksActivity | EngineActivity | LoadActivity | ModelActivity
 )
-"""What a backend or the host reports of a model."""
 _encode: Final = msgspec.json.Encoder().encode
 KIND_OF: Final[dict[type[Activity | LogActivity], EventKind]] = {
     RequestsReceived: "requests",
@@ -222,7 +220,7 @@ KIND_OF: Final[dict[type[Activity | LogActivity], EventKind]] = {
 
 
 def to_json(message: msgspec.Struct) -> bytes:
-    """Compact, with the members in the order of the fields; lone surrogates, which an id may hold, become '?'."""
+    """Compact, in the order of the fields; lone surrogates, which an id may have, become '?'."""
     try:
         return _encode(message)
     except UnicodeEncodeError:
@@ -231,11 +229,11 @@ def to_json(message: msgspec.Struct) -> bytes:
 
 
 class InstanceActivity(Protocol):
-    """Where a backend tells those who watch the server what an instance does. Any thread; it never blocks."""
+    """Where a backend reports the activity of an instance. Any thread; never blocks."""
 
     @property
     def kinds(self) -> frozenset[EventKind]:
-        """What is watched; empty = nothing, which is the rule: then make no reports."""
+        """The watched kinds; usually none: then make no reports."""
 
     def report(self, activity: Activity) -> None:
         """No effect while no viewer watches this kind of event."""
@@ -244,9 +242,8 @@ class InstanceActivity(Protocol):
 class _NoActivity:
     kinds: frozenset[EventKind] = frozenset()
 
-    def report(self, activity: Activity) -> None:
-        """Nobody watches."""
+    def report(self, activity: Activity) -> None: ...
 
 
 NO_ACTIVITY: Final[InstanceActivity] = _NoActivity()
-"""Of a host that nobody can watch."""
+"""Of a host without viewers."""

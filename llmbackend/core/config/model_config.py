@@ -25,7 +25,8 @@ _STRING_OR_KEY = re.compile(r'"(?:[^"\\]|\\.)*"|(?P<key>[A-Za-z_]\w*)(?=\s*:)', 
 
 
 def parse_text(text: str, source: str) -> ModelConfig:
-    """The ModelConfig of a text-format protobuf. INTERNAL error naming `source`, line, column and field."""
+    """The ModelConfig of a text-format protobuf. Raises TritonError INTERNAL naming `source`, line, column and
+    field."""
     config = ModelConfig()
     try:
         text_format.Parse(text, config)
@@ -35,7 +36,7 @@ def parse_text(text: str, source: str) -> ModelConfig:
 
 
 def read_config(path: Path) -> ModelConfig:
-    """The configuration in a config.pbtxt. Raises TritonError INTERNAL when it cannot be read or parsed."""
+    """Raises TritonError INTERNAL when the file cannot be read or parsed."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -54,8 +55,8 @@ def parse_json(text: str | bytes) -> ModelConfig:
 
 
 def _json(text: str | bytes) -> Any:
-    """orjson refuses what the protobuf library cannot hold: lone surrogates, NaN. As in protobuf's parser in C++, keys
-    may be bare words."""
+    """As in protobuf's parser in C++, keys may be bare words. orjson refuses lone surrogates and NaN, as protobuf
+    must."""
     try:
         return orjson.loads(text)
     except ValueError:
@@ -68,19 +69,21 @@ def _quote_key(found: re.Match[str]) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Shortened: a parser quotes its input, which may be megabytes."""
+    """Shortened, since parsers quote their input, which may have megabytes."""
     return (str(error).splitlines() or [type(error).__name__])[0][:_ERROR_CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
 class _ModelLayout:
-    """How a model of a backend is stored in a repository."""
+    """How a model of a backend is stored in a repository.
+
+    platforms: names from before the field `backend` existed; the first one is filled in
+    filename: the file or directory in each version directory
+    """
 
     backend: str
     platforms: tuple[str, ...]
-    """Names from before the field `backend` existed; the first one is filled in."""
     filename: str
-    """The file or directory in each version directory."""
 
 
 _LAYOUTS = (
@@ -97,8 +100,7 @@ _LAYOUTS = (
 
 def fill_backend(config: ModelConfig, directory: Path) -> None:
     """Fills `backend`, `platform` and `default_model_filename` of the model in `directory`, whose name must be set.
-
-    Raises TritonError INVALID_ARG when neither the configuration, the files nor the name tell the backend."""
+    Raises TritonError INVALID_ARG when neither the configuration, the files nor the name determine the backend."""
     if config.HasField("ensemble_scheduling"):
         return
     layout = _layout_of(config, _version_files(directory))
@@ -142,7 +144,7 @@ def _fill_from_name(config: ModelConfig) -> None:
 
 
 def set_defaults(config: ModelConfig) -> None:
-    """The defaults that Triton shows in /config; instance groups are `set_instance_groups`."""
+    """The defaults that Triton shows in /config, except for instance groups."""
     if not config.version_policy.WhichOneof("policy_choice"):
         config.version_policy.latest.num_versions = 1
     if not config.HasField("ensemble_scheduling"):
@@ -167,14 +169,14 @@ def _set_sequence_defaults(config: ModelConfig) -> None:
 def set_instance_groups(
     config: ModelConfig, preferred: Sequence[tuple[InstanceGroupKind, int]], gpus: Sequence[int] = ()
 ) -> None:
-    """Completes names, kinds, counts and GPUs of instance groups.
+    """Completes names, kinds, counts and GPUs of instance groups (NormalizeInstanceGroup in Triton's core).
 
     preferred: the backend's kinds and counts for a model without groups
     gpus: the host's GPU ids
 
     A model without groups gets one named as the model; a group without a name becomes `<model>_<index>`. KIND_AUTO is
-    KIND_GPU where there are GPUs, and all that the group lists; KIND_GPU without a list is all of them. An ensemble has
-    no groups. Source: NormalizeInstanceGroup in Triton's core.
+    KIND_GPU if there are GPUs, with all that the group lists; KIND_GPU without a list has all. An ensemble has no
+    groups.
     """
     if config.HasField("ensemble_scheduling"):
         return
@@ -193,9 +195,7 @@ def set_instance_groups(
 
 
 def merge_auto_complete(config: ModelConfig, proposed: ModelConfig) -> None:
-    """Takes from a backend's auto-completed configuration what Triton takes: max_batch_size, input, output,
-    model_transaction_policy, and the scheduling choice if none is set. Beyond Triton it also takes parameters that are
-    not set, by which a backend informs frontends."""
+    """See Model.set_config. Parameters that are not set, not merged by Triton, let a backend inform frontends."""
     config.max_batch_size = proposed.max_batch_size
     del config.input[:]
     config.input.extend(proposed.input)

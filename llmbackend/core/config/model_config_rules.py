@@ -1,7 +1,6 @@
-"""The rules that a model configuration must fulfil, and Triton's text for each.
+"""The rules of model configurations, checked before a load and again after auto-complete.
 
-For: the repository (before a load) and model loading (after auto-complete). Does not know: backends, files, requests.
-Invariant: a field that asks for what this host lacks is refused here, or warned of by name (ignored_fields.py).
+A field for a feature that this host lacks is refused here, or ignored with a WARNING (IGNORED_FIELDS of served_config).
 Source: ValidateModelConfig and its neighbours in Triton's model_config_utils.cc, texts verbatim.
 """
 
@@ -38,7 +37,7 @@ def is_ensemble(config: ModelConfig) -> bool:
 
 
 def composing_models(config: ModelConfig) -> dict[str, set[int]]:
-    """The models that the steps name, in order, each with the versions that they ask for (-1 = any)."""
+    """The models of the steps, in order, each with its versions (-1 = any)."""
     models: dict[str, set[int]] = {}
     for step in config.ensemble_scheduling.step:
         models.setdefault(step.model_name, set()).add(step.model_version)
@@ -46,7 +45,7 @@ def composing_models(config: ModelConfig) -> dict[str, set[int]]:
 
 
 def validate_scheduling(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a data flow that cannot work."""
+    """Raises TritonError INVALID_ARG for an invalid ensemble."""
     name = config.name
     if not config.HasField("ensemble_scheduling"):
         raise invalid_argument(f"ensemble scheduling must be set for ensemble {name} whose platform is {PLATFORM}")
@@ -101,7 +100,7 @@ def _check_flow(config: ModelConfig, readers: _StepsOfTensor, writers: _StepsOfT
 
 
 def _written(config: ModelConfig) -> set[str]:
-    """The tensors that get a value: the inputs, and the outputs of steps whose inputs all get one."""
+    """The tensors that get values: the inputs, and the outputs of steps whose inputs all get values."""
     written = {tensor.name for tensor in config.input}
     waiting = list(config.ensemble_scheduling.step)
     while True:
@@ -114,7 +113,7 @@ def _written(config: ModelConfig) -> set[str]:
 
 
 MAX_INSTANCES = 1024
-"""Per model. Each has at least one thread; a number from a client must not exhaust the machine."""
+"""Per model. Each has at least one thread, and the number may come from a client."""
 
 _Control = ModelSequenceBatching.Control
 _BOOLEAN_KINDS = (_Control.CONTROL_SEQUENCE_START, _Control.CONTROL_SEQUENCE_END, _Control.CONTROL_SEQUENCE_READY)
@@ -124,10 +123,7 @@ _NOT_A_DIMENSION = "must be integer >= 1, or -1 to indicate a variable-size dime
 
 
 def validate_config(config: ModelConfig) -> None:
-    """Raises TritonError INVALID_ARG for a broken rule.
-
-    Initial states are checked where they are made (scheduling/sequences/inputs.py).
-    """
+    """Raises TritonError INVALID_ARG for a broken rule. StateRules checks initial states."""
     name = config.name
     if is_ensemble(config):
         validate_scheduling(config)
@@ -148,7 +144,8 @@ def validate_config(config: ModelConfig) -> None:
     validate_sequence_batching(config)
     validate_response_cache(config)
     for group in config.instance_group:
-        _validate_group(name, group)
+        if group.count < 0:
+            raise invalid_argument(f"instance group '{group.name}' of model '{name}' has invalid count {group.count}")
     count = sum(max(group.count, 1) * max(len(group.gpus), 1) for group in config.instance_group)
     if count > MAX_INSTANCES:
         raise invalid_argument(f"model '{name}' asks for {count} instances, expected at most {MAX_INSTANCES}")
@@ -156,7 +153,7 @@ def validate_config(config: ModelConfig) -> None:
 
 
 def _validate_enums(model: str, message: Message) -> None:
-    """Refuses numbers without a name, which protobuf's open enums accept."""
+    """Refuses unknown numbers, which protobuf's open enums accept."""
     field: Any
     for field, value in message.ListFields():
         is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
@@ -168,7 +165,7 @@ def _validate_enums(model: str, message: Message) -> None:
 
 
 def _validate_paths(config: ModelConfig) -> None:
-    """The file that it names must be in the version directory: a configuration may come from a client."""
+    """The file must be in the version directory, since a configuration may come from a client."""
     path = PurePath(config.default_model_filename)
     if path.is_absolute() or ".." in path.parts or "\0" in config.default_model_filename:
         raise invalid_argument(
@@ -209,14 +206,9 @@ def _validate_queue_policies(config: ModelConfig) -> None:
         )
 
 
-def _validate_group(model: str, group: ModelInstanceGroup) -> None:
-    if group.count < 0:
-        raise invalid_argument(f"instance group '{group.name}' of model '{model}' has invalid count {group.count}")
-
-
 def validate_instance_groups(config: ModelConfig, gpus: Sequence[int], min_compute_capability: float) -> None:
-    """For groups completed by set_instance_groups; gpus: the host's GPU ids. Raises TritonError INVALID_ARG with the
-    texts of ValidateInstanceGroup in Triton's core."""
+    """For groups after set_instance_groups; gpus: the host's GPU ids. Raises TritonError INVALID_ARG with the texts of
+    ValidateInstanceGroup in Triton's core."""
     for group in config.instance_group:
         subject = f"instance group {group.name} of model {config.name}"
         kind = ModelInstanceGroup.Kind.Name(group.kind)
@@ -366,7 +358,7 @@ def _validate_correlation_id(model: str, control: Any) -> None:
 
 
 def _validate_state_memory(config: ModelConfig) -> None:
-    """Growable memory is GPU memory, which states of this host never use; Triton refuses it at the first request."""
+    """Growable memory is GPU memory; Triton refuses it at the first request."""
     kinds = {group.kind for group in config.instance_group}
     for state in config.sequence_batching.state:
         if state.use_growable_memory and not state.use_same_buffer_for_input_output:
@@ -383,10 +375,10 @@ def _validate_state_memory(config: ModelConfig) -> None:
 
 
 def validate_tensors(config: ModelConfig) -> None:
-    """Names, datatypes, dimensions and reshapes of inputs and outputs, once the backend has completed them.
+    """Names, datatypes, dimensions and reshapes of inputs and outputs, after auto-complete.
 
-    Raises TritonError INVALID_ARG for the first rule that is broken. As in Triton's core, texts name the model without
-    quotes, and a tensor may be given twice if both are equal (TensorRT-LLM's `ensemble` does so)."""
+    Raises TritonError INVALID_ARG for the first broken rule. As in Triton's core, texts name the model without quotes,
+    and equal tensors may have the same name (as in TensorRT-LLM's `ensemble`)."""
     faults = chain(
         _tensor_faults("model input", config.input, config.max_batch_size),
         _tensor_faults("model output", config.output, config.max_batch_size),
@@ -410,7 +402,7 @@ def _tensor_faults(what: str, tensors: Sequence[ModelInput | ModelOutput], max_b
 
 
 def _tensor_fault(tensor: ModelInput | ModelOutput, max_batch_size: int) -> str:
-    """What is wrong with one tensor; "" = nothing."""
+    """The first broken rule of one tensor; "" = none."""
     if tensor.data_type == DataType.TYPE_INVALID:
         return "must specify 'data_type'"
     if not tensor.dims:

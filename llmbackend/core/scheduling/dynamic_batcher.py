@@ -44,21 +44,8 @@ FUNCTIONS = (
 )
 
 
-class FormingBatch:
-    """One batch that is being formed."""
-
-    def __init__(self, include: Callable[[Request, Any], bool], state: Any, model: str) -> None:
-        self._include = include
-        self._state = state
-        self._model = model
-
-    def includes(self, request: Request) -> bool:
-        """Whether the strategy lets the request join; if so, it has joined."""
-        try:
-            return bool(self._include(request, self._state))
-        except Exception:
-            log.exception("Custom batching include function failed for model %s", self._model)
-            return False
+Include = Callable[[Request], bool]
+"""Whether a request may join the forming batch; if so, it has joined."""
 
 
 class BatchStrategy:
@@ -89,16 +76,18 @@ class BatchStrategy:
         sys.modules.pop(self._module, None)  # the next load may find another file
 
     @contextmanager
-    def new_batch(self) -> Iterator[FormingBatch]:
+    def new_batch(self) -> Iterator[Include]:
+        """A batch that begins to form."""
         state = self._call("batching initialization", "TRITONBACKEND_ModelBatchInitialize", self._batcher)
+        include = "TRITONBACKEND_ModelBatchIncludeRequest"
         try:
-            yield FormingBatch(self._functions["TRITONBACKEND_ModelBatchIncludeRequest"], state, self._model)
+            yield lambda request: bool(self._call("batching include function", include, request, state))
         finally:
             self._call("batching finalization", "TRITONBACKEND_ModelBatchFinalize", state)
 
-    def _call(self, what: str, name: str, argument: Any) -> Any:
+    def _call(self, what: str, name: str, *arguments: Any) -> Any:
         try:
-            return self._functions[name](argument)
+            return self._functions[name](*arguments)
         except Exception:
             log.exception("Custom %s failed for model %s", what, self._model)
             return None
@@ -253,10 +242,10 @@ class DynamicBatcher(RequestQueue):
     def _prefix(self) -> _Prefix:
         if self._strategy is None:
             return self._longest_prefix(None)
-        with self._strategy.new_batch() as batch:
-            return self._longest_prefix(batch)
+        with self._strategy.new_batch() as include:
+            return self._longest_prefix(include)
 
-    def _longest_prefix(self, batch: FormingBatch | None) -> _Prefix:
+    def _longest_prefix(self, include: Include | None) -> _Prefix:
         prefix, first = _Prefix(), None
         for request in self._queue:
             rows = max(request.batch_size, 1)
@@ -268,7 +257,7 @@ class DynamicBatcher(RequestQueue):
                     prefix.is_full = True
                     break
             # A request that the strategy refuses as the first one is executed alone, or it would block the queue.
-            if batch is not None and not batch.includes(request) and prefix.count:
+            if include is not None and not include(request) and prefix.count:
                 prefix.is_full = True
                 break
             prefix.add(request, rows)

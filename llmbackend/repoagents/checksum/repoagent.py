@@ -1,9 +1,8 @@
 """The `checksum` repository agent: loads a model only if its files have the expected checksums.
 
-For: models whose configuration names it. Does not know: the host, formats of models. Each parameter is one file: the
-key is `<algorithm>:<path in the model's directory>`, the value the digest in hexadecimal. Algorithms are MD5 and
-SHA256, in any case. Invariant: a file is read once per load, in pieces. Source: Triton's checksum_repository_agent,
-which knows MD5 alone; its error texts.
+Each parameter is one file: the key is `<algorithm>:<path in the model's directory>`, the value the digest in
+hexadecimal. Algorithms are MD5 and SHA256, in any case. Source: Triton's checksum_repository_agent, which has only MD5;
+its texts.
 """
 
 from __future__ import annotations

@@ -106,16 +106,9 @@ class Exchange:
     """The responses of one request: what its sender and the end of `execute` may still send. Any thread may send."""
 
     __slots__ = (
-        "_decoupled",
-        "_is_cancelled",
-        "_is_closed",
-        "_is_over",
-        "_link",
-        "_lock",
-        "_output_names",
-        "number",
+        "_decoupled", "_is_cancelled", "_is_closed", "_is_over", "_link", "_lock", "_output_names", "number",
         "release_flags",
-    )
+    )  # fmt: skip
 
     def __init__(
         self, link: HostLink, number: int, wanted: Sequence[str], states: frozenset[str], decoupled: bool
