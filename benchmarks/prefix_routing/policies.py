@@ -29,7 +29,7 @@ class QueuedTask:
     def __init__(self, infer_request: InferRequest, hashes: Sequence[int]) -> None:
         self.infer_request = infer_request
         self.isolated_deaths: list[Any] = []
-        self.place: PlacementState | None = PlacementState(hashes)
+        self.placement: PlacementState | None = PlacementState(hashes)
 
     @property
     def request_id(self) -> str:

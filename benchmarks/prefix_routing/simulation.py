@@ -198,8 +198,8 @@ class _Host:
         self.tasks.enqueue(task)
         first = self._simulation.draw.choice(self._simulation.engines)
         self.offer(first)
-        if task.place.waits_for and request.request_id in self.asked:
-            self.offer(self._simulation.engines[task.place.waits_for.bit_length() - 1])
+        if task.placement.waits_for and request.request_id in self.asked:
+            self.offer(self._simulation.engines[task.placement.waits_for.bit_length() - 1])
         if request.request_id in self.asked:
             self._simulation.has_queue[self] = None
 

@@ -348,7 +348,7 @@ class ModelState:
     def _unfinished(self, tasks: Sequence[InferTask]) -> Sequence[InferTask]:
         """The tasks that continue. Repeats the responses of a resumed request before, in portions, so that its receiver
         never gets many at once."""
-        pieces = tasks[0].sender.take_known_pieces()
+        pieces = tasks[0].sender.take_earlier_pieces()
         for start in range(0, len(pieces), _SENT_TOGETHER):
             with responses_together():
                 for piece in pieces[start : start + _SENT_TOGETHER]:
@@ -367,7 +367,7 @@ class ModelState:
             self.fail(task, piece.error.error())
             return
         for output in piece.outputs:
-            task.add_known_output(output)
+            task.repeat_output(output)
         if (reason := task.finish_reason) is not None:
             self._end(task, reason)
         else:

@@ -44,7 +44,7 @@ class Model:
 
     def queue(self, name: str, hashes: Sequence[int] = (), priority: int = 2) -> Any:
         task = make_task(name, priority)
-        task.place = PlacementState(hashes)
+        task.placement = PlacementState(hashes)
         assert self.tasks.admit(task) == ""
         self.tasks.enqueue(task)
         return task

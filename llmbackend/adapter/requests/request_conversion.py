@@ -118,8 +118,8 @@ class RequestConverter:
         if wanted[0].prompt_only:
             self._describe(request, instance, exec_start_ns, wanted[0])
             return []
-        known = ResumeState.of(request.resume)
-        seeds = (None,) * len(wanted) if known is None else known.seeds_of(len(wanted))
+        resume_state = ResumeState.of(request.resume)
+        seeds = (None,) * len(wanted) if resume_state is None else resume_state.seeds_of(len(wanted))
         prompts = [self._generation(inputs, seed) for inputs, seed in zip(wanted, seeds, strict=True)]
         generations = [choice for one in prompts for choice in _choices(one)]
         assemblers = [self._assembler(one) for one in generations]
@@ -129,10 +129,10 @@ class RequestConverter:
         spans = _spans(request, prompts, len(generations))
         if spans is not None:
             spans.converted(exec_start_ns, compute_start_ns, prompts[0].grammar_ns)
-        if known is not None:
-            known.check(len(generations), self._limits.vocab_size)
-            known = dataclasses.replace(known, seeds=tuple(one.params.sampling.seed for one in prompts))
-        sender = self._sender(request, instance, exec_start_ns, prompts, len(generations), known)
+        if resume_state is not None:
+            resume_state.check(len(generations), self._limits.vocab_size)
+            resume_state = dataclasses.replace(resume_state, seeds=tuple(one.params.sampling.seed for one in prompts))
+        sender = self._sender(request, instance, exec_start_ns, prompts, len(generations), resume_state)
         return [
             self._task(sender, one, assembler, priority, TaskTimes(exec_start_ns, compute_start_ns), index, spans)
             for index, (one, assembler) in enumerate(zip(generations, assemblers, strict=True))
@@ -167,7 +167,7 @@ class RequestConverter:
         exec_start_ns: int,
         prompts: Sequence[_CheckedGeneration],
         num_tasks: int,
-        known: ResumeState | None,
+        resume_state: ResumeState | None,
     ) -> ResponseSender:
         """Choices are sent as they come, unless they must be ranked or joined."""
         options, params = prompts[0].inputs.options, prompts[0].params
@@ -180,7 +180,7 @@ class RequestConverter:
                 param="best_of",
             )
         client_error = self._schema.client_error
-        arguments = request, instance, exec_start_ns, client_error, num_tasks, len(prompts), known, params.n
+        arguments = request, instance, exec_start_ns, client_error, num_tasks, len(prompts), resume_state, params.n
         if options.stream or not (is_ranked or joins):
             return ResponseSender(*arguments)
         return CollectedChoices(*arguments, joins=joins, of_prompt=self._schema.outputs_of_prompt)

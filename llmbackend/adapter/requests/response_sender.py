@@ -59,13 +59,13 @@ class ResponseSender:
         client_error: Callable[[TritonError], TritonError],
         num_tasks: int = 1,
         num_prompts: int = 1,
-        known: ResumeState | None = None,
+        resume_state: ResumeState | None = None,
         num_choices: int = 1,
     ) -> None:
         """client_error: gives an error the text that the client expects
         num_prompts: the request's batch size
         num_choices: that the client gets of each prompt
-        known: for a resumable request, with the seeds of its prompts
+        resume_state: for a resumable request, with the seeds of its prompts
         """
         self.client_id = request.id
         self.number = request.number
@@ -84,8 +84,8 @@ class ResponseSender:
         """Of the tasks that have ended."""
         self._num_tasks = num_tasks
         self._has_failed = False
-        self._known_pieces: tuple[Piece, ...] = () if known is None else known.pieces
-        self._deltas = None if known is None else DeltaWriter(known.seeds, known.num_to_skip)
+        self._earlier_pieces: tuple[Piece, ...] = () if resume_state is None else resume_state.pieces
+        self._deltas = None if resume_state is None else DeltaWriter(resume_state.seeds, resume_state.num_to_skip)
         self._response_start_ns = exec_start_ns
         self._lock = threading.Lock()
 
@@ -97,9 +97,9 @@ class ResponseSender:
     def is_resumable(self) -> bool:
         return self._deltas is not None
 
-    def take_known_pieces(self) -> tuple[Piece, ...]:
+    def take_earlier_pieces(self) -> tuple[Piece, ...]:
         """The pieces of the responses that its tasks must make again before they continue; taken once."""
-        pieces, self._known_pieces = self._known_pieces, ()
+        pieces, self._earlier_pieces = self._earlier_pieces, ()
         return pieces
 
     def send(self, outputs: Sequence[Tensor], piece: Piece | None = None) -> None:

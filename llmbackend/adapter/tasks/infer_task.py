@@ -36,7 +36,7 @@ class InferTask:
         "_adapter", "_choice", "_num_cached_tokens", "_num_prior_tokens",
         "_num_prompt_logprobs", "_record", "_reply", "_stream", "alarms", "assembler", "has_ended", "infer_request",
         "is_delayed", "is_suspect", "isolated_deaths", "kv_block_size", "lost_ns", "num_accepted_draft_tokens",
-        "num_draft_tokens", "num_preemptions", "output_token_ids", "place", "sender", "times",
+        "num_draft_tokens", "num_preemptions", "output_token_ids", "placement", "sender", "times",
     )  # fmt: skip
 
     def __init__(
@@ -74,7 +74,7 @@ class InferTask:
         """Owner: FaultIsolation. Deaths of engines that had no other unproven request."""
         self.lost_ns = 0
         """Owner: TaskMap. When it lost its engine; 0 = it has one, or never had one."""
-        self.place: PlacementState | None = None
+        self.placement: PlacementState | None = None
         """Owner: TaskMap, once it is queued. Set where there are several engines."""
         self.alarms: list[Alarm] = []
         """Set for its deadlines."""
@@ -170,7 +170,7 @@ class InferTask:
             if not times.first_token_ns:
                 times.first_token_ns = now_ns
 
-    def add_known_output(self, output: StepOutput) -> None:
+    def repeat_output(self, output: StepOutput) -> None:
         """Adds an output that was computed before, for a response that its client may have."""
         InferTask.add_output(self, output, 0)
         self._num_prior_tokens = len(self.output_token_ids)

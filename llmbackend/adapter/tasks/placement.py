@@ -101,19 +101,19 @@ class Placement:
         if num_tokens > 0:
             self._prompt_token_s += _WEIGHT * (seconds / num_tokens - self._prompt_token_s)
 
-    def takes(self, engine: int, place: PlacementState, rooms: Rooms, now_ns: int) -> bool:
+    def takes(self, engine: int, state: PlacementState, rooms: Rooms, now_ns: int) -> bool:
         """Whether this engine, which is ready and has room, takes the request now."""
-        if place.waits_for == engine:
+        if state.waits_for == engine:
             return True
-        if place.waits_for & rooms.ready.mask and now_ns < place.until_ns:
+        if state.waits_for & rooms.ready.mask and now_ns < state.until_ns:
             return False
-        best, gain_tokens = self._best(engine, place.hashes, rooms)
+        best, gain_tokens = self._best(engine, state.hashes, rooms)
         if best == engine:
             return True
-        place.since_ns = place.since_ns or now_ns
-        place.until_ns = place.since_ns + int(self._wait_s(gain_tokens, rooms[best]) * 1e9)
-        place.waits_for = best
-        return now_ns >= place.until_ns
+        state.since_ns = state.since_ns or now_ns
+        state.until_ns = state.since_ns + int(self._wait_s(gain_tokens, rooms[best]) * 1e9)
+        state.waits_for = best
+        return now_ns >= state.until_ns
 
     def _wait_s(self, gain_tokens: int, room: int) -> float:
         return max(min(gain_tokens * self._prompt_token_s, MAX_WAIT_S), WAKE_S if room > 0 else 0.0)

@@ -78,13 +78,13 @@ class PrefixRouting:
                 continue  # all of its prompt must be computed
             token_ids = request.prompt_token_ids
             if task.output_token_ids:  # its client has them from another host
-                task.place = PlacementState(
+                task.placement = PlacementState(
                     prefix_hashes(request.prefix_salt, (*token_ids, *task.output_token_ids), block_size)
                 )
                 continue
             if id(token_ids) not in hashes:
                 hashes[id(token_ids)] = prefix_hashes(request.prefix_salt, token_ids, block_size)
-            task.place = PlacementState(hashes[id(token_ids)])
+            task.placement = PlacementState(hashes[id(token_ids)])
 
     def prompt_computed(self, task: InferTask, now_ns: int) -> None:
         """An engine gave the task's first token."""

@@ -220,19 +220,19 @@ class TaskMap:
         if task.lost_ns or task.is_suspect:
             rooms.given(engine.bit)
             return True
-        place = task.place = task.place or PlacementState()
-        takes = self._placement.takes(engine.bit, place, rooms, now_ns)
-        rooms.given(engine.bit if takes else place.waits_for)
+        state = task.placement = task.placement or PlacementState()
+        takes = self._placement.takes(engine.bit, state, rooms, now_ns)
+        rooms.given(engine.bit if takes else state.waits_for)
         if not takes:
-            engine.look_again_ns = min(engine.look_again_ns or place.until_ns, place.until_ns)
+            engine.look_again_ns = min(engine.look_again_ns or state.until_ns, state.until_ns)
         return takes
 
     def _assign(self, task: InferTask, engine: EngineAssignment) -> None:
         self._queue.remove(task)
         self._engine_of[task.request_id] = engine
         engine.isolation.add(task)
-        if task.place is not None and task.place.hashes:
-            self._placement.index.expect(engine.bit, task.request_id, task.place.hashes)
+        if task.placement is not None and task.placement.hashes:
+            self._placement.index.expect(engine.bit, task.request_id, task.placement.hashes)
 
     def record_outputs(self, engine: EngineAssignment, outputs: Sequence[StepOutput]) -> None:
         """Tells fault isolation which requests the engine has worked on."""
@@ -353,8 +353,8 @@ class TaskMap:
         """The task goes back into the queue."""
         del self._engine_of[task.request_id]
         self._placement.index.settle(task.request_id)
-        if task.place is not None:
-            task.place = PlacementState(task.place.hashes)
+        if task.placement is not None:
+            task.placement = PlacementState(task.placement.hashes)
 
     def _pop(self, request_id: str) -> InferTask | None:
         task = self._tasks.pop(request_id, None)
