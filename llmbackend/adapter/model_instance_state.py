@@ -37,6 +37,7 @@ from .activity import NO_ENGINE, InstanceReports
 from .lora import LoraChange, lora_change
 from .model_state import ModelState
 from .requests.conversion_pool import is_short
+from .schemas.schema import is_stop
 from .tasks.infer_task import InferTask
 from .tasks.task_map import NO_CONTROLS
 
@@ -135,7 +136,7 @@ class ModelInstanceState:
     def enqueue(self, requests: Sequence[Request]) -> None:
         """Takes ownership of `requests`; one that cannot be served is answered, the others continue."""
         for request in requests:
-            if self._model.schema.is_stop(request):
+            if is_stop(request):
                 self._handle_stop_request(request)
                 continue
             if (change := lora_change(request)) is not None:

@@ -27,7 +27,7 @@ class Task:
     is_suspect: bool = False
     isolated_deaths: list[str] = field(default_factory=list)
     lost_ns: int = 0
-    place: PlacementState | None = None
+    placement: PlacementState | None = None
     request_id: str = field(init=False)
 
     def __post_init__(self) -> None:

@@ -22,7 +22,6 @@ from llmbackend.core.backend_api import (
     invalid_argument,
     unsupported,
 )
-from llmbackend.engine.messages import TokenLogprobs
 
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import ModelTokenizer
@@ -34,12 +33,11 @@ from .schema import (
     Prompt,
     Reply,
     TensorType,
-    complete_config,
+    complete_unbatched_config,
     outputs_of,
     wanted_outputs,
-    without_batches,
 )
-from .tensorrtllm import Row, Rows, is_stop, performance
+from .tensorrtllm import Row, Rows, performance
 from .vllm import INPUTS as VLLM_INPUTS
 from .vllm import OUTPUTS as VLLM_OUTPUTS
 from .vllm import VllmSchema
@@ -127,21 +125,13 @@ class LlmApiSchema:
         self._vllm = VllmSchema(config)
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        """Inputs are optional: a chat has no `text_input`."""
-        completed = complete_config(config, VLLM_INPUTS | INPUTS, VLLM_OUTPUTS | OUTPUTS)
-        for tensor in completed.input:
-            tensor.optional = True
-        without_batches(completed)
-        return completed
+        return complete_unbatched_config(config, VLLM_INPUTS | INPUTS, VLLM_OUTPUTS | OUTPUTS)
 
     def client_error(self, error: TritonError) -> TritonError:
         """model.py puts this prefix before every error but cancels."""
         if error.code is ErrorCode.CANCELLED:
             return error
         return TritonError(f"Error generating request: {error.message}", error.code, error.param)
-
-    def is_stop(self, request: Request) -> bool:
-        return is_stop(request)
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
         if "sampling_parameters" in request.inputs:
@@ -190,16 +180,13 @@ def _sampling(row: Row) -> dict[str, Any]:
     return values
 
 
-class LlmApiReply:
+class LlmApiReply(Reply):
     waits_for_text = True
 
     def __init__(self, options: OutputOptions, prompt: Prompt) -> None:
         self._options = options
         self._text = prompt.text if options.prepend_prompt else ""
         """The whole text so far."""
-
-    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """These tensors have no output for them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         self._text += "".join(chunk.text)

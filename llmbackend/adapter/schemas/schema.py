@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import numpy.typing as npt
 from tritonclient.grpc import model_config_pb2
 
@@ -132,18 +133,19 @@ class Generation(Protocol):
     def assembler(self) -> OutputAssembler: ...
 
 
-class Reply(Protocol):
+class Reply:
     """Makes the outputs of one generation, response by response."""
 
-    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """entries: of the next tokens of the prompt"""
+    __slots__ = ()
+    waits_for_text: bool
+    """Whether a stream has nothing to send while all of its text is held back."""
 
-    @property
-    def waits_for_text(self) -> bool:
-        """Whether a stream has nothing to send while all of its text is held back."""
+    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
+        """entries: of the next tokens of the prompt. Does nothing where no output has them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         """The outputs of one response."""
+        raise NotImplementedError
 
 
 class Schema(Protocol):
@@ -163,9 +165,6 @@ class Schema(Protocol):
     def read(self, request: Request) -> Sequence[LlmInputs]:
         """A request's generations, at least one. Raises TritonError INVALID_ARG naming the tensor, or UNSUPPORTED for
         one that this backend does not serve."""
-
-    def is_stop(self, request: Request) -> bool:
-        """Whether the request only asks to end other requests with its id."""
 
     def reply(
         self, inputs: LlmInputs, prompt: Prompt, tokenizer: ModelTokenizer, not_enforced: Sequence[str] = ()
@@ -214,10 +213,17 @@ def complete_config(
     return completed
 
 
-def without_batches(config: ModelConfig) -> None:
-    if config.max_batch_size:
+def complete_unbatched_config(
+    config: ModelConfig, inputs: Mapping[str, TensorType], outputs: Mapping[str, TensorType]
+) -> ModelConfig:
+    """As `complete_config`, with all inputs optional and max_batch_size 0."""
+    completed = complete_config(config, inputs, outputs)
+    for tensor in completed.input:
+        tensor.optional = True
+    if completed.max_batch_size:
         logger.warning("model '%s': max_batch_size is set to 0, requests are batched inside the engine", config.name)
-        config.max_batch_size = 0
+        completed.max_batch_size = 0
+    return completed
 
 
 def _complete_tensors(kind: str, declared: Any, table: Mapping[str, TensorType]) -> None:
@@ -280,6 +286,12 @@ def may_have_constraint(request: Request) -> bool:
     text = tensor.data.ravel()[0]
     names = (name if isinstance(text, str) else name.encode() for name in CONSTRAINT_FIELDS)
     return any(name in text for name in names) or ("\\u" if isinstance(text, str) else b"\\u") in text
+
+
+def is_stop(request: Request) -> bool:
+    """Whether the request only asks to end other requests with its id: TensorRT-LLM's input `stop`."""
+    tensor = request.inputs.get("stop")
+    return tensor is not None and bool(np.any(tensor.data))
 
 
 def wanted_outputs(enabled: Iterable[str], request: Request) -> frozenset[str]:

@@ -23,7 +23,6 @@ from llmbackend.core.backend_api import (
     shown,
     unsupported,
 )
-from llmbackend.engine.messages import TokenLogprobs
 
 from ..limits import (
     MAX_CHOICES,
@@ -97,9 +96,6 @@ class TensorRtLlmSchema:
 
     def client_error(self, error: TritonError) -> TritonError:
         return error
-
-    def is_stop(self, request: Request) -> bool:
-        return is_stop(request)
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
         rows = Rows(request, self._batches, "input_ids" if self._is_core else "text_input")
@@ -183,11 +179,6 @@ class TensorRtLlmSchema:
         if top_k <= 0 and top_p <= 0.0:
             return {"temperature": 0.0}
         return {"top_k": max(top_k, 0), "top_p": top_p if top_p > 0.0 else 1.0}
-
-
-def is_stop(request: Request) -> bool:
-    tensor = request.inputs.get("stop")
-    return tensor is not None and bool(np.any(tensor.data))
 
 
 class Rows:
@@ -368,7 +359,7 @@ def _words(name: str, values: npt.NDArray[Any]) -> tuple[tuple[int, ...], ...]:
     return tuple(words)
 
 
-class TensorRtLlmReply:
+class TensorRtLlmReply(Reply):
     """TensorRT-LLM's outputs of one generation.
 
     A beam dimension of 1 stands before the tokens. Without streaming, the prompt stands before the output unless it is
@@ -384,9 +375,6 @@ class TensorRtLlmReply:
         self.waits_for_text = not is_core
         self._batches = batches
         self._log_prob_sum = 0.0
-
-    def add_prompt_logprobs(self, entries: Sequence[TokenLogprobs]) -> None:
-        """These tensors have no output for them."""
 
     def outputs(self, chunk: Chunk, generation: Generation) -> Sequence[Tensor]:
         num_tokens = len(chunk.token_ids) - chunk.ends_with_stop_token

@@ -48,13 +48,12 @@ from .schema import (
     Prompt,
     Reply,
     TensorType,
-    complete_config,
+    complete_unbatched_config,
     num_bytes,
     outputs_of,
     single,
     text_of,
     wanted_outputs,
-    without_batches,
 )
 
 _encode_json = msgspec.json.encode
@@ -152,22 +151,13 @@ class VllmSchema:
         self.has_model_defaults = not self._is_vllm_backend
 
     def complete(self, config: ModelConfig) -> ModelConfig:
-        """A copy of `config` with the tensors above, all inputs optional, max_batch_size 0 and, unless the model says
-        otherwise, decoupled responses."""
-        completed = complete_config(config, INPUTS, OUTPUTS)
-        for tensor in completed.input:
-            tensor.optional = True
-        without_batches(completed)
-        return completed
+        return complete_unbatched_config(config, INPUTS, OUTPUTS)
 
     def client_error(self, error: TritonError) -> TritonError:
         """vllm_backend puts this prefix before every error but cancels and unknown adapters."""
         if not self._is_vllm_backend or isinstance(error, LoraError) or error.code is ErrorCode.CANCELLED:
             return error
         return TritonError(f"Error generating stream: {error.message}", error.code, error.param)
-
-    def is_stop(self, request: Request) -> bool:
-        return False
 
     def read(self, request: Request) -> Sequence[LlmInputs]:
         tensors = request.inputs
@@ -291,7 +281,7 @@ def _flag(request: Request, name: str) -> bool:
     return False if tensor is None else bool(single(tensor))
 
 
-class VllmReply:
+class VllmReply(Reply):
     """vllm_backend's outputs of one generation.
 
     In a stream every output has only what is new, except cumulative_logprob, which is the sum so far, and the counts of

@@ -18,7 +18,7 @@ _FROM_OUTSIDE: Final[tuple[DeathKind, ...]] = ("killed", "disconnect")
 
 
 class FaultIsolation:
-    """Finds the request that kills one engine, without failing other requests.
+    """Of one engine.
 
     A request is unproven until the engine has given CLEARING_TOKENS tokens for it. When an engine dies, its unproven
     requests become suspects. A suspect runs in isolation: it is given to an engine that has no other unproven request,
