@@ -85,7 +85,7 @@ def test_a_request_takes_one_prompt_at_once_and_the_rest_when_they_are_known() -
 
     metrics = AccessMetrics(registry)
     identity = RequestIdentity(account, "http", metrics)
-    assert identity.take_first() is None and identity.take(3) is None
+    assert identity.take(1) is None and identity.take(3) is None
     assert header(account, "remaining-requests") == "3"
     assert [identity.use(1) for _ in range(3)] == [None] * 3
     assert (header(account, "remaining-requests"), decided("accepted")) == ("3", 1)

@@ -68,9 +68,7 @@ def accepts_or_refuses(call: Any) -> None:
 @ANY_SPEED
 @given(body=st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode()))
 def test_any_body(body: bytes) -> None:
-    accepts_or_refuses(
-        lambda: infer_codec.decode_request(infer_codec.InferBody.split(body, len(body)), "m", 1, 1 << 20)
-    )
+    accepts_or_refuses(lambda: infer_codec.decode_request(body, len(body), "m", 1, 1 << 20))
     accepts_or_refuses(lambda: generate.decode_request(body, MODEL, 1))
 
 
@@ -84,8 +82,7 @@ def test_any_body(body: bytes) -> None:
 )
 def test_any_infer_request(document: Any, raw: bytes) -> None:
     text = json.dumps(document).encode()
-    body = infer_codec.InferBody.split(text + raw, len(text))
-    accepts_or_refuses(lambda: infer_codec.decode_request(body, "m", -1, 1 << 20))
+    accepts_or_refuses(lambda: infer_codec.decode_request(text + raw, len(text), "m", -1, 1 << 20))
 
 
 @ANY_SPEED

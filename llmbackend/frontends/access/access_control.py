@@ -1,12 +1,10 @@
-"""The access control of one server: API keys, restricted APIs, roles and rate limits, checked on HTTP and on gRPC.
+"""Access control on HTTP and gRPC: API keys, restricted APIs, roles and rate limits.
 
-For: the server process. Does not know: flags, what is behind a path or an RPC. Invariants: a check that has nothing to
-do is not installed, so that it costs nothing; a request that is refused ends before its body or message is read;
-nothing is kept of one that has ended; the access log holds method, path, status, key name and time, and the labels that
-a request gives itself (`user`), never a header, a query or another part of a body; no refusal repeats what the client
-sent.
+Does not know: flags, what paths and RPCs do. Invariants: checks without a purpose are not installed; a request is
+refused before its body or message is read; the access log has method, path, status, key name, time, and the request's
+own labels (`user`), never headers, queries or other parts of bodies; refusals do not repeat what the client sent.
 Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's RespondIfRestricted;
-UNAVAILABLE and its text for restricted protocols are Triton's, the other codes as gRPC's documentation describes them.
+UNAVAILABLE for restricted protocols is Triton's, the other codes are those of gRPC's documentation.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import ssl
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from urllib.parse import quote
 
 import grpc
@@ -31,6 +29,7 @@ from llmbackend.core.server_options import ServerOptions
 from ..http.errors import INVALID_REQUEST, anthropic_error_body, error_body, is_anthropic, is_openai, openai_error_body
 from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
+from ..shared_counts import SharedCounts
 from .api_keys import (
     NO_KEY,
     NO_KEY_ANTHROPIC,
@@ -60,17 +59,13 @@ from .rate_limit import Account, Refusal
 from .request_identity import REQUEST_IDENTITY, AccessMetrics, KeyTotals, RequestIdentity
 from .settings import AccessSettings, GrpcCertificate, HttpCertificate
 
-if TYPE_CHECKING:
-    from ..shared_counts import SharedCounts
-
-
 log = logging.getLogger(__name__)
 _LOGGED_PATH_CHARACTERS: Final = 200
 _READING: Final = ("GET", "HEAD")
 
 
 class HttpAccess:
-    """An ASGI application around another one. Without `keys` every client is admitted."""
+    """An ASGI application around another one. keys: None: every client is admitted"""
 
     def __init__(
         self, app: ASGIApp, keys: KeyRing | None, restrictions: Restrictions, metrics: AccessMetrics, log_requests: bool
@@ -94,7 +89,7 @@ class HttpAccess:
                 _log(request)
 
     def _check(self, request: _CheckedRequest) -> Response | None:
-        """The refusal, or None: then the request's identity is set and the application may continue."""
+        """The refusal; None: the request's identity is set, and the application may continue."""
         path = request.path
         account: Account | None = None
         if self._keys is not None and path not in OPEN_PATHS:
@@ -111,7 +106,7 @@ class HttpAccess:
         return None if account is None else self._admit(request, account, category)
 
     def _admit(self, request: _CheckedRequest, account: Account, category: Category | None) -> Response | None:
-        """Checks the role first. Rate limits apply to what begins an inference."""
+        """Checks the role first. Rate limits apply to requests that begin an inference."""
         if account.role is not Role.OPERATOR and needs_operator(request.path, category):
             self._metrics.decided(account, "http", "forbidden")
             return _forbidden(request, account)
@@ -119,7 +114,7 @@ class HttpAccess:
         if category is not Category.INFERENCE or request.method in _READING or begins_no_inference(request.path):
             self._metrics.decided(account, "http", "accepted")
         else:
-            refusal = identity.take_first()
+            refusal = identity.take(1)
             if refusal is not None:
                 return _rate_limited(request, refusal, account)
             request.limited = account
@@ -128,8 +123,6 @@ class HttpAccess:
 
 
 class _CheckedRequest:
-    """One request: what is checked of it, and what the access log says about it."""
-
     def __init__(self, scope: Scope, send: Send) -> None:
         self.began_s = time.perf_counter()
         self.method: str = scope["method"]
@@ -185,7 +178,7 @@ def _rate_limited(request: _CheckedRequest, refusal: Refusal, account: Account) 
 
 
 def _error(request: _CheckedRequest, status: int, message: str, kind: str, code: str) -> Response:
-    """In the shape of the request's API; `kind` and `code` are OpenAI's."""
+    """In the form of the request's API. kind, code: OpenAI's"""
     if request.is_anthropic:
         body = anthropic_error_body(status, message)
     elif is_openai(request.path):
@@ -195,14 +188,14 @@ def _error(request: _CheckedRequest, status: int, message: str, kind: str, code:
     return plain(body, status, JSON)
 
 
-Handler = Any  # grpc.RpcMethodHandler, which the type stubs do not describe in full
+Handler = Any  # grpc.RpcMethodHandler, which the type stubs describe in part
 Context = grpc.aio.ServicerContext[Any, Any]
 _STATUS_NAMES: Final[dict[Any, str]] = {code.value[0]: code.name for code in grpc.StatusCode}
 _KINDS: Final = ("unary_unary", "unary_stream", "stream_stream")
 
 
 class GrpcAccess(grpc.aio.ServerInterceptor):
-    """Without `keys` every client is admitted."""
+    """keys: None: every client is admitted"""
 
     def __init__(
         self, keys: KeyRing | None, restrictions: Restrictions, metrics: AccessMetrics, log_requests: bool
@@ -222,7 +215,7 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
         return _logged(handler, method, account) if self._log_requests else handler
 
     def _check(self, method: str, headers: dict[str, bytes], handler: Handler) -> tuple[Handler, Account | None]:
-        """The handler to use, and the account that calls."""
+        """The handler to use, and the caller's account."""
         account: Account | None = None
         if self._keys is not None and method not in OPEN_RPCS:
             key = bearer_token(headers)
@@ -242,7 +235,7 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
         return handler, account
 
     def _admit(self, account: Account, method: str, category: Category | None, handler: Handler) -> Handler:
-        """Checks the role first. Rate limits apply to inference only, in a stream to each request (keyed_server.py)."""
+        """Checks the role first. Rate limits apply to inference, in a stream to each request (keyed_server.py)."""
         if account.role is not Role.OPERATOR and method in OPERATOR_RPCS:
             self._metrics.decided(account, "grpc", "forbidden")
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, role_needed(account.name, account.role))
@@ -250,7 +243,7 @@ class GrpcAccess(grpc.aio.ServerInterceptor):
         if category is not Category.INFERENCE:
             self._metrics.decided(account, "grpc", "accepted")
             return _identified(handler, identity)
-        refusal = None if handler.stream_stream is not None else identity.take_first()
+        refusal = None if handler.stream_stream is not None else identity.take(1)
         if refusal is not None:
             return _refusing(
                 grpc.StatusCode.RESOURCE_EXHAUSTED, refusal.message, (("retry-after", refusal.retry_after),)
@@ -263,8 +256,7 @@ def _bytes(value: str | bytes) -> bytes:
 
 
 def _refusing(code: grpc.StatusCode, text: str, trailers: tuple[tuple[str, str], ...] = ()) -> Handler:
-    """A handler that ends the call. It is a stream in both directions for every kind of call, so that it runs before
-    any message is read."""
+    """A handler that ends the call: a stream in both directions, which runs before any message is read."""
 
     async def refuse(requests: Any, context: Context) -> None:
         await context.abort(code, text, trailers)
@@ -279,7 +271,7 @@ def _wrapped(handler: Handler, wrap: Callable[[Any], Any]) -> Handler:
 def _identified(handler: Handler, identity: RequestIdentity) -> Handler:
     def wrap(call: Callable[[Any, Context], Awaitable[Any]]) -> Any:
         async def with_identity(request: Any, context: Context) -> Any:
-            REQUEST_IDENTITY.set(identity)  # the call has a task, and so a context, of its own
+            REQUEST_IDENTITY.set(identity)  # each call has its own task, and so its own context
             return await call(request, context)
 
         return with_identity
@@ -317,10 +309,11 @@ class AccessControl:
     def __init__(
         self, settings: AccessSettings, shared: SharedCounts | None = None, frontend_metrics: Path | None = None
     ) -> None:
-        """Reads the keys. Raises ValueError, one line of text, when they are not valid.
+        """Reads the keys. Raises ValueError with one line if they are invalid.
 
-        shared: where the processes of a server count together, if it has several. frontend_metrics: in a host, where
-        its frontend processes keep their counters."""
+        shared: counts of all processes of the server, if it has several
+        frontend_metrics: in a host, the folder of its frontend processes' counters
+        """
         self._settings = settings
         self._frontend_metrics = frontend_metrics
         self._keys = key_ring(settings, shared) if settings.needs_keys else None
@@ -339,19 +332,19 @@ class AccessControl:
         return self._keys is not None
 
     def host(self, options: ServerOptions) -> InferenceServer:
-        """The host to serve; with API keys, one that charges each request to its key."""
+        """The host; with API keys, one that charges each request to its key."""
         return InferenceServer(options) if self._keys is None else KeyedServer(options)
 
     def http_tls_context(self) -> ssl.SSLContext | None:
-        """For a new connection; None without TLS."""
+        """For a new connection; None: no TLS."""
         return None if self._http_tls is None else self._http_tls.context
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
         return None if self._grpc_tls is None else self._grpc_tls.credentials
 
     def reload(self) -> None:
-        """Reads API keys (with their limits) and certificates again, for later requests and connections. What cannot be
-        read or used is logged, and the previous one stays."""
+        """Reads API keys with their limits and certificates again, for later requests and connections. If one cannot be
+        used, this is logged, and the previous one stays."""
         done = []
         for what, source in (
             ("API keys", self._keys),
@@ -383,11 +376,11 @@ class AccessControl:
 
     @property
     def accounts(self) -> list[Account] | None:
-        """Of all keys, by name; None where none is asked for. On the event loop."""
+        """By name; None: clients need no key. Used on the event loop."""
         return None if self._keys is None else self._keys.accounts
 
     def totals(self) -> dict[str, KeyTotals]:
-        """What requests came to since the start, by key name."""
+        """Since the start, by key name."""
         return {} if self._metrics is None else self._metrics.totals()
 
     def _metrics_of(self, registry: CollectorRegistry) -> AccessMetrics:
@@ -397,7 +390,7 @@ class AccessControl:
 
 
 def key_ring(settings: AccessSettings, shared: SharedCounts | None = None) -> KeyRing:
-    """All keys of `settings`. Raises ValueError, whose text never shows a key."""
+    """Raises ValueError, whose text shows no key."""
     defaults = settings.default_limits
     try:
         fixed = parse_keys(settings.environment_keys.replace(",", "\n"), defaults)

@@ -1,8 +1,7 @@
-"""API keys: where they come from, and the account of the key that a request presents.
+"""API keys: their sources, and the account of a request's key.
 
-For: the access checks of HTTP and gRPC. Does not know: protocols. Invariants: keys are kept as SHA-256 digests and
-never shown, not even in errors; a look-up takes the same time whichever key is right; while a key file cannot be read
-or parsed, the keys read last stay valid.
+Invariants: keys are kept as SHA-256 digests and never shown, not even in errors; the time of a look-up does not depend
+on its result; while a key file is invalid, the previous keys stay valid.
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+from ..shared_counts import SharedCounts
 from .permissions import Role
 from .rate_limit import Account, Clock, Limits
-
-if TYPE_CHECKING:
-    from ..shared_counts import SharedCounts
 
 log = logging.getLogger(__name__)
 
@@ -41,31 +38,26 @@ _CHECK_EVERY_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key: its name, which is shown, and its SHA-256 digest."""
-
     name: str
     digest: bytes
+    """SHA-256."""
     limits: Limits
     role: Role = Role.USER
 
     @property
     def owner(self) -> str:
-        """As whose the server stores what the key makes: a hash of the key itself, the same in every server and after
-        every restart, whatever the key's name and place. No name of a key has a colon."""
+        """Owner of what is stored for the key: a hash of the key, the same in every server and after every restart. No
+        name of a key has a colon."""
         return f"key:{hmac.digest(self.digest, _OWNER, 'sha256').hex()[:32]}"
 
 
 def digest_of(key: str) -> bytes:
-    """SHA-256."""
     return hashlib.sha256(key.encode()).digest()
 
 
 def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKey]:
-    """One key per line: `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`. Blank lines and lines that
-    begin with # are skipped.
-
-    Raises ValueError, whose text names the line and never shows a key.
-    """
+    """Lines `name:key [role=user|operator] [rpm=N] [tpm=N] [concurrency=N]`, blank, or comments that begin with #.
+    Raises ValueError, whose text names the line and shows no key."""
     keys: list[ApiKey] = []
     for number, line in enumerate(text.split(separator), 1):
         words = line.split()
@@ -79,7 +71,7 @@ def parse_keys(text: str, defaults: Limits, separator: str = "\n") -> list[ApiKe
 
 
 def unnamed_keys(keys: Iterable[str], defaults: Limits) -> list[ApiKey]:
-    """Keys given without a name (vLLM's --api-key): users named api-key-1, api-key-2 and so on. Raises ValueError."""
+    """Keys without a name (vLLM's --api-key): users api-key-1, api-key-2, … Raises ValueError."""
     return [ApiKey(f"api-key-{number}", _digest(key), defaults) for number, key in enumerate(keys, 1)]
 
 
@@ -107,7 +99,7 @@ def _digest(key: str) -> bytes:
 
 
 def check_distinct(keys: Iterable[ApiKey]) -> None:
-    """Raises ValueError when two keys have one name, or are the same key."""
+    """Raises ValueError if two keys have the same name or are the same."""
     names: set[str] = set()
     digests: set[bytes] = set()
     for key in keys:
@@ -128,13 +120,13 @@ class KeyFile:
         self._seen: tuple[int, ...] = ()
 
     def has_changed(self) -> bool:
-        """True once per change. Removing the file is a change, too."""
+        """True once per change, also of removal."""
         seen = self._signature()
         changed, self._seen = seen != self._seen, seen
         return changed
 
     def read(self) -> list[ApiKey]:
-        """Raises ValueError, whose text names the file, when it cannot be read or holds no key."""
+        """Raises ValueError, whose text names the file, if it cannot be read or has no key."""
         try:
             with self.path.open("rb") as file:
                 text = file.read(_MAX_FILE_BYTES + 1)
@@ -160,10 +152,10 @@ class KeyFile:
 
 
 class KeyRing:
-    """All valid keys and their accounts. Used only on the event loop.
+    """All valid keys and their accounts. Used on the event loop.
 
-    The file is checked for changes when a key is presented, at most once a second. An account survives a reload that
-    changes neither its key, its limits nor its role.
+    A look-up checks the file for changes, at most once per second. An account survives a reload that changes neither
+    its key, its limits nor its role.
     """
 
     def __init__(
@@ -175,7 +167,7 @@ class KeyRing:
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """shared: see Account. Raises ValueError when a key is given twice or the file is not valid."""
+        """shared: see Account. Raises ValueError if a key is given twice or the file is invalid."""
         self._shares_caches = shares_caches
         self._shared = shared
         self._fixed = tuple(fixed)
@@ -188,7 +180,7 @@ class KeyRing:
         self._install(file.read() if file is not None else [])
 
     def find(self, presented: bytes) -> Account | None:
-        """The account of a key. Compares with every key, so that the time does not depend on the result."""
+        """Compares with every key, so that the time does not depend on the result."""
         self._refresh()
         digest = hashlib.sha256(presented).digest()
         found: Account | None = None
@@ -199,7 +191,7 @@ class KeyRing:
 
     @property
     def accounts(self) -> list[Account]:
-        """Of all keys, in the order of their names."""
+        """By name."""
         return sorted((account for _, account in self._entries), key=lambda account: account.name)
 
     @property
@@ -207,7 +199,7 @@ class KeyRing:
         return any(account.role is Role.OPERATOR for _, account in self._entries)
 
     def reload(self) -> None:
-        """Reads the file again, whether it has changed or not. Raises ValueError."""
+        """Reads the file again. Raises ValueError."""
         if self._file is not None:
             self._file.has_changed()
             self._install(self._file.read())
@@ -248,14 +240,14 @@ class KeyRing:
 
 
 def bearer_token(headers: Mapping[str, bytes]) -> bytes | None:
-    """The key in the Authorization header; None without one of the Bearer scheme."""
+    """The key in the Authorization header; None: none of the Bearer scheme."""
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     return token.strip() if scheme.lower() == b"bearer" else None
 
 
 def presented_key(headers: Mapping[str, bytes], *, is_anthropic: bool) -> bytes | None:
-    """The key of an HTTP request: in the Authorization header, as OpenAI's clients send it, or in `x-api-key`, as
-    Anthropic's did; None without one. is_anthropic: of its API, where `x-api-key` wins, elsewhere the other one."""
+    """The key of an HTTP request, in the Authorization header, as from OpenAI's clients, or in `x-api-key`, as from
+    Anthropic's; None: no key. is_anthropic: if there are both, `x-api-key` is used"""
     own = headers.get("x-api-key")
     if own is not None and (is_anthropic or "authorization" not in headers):
         return own

@@ -1,13 +1,12 @@
-"""The host as the holders of API keys see it: each request has its key's tenant, limits and token counters.
+"""The host of a server with API keys: each request has its key's tenant, limits and token counters.
 
-For: servers with API keys; frontends use it as any InferenceServer. Does not know: protocols, the keys themselves.
-Invariants: a request that comes by a protocol has its key's tenant, whichever the client names; a request without an
-identity, which the process itself makes, is passed on unchanged; a client sees no tensor that it did not ask for.
+Does not know: protocols, keys. Invariants: a client's request has its key's tenant, whatever the client sends; a
+request without an identity, which the process itself makes, is unchanged; a client gets only tensors that it requested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,42 +27,39 @@ from .request_identity import REQUEST_IDENTITY, RequestIdentity
 _PROMPT_TOKENS: Final = "num_input_tokens"
 _GENERATED_TOKENS: Final = "num_output_tokens"
 _PROMPT_ONLY: Final = "prompt_only"
-"""Input of a request by which nothing is computed."""
+"""Input of a request that computes nothing."""
 _SWITCHES: Final = {f"return_{name}": name for name in (_PROMPT_TOKENS, _GENERATED_TOKENS)}
 
 
 class KeyedServer(InferenceServer):
-    """The host of a server with API keys."""
+    """Methods without `by` act for the current key."""
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """As InferenceServer's; also raises LimitReachedError when the key has not as many prompts left."""
+        """Also raises LimitReachedError if the key has too few prompts left."""
         return super().infer_async(*of_key(self, request, callback))
 
     def cancel_requests(
         self, model_name: str, version: int = -1, request_id: str = "", by: Tenant | None = None
     ) -> int:
-        """As InferenceServer's, for the key that asks."""
-        identity = REQUEST_IDENTITY.get()
-        return super().cancel_requests(
-            model_name, version, request_id, by if identity is None else identity.account.tenant
-        )
+        return super().cancel_requests(model_name, version, request_id, _current_tenant(by))
 
     def cancel_request(self, number: int, by: Tenant | None = None) -> None:
-        """As InferenceServer's, for the key that asks."""
-        identity = REQUEST_IDENTITY.get()
-        super().cancel_request(number, by if identity is None else identity.account.tenant)
+        super().cancel_request(number, _current_tenant(by))
 
     def watch(self, kinds: frozenset[EventKind], wake: Callable[[], None], by: Tenant | None = None) -> Viewer:
-        """As InferenceServer's, for the key that asks."""
-        identity = REQUEST_IDENTITY.get()
-        return super().watch(kinds, wake, by if identity is None else identity.account.tenant)
+        return super().watch(kinds, wake, _current_tenant(by))
+
+
+def _current_tenant(default: Tenant | None) -> Tenant | None:
+    identity = REQUEST_IDENTITY.get()
+    return default if identity is None else identity.account.tenant
 
 
 def of_key(
     server: Host, request: InferenceRequest, callback: ResponseCallback
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """What is sent to `server` for a request of the current identity; without one, the same. Raises LimitReachedError
-    when the key has not as many prompts left."""
+    """What is sent to `server` for a request of the current identity. Raises LimitReachedError if the key has too few
+    prompts left."""
     identity = REQUEST_IDENTITY.get()
     if identity is None:
         return request, callback
@@ -71,36 +67,31 @@ def of_key(
     refusal = identity.use(_prompts(request, description.batches))
     if refusal is not None:
         raise refusal.error()
-    names = [tensor.name for tensor in description.inputs]
-    if request.raw_input is not None or not _counts_tokens(names) or _generates_nothing(request):
+    names = {tensor.name for tensor in description.inputs}
+    counts_tokens = _SWITCHES.keys() <= names  # vllm_backend's interface; other models' tokens are not charged
+    if request.raw_input is not None or not counts_tokens or _generates_nothing(request):
         return replace(request, tenant=identity.account.tenant), callback
     return _metered(request, callback, identity, description.batches)
 
 
 def _prompts(request: InferenceRequest, batches: bool) -> int:
-    """How many prompts the request counts as: the rows of its batch. The host refuses a wrong shape."""
+    """The rows of the request's batch. The host refuses a wrong shape."""
     if not batches or not request.inputs:
         return 1
     shape = request.inputs[0].shape
     return max(shape[0], 1) if shape else 1
 
 
-def _counts_tokens(inputs: Collection[str]) -> bool:
-    """Whether a model with these inputs counts a request's tokens, by num_input_tokens and num_output_tokens of
-    vllm_backend's interface. Requests to a model that does not are charged no tokens."""
-    return _SWITCHES.keys() <= set(inputs)
-
-
 def _generates_nothing(request: InferenceRequest) -> bool:
-    """Whether the request only asks what its prompt is; it is charged no tokens."""
+    """Whether the request only describes its prompt; it is charged no tokens."""
     return any(tensor.name == _PROMPT_ONLY and _is_on(tensor) for tensor in request.inputs)
 
 
 def _metered(
     request: InferenceRequest, callback: ResponseCallback, identity: RequestIdentity, batches: bool
 ) -> tuple[InferenceRequest, ResponseCallback]:
-    """`request` on behalf of the key's tenant, with both counts asked for; and a callback that charges them and takes
-    out again what the client did not ask for."""
+    """`request` for the key's tenant with both counts requested, and a callback that charges them and removes those
+    that the client did not request."""
     inputs = {tensor.name: tensor for tensor in request.inputs if not _is_false(tensor)}
     hidden = frozenset(
         name
@@ -129,14 +120,14 @@ def _is_on(tensor: Tensor | RawTensor) -> bool:
 
 
 def _is_false(tensor: Tensor | RawTensor) -> bool:
-    """Whether this is a well-formed switch that is off. (A malformed one stays, and the host refuses it.)"""
+    """Whether this is a well-formed switch that is off. The host refuses a malformed one."""
     if tensor.name not in _SWITCHES or tensor.datatype != "BOOL":
         return False
     return tensor.raw == b"\0" if isinstance(tensor, RawTensor) else not tensor.data.any()
 
 
 def _counts(outputs: Sequence[Tensor]) -> tuple[int | None, int]:
-    """Tokens of the prompt, None where the response does not say, and generated ones."""
+    """Tokens of the prompt, None if the response does not say, and generated ones."""
     if isinstance(outputs, Outputs):
         values = outputs.named()
     else:
@@ -158,7 +149,7 @@ def _without(outputs: Sequence[Tensor], names: frozenset[str]) -> Sequence[Tenso
 
 
 class _Meter:
-    """A callback around a request's own: charges the counts of every response. Called by one thread at a time."""
+    """Charges the counts of every response before the request's own callback. Called by one thread at a time."""
 
     def __init__(self, identity: RequestIdentity, callback: ResponseCallback, hidden: frozenset[str]) -> None:
         self._account = identity.account
@@ -175,7 +166,7 @@ class _Meter:
         self._callback(response, flags)
 
     def _charge(self, prompt: int | None, generated: int) -> None:
-        """Every response repeats the prompt's count; the count of generated tokens is the response's own."""
+        """Every response repeats the prompt's count; generated tokens are the response's own."""
         if prompt is None or self._prompt_is_charged:
             prompt = 0
         else:

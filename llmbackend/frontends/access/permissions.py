@@ -1,8 +1,7 @@
-"""Which endpoint is in which of Triton's categories, and what it requires: headers of restricted APIs, roles of keys.
+"""Triton's categories of endpoints, and what each requires: headers of restricted APIs, roles of keys.
 
-For: the access checks of HTTP and gRPC, the key file, the command line. Does not know: what is behind a path or an RPC.
-Invariants: every route of the HTTP application has a category (a test walks them all); a category is in one restricted
-group at most. Source: Triton's restricted_features.h and ParseRestrictedFeatureOption, with their texts;
+Invariants: every route of the HTTP application has a category (a test checks all); a category is in at most one
+restricted group. Source: Triton's restricted_features.h and ParseRestrictedFeatureOption, with their texts;
 HTTPAPIServer::Handle; for /v1, the endpoint mapping of Triton's OpenAI frontend.
 """
 
@@ -17,7 +16,7 @@ from typing import Final, Literal
 
 
 class Category(StrEnum):
-    """Triton's groups of endpoints, by the names of its flags."""
+    """Of endpoints, with the names of Triton's flags."""
 
     HEALTH = "health"
     METADATA = "metadata"
@@ -41,9 +40,7 @@ GRPC_HEADER_PREFIX: Final = "triton-grpc-protocol-"
 _FLAG: Final = {"api": "http-restricted-api", "protocol": "grpc-restricted-protocol"}
 
 OPERATOR_CATEGORIES: Final = frozenset({Category.TRACE, Category.LOGGING, Category.SHARED_MEMORY})
-"""Only operators may call these. Of the model repository users may read the index; loading and unloading is for
-operators."""
-
+"""Only operators may call these, and load and unload models."""
 OPEN_PATHS: Final = frozenset({"/v2/health/live", "/v2/health/ready", "/health", "/health/ready", "/ping"})
 """Probes, which need no API key."""
 
@@ -53,7 +50,7 @@ _NO_INFERENCE: Final = re.compile(
     rf"({_MODEL}/(stop|stopInfer)|/v2/engine/.+|/v1/responses/resp_.+|/v1/chat/completions/chatcmpl-.+)\n?", re.DOTALL
 )
 _CATEGORIES: Final = tuple(
-    # A router's "$" also matches before a final newline; these must too, or such a path would have no category.
+    # A router's "$" also matches before a final newline: such a path must have a category, too.
     (re.compile(rf"({pattern})\n?", re.DOTALL), category)
     for pattern, category in (
         (rf"{_MODEL}/(infer|generate|generate_stream|stop|stopInfer)", Category.INFERENCE),
@@ -106,33 +103,32 @@ OPERATOR_RPCS: Final = frozenset(
 
 
 def category_of(path: str) -> Category | None:
-    """The category of an HTTP path; None for a path that is no route, which the application answers with 404."""
+    """The category of an HTTP path; None: no route, answered with 404."""
     return next((category for pattern, category in _CATEGORIES if pattern.fullmatch(path)), None)
 
 
 def needs_operator(path: str, category: Category | None) -> bool:
-    """Whether only operators may call this path."""
     if category is Category.MODEL_REPOSITORY:
         return not path.startswith("/v1/models") and _INDEX.fullmatch(path) is None
     return category in OPERATOR_CATEGORIES
 
 
 def begins_no_inference(path: str) -> bool:
-    """Whether requests to this HTTP path of Category.INFERENCE stop an inference, or read what one has answered."""
+    """Whether requests to this HTTP path of Category.INFERENCE only stop an inference, or read a stored answer."""
     return _NO_INFERENCE.fullmatch(path) is not None
 
 
-def role_needed(name: str, role: Role, needed: Role = Role.OPERATOR) -> str:
-    """The text of the refusal for the key `name`, which has `role`."""
-    return f"This requires an API key with the role '{needed}'; the key '{name}' has the role '{role}'"
+def role_needed(name: str, role: Role) -> str:
+    """The refusal for the key `name` with `role`."""
+    return f"This requires an API key with the role '{Role.OPERATOR}'; the key '{name}' has the role '{role}'"
 
 
 @dataclass(frozen=True, slots=True)
 class Restriction:
-    """What a request of a restricted category must carry."""
+    """The header that requests of a restricted category need."""
 
     header: str
-    """In lower case, as the names it is compared with."""
+    """In lower case."""
     value: bytes = field(repr=False)
 
 
@@ -146,8 +142,7 @@ class Restrictions:
         return bool(self.of)
 
     def missing_header(self, category: Category | None, headers: Mapping[str, bytes]) -> str | None:
-        """The header that a request of `category` lacks or has wrong; None when it may pass. Compared in constant
-        time."""
+        """The header that a request of `category` lacks or has wrong, compared in constant time; None: it may pass."""
         restriction = None if category is None else self.of.get(category)
         if restriction is None:
             return None
@@ -178,6 +173,6 @@ def _split(item: str, flag: str) -> tuple[str, str, str]:
     names, _, setting = item.partition(":")
     key, _, value = setting.partition("=")
     if not names or not key or not value:
-        shown = item.rpartition("=")[0] or item  # what is behind "=" is a secret
+        shown = item.rpartition("=")[0] or item  # the value is a secret
         raise ValueError(f"--{flag} option format is '<config name>:<setting>=<value>'. Got {shown}")
     return names, key, value

@@ -1,7 +1,6 @@
-"""What one API key may use: requests and tokens per minute, as token buckets, and a share of the concurrent requests.
+"""Limits of one API key: requests and tokens per minute, as token buckets, and a share of the concurrent requests.
 
-For: the access checks and InferenceGate. Does not know: keys, protocols. Invariant: prompts are admitted together or
-not at all, and only while there is a token left.
+Invariant: prompts are admitted all or none, and only while a token is left.
 Source: the fields of a refusal and the headers are those of OpenAI's API ("Rate limits").
 """
 
@@ -13,16 +12,13 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 from llmbackend.core.messages import Tenant
 
 from ..errors import LimitReachedError
-from ..shared_counts import Counts
+from ..shared_counts import Counts, SharedCounts
 from .permissions import Role
-
-if TYPE_CHECKING:
-    from ..shared_counts import SharedCounts
 
 Kind = Literal["requests", "tokens"]
 Clock = Callable[[], float]
@@ -40,9 +36,9 @@ class Limits:
     requests: int = 0
     """Prompts per minute; 0: no limit."""
     tokens: int = 0
-    """Per minute, prompt and generated together; 0: no limit."""
+    """Prompt and generated tokens per minute; 0: no limit."""
     concurrency: int = 0
-    """Requests at once; 0: a share of the server's."""
+    """Concurrent requests; 0: a share of the server's."""
 
 
 NO_LIMITS: Final = Limits()
@@ -56,9 +52,9 @@ class Refusal:
     limit: int
     """Units per minute."""
     retry_after_s: float
-    """When the same request may be admitted."""
+    """Until the same request may be admitted."""
     asked: int = 1
-    """How many units it wanted at once."""
+    """Units of the request."""
 
     @property
     def retry_after(self) -> str:
@@ -82,7 +78,7 @@ class Refusal:
 
 
 class Cell(Protocol):
-    """What a bucket held, and when."""
+    """The content of a bucket, and its time."""
 
     units: float
     at_s: float
@@ -95,10 +91,10 @@ class _LocalCell:
 
 
 class Bucket:
-    """Holds up to `per_minute` units, one minute's worth, and gains them evenly over time. Not thread-safe."""
+    """Holds up to `per_minute` units, and gains as many per minute. Not thread-safe."""
 
     def __init__(self, per_minute: int, clock: Clock, cell: Cell | None = None) -> None:
-        """cell: of a bucket that processes share; `clock` is then that of all of them."""
+        """cell: of a bucket that processes share, with a clock that all of them have"""
         self.per_minute = per_minute
         self._clock = clock
         self._cell = cell or _LocalCell(per_minute, clock())
@@ -118,10 +114,9 @@ class Bucket:
 
 
 class Account:
-    """One key's role, tenant and limits, and what is left of the limits. Thread-safe.
+    """One key's role, tenant and limits, and the use of its limits. Thread-safe.
 
-    Tokens are charged when they are known, after the fact: their bucket may fall below zero, and then admits nothing
-    until it has filled up again."""
+    Tokens are charged afterwards: their bucket may fall below zero, and then admits nothing until it is positive."""
 
     def __init__(
         self,
@@ -134,8 +129,8 @@ class Account:
         shares_caches: bool = False,
         shared: SharedCounts | None = None,
     ) -> None:
-        """owner: as whose the server stores what the key makes; "" = the name
-        shared: where the buckets are, if several processes admit requests
+        """owner: of what is stored for the key; "": the name
+        shared: has the buckets, if several processes admit requests
         """
         self.name = name
         self.owner = owner or name
@@ -149,8 +144,7 @@ class Account:
         self._tokens = _bucket(name, "tokens", limits.tokens, clock, shared)
 
     def admit(self, prompts: int = 1, taken: int = 0) -> Refusal | None:
-        """Takes `prompts`, or returns why not. `taken`: how many of them were taken before; if any were, the tokens
-        have been checked already."""
+        """Takes `prompts`, or returns the refusal. taken: of them, already; if any, the tokens were checked"""
         with self._lock:
             refusal = _refusal("requests", self._requests, prompts, taken)
             if refusal is None and not taken:
@@ -160,7 +154,7 @@ class Account:
             return refusal
 
     def give_back(self, prompts: int) -> None:
-        """Of those that `admit` took."""
+        """Undoes `admit`."""
         if self._requests is None:
             return
         with self._lock:
@@ -173,7 +167,7 @@ class Account:
             self._tokens.take(tokens)
 
     def left(self) -> tuple[int | None, int | None]:
-        """Prompts and tokens that it has left now; None without such a limit. Tokens may be below zero."""
+        """Prompts and tokens; None: no limit. Tokens may be below zero."""
         with self._lock:
             requests, tokens = (
                 None if one is None else math.floor(one.units()) for one in (self._requests, self._tokens)
@@ -181,13 +175,13 @@ class Account:
         return requests, tokens
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """OpenAI's x-ratelimit-* headers, for the limits that the key has."""
+        """OpenAI's x-ratelimit-* headers of the key's limits."""
         with self._lock:
             return [*_headers("requests", self._requests), *_headers("tokens", self._tokens)]
 
 
 def _bucket(name: str, kind: Kind, per_minute: int, clock: Clock, shared: SharedCounts | None) -> Bucket | None:
-    """None without a limit. A bucket belongs to its limit: where that changes, a new one is full."""
+    """None: no limit. A shared bucket belongs to its limit: if that changes, a new one is full."""
     if not per_minute:
         return None
     cell = None if shared is None else shared.bucket(f"{kind} of {name}, {per_minute} per minute", per_minute)
@@ -223,17 +217,16 @@ def duration(seconds: float) -> str:
 
 
 class KeyShares:
-    """How many inferences each key has open.
+    """The open inferences of each key.
 
-    While there are several keys, one without a limit of its own holds no more than what is free: one busy key gets a
-    half, two get a third each, and a new one always finds room."""
+    If there are several keys, one without its own limit may hold no more than it leaves free: one busy key gets a half,
+    two get a third each, and a new one finds room."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
     def check(self, account: Account, count: int, free: int) -> None:
-        """Raises LimitReachedError when `count` more would be too many for the key. `free`: how many more the server
-        could take after them."""
+        """Raises LimitReachedError if `count` more are too many for the key. free: room of the server after them"""
         held, limit = self.held(account), account.limits.concurrency
         if limit and held + count > limit:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
@@ -244,7 +237,6 @@ class KeyShares:
             )
 
     def held(self, account: Account) -> int:
-        """How many inferences the key has open."""
         return self._counts.held(_SHARE_OF + account.name)
 
     def enter(self, account: Account, count: int = 1) -> None:

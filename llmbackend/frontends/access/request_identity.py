@@ -1,8 +1,6 @@
-"""The identity of the current request: the account of its API key, and what of its rate limit it has taken.
+"""The identity of the current request: the account of its API key, and the prompts that it has taken from the limit.
 
-For: the access checks, which set it; KeyedServer and InferenceGate, which read it. Does not know: protocols beyond
-their names. Invariant: it is a context variable, which follows its request into every task and thread made for it, and
-into no other request.
+Invariant: the access checks set it as a context variable, which tasks and threads for the request inherit.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from .rate_limit import Account, Refusal
 
 class ProcessCounters(Collector):
     def __init__(self, own: CollectorRegistry, folder: Path) -> None:
-        """own: the counters of this process. folder: where the others have theirs."""
+        """own: counters of this process. folder: of the others'"""
         self._own = own
         self._folder = str(folder)
 
@@ -43,7 +41,7 @@ def _sum(*families: Metric) -> Metric:
     first = families[0]
     total = Metric(first.name, first.documentation, first.type)
     values: dict[tuple[str, frozenset[tuple[str, str]]], float] = {}
-    for sample in _counted(families):
+    for sample in _samples(families):
         key = sample.name, frozenset(sample.labels.items())
         values[key] = values.get(key, 0.0) + sample.value
     for (name, labels), value in values.items():
@@ -51,23 +49,21 @@ def _sum(*families: Metric) -> Metric:
     return total
 
 
-def _counted(families: Iterable[Metric]) -> Iterator[Any]:
+def _samples(families: Iterable[Metric]) -> Iterator[Sample]:
     return (sample for family in families for sample in family.samples if sample.name.endswith("_total"))
 
 
 Protocol = Literal["http", "grpc"]
 Outcome = Literal["accepted", "rate_limited", "restricted", "forbidden", "unauthenticated"]
-
-
 KeyTotals = Tally[str]
-"""What one key's requests came to: their number by outcome, `prompt_tokens`, `generated_tokens`."""
+"""Of one key: requests by outcome, `prompt_tokens`, `generated_tokens`."""
 
 
 class AccessMetrics:
-    """Requests by decision, and tokens by key. The label key_name is "" where there is no valid key."""
+    """Requests by decision, and tokens by key. The label key_name is "" without a valid key."""
 
     def __init__(self, registry: CollectorRegistry, of_frontends: Path | None = None) -> None:
-        """of_frontends: where frontend processes keep their counters, which are added to those of this process."""
+        """of_frontends: folder of the frontend processes' counters, which are added to those of this process"""
         self._summed: Collector | None = None
         if of_frontends is not None:
             own = CollectorRegistry(auto_describe=False)
@@ -91,28 +87,22 @@ class AccessMetrics:
         self._requests.labels("" if account is None else account.name, protocol, outcome).inc()
 
     def totals(self) -> dict[str, KeyTotals]:
-        """Since the server's start, by key name; keys that sent nothing are left out."""
+        """Since the server's start, by key name, of keys that sent something."""
         found: defaultdict[str, KeyTotals] = defaultdict(KeyTotals)
-        for sample in _samples(*((self._requests, self._tokens) if self._summed is None else (self._summed,))):
+        collectors = (self._requests, self._tokens) if self._summed is None else (self._summed,)
+        for sample in _samples(metric for collector in collectors for metric in collector.collect()):
             what = sample.labels.get("outcome") or f"{sample.labels['kind']}_tokens"
             found[sample.labels["key_name"]][what] += int(sample.value)
         return dict(found)
 
     def token_counters(self, account: Account) -> tuple[Counter, Counter]:
-        """The counters of prompt and of generated tokens. Looking them up costs more than counting, so a request does
-        it once."""
+        """Of prompt and generated tokens. To be called once per request: a look-up costs more than counting."""
         return self._tokens.labels(account.name, "prompt"), self._tokens.labels(account.name, "generated")
 
 
-def _samples(*collectors: Collector) -> Iterator[Sample]:
-    metrics = (metric for collector in collectors for metric in collector.collect())
-    return (sample for metric in metrics for sample in metric.samples if sample.name.endswith("_total"))
-
-
 class RequestIdentity:
-    """One HTTP request or RPC of a key. Prompts are taken from the rate limit in two steps: `take_first` takes one
-    before the body is read, `take` and `use` take the others once the body shows how many there are. One thread at a
-    time uses it."""
+    """One HTTP request or RPC of a key. One prompt is taken from the rate limit before the body is read, the others
+    once their number is known. Used by one thread at a time."""
 
     __slots__ = ("_is_decided", "_metrics", "_taken", "account", "protocol")
 
@@ -123,12 +113,8 @@ class RequestIdentity:
         self._taken = 0
         self._is_decided = False
 
-    def take_first(self) -> Refusal | None:
-        """Takes the first prompt in advance, or returns why not."""
-        return self.take(1)
-
     def take(self, prompts: int) -> Refusal | None:
-        """Takes prompts in advance until `prompts` are taken in all, all or none."""
+        """Takes prompts in advance, all or none, so that `prompts` are taken in total."""
         if prompts <= self._taken:
             return None
         refusal = self.account.admit(prompts, self._taken)
@@ -140,8 +126,7 @@ class RequestIdentity:
         return refusal
 
     def use(self, prompts: int) -> Refusal | None:
-        """Uses prompts that were taken in advance, and takes those that are missing. Each request of a stream takes its
-        own."""
+        """Uses prompts that were taken in advance, and takes missing ones. Each request of a stream takes its own."""
         if not self._taken:
             self._is_decided = False
         refusal = self.take(prompts)
@@ -150,7 +135,7 @@ class RequestIdentity:
         return refusal
 
     def give_back(self) -> None:
-        """Gives back what was taken in advance and not used: another process takes it for the same request."""
+        """Gives back unused prompts, which another process takes for the same request."""
         self.account.give_back(self._taken)
         self._taken = 0
 
@@ -162,6 +147,6 @@ REQUEST_IDENTITY: Final[ContextVar[RequestIdentity | None]] = ContextVar("reques
 
 
 def body_owner(scope: Scope) -> str:
-    """The client that holds a request's body: its key, or its address where there are no keys."""
+    """The client of a request's body: its key, or its address."""
     identity = REQUEST_IDENTITY.get()
     return address_of(scope) if identity is None else f"key {identity.account.name}"

@@ -1,9 +1,6 @@
-"""The settings of a server's access control, its certificates among them, and whether they leave the server exposed.
+"""Settings of access control, certificates, and the warning about an exposed server.
 
-For: `ServerSettings`, the start of the server process, AccessControl. Does not know: flags, sockets, the keys
-themselves (files and the environment are read at start). Invariants: the settings have been checked; the warning is one
-line at most, and there is none for loopback; files of certificates that are read again are checked first; an open
-connection keeps the certificate that it began with.
+Invariants: files of certificates are checked before use; an open connection keeps its certificate.
 Source: Triton's SslOptions for gRPC, uvicorn's and vLLM's ssl_* options for HTTP (Triton has no TLS on HTTP).
 """
 
@@ -30,23 +27,23 @@ class TlsFiles:
     certificate: Path
     key: Path
     ca: Path | None = None
-    """What client certificates are checked against."""
+    """For client certificates."""
     client_certificates: ssl.VerifyMode = ssl.CERT_NONE
-    """Whether a client must present one."""
+    """Whether clients need one."""
     ciphers: str = ""
-    """Of TLS 1.2 and below on HTTP, in OpenSSL's form; "": its defaults."""
+    """Of TLS 1.2 and below on HTTP, in OpenSSL's form; "": OpenSSL's defaults."""
 
     @classmethod
     def checked(
         cls, certificate: Path, key: Path, ca: Path | None, client_certificates: ssl.VerifyMode, ciphers: str = ""
     ) -> TlsFiles:
-        """Raises ValueError as `check`."""
+        """Raises ValueError as `context`."""
         files = cls(certificate=certificate, key=key, ca=ca, client_certificates=client_certificates, ciphers=ciphers)
-        files.check()
+        files.context()
         return files
 
-    def check(self) -> None:
-        """Raises ValueError with one line when a file is missing, is no PEM, or does not fit the others."""
+    def context(self) -> ssl.SSLContext:
+        """For HTTP. Raises ValueError with one line if a file is missing, is no PEM, or does not fit the others."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         for path in (self.certificate, self.key, self.ca):
             if path is not None and not path.is_file():
@@ -68,22 +65,12 @@ class TlsFiles:
                 context.set_ciphers(self.ciphers)
         except ssl.SSLError as error:
             raise ValueError(f"TLS: ciphers '{self.ciphers}': {_reason(error)}") from None
-
-    def context(self) -> ssl.SSLContext:
-        """For HTTP. Raises ValueError as `check`."""
-        self.check()
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(self.certificate, self.key, password="")
-        if self.ca is not None:
-            context.load_verify_locations(self.ca)
         context.verify_mode = self.client_certificates
-        if self.ciphers:
-            context.set_ciphers(self.ciphers)
         return context
 
     def grpc_configuration(self) -> grpc.ServerCertificateConfiguration:
-        """Raises ValueError as `check`."""
-        self.check()
+        """Raises ValueError as `context`."""
+        self.context()
         return grpc.ssl_server_certificate_configuration(
             [(self.key.read_bytes(), self.certificate.read_bytes())],
             root_certificates=None if self.ca is None else self.ca.read_bytes(),
@@ -91,35 +78,35 @@ class TlsFiles:
 
 
 class HttpCertificate:
-    """What new connections of the HTTP port get. Used only on the event loop."""
+    """Of new connections of the HTTP port. Used on the event loop."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self.context = files.context()
 
     def reload(self) -> None:
-        """Raises ValueError as `TlsFiles.check`; then the previous one stays."""
+        """Raises ValueError as `TlsFiles.context`; then the previous one stays."""
         self.context = self._files.context()
 
 
 class GrpcCertificate:
-    """The same for the gRPC port, whose handshakes ask from threads of gRPC's core."""
+    """Of the gRPC port, whose handshakes run on threads of gRPC's core."""
 
     def __init__(self, files: TlsFiles) -> None:
         self._files = files
         self._newer: deque[grpc.ServerCertificateConfiguration] = deque(maxlen=1)
         self.credentials = grpc.dynamic_ssl_server_credentials(
             files.grpc_configuration(),
-            self._take_newer,  # type: ignore[arg-type]  # None is allowed, as its documentation says
+            self._take_newer,  # type: ignore[arg-type]  # None is allowed
             require_client_authentication=files.client_certificates is ssl.CERT_REQUIRED,
         )
 
     def reload(self) -> None:
-        """Raises ValueError as `TlsFiles.check`; then the previous one stays."""
+        """Raises ValueError as `TlsFiles.context`; then the previous one stays."""
         self._newer.append(self._files.grpc_configuration())
 
     def _take_newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """Called before each handshake; None: the one given last is still valid."""
+        """Called before each handshake; None: the previous one is still valid."""
         try:
             return self._newer.pop()
         except IndexError:
@@ -132,7 +119,7 @@ def _reason(error: OSError) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AccessSettings:
-    """Without a source of keys every client is admitted."""
+    """Without keys every client is admitted."""
 
     api_key_file: Path | None = None
     """Read at start, and again when it changes."""
@@ -141,18 +128,18 @@ class AccessSettings:
     environment_keys: str = field(default="", repr=False)
     """LLMBACKEND_API_KEYS: lines of a key file, separated by commas."""
     default_limits: Limits = NO_LIMITS
-    """Of keys that have no limits of their own."""
+    """Of keys without their own limits."""
     share_caches: bool = False
-    """Whether what is cached for one key may be used for another one."""
+    """Whether keys share caches."""
     http_restrictions: Restrictions = NO_RESTRICTIONS
     grpc_restrictions: Restrictions = NO_RESTRICTIONS
     http_tls: TlsFiles | None = None
     grpc_tls: TlsFiles | None = None
     log_requests: bool = False
-    """Whether each request becomes a line of the access log."""
+    """Whether the access log has a line for each request."""
 
     def without_tls(self) -> AccessSettings:
-        """For a host whose frontend processes hold the clients' connections, and end TLS."""
+        """For a host whose frontend processes have the clients' connections."""
         return replace(self, http_tls=None, grpc_tls=None)
 
     @property
@@ -164,7 +151,7 @@ NO_ACCESS_CONTROL: Final = AccessSettings()
 
 
 def exposure(settings: AccessSettings, *, http_address: str | None, grpc_address: str | None) -> str | None:
-    """The warning to log, None when there is none. An address of None: that port is closed."""
+    """The warning; None: none. http_address, grpc_address: None: the port is closed"""
     ports = (("HTTP", http_address, settings.http_tls), ("gRPC", grpc_address, settings.grpc_tls))
     lacks = [
         f"{name} on {address} has no {' and no '.join(missing)}"
@@ -175,7 +162,7 @@ def exposure(settings: AccessSettings, *, http_address: str | None, grpc_address
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach a server on `address`, an IP address, a name, or `unix:` with a path."""
+    """Whether only this machine can reach `address`: an IP address, a name, or `unix:` with a path."""
     return address.startswith("unix:") or is_loopback(address)
 
 

@@ -1,1 +1,1 @@
-"""Anthropic's Messages API in front of models that speak the LLM tensor interface. Begin with router.py."""
+"""Anthropic's Messages API. Begin with router.py."""

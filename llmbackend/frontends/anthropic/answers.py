@@ -1,24 +1,17 @@
-"""Answers of the Messages API: their content blocks, whole messages, and the events of streams.
+"""Answers of the Messages API: content blocks, whole messages, and events of streams.
 
-For: the router. Does not know: HTTP. Invariants: blocks, signatures and ids are functions of the request, the message's
-id and the tokens; one block is open at a time; the events put together, as Anthropic's clients do it, are the whole
-message. The hot path is bytes: a piece of text costs one orjson call.
+Invariants: blocks, signatures and ids are functions of the request, the message's id and the tokens; one block is open
+at a time; Anthropic's clients make the whole message from the events. A piece of text costs one orjson call.
 """
 
 from __future__ import annotations
 
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NotRequired,  # pydantic takes typing's TypedDict only from Python 3.12 on
-    Protocol,
-)
+from typing import Any, Final, Literal, NotRequired, Protocol
 
 import orjson
 from pydantic_core import from_json
 from starlette.responses import Response
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ..generation.answer import AnswerReader, Identity, Usage
 from ..generation.inferences import Generation
@@ -40,21 +33,17 @@ _CALL_IDS: Final = "toolu_"
 
 
 class BlockSink(Protocol):
-    """Where blocks go."""
-
     def start(self, block: JsonObject) -> None:
-        """A block begins: its first form, with its `type`."""
-        ...
+        """block: with its `type`, else empty"""
 
     def piece(self, kind: str, text: str) -> None:
-        """Of the block that is open. kind: its type, or SIGNATURE."""
-        ...
+        """Of the open block. kind: its type, or SIGNATURE"""
 
     def stop(self) -> None: ...
 
 
 class Blocks:
-    """Owner: the writer of the answer. After the last delta `close` ends what is open."""
+    """Makes content blocks of deltas; `close` ends the last one."""
 
     def __init__(
         self, request: MessageRequest, plan: AnswerPlan, message_id: str, key: SealingKey, sink: BlockSink
@@ -64,11 +53,11 @@ class Blocks:
         self._key = key
         self._sink = sink
         self._open = ""
-        """The type of the block that is open."""
+        """Type of the open block."""
         self._layout: list[str] = []
-        """White space that no block begins with before something follows it."""
+        """White space that begins a block only if other text follows."""
         self._thoughts: list[str] = []
-        """The text of the thinking that is open."""
+        """Text of the open thinking block."""
         self._num_blocks = 0
         self._usage = Usage(1)
         self._finish_reason = ""
@@ -83,7 +72,7 @@ class Blocks:
             self._take(event)
 
     def close(self) -> None:
-        """The answer is over. White space that was all of it is its text."""
+        """At the end of the answer. If all of it is white space, that is its text."""
         if self._layout and not self._num_blocks:
             self._begin(TEXT, {"type": TEXT, "text": ""})
             self._sink.piece(TEXT, "".join(self._layout))
@@ -92,7 +81,7 @@ class Blocks:
             self._usage.set_reasoning(0, self._reader.num_reasoning_tokens)
 
     def ending(self) -> JsonObject:
-        """Why the answer ended; after `close`."""
+        """The reason of the end; after `close`."""
         reason = "end_turn"
         if self._finish_reason == "length":
             counts = self._usage.total()
@@ -105,8 +94,7 @@ class Blocks:
         return {"stop_reason": reason, "stop_sequence": None}
 
     def usage(self) -> JsonObject:
-        """So far. What the prefix cache had is no input that was computed; all of the rest is cached from now on, which
-        costs a client nothing here."""
+        """So far. Input tokens do not include cached ones; caching further ones costs a client nothing."""
         counts = self._usage.as_json()
         cached = counts.get("prompt_tokens_details", {}).get("cached_tokens", 0)
         usage: JsonObject = {
@@ -138,7 +126,7 @@ class Blocks:
         if self._open != TEXT:
             if self._layout:
                 text = "".join((*self._layout, text))
-            if text.isspace():  # a block of layout alone, as models write between thinking and calls, says nothing
+            if text.isspace():  # models write it between thinking and calls
                 self._layout = [text]
                 return
             self._end_block()
@@ -170,7 +158,7 @@ class Blocks:
 
 
 def _own(id: str) -> str:
-    """Of a call: one that the model itself wrote stays as it is."""
+    """The id of a call in Anthropic's form, unless the model wrote it."""
     return _CALL_IDS + id.removeprefix(_OWN_CALL_IDS) if id.startswith(_OWN_CALL_IDS) else id
 
 
@@ -216,8 +204,6 @@ class MessageUsage(TypedDict):
 
 
 class AnthropicMessage(TypedDict):
-    """A whole answer."""
-
     id: str
     type: Literal["message"]
     role: Literal["assistant"]
@@ -239,7 +225,7 @@ def _message(identity: Identity) -> JsonObject:
 async def whole_message(
     generation: Generation, request: MessageRequest, identity: Identity, plan: AnswerPlan, key: SealingKey
 ) -> bytes:
-    """The answer's body. Raises OpenAIError when it failed."""
+    """The answer's body. Raises OpenAIError."""
     message = WholeMessage(request, identity, plan, key)
     while not generation.is_over:
         message.add((await generation.next())[1])
@@ -247,8 +233,6 @@ async def whole_message(
 
 
 class WholeMessage:
-    """Put together from its deltas: `add` for each of them, then `body`."""
-
     def __init__(self, request: MessageRequest, identity: Identity, plan: AnswerPlan, key: SealingKey) -> None:
         self._identity = identity
         self._collector = _Collector()
@@ -290,7 +274,7 @@ def _fields(pieces: dict[str, list[str]]) -> JsonObject:
 
 
 def _input(text: str) -> Any:
-    """A call's input. One that was cut off has what clients of a stream have of it: what is complete."""
+    """A call's input. One that was cut off has its complete part, as for clients of a stream."""
     try:
         if isinstance(orjson.loads(text), dict):
             return orjson.Fragment(text)
@@ -304,7 +288,7 @@ def _input(text: str) -> Any:
 
 
 class MessageWriter:
-    """The events of one stream. The first one has the prompt's tokens, which the first delta brings."""
+    """The events of one stream. The first one has the number of the prompt's tokens, which is in the first delta."""
 
     def __init__(
         self,
@@ -314,7 +298,7 @@ class MessageWriter:
         key: SealingKey,
         request_id: str,
     ) -> None:
-        """request_id: for its errors"""
+        """request_id: for errors"""
         self._identity = identity
         self._request_id = request_id
         self._blocks = Blocks(request, plan, identity.id, key, self)
@@ -367,7 +351,7 @@ class MessageWriter:
         return b"".join(events)
 
     def _message_start(self) -> bytes:
-        """Once, with a ping after it, as Anthropic's server sends one."""
+        """Once, with a ping after it, as Anthropic's server."""
         if self._has_begun:
             return b""
         self._has_begun = True
@@ -379,13 +363,13 @@ class MessageWriter:
 
 
 REQUEST_ID: Final = "request-id"
-"""The header by which an operator finds a request again."""
+"""Header by which an operator finds a request."""
 _OVERLOADED: Final = 529
 _RETRIED: Final = (429, _OVERLOADED)
 
 
 def status_of(error: OpenAIError) -> int:
-    """Anthropic says 529 where others say 503."""
+    """Anthropic has 529 in place of 503."""
     return _OVERLOADED if error.status == 503 else error.status
 
 

@@ -1,12 +1,10 @@
-"""Messages of content blocks, tools and the choice among them: read as turns of a conversation and its tools.
+"""Reads messages of content blocks, tools and tool choices as a conversation.
 
-For: requests.py. Does not know: templates, how a model writes calls. Invariants: what this server has sent as an
-answer's blocks is accepted as an assistant's message again, and gives the prompt that the same answer gives in a chat;
-every tool_use is followed by its tool_result, as Anthropic wants it; tools that Anthropic's servers run, and those
-that its models know without a schema, are refused by name. A field that this server does not act on is refused by name;
-with an `anthropic-beta` header it is passed over and named in the log, but content never is: a block or a tool that the
-model could not see is refused in any case.
-Source: Anthropic's API reference.
+Does not know: templates, how a model writes calls. Invariants: an answer's blocks are accepted as an assistant's
+message, and give the same prompt as the answer in a chat; a tool_result follows every tool_use; tools that Anthropic's
+servers run, and those that its models know without a schema, are refused. A field without effect is refused by name;
+with an `anthropic-beta` header it is ignored, with a log line, but blocks and tools that the model would not see are
+refused. Source: Anthropic's API reference.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ _MAX_NAME_CHARS: Final = 64
 
 
 class BetaFields:
-    """Of one body. Owner: its reader."""
+    """Unknown and unserved fields of one body."""
 
     def __init__(self, betas: str) -> None:
-        """betas: the header `anthropic-beta`, "" without one"""
+        """betas: the header `anthropic-beta`; "": none"""
         self._betas = betas.strip()
         self.passed_over: list[str] = []
 
@@ -54,8 +52,7 @@ class BetaFields:
         return bool(self._betas)
 
     def unserved(self, param: str, reason: str = "") -> None:
-        """Raises OpenAIError for the field `param` of a request without betas. reason: why it is not served; "" for a
-        field that nobody knows."""
+        """Raises OpenAIError for the field `param`, unless there are betas. reason: "": the field is unknown"""
         if not self._betas:
             if reason:
                 message = f"'{param}' is not supported: {reason}"
@@ -65,7 +62,7 @@ class BetaFields:
             self.passed_over.append(param[:_MAX_NAME_CHARS])
 
     def check_names(self, value: Mapping[str, Any], known: Collection[str], param: str) -> None:
-        """Of the object `param`; null is the same as a field left out."""
+        """For the object `param`; null is as an absent field."""
         if value.keys() <= set(known):
             return
         for name in value:
@@ -102,15 +99,14 @@ def a_string(value: object, param: str, *, may_be_empty: bool = False) -> str:
 
 
 def a_flag(value: object, param: str) -> bool:
-    """False where it is left out."""
+    """False if it is absent."""
     if value is not None and not isinstance(value, bool):
         raise refuse(param, "true or false", value)
     return bool(value)
 
 
 def check_cache_control(value: object, param: str, beta: BetaFields) -> None:
-    """A mark in the prompt up to which a client wants it cached. Every prefix is cached here, whole blocks of it, as
-    long as there is room, so that the mark needs no action."""
+    """Marks a prefix of the prompt to be cached. Every prefix is cached here, so that it has no effect."""
     if value is None:
         return
     mark = an_object(value, param)
@@ -122,10 +118,10 @@ def check_cache_control(value: object, param: str, beta: BetaFields) -> None:
 
 
 _BILLING_HEADER: Final = "x-anthropic-billing-header:"
-"""Claude Code begins its system prompt with a line for Anthropic's billing. It says nothing to a model, and changes
-with every request, so that no prefix could be shared."""
+"""Begins Claude Code's system prompt. The line says nothing to a model, and changes with every request, so that no
+prefix could be shared."""
 _ERROR: Final = "Error: "
-"""Before a tool's result that is an error: chat templates have no other place for it."""
+"""Before a tool's result that is an error, which chat templates do not know."""
 _NO_SERVER_TOOLS: Final = "this server has no tools of its own"
 _REFUSED_BLOCKS: Final = {
     "image": TEXT_ONLY,
@@ -154,11 +150,11 @@ _MODES: Final[dict[str, Mode]] = {"auto": "auto", "any": "required", "tool": "re
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[JsonObject]
-    """As chat templates read them."""
+    """For chat templates."""
     is_prefilled: bool
-    """Whether the answer continues the last one, an assistant's."""
+    """Whether the answer continues the last message, an assistant's."""
     has_later_system: bool
-    """Whether a system message stands behind another one."""
+    """Whether a system message follows another message."""
 
 
 def read_conversation(system: object, messages: object, beta: BetaFields, key: SealingKey) -> Conversation:
@@ -180,7 +176,7 @@ class _Reader(Turns):
         self._beta = beta
         self._key = key
         self._open_calls: dict[str, str] = {}
-        """Names of functions, by the ids of calls that have no result yet."""
+        """Names of functions, by ids of calls without a result."""
 
     def conversation(self) -> Conversation:
         self._check_results()
@@ -195,8 +191,8 @@ class _Reader(Turns):
 
     def add_system(self, content: object, param: str) -> None:
         blocks = self._blocks(content, param, "system")
-        texts = [text for text in (_text(block, param) for block, param in blocks) if not _is_billing(text)]
-        if texts:  # those that follow each other are one: many templates read no second one
+        texts = [text for block, at in blocks if not (text := _text(block, at)).startswith(_BILLING_HEADER)]
+        if texts:  # successive ones are one message: many templates read no second one
             self._turn("system", param).texts.extend(texts)
 
     def add_message(self, value: object, param: str) -> None:
@@ -243,7 +239,7 @@ class _Reader(Turns):
         return turn
 
     def _blocks(self, content: object, param: str, role: str) -> Iterator[tuple[JsonObject, str]]:
-        """Each block with its path. A string is one block of text."""
+        """Each block with its path. A string is one text block."""
         if isinstance(content, str):
             yield {"type": "text", "text": content}, param
             return
@@ -295,16 +291,12 @@ class _Reader(Turns):
         raise OpenAIError(message, param=turn.param, code="invalid_value")
 
 
-def _is_billing(text: str) -> bool:
-    return text.startswith(_BILLING_HEADER)
-
-
 def _text(block: JsonObject, param: str) -> str:
     return a_string(block.get("text"), f"{param}.text", may_be_empty=True)
 
 
 def _thinking(block: JsonObject, param: str, key: SealingKey) -> str:
-    """The reasoning of a block as the server has sent it, which its signature holds."""
+    """The reasoning of a block as the server sent it, which its signature contains."""
     field = "data" if block["type"] == "redacted_thinking" else "signature"
     sealed = a_string(block.get(field), f"{param}.{field}")
     try:
@@ -332,7 +324,7 @@ def _wrong_block(kind: Any, param: str, role: str) -> OpenAIError:
 
 
 def read_tools(tools: object, choice: object, beta: BetaFields) -> ToolUse | None:
-    """None where no tool may be called. Raises OpenAIError."""
+    """None: no tool may be called. Raises OpenAIError."""
     items = [] if tools is None else a_list(tools, "tools")
     if len(items) > MAX_TOOLS:
         message = f"'tools' holds {len(items)} tools, expected at most {MAX_TOOLS}"
@@ -360,7 +352,7 @@ def _read_tool(value: object, param: str, beta: BetaFields) -> OfferedTool:
 
 
 def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
-    """Fields that change nothing here, with the values of them that would."""
+    """Refuses values that would have an effect, of fields without one."""
     check_cache_control(tool.get("cache_control"), f"{param}.cache_control", beta)
     if tool.get("eager_input_streaming") not in (None, True):
         beta.unserved(f"{param}.eager_input_streaming", "the input of a call is always streamed")
@@ -375,7 +367,7 @@ def _check_rest(tool: JsonObject, param: str, beta: BetaFields) -> None:
 
 
 def _read_choice(value: object, beta: BetaFields) -> tuple[ToolChoice, int | None]:
-    """With the number of calls that the answer may have, None for any."""
+    """Also the most calls of the answer; None: any number."""
     choice = an_object(value, "tool_choice")
     kind = choice.get("type")
     if not isinstance(kind, str) or kind not in _MODES:

@@ -1,7 +1,6 @@
-"""From the body of a Messages request to the one message that every API of text makes: a GenerationRequest.
+"""Reads the body of a Messages request as a GenerationRequest.
 
-For: the router. Does not know: HTTP, the host, how answers are written. Invariant: as of every GenerationRequest; the
-prompt is the one of a chat that says the same.
+Does not know: HTTP, the host, how answers are written. Invariant: the prompt is that of the same chat.
 """
 
 from __future__ import annotations
@@ -26,22 +25,20 @@ _FIELD_NAMES: Final = {
     "thinking_token_budget": "thinking.budget_tokens",
     "reasoning_effort": "output_config.effort",
 }
-"""Chat's names and those of sampling parameters → Anthropic's."""
+"""Of chat and of sampling parameters → Anthropic's."""
 Body = TypeVar("Body", bound=PromptFields)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageRequest:
-    """What a client asked for."""
-
     generation: GenerationRequest
     max_tokens: int
     shows_thinking: bool
-    """False: an answer's reasoning is sent as its signature alone."""
+    """False: of an answer's reasoning only the signature is sent."""
 
 
 def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> MessageRequest:
-    """key: opens the signatures of thinking. Raises OpenAIError naming the first wrong or unsupported field."""
+    """key: of the signatures of thinking. Raises OpenAIError naming the first wrong or unsupported field."""
     fields = _read(MessagesRequest, body, beta)
     tools = read_tools(fields.tools, fields.tool_choice, beta)
     sampling: JsonObject = {"max_tokens": fields.max_tokens}
@@ -69,7 +66,7 @@ def parse_message(body: JsonObject, beta: BetaFields, key: SealingKey) -> Messag
 
 
 def parse_prompt(body: JsonObject, beta: BetaFields, key: SealingKey) -> GenerationRequest:
-    """Of a request whose tokens are to be counted: what it would ask the model. Raises OpenAIError."""
+    """For the count of a request's tokens. Raises OpenAIError."""
     fields = _read(CountTokensRequest, body, beta)
     tools = read_tools(fields.tools, fields.tool_choice, beta)
     _structure(fields)
@@ -80,7 +77,7 @@ def parse_prompt(body: JsonObject, beta: BetaFields, key: SealingKey) -> Generat
 
 
 def _read(model: type[Body], body: JsonObject, beta: BetaFields) -> Body:
-    if body.get("thread") is not None:  # whatever betas are named: its messages are not the whole conversation
+    if body.get("thread") is not None:  # even with betas: its messages are not the whole conversation
         raise UnsupportedThreadError
     fields = read(model, _known(model, body, beta))
     if fields.messages is None:
@@ -92,7 +89,7 @@ def _read(model: type[Body], body: JsonObject, beta: BetaFields) -> Body:
 
 
 def _known(model: type[ClosedObject], body: JsonObject, beta: BetaFields, param: str = "") -> JsonObject:
-    """`body` without what betas have brought and this server does not act on; `body` itself where none are named."""
+    """`body` without fields of betas that have no effect here."""
     if not beta.are_named:
         return body
     known = model.__pydantic_fields__.keys() | model.field_aliases
@@ -127,7 +124,7 @@ def _reasoning(thinking: Thinking | None) -> ReasoningUse:
 
 
 def _structure(fields: PromptFields) -> tuple[JsonObject, str]:
-    """Sampling parameters that hold the answer to a schema, and the field where that stands."""
+    """Sampling parameters for the schema of the answer, and its field."""
     config = fields.output_config.format if fields.output_config is not None else None
     if config is not None and fields.output_format is not None:
         message = "'output_config.format' and 'output_format' are mutually exclusive"
@@ -154,7 +151,7 @@ def _prompt(fields: PromptFields, tools: ToolUse | None, beta: BetaFields, key: 
 
 
 def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonObject:
-    """Of the chat template: under these names families of models are told whether to think."""
+    """Of the chat template: families of models use these names to switch thinking."""
     if thinking is None:
         return dict(variables)
     thinks = thinking.type != "disabled"
@@ -162,8 +159,8 @@ def _variables(thinking: Thinking | None, variables: Mapping[str, Any]) -> JsonO
 
 
 class UnsupportedThreadError(OpenAIError):
-    """A request about a thread: a conversation that the server keeps. Anthropic's clients send the whole conversation
-    again when an error has these details."""
+    """A request about a thread, a conversation that the server stores. After an error with these details, Anthropic's
+    clients send the whole conversation."""
 
     details: Final = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 

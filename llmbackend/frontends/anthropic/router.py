@@ -1,9 +1,7 @@
 """The endpoints of Anthropic's API: messages, the count of their tokens, models.
 
-For: the HTTP application, before the OpenAI router, which answers every other path under /v1. Does not know: any
-backend. Invariants: every path under /v1/messages answers in Anthropic's shapes, errors included, each with a
-`request-id`, and no request outlives its client; models are the same under the same names as in the OpenAI API. A
-request takes the path of all APIs of text: GenerationRequest, AnswerPlan, Generation, AnswerReader.
+Invariants: answers and errors under /v1/messages have Anthropic's form and a `request-id`; a request ends with its
+client; models have the same names as in the OpenAI API.
 Source: Anthropic's API reference.
 """
 
@@ -53,7 +51,7 @@ _MOST: Final = 1000
 
 
 def model_info(model: JsonObject) -> JsonObject:
-    """model: in OpenAI's shape"""
+    """model: in OpenAI's form"""
     length = model["max_model_len"]
     return {
         "type": "model",
@@ -67,7 +65,7 @@ def model_info(model: JsonObject) -> JsonObject:
 
 
 def model_page(request: Request, models: list[JsonObject]) -> JsonObject:
-    """The page of `models` that the query asks for. Raises OpenAIError."""
+    """The requested page of `models`. Raises OpenAIError."""
     infos = [model_info(model) for model in models]
     ids = [info["id"] for info in infos]
     limit = _limit(request.query_params.get("limit"))
@@ -103,7 +101,7 @@ def _position(ids: list[str], id: str, param: str) -> int:
 
 VERSION: Final = "anthropic-version"
 _VERSIONS: Final = ("2023-06-01", "2026-10-21")
-"""The later one takes no `temperature`, `top_k` and `top_p` at Anthropic, whose models lost them. These have them."""
+"""Anthropic's later one takes no `temperature`, `top_k` and `top_p`; here they have an effect."""
 _ID: Final = "llmbackend.anthropic_request_id"
 """Key of the scope."""
 
@@ -115,8 +113,8 @@ def create_anthropic_router(
     lora_separator: str = "",
     sealing_key: SealingKey = FIXED_KEY,
 ) -> APIRouter:
-    """A router of /v1/messages, and of /v1/models for clients that send `anthropic-version`. To be included before the
-    OpenAI router. `gate` is the one that other frontends of `server` use."""
+    """/v1/messages, and /v1/models for clients that send `anthropic-version`. To be included before the OpenAI router.
+    gate: shared with the other frontends of `server`"""
     api = AnthropicEndpoints(gate or InferenceGate(server), max_body_bytes, lora_separator, sealing_key)
     router = APIRouter()
     api.add_to(router)
@@ -128,7 +126,7 @@ def create_anthropic_router(
 
 
 class _OwnClients(Route):
-    """Of a path of both APIs: requests of Anthropic's clients, which say their version."""
+    """A path of both APIs, for Anthropic's clients, which send their version."""
 
     def matches(self, scope: Scope) -> tuple[Match, Scope]:
         return super().matches(scope) if VERSION in Headers(scope=scope) else (Match.NONE, {})
@@ -145,7 +143,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
         self._key = key
 
     def check(self, http: Request) -> None:
-        """The version must be known. Many tools send none."""
+        """Refuses unknown versions. Many tools send none."""
         version = http.headers.get(VERSION)
         if version is not None and version not in _VERSIONS:
             message = f"header '{VERSION}' is {as_json(version)}, expected {' or '.join(_VERSIONS)}"
@@ -220,7 +218,7 @@ class AnthropicEndpoints(OpenAIEndpoints):
 
 
 def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
-    """A model that does not reason stays below every budget of reasoning: agents send one to every model."""
+    """A model that does not reason is below every budget of reasoning, which agents send to every model."""
     asked = request.generation
     if asked.reasoning.budget_tokens is None or target.model.formats.reasoning is not None:
         return request
@@ -229,13 +227,13 @@ def _fitted(request: MessageRequest, target: Target) -> MessageRequest:
 
 
 def _noted(labels: JsonObject, beta: BetaFields) -> JsonObject:
-    """What the access log says: how the client calls the request, and what of it is passed over."""
+    """Labels for the access log: the client's, and ignored fields."""
     beta.write_log()
     return labels | ({"passed_over": ",".join(beta.passed_over)} if beta.passed_over else {})
 
 
 def _id_of(http: Request) -> str:
-    """The request's id, which its response has."""
+    """For the response's `request-id`."""
     id: str = http.scope.setdefault(_ID, "") or f"req_{uuid.uuid4().hex}"
     http.scope[_ID] = id
     return id

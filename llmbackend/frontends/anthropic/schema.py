@@ -1,22 +1,14 @@
-"""The request bodies of the Messages API.
+"""The request bodies of the Messages API, also for /openapi.json.
 
-For: requests.py, which reads bodies, and /openapi.json. Does not know: HTTP, how blocks and tools are read (content.py,
-by hand, since it names the path of what is wrong): their types document them. Invariant: as in the OpenAI frontend, a
-field reaches the model, or is known to change nothing, or is refused by name; null is the same as a field left out.
+The types of blocks and tools only document them: content.py reads them, since it names the path of an error. Invariant:
+a field has its effect, or needs none, or is refused by name; null is as an absent field.
 Source: Anthropic's API reference; `seed` and `chat_template_kwargs` are vLLM's.
 """
 
-from typing import (
-    Annotated,
-    Any,
-    ClassVar,
-    Final,
-    Literal,
-    NotRequired,  # pydantic takes typing's TypedDict only from Python 3.12 on
-)
+from typing import Annotated, Any, ClassVar, Final, Literal, NotRequired
 
 from pydantic import ConfigDict, Field, with_config
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from ..conversation.tools import NAME_PATTERN
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Only, Range
@@ -26,8 +18,6 @@ _NO_SERVER_TOOLS = "this server has no tools of its own"
 _ONE_SPEED = "the server has one speed"
 _NO_ACCOUNTS = "this server has no workspaces, only API keys"
 _KEPT_WHOLE = "this server does not edit conversations; send what the model should see"
-
-
 _closed = with_config(extra="forbid")
 _NonEmptyText = Annotated[str, Field(min_length=1)]
 _MayBe = bool | None
@@ -169,7 +159,7 @@ class OutputConfig(ClosedObject):
 
 
 class UnservedFields(ClosedObject):
-    """Refused by name; under an `anthropic-beta` header passed over."""
+    """Refused by name; with an `anthropic-beta` header ignored."""
 
     container: Annotated[Any, Only(reason="this server has no containers")] = None
     mcp_servers: Annotated[Any, Only([], reason=_NO_SERVER_TOOLS)] = None
@@ -188,8 +178,6 @@ class UnservedFields(ClosedObject):
 
 
 class PromptFields(UnservedFields):
-    """What both endpoints take."""
-
     model: NonEmpty
     messages: Annotated[Any, DescribedBy(Annotated[list[UserTurn | AssistantTurn | SystemTurn], Field(min_length=1)])]
     system: Annotated[Any, DescribedBy(str | list[TextBlock] | None)] = None
@@ -225,4 +213,4 @@ NESTED: dict[str, type[ClosedObject]] = {
     "output_config": OutputConfig,
     "metadata": Metadata,
 }
-"""Fields that are objects with fields of their own."""
+"""Fields that are objects with known fields."""

@@ -1,8 +1,8 @@
-"""ModelInferRequest to the host's messages; responses to ModelInferResponse, and to the bytes of stream messages.
+"""ModelInferRequest to the host's messages; responses to ModelInferResponse and to messages of a stream.
 
-Tensors cross as raw bytes, which the host checks. What all responses of a stream share is serialised once, and a large
-tensor is copied once: the bytes are those that protocol buffers' own serialiser makes of the same message.
-Source: grpc_service.proto and Triton's infer_handler; texts as recorded from Triton 2.51.
+Invariants: tensors stay raw bytes, which the host checks; what all responses of a stream share is serialised once, a
+large tensor is copied once, and the bytes are those of protocol buffers' own serialiser.
+Source: grpc_service.proto and Triton's infer_handler; texts recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from llmbackend.core.outputs import OutputLayout, Outputs
 from llmbackend.core.tensors import NUMPY_DTYPE, RawTensor, SharedInput, Tensor, wire_view
 
 from ..kserve.request_parameters import RequestOptions, classes_from_proto, shared_range_from_proto
-from .messages import LENGTH, OpenRequest, raw_contents, varint, where
+from .messages import LENGTH, OpenRequest, input_label, raw_contents, varint
 
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRING_LENGTH: Final = struct.Struct("<I")
@@ -44,7 +44,7 @@ def _length(num_bytes: int) -> bytes:
 
 @functools.lru_cache(maxsize=1024)
 def _streamed_head(model_name: str, model_version: int, request_id: str, final: bool) -> bytes:
-    """A streamed ModelInferResponse up to its outputs, of a response without parameters."""
+    """As `_head`, of a streamed response without parameters."""
     return _head(model_name, model_version, request_id, {FINAL_PARAMETER: final})
 
 
@@ -53,8 +53,7 @@ def _head(model_name: str, model_version: int, request_id: str, parameters: Mapp
     message = pb.ModelInferResponse(model_name=model_name, model_version=str(model_version), id=request_id)
     for name, value in parameters.items():
         _set_parameter(message.parameters[name], value)
-    serialised: bytes = message.SerializeToString()
-    return serialised
+    return bytes(message.SerializeToString())
 
 
 def _set_parameter(parameter: pb.InferParameter, value: ParameterValue) -> None:
@@ -77,14 +76,14 @@ def _description(name: str, datatype: str, shape: tuple[int, ...]) -> bytes:
 
 
 def response_parts(response: InferenceResponse, in_shared_memory: Collection[str] = ()) -> list[bytes | memoryview]:
-    """The ModelInferResponse of a response that has no error, without the data of outputs that are in shared memory, in
-    parts to be joined: tensors are not copied."""
+    """The ModelInferResponse of a response without an error, in parts to be joined: tensors are not copied. It lacks
+    the data of outputs in shared memory."""
     head = _head(response.model_name, response.model_version, response.request_id, response.parameters)
     return [head, *_described(response.outputs, in_shared_memory)]
 
 
 def stream_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
-    """The ModelStreamInferResponse of a response that has no error, without the data of outputs in shared memory."""
+    """As `response_parts`, the ModelStreamInferResponse."""
     names = response.model_name, response.model_version, response.request_id
     if response.parameters:
         head = _head(*names, {**response.parameters, FINAL_PARAMETER: final})
@@ -123,23 +122,21 @@ def _described(outputs: Sequence[Tensor], in_shared_memory: Collection[str]) -> 
 
 
 def outcome_message(model_name: str, request_id: str, final: bool, error: str = "") -> bytes:
-    """The message of a response without outputs: of an error, or of the end of a request."""
+    """A response without outputs: an error, or the end of a request."""
     message = pb.ModelStreamInferResponse(error_message=error)
     message.infer_response.model_name, message.infer_response.id = model_name, request_id
     message.infer_response.parameters[FINAL_PARAMETER].bool_param = final
-    serialised: bytes = message.SerializeToString()
-    return serialised
+    return bytes(message.SerializeToString())
 
 
 def refusal_message(request_id: str, error: str) -> bytes:
-    """The message for a request that never reached a model, which the client recognises by its id alone."""
+    """The answer to a request that reached no model, which the client recognises only by its id."""
     message = pb.ModelStreamInferResponse(error_message=error, infer_response=pb.ModelInferResponse(id=request_id))
-    serialised: bytes = message.SerializeToString()
-    return serialised
+    return bytes(message.SerializeToString())
 
 
 UNKNOWN_DATATYPE: Final = "<invalid>"
-"""Triton's name for a datatype that it does not know."""
+"""Triton's name of an unknown datatype."""
 
 
 def model_version(text: str) -> int:
@@ -156,10 +153,8 @@ def model_version(text: str) -> int:
 
 
 def decode_request(request: OpenRequest, options: RequestOptions) -> InferenceRequest:
-    """`request` as the host takes it; its parameters were read into `options`.
-
-    Raises TritonError for an input without data or with two kinds of it.
-    """
+    """options: from the parameters of `request`. Raises TritonError for an input without data or with two kinds of
+    it."""
     message = request.message
     inputs, shared = _inputs(request)
     outputs = message.outputs
@@ -186,7 +181,7 @@ def decode_request(request: OpenRequest, options: RequestOptions) -> InferenceRe
 
 
 def _inputs(request: OpenRequest) -> tuple[list[RawTensor], list[SharedInput]]:
-    """Inputs with data, and inputs in shared memory. `raw_input_contents` has an entry for each of the former."""
+    """Inputs with data, each with an entry in `raw_input_contents`, and inputs in shared memory."""
     inputs: list[RawTensor] = []
     shared: list[SharedInput] = []
     message = request.message
@@ -210,12 +205,12 @@ def _datatype(tensor: Any) -> str:
 
 
 def _input(request: OpenRequest, tensor: Any, index: int, raw_index: int) -> RawTensor:
-    """`index` among the inputs, `raw_index` among those that are not in shared memory."""
+    """index: among all inputs; raw_index: among those that are not in shared memory"""
     message, raws = request.message, request.raws
     if raws and tensor.HasField("contents"):
         raise invalid_argument(
             f"contents field must not be specified when using raw_input_contents for "
-            f"{where(tensor, message.model_name)}"
+            f"{input_label(tensor, message.model_name)}"
         )
     raw: bytes | memoryview
     if raw_index < len(raws):
@@ -225,5 +220,6 @@ def _input(request: OpenRequest, tensor: Any, index: int, raw_index: int) -> Raw
     elif not raws and tensor.HasField("contents"):
         raw = raw_contents(tensor, message.model_name)
     else:
-        raise invalid_argument(f"unable to find data for input tensor {where(tensor, message.model_name)} in request.")
+        label = input_label(tensor, message.model_name)
+        raise invalid_argument(f"unable to find data for input tensor {label} in request.")
     return RawTensor(tensor.name, _datatype(tensor), tuple(tensor.shape), raw)

@@ -1,9 +1,8 @@
-"""Messages of inference as they come from gRPC: small ones parsed, large ones parsed off the event loop.
+"""Parses requests of inference, large ones off the event loop.
 
-For: the gRPC server's deserialisers, and the handlers of inference. Does not know: models, the host. Invariants:
-nothing that takes more than milliseconds is parsed on the event loop, where gRPC calls deserialisers; tensors may fill
-a message of any size, and the work on them is numpy's.
-Source: the wire format of protocol buffers; grpc_service.proto; Triton's infer_handler, texts as recorded from 2.51.
+Invariants: nothing that takes more than milliseconds is parsed on the event loop, where gRPC calls deserialisers;
+tensors may have any size, and numpy does the work on them.
+Source: the wire format of protocol buffers; grpc_service.proto; Triton's infer_handler, texts recorded from 2.51.
 """
 
 from __future__ import annotations
@@ -37,22 +36,24 @@ _VARINT, _FIXED_64, LENGTH, _FIXED_32 = 0, 1, 2, 5
 _WIDTHS: Final = {_FIXED_64: 8, _FIXED_32: 4}
 _MAX_VARINT_BYTES: Final = 10
 _CHUNK_BYTES: Final = 1 << 20
-"""Of packed varints that are decoded at once: numpy's temporary arrays take 25 times as much."""
+"""Of packed varints that are decoded together: numpy's temporary arrays take 25 times as much."""
 
 
 class Field(NamedTuple):
-    """A field of a message. start, end: where it is, with its tag; value: where what is after its tag and length
-    begins."""
+    """A field of a message: offsets."""
 
     number: int
     kind: int
+    """Wire type."""
     start: int
+    """Of its tag."""
     value: int
+    """After tag and length."""
     end: int
 
 
 def fields(data: memoryview) -> Iterator[Field]:
-    """The fields of a message, in order. Raises DecodeError for what is no message."""
+    """In order. Raises DecodeError."""
     offset = 0
     while offset < len(data):
         start = offset
@@ -99,15 +100,12 @@ def varint(value: int) -> bytes:
 
 
 def packed_varints(data: memoryview, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """The numbers of a packed field of varints, each cut to the width of `dtype`; to bool: whether it is not 0.
-
-    Raises DecodeError for a number without an end or of more than 10 bytes.
-    """
+    """The numbers of a packed field of varints, cut to the width of `dtype`; bool: whether they are not 0. Raises
+    DecodeError for a number without an end or of more than 10 bytes."""
     raw = np.frombuffer(data, np.uint8)
     if raw.size and raw[-1] >= 0x80:
         raise DecodeError("no end of a number")
-    # Most are of one byte: these are the numbers themselves.
-    if not (raw >= 0x80).any():
+    if not (raw >= 0x80).any():  # usual: each number is its byte
         return raw.astype(dtype)
     numbers = np.empty(np.count_nonzero(raw < 0x80), dtype)
     done = 0
@@ -147,18 +145,10 @@ _CONTENTS_FIELD: Final[Mapping[str, str]] = {
     "FP64": "fp64_contents",
     "BYTES": "bytes_contents",
 }
-_DATATYPE_OF_FIELD: Final[Mapping[str, str]] = {
-    "bool_contents": "BOOL",
-    "int_contents": "INT32",
-    "int64_contents": "INT64",
-    "uint_contents": "UINT32",
-    "uint64_contents": "UINT64",
-    "fp32_contents": "FP32",
-    "fp64_contents": "FP64",
-    "bytes_contents": "BYTES",
-}
+_DATATYPE_OF_FIELD: Final = {name: datatype for datatype, name in _CONTENTS_FIELD.items()}
+"""The widest one, which is the last."""
 MAX_FIELDS: Final = 20_000
-"""Of a message, each nested message counted as one: inputs, outputs, raw contents, parameters, ids."""
+"""Of a message: inputs, outputs, raw contents, parameters, ids, not those of nested messages."""
 RAW_INPUT_CONTENTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number
 _INPUTS: Final = pb.ModelInferRequest.DESCRIPTOR.fields_by_name["inputs"].number
 _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.DESCRIPTOR.fields_by_name["contents"].number
@@ -169,25 +159,25 @@ UNPARSABLE: Final = "Unable to parse request"
 
 
 class Malformed:
-    """Takes the place of a request that is no message."""
+    """In place of a request that is no message."""
 
 
 @dataclass(frozen=True, slots=True)
 class LargeRequest:
-    """A serialised ModelInferRequest that has not been parsed."""
+    """A serialised ModelInferRequest."""
 
     data: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """A parsed request, within the bounds of what one may hold."""
+    """A parsed request within the limits."""
 
     message: Any
     raws: Sequence[bytes | memoryview]
     """The message's raw_input_contents."""
     contents: Mapping[int, bytes] = field(default_factory=dict)
-    """Of inputs whose typed contents were taken out of the message, by position: their elements as raw bytes."""
+    """Raw bytes of inputs whose typed contents were removed from the message, by position."""
 
 
 def parse_or_keep(data: bytes) -> Any:
@@ -198,13 +188,14 @@ def parse_or_keep(data: bytes) -> Any:
 
 
 async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
-    """The request that `parse_or_keep` returned, parsed. In a large one the raw tensors are found without copying or
-    parsing them; what is large beside them is parsed in a worker process, and what comes back is small.
+    """request: of `parse_or_keep`. In a large one raw tensors are neither copied nor parsed; if the rest is large, it
+    is parsed in a worker process, which returns small messages.
 
-    Raises MalformedError when it is no message, TritonError INVALID_ARG when it holds too much of something, or typed
-    contents that are not its datatype's.
+    Raises MalformedError if it is no message, TritonError INVALID_ARG beyond a limit or for typed contents that are not
+    the datatype's.
     """
-    _check_well_formed(request)
+    if isinstance(request, Malformed):
+        raise MalformedError(UNPARSABLE)
     if not isinstance(request, LargeRequest):
         _check_bounds(request)
         return OpenRequest(request, request.raw_input_contents)
@@ -226,10 +217,9 @@ async def opened(request: Any, gate: InferenceGate) -> OpenRequest:
 
 
 def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, PickleBuffer]] | None:
-    """For a worker process: the message without its typed contents, and these as raw bytes. None if it is no message.
+    """For a worker process: the message without typed contents, and these as raw bytes. None: it is no message.
 
-    With `has_raws` the contents are only removed: such a request is refused anyway. Raises TritonError INVALID_ARG for
-    a message that holds too much of something, or contents that are not the datatype's.
+    has_raws: the contents are only removed: such a request is refused. Raises TritonError INVALID_ARG as `opened`.
     """
     try:
         small, parts = _split_contents(memoryview(data))
@@ -251,7 +241,7 @@ def parse_contents(data: bytes, has_raws: bool) -> tuple[bytes, dict[int, Pickle
 
 
 def _split_contents(data: memoryview) -> tuple[bytes, dict[int, bytes]]:
-    """The message with empty typed contents, and the contents of the inputs that have some, by position."""
+    """The message with empty typed contents, and the contents, by position of the input."""
     rest: list[bytes | memoryview] = []
     contents: dict[int, bytes] = {}
     num_inputs = 0
@@ -268,12 +258,6 @@ def _split_contents(data: memoryview) -> tuple[bytes, dict[int, bytes]]:
     return b"".join(rest), contents
 
 
-def _check_well_formed(request: Any) -> None:
-    """Raises MalformedError if `request` was no message."""
-    if isinstance(request, Malformed):
-        raise MalformedError(UNPARSABLE)
-
-
 def _check_bounds(message: Any) -> None:
     check_id(message.id)
     check_count("inputs", message.inputs, MAX_TENSORS)
@@ -283,19 +267,19 @@ def _check_bounds(message: Any) -> None:
         check_dimensions(tensor.name, tensor.shape)
 
 
-def where(tensor: Any, model_name: str) -> str:
-    """How errors name an input."""
+def input_label(tensor: Any, model_name: str) -> str:
+    """For errors."""
     return f"'{tensor.name}' for model '{model_name}'"
 
 
 def raw_contents(tensor: Any, model_name: str) -> bytes:
-    """The typed contents of an input as raw bytes. Raises TritonError INVALID_ARG for a field that is not the
-    datatype's, or for too many strings."""
+    """The typed contents of an input as raw bytes. Raises TritonError INVALID_ARG for a field of another datatype, or
+    too many strings."""
     expected = _CONTENTS_FIELD.get(tensor.datatype)
     for given, _ in tensor.contents.ListFields():
         if given.name != expected:
             raise invalid_argument(
-                f"unexpected explicit tensor data for input tensor {where(tensor, model_name)} of type "
+                f"unexpected explicit tensor data for input tensor {input_label(tensor, model_name)} of type "
                 f"'{_DATATYPE_OF_FIELD[given.name]}', expected datatype '{tensor.datatype}'"
             )
     if expected is None:
@@ -309,11 +293,8 @@ def raw_contents(tensor: Any, model_name: str) -> bytes:
 
 
 def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
-    """As `raw_contents`, of serialised contents: a buffer. Raises DecodeError, too.
-
-    Packed numbers are left to numpy, all else to the protocol buffers' own parser, which takes 30 bytes of memory for a
-    byte of empty strings.
-    """
+    """As `raw_contents`, of serialised contents; also raises DecodeError. numpy reads packed numbers; protocol buffers'
+    parser, which takes 30 bytes of memory per byte of empty strings, the rest."""
     packed = _packed_numbers(memoryview(contents), _CONTENTS_FIELD.get(tensor.datatype, ""))
     if packed is None:
         tensor.contents.MergeFromString(contents)
@@ -327,7 +308,7 @@ def _unpacked(tensor: Any, contents: bytes, model_name: str) -> Any:
 
 
 def _packed_numbers(contents: memoryview, name: str) -> memoryview | None:
-    """What the field `name` of numbers holds, if it is all that the message has."""
+    """The value of the field `name` of numbers, if the message has no other."""
     found = next(fields(contents), None)
     if found is None or (_FIELD_NAMES.get(found.number), found.kind) != (name, LENGTH) or found.end < len(contents):
         return None
@@ -335,11 +316,8 @@ def _packed_numbers(contents: memoryview, name: str) -> memoryview | None:
 
 
 def split_off(data: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
-    """The serialised message without its fields `number`, which are messages or bytes, and views of these, in order; by
-    work in proportion to the number of fields, which is bounded, and not to their bytes.
-
-    Raises DecodeError for what is no message, TritonError INVALID_ARG for a message of too many fields.
-    """
+    """The message without its fields `number`, which are messages or bytes, and views of these; in time proportional to
+    the number of fields, not to their bytes. Raises DecodeError, and TritonError INVALID_ARG for too many fields."""
     rest: list[memoryview] = []
     found: list[memoryview] = []
     for count, part in enumerate(fields(data), 1):

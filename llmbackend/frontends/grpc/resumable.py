@@ -1,8 +1,7 @@
-"""Requests of ModelStreamInfer that a client can resume: parameter `resumable`, then `resume_from`.
+"""Requests of ModelStreamInfer that a client can resume: parameter `resumable`, later `resume_from`.
 
-For: StreamSession, and the copies of streams. Does not know: connections. Invariants: as of ResumableStreams; what a
-client gets of such a request is what it gets of any other, and with each response the parameters `stream_id` and
-`event_number`; a model never sees the two parameters of the request.
+Does not know: connections. Invariants: as of ResumableStreams; responses are those of any other request, with the
+parameters `stream_id` and `event_number`; the model never sees the two parameters of the request.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ RESUME_FROM: Final = "resume_from"
 STREAM_ID: Final = "stream_id"
 EVENT_NUMBER: Final = "event_number"
 PATH: Final = "grpc:"
-"""What a stream's path begins with; the model's name follows."""
+"""Beginning of a stream's path, before the model's name."""
 _TYPES: Final = {RESUMABLE: "bool_param", RESUME_FROM: "string_param"}
 _encode_parameters = msgspec.msgpack.encode
 _decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
@@ -43,19 +42,18 @@ _decode_parameters = msgspec.msgpack.Decoder(dict[str, ParameterValue]).decode
 
 @dataclass(frozen=True, slots=True)
 class Resuming:
-    """What a request says of it."""
+    """The two parameters of a request."""
 
     is_asked: bool = False
     place: str = ""
-    """Of the last response that the client has; "" for a new request."""
+    """Of the client's last response; "": a new request."""
 
 
 _NOT_ASKED: Final = Resuming()
 
 
 def take_resuming(message: Any) -> Resuming:
-    """Reads the two parameters of a ModelInferRequest, and removes them. Raises TritonError INVALID_ARG for one of the
-    wrong type."""
+    """Removes the two parameters from a ModelInferRequest. Raises TritonError INVALID_ARG for a wrong type."""
     parameters = message.parameters
     if not parameters or not (RESUMABLE in parameters or RESUME_FROM in parameters):
         return _NOT_ASKED
@@ -71,16 +69,15 @@ def take_resuming(message: Any) -> Resuming:
     return Resuming(values.get(RESUMABLE, False), values.get(RESUME_FROM, ""))
 
 
-async def come_back(streams: ResumableStreams, model_name: str, place: str) -> tuple[ResumableStream, int]:
-    """Raises TritonError as ResumableStreams.find does."""
+async def resumed(streams: ResumableStreams, model_name: str, place: str) -> tuple[ResumableStream, int]:
+    """Raises TritonError as ResumableStreams.find."""
     return await streams.find(PATH + model_name, place, f"parameter '{RESUME_FROM}'")
 
 
 async def begin(
     gate: InferenceGate, streams: ResumableStreams, request: OpenRequest, options: RequestOptions, data: bytes
 ) -> ResumableStream:
-    """Sends the request, and opens the stream of its responses. data: the message as it came. Raises TritonError when
-    it is refused."""
+    """Sends the request, and opens the stream of its responses. data: the received message. Raises TritonError."""
     recording = None
     if streams.copies is not None:
         recording = Recording()
@@ -99,9 +96,8 @@ async def make_again(gate: InferenceGate, streams: ResumableStreams, record: Str
 
 
 def data_of(request: Any) -> bytes:
-    """A request as it came."""
-    data: bytes = request.data if isinstance(request, LargeRequest) else request.SerializeToString()
-    return data
+    """The received message."""
+    return bytes(request.data if isinstance(request, LargeRequest) else request.SerializeToString())
 
 
 async def _opened(
@@ -126,7 +122,7 @@ async def _opened(
 
 
 class _Responses:
-    """The responses of one request, as messages."""
+    """Messages of the responses to one request."""
 
     def __init__(
         self, inference: Inference, model_name: str, id: str, empty_final: bool, in_shared_memory: Any
@@ -158,20 +154,19 @@ class _Responses:
 
 
 def numbered(message: bytes, key: str, number: int) -> bytes:
-    """The message with its place: what follows a message's bytes is merged into it."""
+    """The message with its place: parsers merge the bytes after a message into it."""
     place = pb.ModelStreamInferResponse()
     parameters = place.infer_response.parameters
     parameters[STREAM_ID].string_param, parameters[EVENT_NUMBER].int64_param = key, number
-    serialised: bytes = place.SerializeToString()
-    return message + serialised
+    return message + bytes(place.SerializeToString())
 
 
 class JournalAnswer:
-    """The messages of one resumable stream on one gRPC stream, from a place on. It has a place in the queue of the gRPC
-    stream while messages wait, and reads on when they are written."""
+    """The messages of one resumable stream, from a place on, on one gRPC stream. It is in the queue of the gRPC stream
+    while messages wait, and reads further ones when they are written."""
 
     has_ended = False
-    """It leaves by itself."""
+    """Constant: it leaves by itself."""
 
     def __init__(
         self,
@@ -189,7 +184,7 @@ class JournalAnswer:
 
     @property
     def has_more(self) -> bool:
-        """Whether it keeps its place."""
+        """Whether it stays in the queue."""
         if not self._messages and self._taken is not None and not self._taken.done():
             self._taken.set_result(None)
         return bool(self._messages)
@@ -198,10 +193,10 @@ class JournalAnswer:
         return self._messages.popleft()
 
     def end(self) -> None:
-        """Not called: see has_ended."""
+        """Not called, as has_ended is False."""
 
     def close(self) -> None:
-        """The client has gone, or has all."""
+        """Stops reading."""
         self._reading.cancel()
 
     async def _read(self, after: int) -> None:
@@ -221,7 +216,7 @@ class JournalAnswer:
         self._leave(self)
 
     async def _write(self, messages: Sequence[bytes]) -> None:
-        """Returns when all are taken."""
+        """Returns when all have been taken."""
         if messages:
             self._messages.extend(messages)
             self._taken = asyncio.get_running_loop().create_future()

@@ -1,9 +1,8 @@
-"""What all RPC handlers share: how they end when they raise, and the times that they add to a request's trace.
+"""For all RPCs: statuses of errors, times in traces, and the writing of streams.
 
-For: the gRPC servicers and streams. Does not know: RPCs, models, where traces are written. Invariant: a TritonError
-becomes the status of its code with its text unchanged; a bug of ours is logged, and reported without detail.
-Source: Triton's grpc_utils; GRPC_WAITREAD_START … GRPC_SEND_END of Triton's grpc server (messages are read before a
-handler sees them, so here the reading ends when the handler starts).
+Invariant: a TritonError becomes the status of its code with its text; a bug is logged, and reported without details.
+Source: Triton's grpc_utils; GRPC_WAITREAD_START … GRPC_SEND_END of Triton's grpc server (here the reading ends when the
+handler starts, which gets messages that were read).
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def grpc_status(error: TritonError) -> grpc.StatusCode:
-    """The status of a call that ends with `error`."""
     if isinstance(error, LimitReachedError):
         return grpc.StatusCode.RESOURCE_EXHAUSTED
     if isinstance(error, PermissionDeniedError):
         return grpc.StatusCode.PERMISSION_DENIED
     return GRPC_STATUS[error.code]
-
-
-def grpc_trailers(error: TritonError) -> tuple[tuple[str, str], ...]:
-    """Metadata sent with the status: when to try again."""
-    return (("retry-after", error.retry_after),) if isinstance(error, LimitReachedError) else ()
 
 
 def rpc(handler: Handler) -> Handler:
@@ -60,7 +53,8 @@ def rpc(handler: Handler) -> Handler:
         try:
             return await handler(self, request, context)
         except TritonError as error:
-            await context.abort(grpc_status(error), error.message, grpc_trailers(error))
+            trailers = (("retry-after", error.retry_after),) if isinstance(error, LimitReachedError) else ()
+            await context.abort(grpc_status(error), error.message, trailers)
         except Exception as error:
             log_bug(f"{handler.__name__} failed", error)
             await context.abort(grpc.StatusCode.INTERNAL, INTERNAL_ERROR)
@@ -69,7 +63,7 @@ def rpc(handler: Handler) -> Handler:
 
 
 def sampled(server: Host, model_name: str, context: Context, start_ns: int = 0) -> RequestTrace | None:
-    """The trace of a request, if it is sampled. `start_ns`: when the wait for it began (monotonic; 0: now)."""
+    """The trace of a request, if it is sampled. start_ns: beginning of the wait for it (monotonic; 0: now)"""
     if server.tracing.is_idle:
         return None
     metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
@@ -82,13 +76,13 @@ def sampled(server: Host, model_name: str, context: Context, start_ns: int = 0) 
 
 
 async def name_trace(trace: RequestTrace, context: Context) -> None:
-    """Tells the client of an RPC with one response the name of its trace."""
+    """Sends the client of an RPC with one response the name of its trace."""
     if traceparent := trace.trace.traceparent:
         await context.send_initial_metadata((("traceparent", traceparent),))
 
 
 def close_when_sent(trace: RequestTrace, context: Context) -> None:
-    """For an RPC with one response: the end of the call ends the trace."""
+    """The end of an RPC with one response ends the trace."""
 
     def sent(_: Any) -> None:
         trace.mark("GRPC_SEND_END")
@@ -98,11 +92,11 @@ def close_when_sent(trace: RequestTrace, context: Context) -> None:
 
 
 class StreamWriter:
-    """Used only on the event loop.
+    """Used on the event loop.
 
-    It runs gRPC's coroutines of writes itself, as a task would: `send` runs one up to the future that it waits for.
-    Raises nothing: `on_failure` gets the exception when the call has ended or a write has failed, and `on_stall` is
-    called when the client has taken nothing for `timeout_s`; after either, nothing more is written.
+    Runs gRPC's coroutines of writes as a task would: `send` runs one up to the future that it awaits. Raises nothing:
+    `on_failure` gets the exception if the call has ended or a write fails, and `on_stall` is called if the client takes
+    nothing for `timeout_s`; nothing is written afterwards.
     """
 
     def __init__(
@@ -119,7 +113,7 @@ class StreamWriter:
         self._loop = asyncio.get_running_loop()
         self._write: Coroutine[Any, Any, None] | None = None
         self._future: asyncio.Future[Any] | None = None
-        """What the write in progress waits for."""
+        """The write in progress awaits it."""
         self._when_free: list[Callable[[], object]] = []
         self._began_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -127,7 +121,7 @@ class StreamWriter:
 
     @property
     def is_free(self) -> bool:
-        """Whether `write` may be called: none is in progress, and none has failed."""
+        """Whether `write` may be called: no write is in progress, none has failed."""
         if self._future is not None and self._future.done():
             self._advance()
         return self._write is None and not self._is_closed
@@ -140,7 +134,7 @@ class StreamWriter:
             self._timer = self._loop.call_later(self._timeout_s, self._look)
 
     def when_free(self, callback: Callable[[], object]) -> None:
-        """Calls back once, as soon as no write is in progress: now, if none is."""
+        """Calls back once, as soon as no write is in progress."""
         if self.is_free:
             callback()
         elif not self._is_closed:
@@ -154,7 +148,7 @@ class StreamWriter:
             await asyncio.wait([self._future])
 
     def close(self) -> None:
-        """Gives up the write in progress. Idempotent. The callbacks, which refer to its owner, are given up, too."""
+        """Drops the write in progress, and the callbacks, which refer to its owner. Idempotent."""
         self._is_closed = True
         self._on_failure = self._on_stall = _nothing
         self._when_free.clear()
@@ -167,7 +161,7 @@ class StreamWriter:
         self._write = self._future = None
 
     def _advance(self) -> None:
-        """Runs the write to the next future that it waits for, or to its end."""
+        """Runs the write to the next future that it awaits, or to its end."""
         assert self._write is not None
         try:
             future = self._write.send(None)
@@ -179,7 +173,7 @@ class StreamWriter:
             self.close()
             on_failure(error)
         else:
-            future._asyncio_future_blocking = False  # as a task does that begins to wait for it
+            future._asyncio_future_blocking = False  # as a task does that awaits it
             self._future = future
 
     def _ended(self, _: asyncio.Future[Any]) -> None:
@@ -199,4 +193,4 @@ class StreamWriter:
 
 
 def _nothing(*_: object) -> None:
-    """Takes the place of callbacks."""
+    """A callback."""

@@ -1,7 +1,7 @@
-"""The gRPC server: its channel arguments and port, how its services read their messages, and the health service.
+"""The gRPC server: its arguments and port, the parsing of messages, and the health service.
 
-For: the frontend server. Does not know: backends, what RPCs do, how models become ready. Invariants: handlers of unary
-RPCs see well-formed messages only; watchers of the health service cost one look at readiness a second, however many.
+Does not know: what RPCs do. Invariants: handlers of unary RPCs get only well-formed messages; all watchers of the
+health service together cost one check of readiness per second.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from .rpc import Context
 from .service import InferenceRpcs, InferenceServicer
 
 _TARGET: Final = "_poll_wrapper"
-"""What grpc.aio's thread runs, which is part of the thread's name."""
+"""Part of the name of grpc.aio's thread: the function that it runs."""
 
 
 def yield_to_event_loop() -> None:
-    """Lets grpc.aio's polling thread wait until others of its core sleep or have had their share (SCHED_BATCH).
+    """Gives grpc.aio's polling thread the policy SCHED_BATCH. To be called after a grpc.aio server, which starts the
+    thread, was made.
 
-    Each write that ends wakes it. With the usual policy it takes the core from the event loop after each message that
-    the loop writes, which costs both a change of threads per message; so it handles all messages of a step together (of
-    64 streams: 33 µs of CPU per message instead of 44). After a grpc.aio server was made, which starts the thread.
+    Each finished write wakes it. With the default policy it takes the core from the event loop after each message; with
+    SCHED_BATCH it handles all messages of a step together (64 streams: 33 µs of CPU per message instead of 44).
     """
     for thread in threading.enumerate():
         if _TARGET in thread.name and thread.native_id is not None:
@@ -57,19 +57,19 @@ _LARGE_MESSAGES: Final = {
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest.FromString,
 }
 _SERIALISED: Final = frozenset({"ModelInfer", "ModelStreamInfer"})
-"""Methods whose handlers write serialised messages."""
+"""Methods whose handlers return serialised messages."""
 SERVICES: Final = frozenset({"", "inference.GRPCInferenceService"})
 _ASK_EVERY_S: Final = 1.0
 Status = health_pb2.HealthCheckResponse
 _CORE_THREADS: Final = min(max(os.cpu_count() or 1, 4), 16)
-"""Of gRPC's pool: one for each core, within these bounds."""
+"""Of gRPC's pool: one per core, within these bounds."""
 _MORE_THREADS: Final = 6
-"""gRPC's others (its watcher, timers, poller), and the first ones that requests need."""
+"""gRPC's other threads (watcher, timers, poller), and the first ones of requests."""
 
 
 def check_threads() -> None:
-    """Raises RuntimeError where the threads that gRPC needs cannot be started: its core would try for ten seconds, and
-    then abort the process. Their stacks and heaps are kept by the C library for the next threads."""
+    """Raises RuntimeError if gRPC's threads cannot be started: its core would try for ten seconds, and then abort the
+    process. The C library keeps their stacks and heaps for the next threads."""
     wanted, may_end, threads = _CORE_THREADS + _MORE_THREADS, threading.Event(), list[threading.Thread]()
     try:
         for _ in range(wanted):
@@ -100,13 +100,15 @@ async def create_grpc_server(
     log: ServerLog | None = None,
     streams: ResumableStreams | None = None,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server for `server` on `address` ("host:port", port 0 = any), not yet started, and the port it is bound to. For
-    a host in another process it has the RPCs of inference, and those that say what is ready.
+    """A bound server, not started, and its port. For a host in another process it has the RPCs of inference, metadata
+    and readiness. To be awaited on the event loop that will run it.
 
-    `options` are gRPC channel arguments, after those of `limits`; `gate` and `streams` are those of all frontends of
-    `server`; `interceptors` see an RPC first; with `credentials` the port has TLS; `log` is the process's log, which
-    LogSettings changes. To be awaited on the event loop that will run the server. Raises RuntimeError when the address
-    cannot be bound.
+    address: "host:port", port 0: any
+    options: gRPC channel arguments, after those of `limits`
+    gate, streams, log: shared with the other frontends of `server`; LogSettings changes `log`
+    credentials: None: no TLS
+
+    Raises RuntimeError if the address cannot be bound.
     """
     limits, protocol = limits or GrpcLimits(), protocol or DEFAULT_OPTIONS
     arguments = [
@@ -136,26 +138,24 @@ async def create_grpc_server(
 
 
 class _Oversized:
-    """Takes the place of a request that is too large."""
+    """In place of a request that is too large."""
 
 
 class TolerantServices:
-    """A server for a generated `add_…Servicer_to_server`: passes the handlers on, each with a parser that does not
-    raise.
+    """For a generated `add_…Servicer_to_server`: adds its handlers to a server, with parsers that do not raise.
 
-    Bytes that are no message end as INTERNAL "Unable to parse request", as in Triton, where grpc.aio would answer
-    UNKNOWN and log a traceback for a client's mistake. Handlers are wrapped once, here; an interceptor would wrap them
-    for each call. The generated function adds them twice; they are passed on once, as generic handlers: for each
-    registered method grpc.aio keeps a task of its own, and looks at all of them for every call (with 24 methods a
-    seventh of a small RPC's time)."""
+    Malformed messages end as INTERNAL "Unable to parse request", as in Triton; grpc.aio would answer UNKNOWN and log a
+    traceback. An interceptor would wrap the handlers for each call. The generated function adds them twice; they are
+    added once, as generic handlers: for registered methods grpc.aio has a task each, and checks all of them for every
+    call (with 24 methods a seventh of a small RPC's time)."""
 
     def __init__(self, server: grpc.aio.Server, parsers: Mapping[str, Callable[[bytes], Any]]) -> None:
-        """`parsers`: for methods whose messages may be large; they raise DecodeError."""
+        """parsers: of methods whose messages may be large; they raise DecodeError"""
         self._server = server
         self._parsers = parsers
 
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
-        """Ignored: the same handlers come through `add_registered_method_handlers`."""
+        """Ignored: `add_registered_method_handlers` gets the same ones."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         tolerant = {
@@ -199,10 +199,10 @@ def _refusing(handler: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, A
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """grpc.health.v1. A watcher is told of each change within two seconds.
+    """grpc.health.v1. Watchers get each change within two seconds.
 
     Source: Triton's Check answers every service name alike (golden 30); Watch, which Triton lacks, follows
-    grpc/doc/health-checking.md: for an unknown service it sends SERVICE_UNKNOWN and stays open."""
+    grpc/doc/health-checking.md: for an unknown service SERVICE_UNKNOWN, and the call stays open."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
@@ -214,10 +214,10 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return Status(status=await self._ask())
 
     async def Watch(self, request: Any, context: Context) -> None:
-        """Sends the status, and each change of it, until the client cancels or the server stops."""
+        """Sends the status and its changes until the client cancels or the server stops."""
         if request.service not in SERVICES:
             await context.write(Status(status=Status.SERVICE_UNKNOWN))
-            await asyncio.get_running_loop().create_future()  # services never change: waits until the call ends
+            await asyncio.get_running_loop().create_future()  # until the call ends: services never change
         sent = None
         while True:
             status = await self._shared_answer()
@@ -227,7 +227,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def _shared_answer(self) -> Any:
-        """The status of the last second, or a new one; all watchers share it."""
+        """The status, at most a second old, for all watchers."""
         now_s = asyncio.get_running_loop().time()
         if self._answer is None or now_s - self._asked_at_s >= _ASK_EVERY_S:
             self._answer, self._asked_at_s = asyncio.create_task(self._ask()), now_s

@@ -1,9 +1,8 @@
-"""KServe v2 over gRPC: the RPCs of inference.GRPCInferenceService, those of a host and those of a frontend process.
+"""The RPCs of inference.GRPCInferenceService (KServe v2), of a host and of a frontend process.
 
-For: the gRPC server. Does not know: backends, regions of shared memory, what settings do. Invariants: nothing here
-blocks the event loop; an RPC that is not implemented says so by name; a cancelled RPC, or one past its deadline,
-cancels its request; the response to a change of settings is the settings after it.
-Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, as recorded from Triton 2.51; golden 40.
+Invariants: nothing here blocks the event loop; an RPC that is cancelled or past its deadline cancels its request; the
+response to a change of settings is the settings after it.
+Source: grpc_service.proto (from tritonclient) and Triton's grpc_server, recorded from Triton 2.51; golden 40.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ _COMPRESSION: Final = {
     "medium": grpc.Compression.Deflate,
     "high": grpc.Compression.Deflate,
 }
-"""As gRPC's core chooses by level for a client that accepts both algorithms; Python's API has no levels."""
+"""What gRPC's core chooses by level for a client that accepts both; Python's API has no levels."""
 
 
 class InferenceRpcs(DescriptionRpcs):
@@ -106,7 +105,7 @@ class InferenceRpcs(DescriptionRpcs):
         protocol: ProtocolOptions,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of requests that a client can resume; None: they are another process's."""
+        """streams: of resumable requests; None: another process has them"""
         super().__init__(server)
         self._streams = streams
         self._gate = gate
@@ -131,7 +130,7 @@ class InferenceRpcs(DescriptionRpcs):
         inference = await self._gate.send(given, trace=trace)
         try:
             if trace is not None:
-                await name_trace(trace, context)  # a host in another process has named it by now
+                await name_trace(trace, context)  # now a host in another process has named it
             response = single_response(await inference.collect(at_most=2))
         finally:
             inference.close()
@@ -150,15 +149,13 @@ class InferenceRpcs(DescriptionRpcs):
 
 
 async def _joined(parts: Sequence[bytes | memoryview]) -> bytes:
-    """A large message is joined in a thread, where Python holds no lock while it copies."""
+    """A large message is joined in a thread, where copying needs no lock."""
     if sum(map(len, parts)) <= LARGE_BODY_BYTES:
         return b"".join(parts)
     return await asyncio.to_thread(b"".join, parts)
 
 
 class InferenceServicer(InferenceRpcs):
-    """Every RPC of inference.GRPCInferenceService that this server has."""
-
     def __init__(
         self,
         server: InferenceServer,
@@ -247,7 +244,7 @@ class InferenceServicer(InferenceRpcs):
 
     @rpc
     async def CudaSharedMemoryStatus(self, request: Any, context: Context) -> Any:
-        self._server.shared_memory.status(MemoryKind.CUDA, request.name)  # there are none: it raises for a name
+        self._server.shared_memory.status(MemoryKind.CUDA, request.name)  # there are none: raises for a name
         return pb.CudaSharedMemoryStatusResponse()
 
     @rpc
@@ -267,7 +264,7 @@ def _refuse_named_repository(request: Any) -> None:
 
 
 def _load_parameter(key: str, parameter: Any) -> str | bytes:
-    """The value of a load parameter: `config` is a string, `file:<path>` bytes; INVALID_ARG for anything else."""
+    """A string for `config`, bytes for `file:<path>`. Raises TritonError INVALID_ARG for anything else."""
     if key == "config":
         expected = "string_param"
     elif key.startswith("file:"):

@@ -1,10 +1,9 @@
-"""ModelStreamInfer: many requests and their responses on one bidirectional stream.
+"""ModelStreamInfer: requests and their responses on one bidirectional stream.
 
-For: the gRPC servicer. Does not know: how messages are encoded, how they are written. Invariants: a request's error is
-sent in band and does not end the stream (unless the client asked for that with metadata `triton_grpc_error: true`);
-responses of one request keep their order; requests to models that are not decoupled are answered in the order they
-came.
-Source: Triton's stream_infer_handler, as recorded from Triton 2.51.
+Does not know: how messages are encoded and written. Invariants: a request's error is a message, and ends the stream
+only with the metadata `triton_grpc_error: true`; responses of one request keep their order; requests to models that are
+not decoupled are answered in order.
+Source: Triton's stream_infer_handler, recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..journals.resumable_streams import ResumableStream, ResumableStreams
 from ..kserve.request_parameters import HeaderForward, options_from_proto
 from .codec import decode_request, model_version, outcome_message, refusal_message, stream_message
 from .messages import LargeRequest, opened
-from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, come_back, data_of, take_resuming
+from .resumable import RESUMABLE, RESUME_FROM, JournalAnswer, begin, data_of, resumed, take_resuming
 from .rpc import INTERNAL_ERROR, Context, StreamWriter, grpc_status, sampled
 
 _STRICT_ERRORS: Final = ("triton_grpc_error", "true")
@@ -41,7 +40,7 @@ class _ClientGoneError(Exception):
 
 
 class _Refusal:
-    """The answer to a request that no model has seen."""
+    """The answer to a request that reached no model."""
 
     has_more = False
     has_ended = True
@@ -60,7 +59,7 @@ class _Refusal:
 
 @dataclass(frozen=True, slots=True)
 class _StreamRequest:
-    """One request of the stream, as far as its responses need it."""
+    """What the responses need of a request."""
 
     model_name: str
     id: str
@@ -71,10 +70,10 @@ class _StreamRequest:
 
 
 class _Answer:
-    """The responses of one request of the stream, from its inference to its messages.
+    """The responses of one request.
 
-    It has a place in the stream's queue (`enqueue`) while responses wait for their turn, and leaves (`leave`) when its
-    last message is written."""
+    It is in the stream's queue (`enqueue`) while responses wait, and leaves (`leave`) when its last message is
+    written."""
 
     def __init__(
         self,
@@ -93,14 +92,14 @@ class _Answer:
         self.has_ended = False
         """Whether FINAL was taken."""
         self.follower: _Answer | None = None
-        """Whose messages come after its own."""
+        """Its messages come after all of these."""
 
     def listen(self) -> None:
         self._inference.listener = self._heard
         self._heard()
 
     def follow(self, before: _Answer) -> None:
-        """Its messages come after those of `before`, which has not left."""
+        """Orders its messages after those of `before`, which has not left."""
         before.follower, self._must_wait = self, True
 
     def _heard(self, _: object = None) -> None:
@@ -110,13 +109,13 @@ class _Answer:
 
     @property
     def has_more(self) -> bool:
-        """Whether it keeps its place."""
+        """Whether it stays in the queue."""
         self._is_waiting = self._inference.has_responses
         return self._is_waiting
 
     def take(self) -> bytes | None:
-        """The message of the next response; None for a final one without outputs that the client did not ask for.
-        Raises TritonError for one that ends the call."""
+        """The next message; None: a final response without outputs, which the client did not request. Raises
+        TritonError if it ends the call."""
         response, flags = self._inference.pop()
         final, asked = is_final(flags), self._asked
         if not self._has_begun and asked.trace is not None:
@@ -128,7 +127,7 @@ class _Answer:
             return self._error(response.error, final)
         try:
             return stream_message(response, final, asked.in_shared_memory)
-        except Exception as error:  # it becomes an error of its request, and does not end the stream
+        except Exception as error:  # an error of its request, which does not end the stream
             log_bug(f"a response of model '{asked.model_name}' cannot be encoded", error)
             return self._error(internal(INTERNAL_ERROR), final)
 
@@ -155,16 +154,15 @@ class _Answer:
 
 
 _Source = _Answer | _Refusal | JournalAnswer
-"""What has messages to write."""
+"""Of messages."""
 
 
 class StreamSession:
-    """One call of ModelStreamInfer. Used only on the event loop.
+    """One call of ModelStreamInfer. Used on the event loop.
 
-    Messages are written where responses arrive, without a task, one at a time. While one waits for the client's flow
-    control, no more than a backlog of responses is held, over all requests of the stream, and a client that reads
-    nothing for too long loses the stream. When the stream ends in any way but the client's half-close, all its requests
-    are cancelled."""
+    Messages are written one at a time where responses arrive, without a task. While one waits for the client's flow
+    control, at most a backlog of responses is held for all requests of the stream, and a client that reads nothing for
+    too long loses the stream. Any end but the client's half-close cancels all requests."""
 
     def __init__(
         self,
@@ -174,7 +172,7 @@ class StreamSession:
         forward: HeaderForward,
         streams: ResumableStreams | None,
     ) -> None:
-        """streams: of requests that a client can resume; None: they are another process's."""
+        """streams: of resumable requests; None: another process has them"""
         self._gate = gate
         self._streams = streams
         self._context = context
@@ -186,10 +184,10 @@ class StreamSession:
         stalled = cancelled(f"the stream was cancelled: its client took nothing for {write_timeout_s:g} s")
         self._writer = StreamWriter(context, write_timeout_s, self._lost, lambda: self._fail(stalled))
         self._queue: deque[_Source] = deque()
-        """What has messages to write, in turns."""
+        """Takes turns."""
         self._continues_when_free = False
         self._is_ending = False
-        """Whether nothing more is written."""
+        """Whether nothing is written any more."""
         self._fail_in_group: Callable[[BaseException], object] | None = None
         self._answers: set[_Answer | JournalAnswer] = set()
         self._all_left = asyncio.Event()
@@ -242,7 +240,7 @@ class StreamSession:
         try:
             resuming = take_resuming(request)
             if is_back := bool(resuming.place):
-                self._read(*await come_back(self._resumable, request.model_name, resuming.place))
+                self._read(*await resumed(self._resumable, request.model_name, resuming.place))
                 return
             options = options_from_proto(request.parameters)
             if self._forward:
@@ -259,7 +257,7 @@ class StreamSession:
             if trace is not None:
                 trace.close()
             if is_back and self._strict_errors and isinstance(error, TritonError):
-                await self._end_with(error)  # its status says whether to come back later
+                await self._end_with(error)  # its status says whether to try again
             await self._refuse(request, error)
             return
         asked = _StreamRequest(
@@ -274,8 +272,7 @@ class StreamSession:
 
     @property
     def _resumable(self) -> ResumableStreams:
-        """Raises TritonError INVALID_ARG where these streams are another process's, which gets calls by their first
-        request."""
+        """Raises TritonError INVALID_ARG if another process has these streams: it gets calls by their first request."""
         if self._streams is None:
             raise invalid_argument(
                 f"parameters '{RESUMABLE}' and '{RESUME_FROM}' are accepted here from the first request of a call on"
@@ -305,7 +302,7 @@ class StreamSession:
             self._all_left.set()
 
     async def _refuse(self, request: Any, error: Exception) -> None:
-        """Answers a request that never reached a model, before the next one is read."""
+        """Answers a request that reached no model, before the next one is read."""
         if not isinstance(error, TritonError):
             log_bug(f"a request to model '{request.model_name}' cannot be submitted", error)
             error = internal(INTERNAL_ERROR)
@@ -320,7 +317,7 @@ class StreamSession:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        """Writes what waits, as far as the client takes it."""
+        """Writes messages while the client takes them."""
         while self._queue and not self._is_ending:
             if not self._writer.is_free:
                 self._continue_when_free()
@@ -362,7 +359,7 @@ class StreamSession:
         self._fail(_ClientGoneError() if gone else error)
 
     def _fail(self, error: BaseException) -> None:
-        """Ends the call with `error`, from outside of `run`; only the first one counts."""
+        """Ends the call from outside of `run`; only the first error counts."""
         fail, self._fail_in_group = self._fail_in_group, None
         self._is_ending = True
         if fail is not None:
@@ -382,5 +379,5 @@ def _first(errors: BaseExceptionGroup[TritonError]) -> TritonError:
 
 
 def _message_of(request: Any) -> Any:
-    """The message that a refusal may quote the id of; an empty one if the request was not parsed."""
+    """The message whose id a refusal has; an empty one if the request was not parsed."""
     return pb.ModelInferRequest() if isinstance(request, LargeRequest) else request

@@ -1,1 +1,1 @@
-"""HTTP itself, shared by KServe and OpenAI: connections, bodies, JSON, errors, responses."""
+"""HTTP, the same for every API: connections, bodies, JSON, errors, responses."""

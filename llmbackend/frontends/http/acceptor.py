@@ -1,8 +1,7 @@
-"""Accepts the connections of one listening socket, as many as the endpoint may have, in all and per address.
+"""Accepts connections of one listening socket, within limits for the endpoint and for each address.
 
-For: HttpEndpoint. Does not know: HTTP, beyond the bytes of a refusal. Invariants: a connection is counted from the
-moment it is accepted, before its TLS handshake, until it is lost; one for which there is no descriptor outside the
-reserve, or no place, is closed at once.
+Does not know: HTTP, beyond the bytes of a refusal. Invariants: a connection counts from its acceptance, before the TLS
+handshake, until it is lost; it is closed at once if no place or no unreserved descriptor is free.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from .errors import refusal_bytes
 log = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE: Final = 64
-"""How many connections are accepted in one turn of the event loop."""
+"""Connections per turn of the event loop."""
 _PAUSE_S: Final = 0.5
 _WARN_EVERY_S: Final = 60.0
 _SHUTDOWN_TIMEOUT_S: Final = 5.0
 _REFUSAL: Final = refusal_bytes("", 503, "the server cannot accept another connection")
 _MAX_REFUSED: Final = 64
-"""How many connections beyond the limit may be open at once while they are refused with a response."""
+"""Connections beyond the limit that may be open at the same time, to be refused with a response."""
 _SERVED: Final = "connections"
 _SERVED_TO: Final = "connections of "
 _WEBSOCKETS_OF: Final = "websockets of "
@@ -39,10 +38,10 @@ _PEER_PREFIX_V6: Final = 64
 
 
 class Acceptor:
-    """Has those methods of an asyncio server that uvicorn calls when it shuts down.
+    """Has the methods of an asyncio server that uvicorn calls at shutdown.
 
-    The event loop's own server accepts every connection, and reports one only after its handshake. Here the handshake
-    ends in time, and a machine that lacks descriptors or memory makes the acceptor pause, not spin or fail."""
+    asyncio's server accepts every connection, and reports it only after its handshake. Here handshakes have a time
+    limit, and accepting pauses while the machine lacks descriptors or memory."""
 
     def __init__(
         self,
@@ -53,7 +52,7 @@ class Acceptor:
         handshake_timeout_s: float,
         first_reserved: int,
     ) -> None:
-        """`tls` is called for each connection. `first_reserved`: the lowest descriptor that no connection may have."""
+        """tls: called for each connection. first_reserved: the lowest descriptor that no connection may have"""
         self._listener = listener
         self._places = places
         self._make_protocol = make_protocol
@@ -70,7 +69,7 @@ class Acceptor:
         self._resume()
 
     def close(self) -> None:
-        """Stops accepting, and cancels handshakes that are running."""
+        """Stops accepting, and cancels handshakes."""
         self._pause()
         for task in self._beginning:
             task.cancel()
@@ -126,21 +125,19 @@ class Acceptor:
             }
         try:
             await self._loop.connect_accepted_socket(lambda: self._make_protocol(place), connection, **options)
-        except OSError as error:  # the handshake failed or took too long, or the client is gone
+        except BaseException as error:
             place.leave()
             connection.close()
+            if not isinstance(error, OSError):  # one means that the handshake failed or the client left
+                raise
             log.debug("a connection could not be opened: %s", error)
-        except BaseException:
-            place.leave()
-            connection.close()
-            raise
 
     def _refuse(self, connection: socket.socket) -> None:
-        """Closes without waiting for the request, so that the connection takes up nothing."""
+        """Responds and closes without waiting for the request."""
         with connection, contextlib.suppress(OSError):
             if self._tls() is None:
                 with contextlib.suppress(BlockingIOError):
-                    connection.recv(1 << 16)  # closing with unread data would reset it, and the response would be lost
+                    connection.recv(1 << 16)  # with unread data, closing would reset, and the response be lost
                 connection.send(_REFUSAL)
 
     def _warn(self, text: str) -> None:
@@ -151,7 +148,7 @@ class Acceptor:
 
 
 class Place:
-    """What one connection counts as: for the address `peer`, and as refused where `refusal` says why ("" = served)."""
+    """What one connection counts as: for the address `peer`, and as served ("") or refused, with the reason."""
 
     __slots__ = ("_places", "has_websocket", "peer", "refusal")
 
@@ -162,13 +159,13 @@ class Place:
         self.has_websocket = False
 
     def reconsider(self) -> str:
-        """`refusal`, determined again when the client has sent a request: other connections may have ended."""
+        """`refusal`, determined again at a request: other connections may have ended."""
         if self.refusal and self._places is not None:
             self._places.reconsider(self)
         return self.refusal
 
     def enter_websocket(self) -> str:
-        """Counts the connection as a websocket of its peer from now on, or says why there can be no more of them."""
+        """Counts the connection as a websocket, or returns why there can be no further one."""
         return "" if self._places is None else self._places.enter_websocket(self)
 
     def leave(self) -> None:
@@ -179,8 +176,7 @@ class Place:
 
 
 class Places:
-    """The connections of one endpoint; those that are refused with a response are counted and bounded, too. Used on
-    its event loop alone."""
+    """The connections of one endpoint, including those that are refused with a response. Used on its event loop."""
 
     def __init__(
         self,
@@ -190,9 +186,9 @@ class Places:
         counts: Counts | None = None,
         websockets_per_peer: int = 0,
     ) -> None:
-        """limit_per_peer, websockets_per_peer: 0 = no limit; they do not hold for `trusted` addresses, from which many
-        clients come
-        counts: with other processes that have connections of the same endpoint
+        """limit_per_peer, websockets_per_peer: 0 = no limit
+        trusted: addresses of many clients, without limits per peer
+        counts: shared with other processes that have connections of the endpoint
         """
         self._limit = limit
         self._limit_per_peer = limit_per_peer
@@ -206,8 +202,8 @@ class Places:
         return self._counts.held(_SERVED) + self._refused
 
     def enter(self, address: str) -> Place | None:
-        """A place for a connection from `address`, "" for one over a unix socket; None when there is no room even to
-        refuse it with a response."""
+        """A place for a connection from `address` ("": a unix socket); None: no room even to refuse it with a
+        response."""
         peer = self._peer_of(address) if address else ""
         refusal = self._refusal(peer)
         if refusal and self._refused >= _MAX_REFUSED:

@@ -1,8 +1,7 @@
-"""One ASGI application on one listening socket.
+"""One ASGI application on one bound socket.
 
-For: the frontend server. Does not know: what is served. Invariants: the socket is given bound, and answers from `start`
-on. Nothing here wakes an idle process: of uvicorn's server only the
-graceful shutdown is used, not the main loop, which ticks ten times a second.
+Invariant: an idle process is never woken: only the graceful shutdown of uvicorn's server is used, not its main loop,
+which ticks ten times per second.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ _BACKLOG: Final = 2048
 
 
 class HttpEndpoint:
-    """An application on a port: started when it shall answer, and stopped."""
-
     def __init__(
         self,
         app: ASGIApp,
@@ -40,8 +37,7 @@ class HttpEndpoint:
         tunnels: Tunnels | None = None,
         sites: SiteCheck | None = None,
     ) -> None:
-        """claim: a bound socket. `tls` is called for each connection. `tunnels` takes websockets. `sites`: which other
-        sites' pages may ask; None: all."""
+        """tls: called for each connection. tunnels: take websockets. sites: whose pages may send requests; None: all"""
         self._socket = claim
         self._tls = tls
         self._tunnels = tunnels
@@ -66,7 +62,7 @@ class HttpEndpoint:
     async def start(
         self, limits: HttpLimits, protocol: type[GuardedProtocol], first_reserved: int, counts: Counts | None = None
     ) -> None:
-        """counts: see Places. Raises OSError when another process has begun to listen on the port."""
+        """counts: see Places. Raises OSError if another process has begun to listen on the port."""
         self._config.timeout_keep_alive = limits.keep_alive_s  # type: ignore[assignment]  # seconds for call_later
         loop = asyncio.get_running_loop()
 
@@ -94,14 +90,14 @@ class HttpEndpoint:
         self._server.started = True
 
     async def stop(self, grace_s: float) -> None:
-        """Stops listening, then waits up to `grace_s` for running responses; those still running are cancelled."""
+        """Stops listening, waits up to `grace_s` for running responses, and cancels the others."""
         self._config.timeout_graceful_shutdown = grace_s  # type: ignore[assignment]
         await self._server.shutdown(sockets=[self._socket])
 
 
 def _with_errors_handled(app: ASGIApp) -> ASGIApp:
-    """`app` with its exceptions logged as bugs: Starlette raises them again after its 500, and uvicorn would log their
-    text. A request that is cancelled when the server ends gets a response."""
+    """`app` whose exceptions are logged as bugs: Starlette raises them again after its 500, and uvicorn would log their
+    text. Requests that are cancelled at the end of the server get a response."""
 
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         try:

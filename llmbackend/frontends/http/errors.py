@@ -1,11 +1,9 @@
-"""Errors on HTTP: which status a Triton code has, and the shape of an error body: Triton's, OpenAI's or Anthropic's.
+"""Errors on HTTP: the status of each of Triton's codes, and error bodies in Triton's, OpenAI's and Anthropic's form.
 
-For: every handler, access control, and refusals that come from the connection. Does not know: requests, models.
-Invariants: under /v1/messages an error body is Anthropic's, under /v1/ OpenAI's, elsewhere `{"error": "<text>"}`, also
-under content type text/plain, which Triton sends where its handler has set no type yet (health, the checks before an
-/infer body); OpenAI's is `{"error": {"message", "type", "param", "code"}}`, as a response body or, once a stream has
-begun, as its last event.
-Source: Triton's HttpCodeFromError; content types as recorded from Triton 2.51; Anthropic's API reference for its types.
+Does not know: requests, models. Invariants: error bodies are Anthropic's under /v1/messages, OpenAI's under /v1/, and
+`{"error": "<text>"}` elsewhere, also with content type text/plain, which Triton sends where its handler has set no type
+yet (health, the checks before an /infer body). Once a stream has begun, an error is its last event.
+Source: Triton's HttpCodeFromError; content types recorded from Triton 2.51; Anthropic's API reference for its types.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from ..errors import RETRY_AFTER_S, LimitReachedError, PermissionDeniedError, lo
 from .responses import JSON, TEXT, plain
 
 INVALID_REQUEST: Final = "invalid_request_error"
-"""OpenAI's type of an error that the client can mend."""
+"""OpenAI's type of a client's error."""
 HTTP_STATUS: Final[Mapping[ErrorCode, int]] = {
     ErrorCode.UNKNOWN: 400,
     ErrorCode.INTERNAL: 500,
@@ -57,9 +55,9 @@ _ANTHROPIC_KINDS: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     529: "overloaded_error",
 }
-"""Anthropic's types of an error by status; other ones are the client's (4xx) or the server's."""
+"""Anthropic's types by status; all others are invalid_request_error (4xx) or api_error."""
 _OPENAI_KINDS: Final = {429: ("requests", "rate_limit_exceeded"), 503: ("service_unavailable_error", "unavailable")}
-"""Type and code of refusals that come from the connection, by status."""
+"""Type and code of refusals by the connection, by status."""
 
 
 @with_config(extra="allow")
@@ -92,23 +90,25 @@ class AnthropicErrorBody(TypedDict):
 
 ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
 _PLAIN_405: Final = re.compile(r"/(live|ready|infer|metrics)/?$")
-"""Paths whose handlers refuse a method before they set a content type."""
+"""Paths where Triton refuses a method before it sets a content type."""
 STOPPING: Final = "Server is stopping"
 
 
 def error_body(message: str) -> bytes:
-    """`{"error": message}`; lone surrogates, which a backend's message may hold, become '?'."""
-    return orjson.dumps({"error": message.encode("utf-8", "replace").decode()})
+    return orjson.dumps({"error": _printable(message)})
+
+
+def _printable(message: str) -> str:
+    """Lone surrogates, which a backend's message may contain, become '?'."""
+    return message.encode("utf-8", "replace").decode()
 
 
 def is_openai(path: str) -> bool:
-    """Whether errors on `path` have the shape that OpenAI's clients parse."""
     return path.startswith("/v1/") or path in ("/v1", "/tokenize", "/detokenize")
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:
-    """Whether errors on `path` have the shape that Anthropic's clients parse. version: the header `anthropic-version`,
-    by which its clients ask for models."""
+    """version: the header `anthropic-version`, with which its clients request models"""
     if path.startswith("/v1/models"):
         return version is not None
     return path == "/v1/messages" or path.startswith("/v1/messages/")
@@ -117,22 +117,17 @@ def is_anthropic(path: str, version: bytes | None = None) -> bool:
 def anthropic_error_body(
     status: int, message: str, request_id: str | None = None, details: Mapping[str, object] | None = None
 ) -> bytes:
-    """`{"type": "error", "error": {"type", "message"}, "request_id"}`; lone surrogates become '?'.
-    details: what clients look up in it."""
     kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    text = message.encode("utf-8", "replace").decode()
-    error = {"type": kind, "message": text} | ({} if details is None else {"details": details})
+    error = {"type": kind, "message": _printable(message)} | ({} if details is None else {"details": details})
     return orjson.dumps({"type": "error", "error": error, "request_id": request_id})
 
 
 def openai_error_body(message: str, kind: str, code: str | None = None, param: str | None = None) -> bytes:
-    """`{"error": {"message", "type", "param", "code"}}`; lone surrogates become '?'."""
-    text = message.encode("utf-8", "replace").decode()
-    return orjson.dumps({"error": {"message": text, "type": kind, "param": param, "code": code}})
+    return orjson.dumps({"error": {"message": _printable(message), "type": kind, "param": param, "code": code}})
 
 
 def error_response(error: TritonError, content_type: str = JSON, headers: Mapping[str, str] | None = None) -> Response:
-    """`error` as a response with the status of its code; with Retry-After where the request may succeed later."""
+    """`error` in Triton's form, with Retry-After if the request may succeed later."""
     status = _status(error)
     response = plain(error_body(error.message), status, content_type)
     if status in (429, 503):
@@ -148,15 +143,14 @@ def _status(error: TritonError) -> int:
 
 
 def install_error_handlers(app: Starlette) -> None:
-    """Makes `app` answer a raised TritonError, an unknown path, a wrong method and any other exception in Triton's
-    shape."""
+    """Makes `app` answer exceptions, unknown paths and wrong methods in Triton's form."""
     for kind, handler in _HANDLERS:
         app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _on_bug)
 
 
 async def response_to(request: Request, error: Exception) -> tuple[Response, Exception | None]:
-    """The response of such an app to `error`, and `error` itself if it is a bug, to be raised after the response."""
+    """The response of such an app to `error`, and `error` if it is a bug, to be raised after the response."""
     for kind, handler in _HANDLERS:
         if isinstance(error, kind):
             return await handler(request, error), None
@@ -183,7 +177,7 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    """The error is raised again after this response, and then logged; the client sees no details."""
+    """The error is raised again after this response, and then logged."""
     return plain(error_body("internal error, see the server's log"), 500, JSON)
 
 
@@ -195,7 +189,7 @@ _HANDLERS: Final[tuple[tuple[type[Exception], ErrorHandler], ...]] = (
 
 
 def refusing(status: int, message: str) -> ASGIApp:
-    """An application that refuses every request with `status` and `message`, and closes the connection."""
+    """An application that refuses every request, and closes the connection."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await Response(_body(scope["path"], status, message), status, _headers(status))(scope, receive, send)
@@ -204,7 +198,7 @@ def refusing(status: int, message: str) -> ASGIApp:
 
 
 def refusal_bytes(path: str, status: int, message: str) -> bytes:
-    """The same refusal as bytes, for a request that has not reached an application. `path` "": not known yet."""
+    """The same refusal as bytes. path: "" if it is not known yet"""
     body = _body(path, status, message)
     headers = {**_headers(status), "content-length": str(len(body))}
     lines = (f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", *(f"{name}: {text}" for name, text in headers.items()))
@@ -242,7 +236,7 @@ _TOO_LONG = re.compile(
     r"|maximum (context|model) length",
     re.IGNORECASE,
 )
-"""Texts of models for a request that exceeds the context: vLLM's words, which clients such as LiteLLM look for."""
+"""Messages of models about the context: vLLM's words, which clients such as LiteLLM search for."""
 
 
 class OpenAIError(Exception):
@@ -271,7 +265,7 @@ class OpenAIError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> OpenAIError:
-        """`error` as the client may see it; an unexpected exception is logged, and shown as a 500 without details."""
+        """An unexpected exception is logged, and becomes a 500 without details."""
         if isinstance(error, OpenAIError):
             return error
         if isinstance(error, LimitReachedError):
@@ -294,13 +288,11 @@ class OpenAIError(Exception):
         return Response(self.body(), self.status, headers, media_type="application/json")
 
     def event(self) -> bytes:
-        """The error as the last event of a stream."""
+        """The last event of a stream."""
         return b"data: " + self.body() + b"\n\n"
 
 
 class _AsJson(reprlib.Repr):
-    """Values as their sender wrote them, shortened."""
-
     def __init__(self) -> None:
         super().__init__()
         self.maxlevel, self.maxstring, self.maxother = 4, 80, 80
@@ -320,22 +312,22 @@ _AS_JSON = _AsJson()
 
 
 def as_json(value: object) -> str:
-    """`value` as a message quotes it: as JSON, shortened."""
+    """`value` as JSON for a message, shortened."""
     return _AS_JSON.repr(value)
 
 
 def refuse(param: str, expectation: str, value: object) -> OpenAIError:
-    """A 400 that names field, value and what was expected."""
+    """A 400 that names field, value and expectation."""
     return OpenAIError(f"'{param}' is {as_json(value)}, expected {expectation}", param=param, code="invalid_value")
 
 
 def requires(param: str, condition: str) -> OpenAIError:
-    """A 400 for a field that is sent without what it depends on."""
+    """A 400 for a field without another one that it needs."""
     return OpenAIError(f"'{param}' requires {condition}", param=param, code="invalid_value")
 
 
 def missing(param: str) -> OpenAIError:
-    """A 400 for a required field that was left out or null."""
+    """A 400 for a required field that is absent or null."""
     return OpenAIError(f"missing required field '{param}'", param=param, code="missing_required_parameter")
 
 

@@ -1,9 +1,9 @@
-"""Streams of server-sent events: `EventStream` sends pieces, whole events each, and `pieces_of` makes them of a source.
+"""Streams of server-sent events: `pieces_of` reads a source in pieces of whole events, `EventStream` sends them.
 
-For: every endpoint that streams. Does not know: what an event says, where it comes from. Invariants: what a source has
-ready goes out in one piece. While the client keeps up, a piece is written by the call that announces its tokens, and
-the task of the request sleeps; what has to be awaited, a client that is behind, the end and errors are the task's. Both
-ways send the same bytes. However a stream ends, `on_close` is called.
+Does not know: what an event says, where it comes from. Invariants: all ready events are sent in one piece; while the
+client keeps up, it is written by the call that announces its tokens, and the request's task sleeps. The task awaits
+what must be awaited, and handles a slow client, the end and errors. Both ways send the same bytes. `on_close` is always
+called.
 """
 
 from __future__ import annotations
@@ -22,35 +22,30 @@ from .request_scope import PRESENCE, ClientPresence
 
 
 class EventSource(Protocol):
-    """The events of one answer, as they come about. Has one reader."""
+    """The events of one answer, for one reader."""
 
     quiet_s: float | None
-    """Seconds without an event after which `ping` is sent; None: never."""
+    """Without an event until `ping` is sent; None: never."""
     is_over: bool
-    """Nothing follows."""
     needs_task: bool
-    """What follows has to be awaited: `awaited`. Until then `ready` returns nothing."""
+    """The next events need `awaited`; until then `ready` returns none."""
 
     def listen(self, listener: Callable[[], None]) -> None:
         """`listener` is called on the event loop when further events may be ready."""
-        ...
 
     def ready(self) -> bytes:
-        """The events that can be made at once, b"" for none. Never raises."""
-        ...
+        """The events that need not be awaited, b"" for none. Never raises."""
 
     async def awaited(self) -> bytes:
-        """The events that had to be awaited; its errors are the stream's."""
-        ...
+        """Raises the errors of the stream."""
 
     def ping(self) -> bytes:
         """A comment that shows that the stream is alive."""
-        ...
 
 
 def pieces_of(source: EventSource, direct: DirectBody | None = None) -> AsyncGenerator[bytes, None]:
-    """The events of `source` in pieces. While the generator waits, what is ready is written to `direct` instead, if
-    there is one and it is open."""
+    """The events of `source` in pieces, except those that are written to `direct`, while it is open and the generator
+    waits."""
     return _PieceReader(source, direct).pieces()
 
 
@@ -60,7 +55,7 @@ class _PieceReader:
         self._direct = direct
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[bytes] | None = None
-        """Set while the generator waits. Its result is a piece that was made already."""
+        """Set while the generator waits. The result is a piece."""
         self._alarm: asyncio.TimerHandle | None = None
         self._active_s = 0.0
         """When the last piece was made."""
@@ -80,7 +75,7 @@ class _PieceReader:
                 self._alarm.cancel()
 
     async def _next(self) -> bytes:
-        """The next piece that was not written; the last one, which may be empty, when the source is over."""
+        """The next piece that was not written to `direct`; the last one may be empty."""
         source = self._source
         parts = [source.ready()]
         while True:
@@ -97,7 +92,7 @@ class _PieceReader:
             parts.append(source.ready())
 
     def _heard(self) -> None:
-        """Called for each token of a stream; everything else here is called seldom."""
+        """Called for each token of a stream."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
@@ -127,11 +122,11 @@ class _PieceReader:
 
 
 class EventStream(EventSourceResponse):
-    """sse-starlette's response with `pieces` as its body and exactly the headers that are given.
+    """sse-starlette's response with exactly the given headers.
 
-    It differs in what it waits for: pings are part of the pieces, since they are due after silence only; a server that
-    is told to stop lets open streams end by themselves, within its own time limit for draining; and the connection
-    itself reports that its client is gone, also before the response begins.
+    Differences: pings are part of the pieces, since they are due only after silence; a stopping server lets open
+    streams end within its time limit for draining; the connection reports that its client is gone, also before the
+    response.
     """
 
     def __init__(
@@ -141,7 +136,7 @@ class EventStream(EventSourceResponse):
         status_code: int = 200,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_close: called once, when the stream is over or could not begin."""
+        """on_close: called once, at the end of the stream or if it cannot begin"""
         super().__init__(pieces, status_code, ping=0)
         retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
         self.init_headers({**headers, **retry})

@@ -1,9 +1,9 @@
-"""One HTTP connection, with the limits that uvicorn's own protocol lacks.
+"""One HTTP connection, with the limits that uvicorn's protocol lacks.
 
-For: the HTTP endpoints. Does not know: what is served. Invariants: a connection that makes no progress ends, in each
-of its states (header, body, a response that the client does not read, silence between requests); what it can make the
-server hold is bounded; a request sees a disconnect when its client is gone, pipelined or not. It builds on names of
-uvicorn that are not public: tests/frontends/test_uvicorn_seams.py lists them, and pyproject.toml bounds the version.
+Invariants: a connection without progress ends in each of its states (header, body, an unread response, silence between
+requests); the memory that it takes is bounded; a request, pipelined or not, sees the disconnect of its client. Uses
+names of uvicorn that are not public: tests/frontends/test_uvicorn_seams.py lists them, pyproject.toml bounds the
+version.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from .tunnel import Tunnel, Tunnels
 log = logging.getLogger(__name__)
 
 _MAX_FRAMING_BYTES: Final = 1 << 20
-"""Of one body: what is not content (chunk sizes, chunk extensions, trailers). 64 MiB in chunks of 1 KiB take half of
-it."""
+"""Chunk sizes, chunk extensions and trailers of one body. 64 MiB in chunks of 1 KiB have half of it."""
 _MAX_DISCARDED_BYTES: Final = 64 << 20
-"""Of a body whose request was answered before the body was read: that much of the rest is read and dropped."""
+"""Rest of a body whose request was answered already: it is read and dropped."""
 _MAX_DISCARDED_CHUNKS: Final = 1024
-"""Of such a body; behind them nothing is parsed, and the connection closes."""
+"""Of such a rest; after them nothing is parsed, and the connection closes."""
 _RESET: Final = struct.pack("ii", 1, 0)
 """A value of SO_LINGER: close at once, with a reset."""
 _CROWDED_HEADER_TIMEOUT_S: Final = 2.0
-"""How long a connection beyond the limit has to send a header, so that it can be refused in its path's protocol."""
+"""For the header of a connection beyond the limit, whose path decides the form of the refusal."""
 _INTERIM_RESPONSE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _RESET_LOOKED_FOR_AFTER_S: Final = 0.05
 _RESET_LOOKED_FOR_EACH_S: Final = 1.0
@@ -48,9 +47,8 @@ _RESET_LOOKED_FOR_EACH_S: Final = 1.0
 class GuardedProtocol(HttpToolsProtocol):
     """uvicorn's protocol within `limits`. A connection has no timer while its response runs.
 
-    uvicorn pauses `send` while more than the transport's high-water mark (64 KiB) waits for the client, and stops
-    reading a body past 64 KiB until the application asks for more; so beyond these marks a connection holds one read
-    at a time."""
+    uvicorn pauses `send` while more than 64 KiB wait for the client, and stops reading a body after 64 KiB until the
+    application reads it; beyond these marks a connection holds one read at a time."""
 
     def __init__(
         self,
@@ -60,8 +58,7 @@ class GuardedProtocol(HttpToolsProtocol):
         sites: SiteCheck | None = None,
         **options: Any,
     ) -> None:
-        """`tunnels` takes websockets; without it a request for one is served as any other. Without `sites` every site
-        may ask."""
+        """tunnels: take websockets; None: requests for them are served as any other. sites: None: no check"""
         super().__init__(**options)
         self._pieces = BodyPieces()
         self.parser = self._pieces.parser(self)
@@ -74,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._clock = _Clock(self.loop)
         self._write_clock = _Clock(self.loop)
         self._receiving: str | None = "header"
-        """Which part of a request is being received; None between requests and once one is complete."""
+        """Part of a request that is being received; None between requests and once one is complete."""
         self._framing_bytes = 0
         self._discarded_bytes = 0
         self._piece_bytes = 0
@@ -85,9 +82,9 @@ class GuardedProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None
         self._closes_when_received = False
         self._unparsed = b""
-        """Received data that is parsed in later turns of the event loop, because it has many chunks."""
+        """Received data with many chunks, which is parsed in later turns of the event loop."""
         self._is_read_past = False
-        """Whether all further data is dropped unparsed: the rest of a body whose request has been answered."""
+        """Whether further data, the rest of a body whose request was answered, is dropped unparsed."""
 
     # --- connection -------------------------------------------------------------------------------------------------
 
@@ -104,7 +101,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._clock.stop()
         self._write_clock.stop()
         running, self._running = self._running, None
-        if running is not None and not running.response_complete:  # uvicorn tells only the newest request
+        if running is not None and not running.response_complete:  # uvicorn notifies only the newest request
             running.disconnected = True
             running.message_event.set()
         self._presence.lost()
@@ -126,7 +123,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self.transport.resume_reading()
 
     def _parse_at_length(self, data: bytes) -> None:
-        """Parses all of `data`, in this turn of the event loop unless it comes in many chunks."""
+        """Parses `data`, in several turns of the event loop if it has many chunks."""
         rest = memoryview(data)
         while rest and not self.transport.is_closing() and self._opening is None:
             part = rest[: self._pieces.parsed_at_once_bytes]
@@ -146,7 +143,7 @@ class GuardedProtocol(HttpToolsProtocol):
             return
         self._piece_bytes = len(data)
         self._framing_bytes += len(data)
-        super().data_received(data)  # type: ignore[arg-type]  # which hands it to the parser alone
+        super().data_received(data)  # type: ignore[arg-type]  # only the parser gets it
         self._take_body()
         if self.transport.is_closing() or self._opening is not None:
             return
@@ -171,9 +168,9 @@ class GuardedProtocol(HttpToolsProtocol):
                 self._is_read_past = True
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
-        """A client that closes its sending half still gets its answer. Whether it has closed the connection instead
-        shows only in what comes back when something is sent: an interim response, which clients pass over. A feed that
-        is being read (GET) may have nothing to send for long, so its client counts as gone."""
+        """A client that closes its sending half still gets its answer. If it closed the connection instead, only
+        sending shows it: an interim response, which clients ignore. The client of a feed (GET), which may send nothing
+        for long, counts as gone."""
         running = self._running
         if self._receiving is not None or running is None or running.response_complete or self.scheme == "https":
             return False
@@ -186,7 +183,7 @@ class GuardedProtocol(HttpToolsProtocol):
         return True
 
     def _look_for_reset(self) -> None:
-        """Nothing is read any more, so the event loop does not report it."""
+        """The event loop does not report one after the end of reading."""
         if self.transport.is_closing():
             return
         if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
@@ -204,7 +201,7 @@ class GuardedProtocol(HttpToolsProtocol):
         scope[PRESENCE] = self._presence
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._receiving == "header":  # a trailer would grow the header of a request that runs
+        if self._receiving == "header":  # a trailer would extend the header of a running request
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -214,7 +211,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _take_body(self) -> None:
-        """Passes on the part of a body that the parser has just found."""
+        """Delivers the part of a body that was just parsed."""
         if body := self._pieces.take():
             self.on_body(body)
 
@@ -239,7 +236,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     @property
     def _may_answer(self) -> bool:
-        """Whether the request that is being received has no response yet, and no earlier one is running."""
+        """Whether the incoming request has no response yet, and no earlier request is running."""
         if self._receiving == "body":
             return self._running is self.cycle and not self.cycle.response_started
         return not self._is_busy
@@ -280,8 +277,8 @@ class GuardedProtocol(HttpToolsProtocol):
             self._clock.start(left_s, self._body_looked_at)
 
     def _close_when_received(self) -> None:
-        """Closes once the rest of the body has come, for `linger_s` at most: closing while a client sends its body
-        resets the connection, and the client might never read the response."""
+        """Closes after the rest of the body, within `linger_s`: closing while a client sends its body resets the
+        connection, and the response might never be read."""
         if self._receiving == "body":
             self._closes_when_received = True
         else:
@@ -293,7 +290,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_closing()
 
     def _end(self, status: int, message: str) -> None:
-        """Sends a refusal unless a response has begun, and closes; a handler that reads the body sees a disconnect."""
+        """Sends a refusal unless a response has begun, and closes. A handler that reads the body sees a disconnect."""
         self._clock.stop()
         if self._may_answer:
             path = self.scope["path"] if self._receiving == "body" else ""
@@ -314,10 +311,10 @@ class GuardedProtocol(HttpToolsProtocol):
         return self._tunnels is not None and self._tunnels.takes_websocket(self.url)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Not logged: the request is served without the upgrade, and any client could fill the log."""
+        """None: any client could fill the log."""
 
     def handle_websocket_upgrade(self) -> None:
-        """From here on the connection is the tunnel's."""
+        """The tunnel takes the connection over."""
         assert self._tunnels is not None
         status, message = self._websocket_refusal(self._tunnels)
         if message:
@@ -351,7 +348,7 @@ class GuardedProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, _until_close(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
 
     def _refusal(self, scope: Any) -> Any | None:
-        """The application that refuses a request which is not served; None for one that is."""
+        """The application that refuses the request; None: it is served."""
         limits = self._limits
         if message := self._place.reconsider():
             return refusing(429, message)
@@ -384,7 +381,7 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._receiving == "body" and self.cycle.response_complete:  # its client may keep sending for a while
+        if self._receiving == "body" and self.cycle.response_complete:
             self._clock.start(self._limits.linger_s, self._end_of_lingering)
         self._watch_closing()
 
@@ -393,7 +390,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._watch_closing()
 
     def _watch_closing(self) -> None:
-        """A transport that is closing waits until its client has read the rest, which may never happen."""
+        """A closing transport waits for its client to read the rest, which may never happen."""
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._watch_writing()
 
@@ -406,14 +403,14 @@ class GuardedProtocol(HttpToolsProtocol):
             self._watch_writing()
             return
         log.warning("a client read nothing for %g s: closing its connection", self._limits.write_timeout_s)
-        # Without this the kernel would keep what it holds for the client, megabytes, for as long as the client stays.
+        # Otherwise the kernel keeps what it holds for the client, megabytes, as long as the client stays.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
 
 def _until_close(app: Any, cycle: RequestResponseCycle) -> Any:
-    """`app` for an HTTP/1.0 client, which knows no chunks: where the length of a response is not told, it ends with the
-    connection (RFC 9112, 6.3)."""
+    """`app` for an HTTP/1.0 client, which knows no chunks: a response without a length ends with the connection (RFC
+    9112, 6.3)."""
 
     async def served(scope: Any, receive: Any, send: Any) -> None:
         async def unchunked(message: Any) -> None:
@@ -441,7 +438,7 @@ class _Clock:
         self._timer = self._loop.call_later(seconds, self._run, callback)
 
     def start_once(self, seconds: float, callback: Callable[[], None]) -> None:
-        """As `start`, but leaves a timer that is running as it is."""
+        """As `start`, unless a timer is running."""
         if self._timer is None:
             self.start(seconds, callback)
 
@@ -456,8 +453,7 @@ class _Clock:
 
 
 class CaseKeepingProtocol(GuardedProtocol):
-    """Also keeps header names as the client wrote them: uvicorn keeps them in lower case alone, and Triton forwards
-    them as they came (golden 60)."""
+    """Also keeps header names as the client wrote them, as Triton forwards them (golden 60)."""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -1,8 +1,6 @@
-"""Request bodies: read within a limit, decompressed within the same limit, and counted while the server holds them.
+"""Request bodies: read and decompressed within a limit, and counted while the server holds them.
 
-For: every handler that takes a body; each request of the HTTP application has a BodyLease in its scope. Does not know:
-what is in a body. Invariant: never more than `max_bytes` of one body are held, whether the client announces a length,
-sends chunks or a compressed bomb.
+Invariant: at most `max_bytes` of one body are held, whether it has a length, chunks or a compressed bomb.
 Source: Triton's --http-max-input-size and its compression rules (gzip and deflate; not for generate).
 """
 
@@ -25,34 +23,32 @@ from ..workers import WorkThreads
 from .request_scope import header
 
 MAX_CONTROL_BYTES: Final = 1 << 20
-"""Of requests that control the server; only the files of a load request may make a body larger."""
+"""Of requests that control the server, except load requests with files."""
 BODY_LEASE: Final = "llmbackend.body_lease"
-"""Key of the scope; absent under an application other than this package's."""
+"""Key of the scope for a BodyLease; absent under an application other than this package's."""
 _MIN_BODIES_HELD: Final = 4
-"""At least this many bodies of the largest size fit: one that is being unpacked is held twice, which is half of it."""
+"""Of the largest size: a body that is being unpacked is held twice, and one client gets half of the budget."""
 Encoding = Literal["gzip", "deflate"]
 ENCODINGS: Final[tuple[Encoding, ...]] = ("gzip", "deflate")
 IDENTITY: Final = "identity"
 _PACKED_PIECE_BYTES: Final = 64 << 10
 _PIECE_BYTES: Final = 1 << 20
 _AUTO_HEADER_WBITS: Final = 47
-"""zlib's "recognise a gzip or a zlib header" window setting."""
+"""zlib: recognise a gzip or a zlib header."""
 
 
 def address_of(scope: Scope) -> str:
-    """The client of a request where nothing but its address is known."""
+    """A client that is known only by its address."""
     return f"address {(scope.get('client') or [''])[0]}"
 
 
 class BodyBudget:
-    """The memory that the request bodies of one server may take, packed and unpacked, from their first byte on.
-    Thread-safe.
+    """The memory of all request bodies of one server, packed and unpacked, from their first byte on. Thread-safe.
 
-    No client holds more than what it leaves free: one gets a half, two get a third each, and a new one always finds
-    room."""
+    No client may hold more than it leaves free: one gets a half, two get a third each, and a new one finds room."""
 
     def __init__(self, max_bytes: int, owner_of: Callable[[Scope], str] = address_of) -> None:
-        """`owner_of` names the client of a request."""
+        """owner_of: name of a request's client"""
         self._max_bytes = max_bytes
         self.owner_of = owner_of
         self._held: Counter[str] = Counter()
@@ -64,11 +60,11 @@ class BodyBudget:
         return self._held_bytes
 
     def make_room_for(self, body_bytes: int) -> None:
-        """Raises the budget until a body of that size fits while there is no other one."""
+        """Raises the budget to one that fits a body of that size."""
         self._max_bytes = max(self._max_bytes, _MIN_BODIES_HELD * body_bytes)
 
     def take(self, owner: str, size_bytes: int) -> None:
-        """Raises TritonError UNAVAILABLE when it would be too much, and then takes nothing."""
+        """Raises TritonError UNAVAILABLE if it would be too much, and then takes nothing."""
         with self._lock:
             held = self._held[owner] + size_bytes
             if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
@@ -83,27 +79,26 @@ class BodyBudget:
 
 
 class BodyLease:
-    """What one request's body holds of the budget, until the request ends at the latest. Used by one thread at a
-    time."""
+    """What one request's body holds of the budget, at most until the request ends. Used by one thread at a time."""
 
     __slots__ = ("_budget", "_owner", "_size_bytes")
 
     def __init__(self, budget: BodyBudget | None) -> None:
-        """Without a budget it only counts."""
+        """budget: None: no limit"""
         self._budget = budget
         self._owner = ""
         self._size_bytes = 0
 
     @classmethod
     def of(cls, request: Request) -> BodyLease:
-        """The request's lease, in the name of its client."""
+        """The request's lease, for its client."""
         lease: BodyLease = request.scope.get(BODY_LEASE) or cls(None)
         if not lease._owner:
             lease._owner = address_of(request.scope) if lease._budget is None else lease._budget.owner_of(request.scope)
         return lease
 
     def grow(self, size_bytes: int) -> None:
-        """Raises TritonError UNAVAILABLE when there is no room. Negative gives some back."""
+        """size_bytes: may be negative. Raises TritonError UNAVAILABLE if there is no room."""
         if self._budget is not None:
             self._budget.take(self._owner, size_bytes)
             self._size_bytes += size_bytes
@@ -115,7 +110,7 @@ class BodyLease:
 
 
 def content_encoding(request: Request) -> str:
-    """In lower case; "identity" where there is none."""
+    """In lower case, "identity" by default."""
     return header(request, b"content-encoding").strip().lower() or IDENTITY
 
 
@@ -128,10 +123,10 @@ async def read_content(request: Request, max_bytes: int, threads: WorkThreads) -
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body, read once.
+    """The whole body; to be called once.
 
-    Raises BodyTooLargeError as soon as it is known to be longer than `max_bytes`, TritonError UNAVAILABLE when the
-    bodies that arrive at once have no room for it, ClientDisconnect when the rest of it will not come.
+    Raises BodyTooLargeError as soon as it is known to be longer than `max_bytes`, TritonError UNAVAILABLE if the budget
+    has no room for it, ClientDisconnect if the rest will not come.
     """
     announced = header(request, b"content-length")
     if announced.isdecimal() and int(announced) > max_bytes:
@@ -153,7 +148,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def too_large() -> TritonError:
-    """The refusal of a control request beyond MAX_CONTROL_BYTES."""
+    """The error of a control request beyond MAX_CONTROL_BYTES."""
     return invalid_argument(f"the request has more than {MAX_CONTROL_BYTES} bytes, at most so many are accepted here")
 
 
@@ -166,16 +161,13 @@ async def read_control(request: Request) -> bytes:
 
 
 def release_body(request: Request) -> None:
-    """To be called when the body has been decoded and the result handed on: its bytes are held no longer."""
+    """To be called when the body was decoded: its bytes are no longer held."""
     BodyLease.of(request).release()
 
 
 def _decompress(body: bytes, max_bytes: int, lease: BodyLease) -> bytes:
-    """`body` unpacked, piece by piece.
-
-    Raises TritonError INVALID_ARG when it is not a complete gzip or deflate stream, UnpackedBodyTooLargeError when it
-    unpacks to more than `max_bytes`, UNAVAILABLE as `read_body`.
-    """
+    """Raises TritonError INVALID_ARG if `body` is not a complete gzip or deflate stream, UnpackedBodyTooLargeError
+    beyond `max_bytes` unpacked, UNAVAILABLE as `read_body`."""
     unpacker = zlib.decompressobj(_AUTO_HEADER_WBITS)
     content = io.BytesIO()
     packed = memoryview(body)

@@ -1,10 +1,8 @@
 """What a request's scope says beside ASGI: whether its client is still there, headers as sent, its trace.
 
-Invariants: callbacks of ClientPresence are called at most once each, on the event loop, and not after `forget`; work
-that is cut short has ended when its caller hears of it; a request with a trace closes it, however its handler or its
-response ends.
-Source: HTTP_RECV_START … HTTP_SEND_END of Triton's http_server (golden 60), which gives the sending of a stream the
-time 0.
+Invariants: callbacks of ClientPresence are called at most once, on the event loop, and not after `forget`; cancelled
+work has ended when its caller knows; a request's trace is closed however the request ends.
+Source: HTTP_RECV_START … HTTP_SEND_END of Triton's http_server (golden 60), where sending a stream has the time 0.
 """
 
 from __future__ import annotations
@@ -22,13 +20,10 @@ from llmbackend.core.tracing.trace import RequestTrace
 
 PRESENCE: Final = "llmbackend.client_presence"
 """Key of the scope for a ClientPresence; absent under another ASGI server."""
-
-
 SENT_NAMES: Final = "llmbackend.sent_header_names"
-"""Key of the scope: header names in the case in which the client wrote them; only under CaseKeepingProtocol."""
-
+"""Key of the scope: header names as the client wrote them; only under CaseKeepingProtocol."""
 LABELS: Final = "llmbackend.request_labels"
-"""Key of the scope: what the access log says of a request beside its line, as text; absent without labels."""
+"""Key of the scope: text that the access log adds to a request's line."""
 
 
 HANDED_OVER: Final = "llmbackend.handed_over"
@@ -44,15 +39,13 @@ class HandedOver(Response):
 
 
 class ClientPresence:
-    """Whether the client of one connection is still there.
-
-    An ASGI application could only await `receive` for this, in a task for each request, which costs more than the whole
-    work of an /infer; so the protocol puts this object into the scope."""
+    """Whether the client of one connection is still there. ASGI's way, to await `receive` in a task for each request,
+    costs more than the work of an /infer."""
 
     __slots__ = ("_callbacks", "_close", "_is_lost")
 
     def __init__(self, close: Callable[[], None] | None = None) -> None:
-        """close: closes the connection behind what was written; None = there is none."""
+        """close: closes the connection after what was written; None: there is none"""
         self._close = close or self.lost
         self._is_lost = False
         self._callbacks: list[Callable[[], None]] = []
@@ -62,7 +55,7 @@ class ClientPresence:
         return self._is_lost
 
     def when_lost(self, callback: Callable[[], None]) -> None:
-        """Calls `callback` once the client is gone; at once if it is gone already."""
+        """Calls `callback` once the client is gone, at once if it is already."""
         if self._is_lost:
             callback()
         else:
@@ -73,12 +66,11 @@ class ClientPresence:
             self._callbacks.remove(callback)
 
     async def disconnect(self) -> None:
-        """Closes the connection, so that the client sees that its response is not whole. Returns when it has ended."""
+        """Closes the connection, so that the client sees that its response is incomplete, and waits for its end."""
         self._close()
         await self.until_lost()
 
     async def until_lost(self) -> None:
-        """Returns when the client is gone."""
         is_lost = asyncio.Event()
         self.when_lost(is_lost.set)
         try:
@@ -94,8 +86,7 @@ class ClientPresence:
 
 
 def header(request: Request, name: bytes, default: str = "") -> str:
-    """The value of the first header called `name`, which is given in lower case. A search through the few headers is
-    faster than starlette's `request.headers`, which builds an object and compares in any case."""
+    """The value of the first header `name`, which is in lower case. Faster than starlette's `request.headers`."""
     for key, value in request.scope["headers"]:
         if key == name:
             text: str = value.decode("latin-1")
@@ -104,7 +95,7 @@ def header(request: Request, name: bytes, default: str = "") -> str:
 
 
 def headers_as_sent(scope: Any) -> list[tuple[bytes, bytes]]:
-    """(name, value) of each header, names as the client wrote them where the protocol kept them."""
+    """(name, value) of each header, with the client's names if the protocol kept them."""
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     names = scope.get(SENT_NAMES)
     return headers if names is None else [(name, value) for name, (_, value) in zip(names, headers, strict=True)]
@@ -114,8 +105,8 @@ T = TypeVar("T")
 
 
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away first. The body must have
-    been read."""
+    """The result of `work`; if the client leaves, cancels it and raises ClientDisconnect. The body must have been
+    read."""
     presence: ClientPresence | None = http.scope.get(PRESENCE)
     if presence is None:
         return await _beside_receive(http.receive, work)
@@ -126,7 +117,7 @@ async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _while_present(presence: ClientPresence, work: Coroutine[Any, Any, T]) -> T:
-    """Without a task of its own, which would cost more than most requests' work."""
+    """Without a further task, which would cost more than the work of most requests."""
     task = asyncio.current_task()
     assert task is not None
     is_cut = False
@@ -168,11 +159,11 @@ async def _disconnect(receive: Receive) -> None:
 
 
 TRACEPARENT = b"traceparent"
-"""Names the request's root span in the response, so that a client without a trace of its own finds it."""
+"""Names the request's root span in the response, for clients without a trace of their own."""
 
 
 def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) -> RequestTrace | None:
-    """The trace of `request`, if it is sampled. `start_ns`: when its header came (monotonic; 0: now)."""
+    """The trace of `request`, if it is sampled. start_ns: arrival of its header (monotonic; 0: now)"""
     if server.tracing.is_idle:
         return None
     trace = server.tracing.sample(model_name, request.headers.get)
@@ -182,13 +173,13 @@ def sampled(server: Host, model_name: str, request: Request, start_ns: int = 0) 
 
 
 def received(trace: RequestTrace | None) -> None:
-    """To be called when the body has been read."""
+    """To be called after the body was read."""
     if trace is not None:
         trace.mark("HTTP_RECV_END")
 
 
 async def traced(trace: RequestTrace | None, answer: Coroutine[Any, Any, Response]) -> Response:
-    """The response of the handler `answer`; sending it ends the trace."""
+    """The response of `answer`, whose sending ends the trace."""
     if trace is None:
         return await answer
     try:
@@ -199,7 +190,7 @@ async def traced(trace: RequestTrace | None, answer: Coroutine[Any, Any, Respons
 
 
 class _TracedResponse(Response):
-    """Another response; the times of its sending go to the trace."""
+    """`response` with the times of its sending in the trace."""
 
     def __init__(self, response: Response, trace: RequestTrace) -> None:
         self.background = None

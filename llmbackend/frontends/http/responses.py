@@ -1,7 +1,6 @@
-"""Responses with exactly the headers that are given: bytes, JSON or several buffers; compression.
+"""Responses with exactly the given headers: bytes, JSON or several buffers; compression.
 
-For: handlers. Does not know: what the bytes mean. Invariant: neither a whole large body nor a large part of it is
-copied at once, so others on the event loop run between the pieces; the client's pace holds the sending back.
+Invariant: a large body is copied and sent in pieces, at the client's pace, so that the event loop is never blocked.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ TEXT: Final = "text/plain"
 PIECE_BYTES: Final = 256 << 10
 _NOT_WORTH_A_THREAD_BYTES: Final = 16 << 10
 _GZIP_WBITS: Final = 31
-"""zlib's "write a gzip header" window setting."""
+"""zlib: write a gzip header."""
 
 
 def plain(
     content: bytes = b"", status: int = 200, content_type: str = TEXT, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """A response whose content type is exactly `content_type` (Starlette alone would add a charset)."""
+    """The content type is exactly `content_type`; Starlette would add a charset."""
     return Response(content, status, {"content-type": content_type, **(headers or {})})
 
 
 def json_response(value: Any) -> Response:
-    """A 200 with `value` as compact JSON."""
     return plain(dump(value), content_type=JSON)
 
 
@@ -47,7 +45,7 @@ def pieces(part: bytes | memoryview) -> Iterator[bytes]:
 
 
 class PartsResponse(Response):
-    """A response with `parts` one after the other as its body."""
+    """A response whose body is `parts`, concatenated."""
 
     def __init__(
         self,
@@ -57,7 +55,7 @@ class PartsResponse(Response):
         *,
         has_length: bool = True,
     ) -> None:
-        """has_length: whether Content-Length is sent; without it the body goes out in chunks."""
+        """has_length: whether Content-Length is sent; otherwise the body is chunked"""
         self.status_code = status_code
         self.background = None
         self._parts = parts
@@ -74,7 +72,7 @@ class PartsResponse(Response):
 
 
 async def compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
-    """`parts` as one body, off the event loop, unless a thread would cost more than the work."""
+    """`parts` as one body; a large one is made in a thread."""
     if sum(map(len, parts)) <= _NOT_WORTH_A_THREAD_BYTES:
         return _compress(parts, encoding)
     return await asyncio.to_thread(_compress, parts, encoding)
@@ -87,8 +85,7 @@ def _compress(parts: Sequence[bytes | memoryview], encoding: Encoding) -> bytes:
 
 
 def response_encoding(accept_encoding: str) -> Encoding | None:
-    """The encoding in `Accept-Encoding` with the highest quality, the first of equals; None: none, which a client may
-    prefer by naming `identity`."""
+    """The encoding in `Accept-Encoding` with the highest quality, the first of equals; None: `identity`."""
     if not accept_encoding:
         return None
     known: dict[str, Encoding | None] = {"identity": None, "gzip": "gzip", "deflate": "deflate"}
@@ -115,10 +112,10 @@ HOP_BY_HOP: Final = frozenset({b"connection", b"keep-alive", b"transfer-encoding
 
 
 class ForwardedResponse:
-    """Reads one response, and sends it on. The methods `on_…` are called by the parser."""
+    """Parses one response and sends it to the client. The parser calls the methods `on_…`."""
 
     def __init__(self, send: Send, *, has_body: bool = True, dropped: frozenset[bytes] = HOP_BY_HOP) -> None:
-        """has_body: false for HEAD, whose responses announce a body that does not come."""
+        """has_body: False for HEAD, whose responses have only the headers of a body"""
         self._send = send
         self._has_body = has_body
         self._dropped = dropped
@@ -130,7 +127,7 @@ class ForwardedResponse:
         self.is_complete = False
 
     async def take(self, data: bytes) -> None:
-        """Raises ConnectionResetError when `data` is empty, the end of the connection, and HttpParserError."""
+        """Raises ConnectionResetError if `data` is empty, the end of the connection, and HttpParserError."""
         if not data:
             raise ConnectionResetError("the process that answers has exited")
         self._parser.feed_data(data)

@@ -1,8 +1,7 @@
-"""Routes on FastAPI: an endpoint is a method that names its path, what it takes and what it answers.
+"""Routes on FastAPI: an endpoint is a method that declares its path, argument and answer; openapi.py documents them.
 
-For: the endpoints of all APIs, and their document (openapi.py). Does not know: what endpoints do. Invariants: FastAPI
-parses nothing: bodies are read within the server's bounds by `Endpoints.read`, paths and queries by the endpoint; GET
-implies HEAD only where an API says so, as Triton's does not.
+Invariants: FastAPI parses nothing: `Endpoints.read` reads bodies within the server's bounds, endpoints paths and
+queries; GET implies HEAD only for APIs that say so, which Triton's does not.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ _NAME: Final = {"type": "string", "minLength": 1}
 
 
 def ref(model: Any) -> Json:
-    """A reference to the component that describes `model`, to those of a union, or a list of them."""
+    """The schema that refers to the component of `model`, a union or a list."""
     kinds = get_args(model)
     if get_origin(model) is list:
         return {"type": "array", "items": ref(kinds[0])}
@@ -79,8 +78,7 @@ def path_parameters(path: str) -> list[Json]:
 
 
 def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str]) -> dict[int | str, Json]:
-    """The error responses of an API; access control and the connection may send some before an endpoint sees its
-    request."""
+    """The error responses of an API, including those of access control and of the connection."""
     content: Json = {kind: {} for kind in content_types} | {JSON: {"schema": ref(error)}}
     return {
         status: {"description": _MEANING[status], "content": content}
@@ -90,7 +88,7 @@ def _refusals(error: Any, statuses: Iterable[int], content_types: Iterable[str])
 
 
 class DescribedBy:
-    """Marks, in `Annotated`, a value that pydantic passes on as it is and documents as of the type `model`."""
+    """In `Annotated`: a value that pydantic does not check, and documents as of the type `model`."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -103,8 +101,7 @@ class DescribedBy:
 
 
 class JsonBody(DescribedBy):
-    """Marks, in `Annotated`, the argument of an endpoint that is made from the JSON body. With a default the body is
-    optional."""
+    """In `Annotated`: the argument of an endpoint that is made of the JSON body, optional if it has a default."""
 
     def __init__(self, model: Any, parse: Callable[..., Any] = as_object) -> None:
         """parse: JSON value → the argument"""
@@ -113,7 +110,7 @@ class JsonBody(DescribedBy):
 
 
 def route(method: str, *paths: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-    """Declares a method of `Endpoints` as that of each of `paths`; options: as of ApiRoute."""
+    """Declares a method of `Endpoints` as the endpoint of `paths`. options: of ApiRoute"""
 
     def declare(endpoint: Endpoint) -> Endpoint:
         declared = [(path, options | {"methods": [method]}) for path in paths]
@@ -127,19 +124,19 @@ get, post, delete = partial(route, "GET"), partial(route, "POST"), partial(route
 
 
 class Endpoints:
-    """Endpoints of one API. Here: Triton's, whose errors the application answers."""
+    """Endpoints of one API; here of Triton's, whose errors the application answers."""
 
     error: ClassVar[Any] = Error
     """Type of an error response's JSON."""
     statuses: ClassVar[tuple[int, ...]] = (400, 404, 500, 501, 503)
-    """Of error responses, beside those that every API has."""
+    """Of error responses, besides those of every API."""
     error_types: ClassVar[tuple[str, ...]] = ("text/plain",)
-    """Content types under which Triton sends some of them, beside JSON's."""
+    """Further content types of error responses."""
     answers_head: ClassVar[bool] = False
-    """Whether paths that take GET take HEAD too."""
+    """Whether GET implies HEAD."""
 
     def add_to(self, router: APIRouter) -> None:
-        """In the order of their declaration, in which routes are tried."""
+        """In the order of declaration, in which routes are tried."""
         for name, method in vars(type(self)).items():
             for path, options in getattr(method, _DECLARED, ()):
                 route = ApiRoute(path, getattr(self, name), self, **options)
@@ -148,19 +145,19 @@ class Endpoints:
                     router.routes.append(Route(path, route.get_route_handler(), methods=["HEAD"]))
 
     def check(self, http: Request) -> None:
-        """Raises what refuses a request, whichever its path is."""
+        """Raises the refusal of a request, whatever its path."""
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
-        """The argument for a request's body; None: there is none. Raises what `refusal` answers."""
+        """The argument; None: the body is empty. Raises what `refusal` answers."""
         content = await read_control(http)
         return None if may_be_empty and not content else body.parse(parse(content))
 
     def refusal(self, http: Request, error: Exception) -> Response:
-        """The answer to `error`, which is raised where the application has it."""
+        """The answer to `error`, or raises it for the application."""
         raise error
 
     async def answer(self, http: Request, endpoint: Callable[[Request], Awaitable[Response]]) -> Response:
-        """That of `endpoint`, or the one to its error."""
+        """The answer of `endpoint`, or to its error."""
         try:
             self.check(http)
             return await endpoint(http)
@@ -169,7 +166,7 @@ class Endpoints:
 
 
 class CatchAll:
-    """Answers what no route takes, whichever its method is. An ASGI application: a route to a function must name its
+    """Refuses what no route takes, with any method. An ASGI application: a route to a function must list its
     methods."""
 
     def __init__(self, api: Endpoints, refuse: Callable[[Request], Awaitable[Response]]) -> None:
@@ -184,9 +181,11 @@ class CatchAll:
 class ApiRoute(APIRoute):
     """A path of an API.
 
-    answer: type of a 200's JSON; by default the endpoint's return type. body: type of a JSON body that the endpoint
-    reads itself; body_content: other content types of it. parameters: of query and header, as OpenAPI. streams: for an
-    endpoint that can answer with events: what they are. status_code: None: 200."""
+    answer: type of a 200's JSON; by default the endpoint's return type
+    body: type of a JSON body that the endpoint reads itself; body_content: its other content types
+    parameters: of query and header, as OpenAPI
+    streams: description of events that the endpoint can answer with
+    """
 
     def __init__(
         self,
@@ -207,7 +206,7 @@ class ApiRoute(APIRoute):
     ) -> None:
         self._api = api
         self.is_direct = body is not None
-        """Whether the endpoint takes nothing from this class but the request."""
+        """Whether the endpoint takes only the request."""
         summary = " ".join((endpoint.__doc__ or "").partition("\n\n")[0].split())
         statuses = [status for status in api.statuses if status != 415 or body is not None]
         documented = _refusals(api.error, statuses, api.error_types) | (responses or {})
@@ -216,7 +215,7 @@ class ApiRoute(APIRoute):
         answer = get_typed_return_annotation(endpoint) if answer is None else answer
         if isinstance(answer, type) and issubclass(answer, Response):
             answer = None
-        if answer is not None:  # not as FastAPI's response_model, for which it makes a serializer at once
+        if answer is not None:  # FastAPI would at once make a serializer for a response_model
             found = documented.get(200, {})
             documented[200] = found | {"content": {JSON: {"schema": ref(answer)}} | found.get("content", {})}
         extra: Json = {"parameters": [*path_parameters(path), *parameters]}
@@ -240,14 +239,14 @@ class ApiRoute(APIRoute):
         )
         request = body if self._json_body is None else self._json_body.model
         self.models: list[tuple[Any, JsonSchemaMode]] = [(api.error, "serialization")]
-        """What describes the body and the answers, each with pydantic's mode."""
+        """Types of the body and the answers, each with pydantic's mode."""
         if request is not None:
             self.models.append((request, "validation"))
         if answer is not None:
             self.models.append((answer, "serialization"))
 
     def get_route_handler(self) -> Callable[[Request], Any]:
-        """FastAPI's hook: what takes a request to its response."""
+        """Called by FastAPI."""
         metadata = [] if self.body_field is None else self.body_field.field_info.metadata
         self._json_body = next((item for item in metadata if isinstance(item, JsonBody)), None)
         return self._handle
@@ -271,9 +270,9 @@ ENCODED_SLASH: Final = "%2F"
 
 
 def with_routed_paths(app: ASGIApp, root_path: str = "") -> ASGIApp:
-    """`app`, for which a path under /v1 has no trailing slash, which some clients send, and a name in a path under /v2
-    keeps its encoded slashes, so that it is one part of the path. root_path: left out at a path's begin, where a proxy
-    has not removed it."""
+    """`app` with paths under /v1 without a trailing slash, which some clients send, and paths under /v2 whose names
+    keep their encoded slashes, so that each is one part. root_path: prefix that is removed unless a proxy has done
+    so"""
 
     def served(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         path: str = scope.get("path", "")

@@ -1,9 +1,8 @@
-"""Which requests come from a web page of another site: the checks of Origin and Host.
+"""Checks of Origin and Host against requests from web pages of other sites.
 
-For: connections, which refuse such a request before the application sees it, and the page proxy. Does not know: paths,
-keys. Invariants: a page of another site has no effect on this server, neither from its own origin nor, where the Host
-is checked, by a name of its own that resolves to this machine (DNS rebinding); a client that is no browser sends no
-Origin and is never refused for it.
+Invariants: a page of another site has no effect on this server, neither from its own origin nor, if the Host is
+checked, by a name of its own that resolves to this machine (DNS rebinding); a request without an Origin, as from a
+client that is no browser, is never refused for it.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class SiteCheck:
     hosts: Collection[str] = ()
     """In lower case: names of this server besides IP addresses, localhost and the machine's name."""
     checks_host: bool = True
-    """Whether a Host that is none of these is refused. A request without a Host, as HTTP/1.0 allows, is served."""
+    """Whether any other Host is refused. A request without a Host, as HTTP/1.0 allows, is served."""
 
     @cached_property
     def _names(self) -> frozenset[str]:
         return frozenset({"localhost", socket.gethostname().lower(), *self.hosts})
 
     def refusal(self, method: str, headers: Headers) -> str:
-        """Why a request is refused, "" if it is not."""
+        """The reason, "" if the request is not refused."""
         host, site, origins = "", "", []
         for name, value in headers:
             if name == b"host":
@@ -58,8 +57,7 @@ class SiteCheck:
         )
 
     def host_refusal(self, headers: Headers) -> str:
-        """Why a request is refused for what is served under this server's names only, "" if it is not. The Host is
-        required here, and checked whatever `checks_host` says."""
+        """As `refusal`, for what is served by this server's names only: the Host is required, and always checked."""
         hosts = (value.decode("latin-1").lower() for name, value in headers if name == b"host")
         return self._host_refusal(next(hosts, ""))
 
@@ -85,13 +83,13 @@ class SiteCheck:
 
 
 def _is_of_another_site(method: str, host: str, site: str, origins: list[str]) -> bool:
-    """Browsers tell it in Sec-Fetch-Site, over TLS and to loopback addresses; elsewhere Origin is compared with Host.
-    A GET without an Origin is a link that was followed from another site: it is served."""
+    """Browsers say so in Sec-Fetch-Site, over TLS and to loopback addresses; otherwise Origin is compared with Host. A
+    GET without an Origin is a link from another site, which is served."""
     if site:
         return site not in _OWN_SITE and (bool(origins) or method not in _SAFE_METHODS)
     return any(_authority(origin) != host for origin in origins)
 
 
 def _authority(origin: str) -> str:
-    """`host:port` as a browser puts it into Host; "" for an opaque origin ('null')."""
+    """`host:port` as in Host; "" for an opaque origin ('null')."""
     return origin.partition("://")[2]

@@ -1,9 +1,7 @@
-"""A connection that is handed, whole, to another process: a websocket that this process does not read.
+"""A websocket whose bytes are forwarded to another process unread.
 
-For: the connection of a client that asks for a websocket. Does not know: what the bytes mean, whose process it is.
-Invariants: what either side sends reaches the other in order; a side that does not read makes the other one wait, so
-that no more than two buffers of a socket are held; when one side is gone the other is closed, in `_CLOSE_TIMEOUT_S` at
-most.
+Invariants: bytes arrive in order; a side that does not read stops the other one, so that at most two socket buffers are
+held; when one side is gone, the other is closed within `_CLOSE_TIMEOUT_S`.
 """
 
 from __future__ import annotations
@@ -16,11 +14,11 @@ P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 _CLOSE_TIMEOUT_S: Final = 5.0
 _MAX_EARLY_BYTES: Final = 64 << 10
-"""From a client before it is connected, which it has no reason to send."""
+"""From a client before the other side is connected."""
 
 
 class Tunnels(Protocol):
-    """Which websockets are handed on, and where to."""
+    """Which websockets are forwarded, and where to."""
 
     def takes_websocket(self, target: bytes) -> bool: ...
 
@@ -30,7 +28,7 @@ class Tunnels(Protocol):
         """Raises an Exception whose text is for the client."""
 
     def left(self) -> None:
-        """To be called once for each connection that was made, when it is over."""
+        """Must be called once at the end of each connection."""
 
 
 class Tunnel(asyncio.Protocol):
@@ -42,14 +40,14 @@ class Tunnel(asyncio.Protocol):
         self._transport = transport
         self._tunnels = tunnels
         self._connections = connections
-        """Those that a server waits for when it stops."""
+        """A stopping server waits for them."""
         self._on_end = on_end
         self._early = b""
         self._far: _FarSide | None = None
         connections.add(self)
 
     async def open(self, head: bytes, refuse: Callable[[str], bytes]) -> None:
-        """`head`: the client's request, to be sent first. `refuse`: a response with why it cannot be sent."""
+        """head: the client's request. refuse: makes the response to a request that cannot be forwarded"""
         try:
             far = await self._tunnels.connect(lambda: _FarSide(self._transport, self._tunnels))
         except Exception as error:
@@ -85,7 +83,7 @@ class Tunnel(asyncio.Protocol):
             self._far.close()
 
     def shutdown(self) -> None:
-        """As uvicorn calls it when the server stops."""
+        """Called by uvicorn when the server stops."""
         close_soon(self._transport)
 
 
@@ -129,7 +127,7 @@ class _FarSide(asyncio.Protocol):
 
 
 def close_soon(transport: asyncio.Transport) -> None:
-    """Closes when the peer has read what was written, or when it has had its time for that."""
+    """Closes when the peer has read what was written, within _CLOSE_TIMEOUT_S."""
     transport.close()
     if transport.get_write_buffer_size():
         asyncio.get_running_loop().call_later(_CLOSE_TIMEOUT_S, transport.abort)

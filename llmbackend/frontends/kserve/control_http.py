@@ -1,9 +1,9 @@
-"""KServe v2 over HTTP beside inference: health, metadata, statistics, repository, settings, shared memory, stop by id.
+"""KServe v2 over HTTP except inference: health, metadata, statistics, repository, settings, shared memory, stop by id.
 
-Invariants: nothing here blocks the event loop: loads, and a backend's readiness, run elsewhere; the response to a POST
-of settings is the settings after it.
-Source: KServe v2 and Triton's extensions; bodies, the order of their keys and texts as recorded from Triton 2.51
-(golden 40, 41).
+Invariants: loads, and readiness of backends, do not block the event loop; the response to a POST of settings is the
+settings after it.
+Source: KServe v2 and Triton's extensions; bodies, the order of their keys and texts recorded from Triton 2.51 (golden
+40, 41).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _RESPONSE: Final = ("compute_infer", "compute_output", "success", "fail", "empty
 
 
 class HealthEndpoints(Endpoints):
-    """Liveness and readiness: 200 or 400, without a body."""
+    """200 or 400, without a body."""
 
     def __init__(self, server: Host) -> None:
         self._server = server
@@ -92,8 +92,6 @@ class HealthEndpoints(Endpoints):
 
 
 class MetadataEndpoints(Endpoints):
-    """What the server and its models are."""
-
     def __init__(self, server: Host) -> None:
         self._server = server
 
@@ -116,7 +114,7 @@ class MetadataEndpoints(Endpoints):
 
 
 class DescriptionEndpoints(Endpoints):
-    """Configuration and statistics. To be added before MetadataEndpoints: Triton's order."""
+    """To be added before MetadataEndpoints: Triton's order."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
@@ -138,7 +136,7 @@ class DescriptionEndpoints(Endpoints):
 
 
 def statistics_to_json(models: Iterable[ModelStatistics]) -> http_types.Statistics:
-    """Every field is present, also those that are 0."""
+    """Every field is present, even if it is 0."""
     return {"model_stats": [_model(model) for model in models]}
 
 
@@ -176,10 +174,10 @@ def _memory_paths(kind: str, action: str) -> tuple[str, ...]:
 
 
 class RepositoryEndpoints(Endpoints):
-    """The model repository: index, load, unload. A path may name a repository; only the index ignores that."""
+    """A path may name a repository, which only the index ignores."""
 
     def __init__(self, server: InferenceServer, gate: InferenceGate, max_body_bytes: int) -> None:
-        """`max_body_bytes` bounds the body of a load, which may hold files."""
+        """max_body_bytes: of a load, which may have files"""
         self._server = server
         self._gate = gate
         self._probes = ReadinessProbes(server)
@@ -234,7 +232,7 @@ def _parameters(body: bytes) -> Document:
 
 
 def load_parameters(body: bytes) -> dict[str, Any]:
-    """The `parameters` of a load request's body; files as PickleBuffers, see `InferenceGate.decode_in_process`."""
+    """The `parameters` of a load request; files as PickleBuffers, for `InferenceGate.decode_in_process`."""
     found = dict(_load_parameter(key, value) for key, value in _parameters(body).items())
     return {key: PickleBuffer(value) if isinstance(value, bytes) else value for key, value in found.items()}
 
@@ -255,8 +253,6 @@ def _index_json(row: ModelIndex) -> dict[str, str]:
 
 
 class SettingsEndpoints(Endpoints):
-    """The trace and log settings; versions of a model have none of their own."""
-
     def __init__(self, server: InferenceServer, log: ServerLog) -> None:
         self._server = server
         self._log = log
@@ -270,7 +266,7 @@ class SettingsEndpoints(Endpoints):
     async def set_trace(
         self, request: Request, body: Annotated[Document, JsonBody(http_types.TraceSetting)]
     ) -> dict[str, Any]:
-        """Change the trace settings of the server, or of one model; null takes a setting back"""
+        """Change the trace settings of the server, or of one model; null resets a setting"""
         return await self._traced(request, partial(trace_changes_from_json, body))
 
     async def _traced(self, request: Request, changes: Callable[[], TraceChanges] | None = None) -> dict[str, Any]:
@@ -294,8 +290,6 @@ class SettingsEndpoints(Endpoints):
 
 
 class SharedMemoryEndpoints(Endpoints):
-    """System and CUDA shared memory: status, register, unregister; of one region, or of all."""
-
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
@@ -348,7 +342,7 @@ class SharedMemoryEndpoints(Endpoints):
 
 
 def _region(request: Request) -> str:
-    """The region that the path names; "": every region."""
+    """The region in the path; "": every region."""
     name: str = request.path_params.get("region", "")
     return name
 
@@ -370,17 +364,17 @@ def _decoded(text: str) -> bytes:
 
 
 class StopEndpoint(Endpoints):
-    """Ends running requests by the id that their client gave them, whichever protocol they came by; for clients that
-    cannot close the connection of the request. The stopped request is itself answered, with CANCELLED.
+    """Ends running requests of any protocol by their client's id, for clients that cannot close the connection of the
+    request. The stopped request is answered with CANCELLED.
 
-    Source: MindIE's stopInfer (body `{"id": "..."}`), served under both names. The response is our own: the id, and how
-    many running requests had it; 0 is no error, since a request may end just before."""
+    Source: MindIE's stopInfer (body `{"id": "..."}`). The response is our own: the id, and the number of running
+    requests with it; 0 is no error, since a request may have just ended."""
 
     def __init__(self, server: InferenceServer) -> None:
         self._server = server
 
     async def read(self, http: Request, body: JsonBody, *, may_be_empty: bool) -> Any:
-        model_of(http)  # a path that is no version of a model is a 404, whatever the body is
+        model_of(http)  # a path that is no version of a model is a 404, whatever the body
         return await super().read(http, body, may_be_empty=may_be_empty)
 
     @post(*model_paths("/stop"), *model_paths("/stopInfer"))

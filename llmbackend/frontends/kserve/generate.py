@@ -1,9 +1,9 @@
-"""POST …/generate and …/generate_stream: one flat JSON object in, one object or a stream of server-sent events out.
+"""POST …/generate and …/generate_stream of any model: a flat JSON object in, one or a stream of server-sent events out.
 
-Any model can be served so. Every key of a request becomes exactly one input tensor, one parameter, or the request's id;
-none is dropped. The status is that of the first response, which is awaited before any header is sent; responses that
-are ready together are sent in one write; a client that disconnects cancels its request.
-Source: Triton's generate extension (ExactMappingInput, ExactMappingOutput), as recorded from Triton 2.51.
+Every key of a request becomes an input tensor, a parameter, or the request's id. The status is that of the first
+response, which is awaited before the head is sent; responses that are ready together are one write; a client that
+disconnects cancels its request.
+Source: Triton's generate extension (ExactMappingInput, ExactMappingOutput), recorded from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ from starlette.responses import Response
 
 from llmbackend.core.backend_api import ParameterValue
 from llmbackend.core.errors import ErrorCode, TritonError, internal, invalid_argument, request_tag
-from llmbackend.core.messages import (
-    InferenceRequest,
-    InferenceResponse,
-    ModelMetadata,
-    TensorMetadata,
-)
+from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelMetadata, TensorMetadata
 from llmbackend.core.outputs import OutputLayout, Outputs
 from llmbackend.core.requests.request_validation import MAX_PARAMETERS, check_count, check_id
 from llmbackend.core.tensors import Tensor
@@ -79,7 +74,7 @@ def decode_request(body: bytes, model: ModelMetadata, version: int) -> Inference
 
 
 class _Mapping:
-    """Sorts the keys of a request into tensors (names of the model's inputs) and parameters (all others)."""
+    """The tensors of a request, from keys that name inputs of the model, and its parameters, from all others."""
 
     def __init__(self, model: ModelMetadata, request_id: str) -> None:
         self._inputs = {tensor.name: tensor for tensor in model.inputs}
@@ -88,8 +83,8 @@ class _Mapping:
         self.parameters: dict[str, ParameterValue] = {}
 
     def refuse_repeated(self, body: bytes) -> None:
-        """Raises TritonError INVALID_ARG if a JSON object holds an input's name twice. The slow search runs only where
-        a name occurs twice in the text."""
+        """Raises TritonError INVALID_ARG for an input's name twice in a JSON object. Searches, which is slow, only if a
+        name occurs twice in the text."""
         if any(body.count(b'"%b"' % name.encode()) > 1 for name in self._inputs):
             for name in repeated_keys(body):
                 if name in self._inputs:
@@ -140,11 +135,8 @@ def _tensor(model_input: TensorMetadata, value: Any) -> Tensor:
 
 
 def _shape(model_input: TensorMetadata, count: int) -> tuple[int, ...]:
-    """A shape for `count` elements by the model's dims: the innermost variable dim takes what the fixed dims leave, the
-    other variable dims are 1.
-
-    Raises TritonError INVALID_ARG when they do not fit.
-    """
+    """A shape for `count` elements by the model's dims: all variable dims but the innermost are 1. Raises TritonError
+    INVALID_ARG if they do not fit."""
     fixed = 1
     for dim in model_input.shape:
         fixed *= dim if dim >= 0 else 1
@@ -159,7 +151,7 @@ def _shape(model_input: TensorMetadata, count: int) -> tuple[int, ...]:
 
 
 def fields_of_response(response: InferenceResponse) -> dict[str, Any]:
-    """Those beside the outputs."""
+    """Except the outputs."""
     fields: dict[str, Any] = {"model_name": response.model_name, "model_version": str(response.model_version)}
     if response.request_id:
         fields["id"] = response.request_id
@@ -168,10 +160,8 @@ def fields_of_response(response: InferenceResponse) -> dict[str, Any]:
 
 
 def encode_response(response: InferenceResponse) -> bytes:
-    """One response as a flat object with sorted keys; a tensor of one element is a scalar, others are flat arrays.
-
-    An output that JSON cannot represent makes the whole an error object, since the status may have been sent already.
-    """
+    """A flat object with sorted keys; a tensor of one element is a scalar, others are flat arrays. If JSON cannot
+    represent an output, an error object: the status may have been sent already."""
     document = fields_of_response(response)
     try:
         for tensor in response.outputs:
@@ -183,11 +173,10 @@ def encode_response(response: InferenceResponse) -> bytes:
 
 
 class TextEvents:
-    """Events of responses whose outputs are one string each. What is the same in all events of a stream is made
-    once."""
+    """Events of responses whose outputs are one string each. What all events of a stream share is made once."""
 
     def __init__(self, response: InferenceResponse, layout: OutputLayout) -> None:
-        """response: any one with this layout."""
+        """response: any one with this layout"""
         self.layout = layout
         fixed = fields_of_response(response)
         indices = {name: index for index, name in enumerate(layout.names)}
@@ -224,18 +213,17 @@ class ResponseEvents:
         first: InferenceResponse | None,
         recording: Recording | None = None,
     ) -> None:
-        """first: the one that was popped already; None: the model sends none. recording: of the stream that is made of
-        it."""
+        """first: already popped; None: the model sends no response. recording: of the stream"""
         self._recording = recording
         if recording is not None and first is not None:
             recording.delta(0, first.delta)
         self._gate = gate
         self._inference = inference
         self._held = first
-        """Popped, and not written yet."""
+        """Popped, not written yet."""
         self._error: Exception | None = None
         self._texts: TextEvents | None = None
-        """Of the layout that the latest response had."""
+        """Of the latest response's layout."""
         self.is_over = False
         self.needs_task = True
 
@@ -285,7 +273,7 @@ class ResponseEvents:
             texts = self._texts = TextEvents(response, outputs.layout)
         try:
             return texts.event(outputs.values)
-        except TypeError:  # bytes, which may be no text
+        except TypeError:  # bytes, which need not be UTF-8
             return b"data: %b\n\n" % json_of_response(response)
 
     def ping(self) -> bytes:
@@ -300,11 +288,8 @@ _NOT_ONE_RESPONSE: Final = (
 
 
 class GenerateEndpoints(Endpoints):
-    """POST …/generate and …/generate_stream of every model.
-
-    As in Triton, a /generate that gets no response, or more than one, from the model answers 200 with an error body,
-    and an error as the first response is a 400 for every code. By design different: UNAVAILABLE is a 503 with
-    Retry-After, because a backend's full queue is a refusal like any other."""
+    """As in Triton, /generate answers 200 with an error body unless the model sends exactly one response, and an error
+    as the first response is a 400. Different by design: UNAVAILABLE is a 503 with Retry-After, as for a full queue."""
 
     error_types = ("text/plain", "text/event-stream")
 
@@ -329,7 +314,7 @@ class GenerateEndpoints(Endpoints):
     async def generate_stream(self, request: Request) -> Response:
         """One request, a stream of responses"""
         if last_event_id(request):
-            return await self._come_back(request)
+            return await self._resume(request)
         model = self._model(request)
         trace = sampled(self._gate.server, model.name, request)
         return await traced(trace, self._generate_stream(request, model, trace))
@@ -364,8 +349,8 @@ class GenerateEndpoints(Endpoints):
             raise
         return EventStream(pieces_of(events, DirectBody.of(request.scope)), headers, status, inference.close)
 
-    async def _come_back(self, request: Request) -> Response:
-        """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
+    async def _resume(self, request: Request) -> Response:
+        """The rest of a stream. The body, which clients repeat, is ignored."""
         await read_body(request, self._max_body_bytes)
         release_body(request)
         return await come_back(self._streams, request)
@@ -375,7 +360,7 @@ class GenerateEndpoints(Endpoints):
         return {"content-type": content_type} | load
 
     def _model(self, request: Request) -> ModelMetadata:
-        """The model in the path. Raises TritonError before the body is read where the request cannot be served."""
+        """The model in the path. Raises TritonError for a request that can be refused before its body is read."""
         name, version = model_of(request)
         if request.headers.get("content-encoding", "identity") not in ("", "identity"):
             raise invalid_argument("Unsupported content-encoding, only 'identity' is supported.")
@@ -408,7 +393,6 @@ def _status(first: InferenceResponse | None) -> int:
 
 
 async def _first_response(inference: Inference) -> InferenceResponse | None:
-    """None where there is none."""
     while (item := await inference.next()) is not None:
         if item[0] is not None:
             return item[0]

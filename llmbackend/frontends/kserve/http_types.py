@@ -1,24 +1,18 @@
-"""The paths of models under /v2, and the JSON that KServe's HTTP endpoints take and answer: for /openapi.json.
+"""The paths of models under /v2, and the types of KServe's JSON, for /openapi.json.
 
-Invariant: what a type allows is accepted, what it forbids is refused (`make fuzz` sends both kinds). Requests are open,
-since Triton ignores unknown members.
+Invariant: what a type allows is accepted, what it forbids is refused (`make fuzz` sends both). Requests may have
+further members, which Triton ignores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import (
-    Annotated,  # pydantic takes typing's only from Python 3.12 on
-    Any,  # pydantic takes typing's only from Python 3.12 on
-    Final,
-    Literal,  # pydantic takes typing's only from Python 3.12 on
-    Required,  # pydantic takes typing's only from Python 3.12 on
-)
+from typing import Annotated, Any, Final, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema, with_config
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict  # pydantic takes typing's only from Python 3.12 on
 
 from llmbackend.core.messages import TensorMetadata
 
@@ -29,19 +23,19 @@ _MAX_VERSION_DIGITS: Final = 18
 
 
 def model_paths(action: str = "") -> tuple[str, ...]:
-    """The paths of an action on a model, and on one of its versions."""
+    """Of a model and of its versions."""
     return tuple(path + action for path in MODEL_PATHS)
 
 
 def model_name_of(request: Request) -> str:
-    """The name in the request's path, which may hold slashes."""
+    """The name in the request's path, which may have slashes."""
     name: str = request.path_params["name"]
     return name.replace(ENCODED_SLASH, "/")
 
 
 def model_of(request: Request) -> tuple[str, int]:
-    """(name, version) in the request's path; version -1 when the path has none. Raises HTTPException 404 for a version
-    that is no number."""
+    """(name, version) in the request's path; version -1: none. Raises HTTPException 404 for a version that is no
+    number."""
     name, version = model_name_of(request), request.path_params.get("version")
     if version is None:
         return name, -1
@@ -230,7 +224,7 @@ class _WithScalars(BaseModel):
 
 
 class RequestParameters(_WithScalars):
-    """Keys that start with `triton_` are reserved. Others are handed to the model."""
+    """Keys that start with `triton_` are reserved; the model gets all others."""
 
     sequence_id: str | Count = ""
     sequence_start: bool = False
@@ -264,8 +258,8 @@ class InferResponse(TypedDict, total=False):
 
 
 class GenerateRequest(_WithScalars):
-    """A key that names an input of the model becomes that tensor, any other a request parameter. The inputs listed are
-    those of the `llm` backend, whose parameters are sampling parameters (vLLM's names); another model has its own."""
+    """A key that names an input of the model becomes that tensor, any other a request parameter. Listed are inputs of
+    the `llm` backend, whose parameters are sampling parameters with vLLM's names."""
 
     id: str = ""
     text_input: str | Annotated[list[str], Field(min_length=1, max_length=1)] = ""

@@ -1,9 +1,9 @@
-"""The /infer messages of KServe v2: JSON with raw tensors after it, in and out.
+"""The bodies of /infer in KServe v2: JSON and raw tensors after it.
 
-For: the /infer handler. Does not know: HTTP, the event loop, regions of shared memory. Invariants: every raw byte of a
-request belongs to exactly one input; each input has exactly one source of data, each requested output one destination.
-Source: KServe v2 inference protocol, Triton's extensions for binary data, shared memory and classification; texts as
-recorded from Triton 2.51.
+Does not know: HTTP, regions of shared memory. Invariants: every raw byte of a request belongs to exactly one input;
+each input has exactly one source of data, each requested output one destination.
+Source: KServe v2, Triton's extensions for binary data, shared memory and classification; texts recorded from Triton
+2.51.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from llmbackend.core.errors import TritonError, internal, invalid_argument
+from llmbackend.core.errors import internal, invalid_argument
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.requests.request_validation import (
     MAX_PARAMETERS,
@@ -63,11 +63,8 @@ _BINARY_ONLY: Final = frozenset({"FP16", "BF16"})
 
 
 def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any) -> Tensor:
-    """The tensor of `shape` from a nested or flat JSON array (row-major) or, for one element, a bare scalar.
-
-    Raises TritonError INTERNAL for an element of the wrong JSON type, INVALID_ARG for a wrong number of elements, FP16
-    and BF16.
-    """
+    """data: nested or flat array (row-major), or a scalar. Raises TritonError INTERNAL for an element of the wrong JSON
+    type, INVALID_ARG for a wrong number of elements, FP16 and BF16."""
     if datatype == "BYTES":
         array: npt.NDArray[Any] = _bytes_array(name, flatten(data), shape)
     else:
@@ -76,7 +73,7 @@ def tensor_from_json(name: str, datatype: str, shape: tuple[int, ...], data: Any
 
 
 def flatten(data: Any) -> list[Any]:
-    """The leaves of nested lists in row-major order; a bare value is one leaf."""
+    """The leaves of nested lists in row-major order; a scalar is one leaf."""
     leaves = data if isinstance(data, list) else [data]
     while list in set(map(type, leaves)):
         leaves = [leaf for item in leaves for leaf in (item if type(item) is list else (item,))]
@@ -97,7 +94,7 @@ def _number_array(name: str, datatype: str, leaves: list[Any], shape: tuple[int,
 
 
 def _wide_array(dtype: np.dtype[Any], leaves: list[Any]) -> npt.NDArray[Any]:
-    """The leaves in the widest type of the dtype's kind: the type RapidJSON's accessors would give."""
+    """The leaves in the widest type of the dtype's kind, as RapidJSON's accessors give them."""
     types = set(map(type, leaves))
     if dtype.kind == "b":
         return np.array(_require(leaves, types <= {bool}, "non-boolean as boolean"), dtype=np.bool_)
@@ -136,10 +133,7 @@ def _check_count(count: int, shape: tuple[int, ...]) -> None:
 
 
 def json_from_tensor(tensor: Tensor) -> list[Any]:
-    """The elements as one flat JSON array.
-
-    Raises TritonError INVALID_ARG for FP16 and BF16, INTERNAL for a BYTES element that is not UTF-8 text.
-    """
+    """A flat array. Raises TritonError INVALID_ARG for FP16 and BF16, INTERNAL for BYTES that are not UTF-8."""
     if tensor.datatype in _BINARY_ONLY:
         raise invalid_argument(
             f"sending {tensor.datatype} data via JSON is not supported. "
@@ -158,17 +152,12 @@ def _text(name: str, element: Any) -> str:
     try:
         return str(element, "utf-8")
     except UnicodeDecodeError:
-        raise _not_text(name) from None
-
-
-def _not_text(name: str) -> TritonError:
-    return internal(
-        f"output '{name}' is not valid UTF-8 and can not be sent as JSON. Please use the binary data format"
-    )
+        text = f"output '{name}' is not valid UTF-8 and can not be sent as JSON. Please use the binary data format"
+        raise internal(text) from None
 
 
 def has_nan_or_inf(tensors: Sequence[Tensor]) -> bool:
-    """Whether some element is NaN or infinite, for which `dump` needs to be told."""
+    """Whether some element is NaN or infinite, for `dump`."""
     return any(tensor.data.dtype.kind == "f" and not np.isfinite(tensor.data).all() for tensor in tensors)
 
 
@@ -181,20 +170,19 @@ _ONE_SOURCE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OutputForm:
-    """In which form each output is sent: as JSON, as raw bytes, or not at all."""
+    """Which outputs are sent as JSON, as raw bytes, or not at all."""
 
     binary_by_default: bool = False
-    """Whether an output that is not in `binary` is sent as raw bytes."""
+    """Whether outputs that are not in `binary` are raw bytes."""
     binary: Mapping[str, bool] = field(default_factory=dict)
-    """Whether the outputs named here are."""
+    """Whether each of these outputs is raw bytes."""
     in_shared_memory: frozenset[str] = frozenset()
-    """Outputs that are written to shared memory and not sent."""
+    """Not sent."""
 
     def is_binary(self, name: str) -> bool:
         return self.binary.get(name, self.binary_by_default)
 
     def in_json(self, response: InferenceResponse) -> list[Tensor]:
-        """The outputs that are sent as JSON."""
         return [
             tensor
             for tensor in response.outputs
@@ -202,39 +190,17 @@ class OutputForm:
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class InferBody:
-    """A request's body, split."""
-
-    json: bytes | None
-    """None: the whole body is one raw tensor."""
-    raw: memoryview
-    """The raw tensors behind the JSON."""
-
-    @classmethod
-    def split(cls, body: bytes, json_length: int) -> InferBody:
-        """`json_length` is Inference-Header-Content-Length, in bytes; 0: no JSON at all."""
-        return cls(body[:json_length] if json_length else None, memoryview(body)[json_length:])
-
-
-def decode_content(
-    content: bytes, json_length: int, name: str, version: int, max_input_bytes: int
-) -> tuple[InferenceRequest, OutputForm]:
-    """`decode_request` of a whole body, see `InferBody.split`."""
-    return decode_request(InferBody.split(content, json_length), name, version, max_input_bytes)
-
-
 def decode_request(
-    body: InferBody, name: str, version: int, max_input_bytes: int
+    body: bytes, json_length: int, name: str, version: int, max_input_bytes: int
 ) -> tuple[InferenceRequest, OutputForm]:
-    """The request in `body`. max_input_bytes: of each input's data, which JSON may write shorter than it is.
+    """json_length: Inference-Header-Content-Length, in bytes; 0: the body is one raw tensor
+    max_input_bytes: of each input's data, which may be shorter in JSON
 
     Raises TritonError naming the field that is wrong.
     """
-    if body.json is None:
-        raw = InferenceRequest(name, version, raw_input=bytes(body.raw))
-        return raw, OutputForm(binary_by_default=True)
-    document = parse(body.json)
+    if not json_length:
+        return InferenceRequest(name, version, raw_input=body), OutputForm(binary_by_default=True)
+    document = parse(body[:json_length])
     request_id = _optional_string(document, "id")
     parameters = document.get("parameters", {}) if isinstance(document, dict) else {}
     with parsing("parameters"):
@@ -244,7 +210,7 @@ def decode_request(
     check_count("parameters", parameters, MAX_PARAMETERS)
     check_count("inputs", items, MAX_TENSORS)
     options = options_from_json(parameters)
-    inputs = Inputs(name, body.raw, max_input_bytes)
+    inputs = Inputs(name, memoryview(body)[json_length:], max_input_bytes)
     inputs.read(items)
     outputs = RequestedOutputs.read(document)
     request = InferenceRequest(
@@ -273,10 +239,7 @@ def _optional_string(document: Any, key: str) -> str:
 
 
 def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, list[memoryview]]:
-    """The JSON, and the raw bytes of the outputs that are not in it.
-
-    Raises TritonError for an output that JSON cannot represent.
-    """
+    """The JSON, and the raw bytes after it. Raises TritonError for an output that JSON cannot represent."""
     document: dict[str, Any] = {"id": response.request_id} if response.request_id else {}
     document |= {"model_name": response.model_name, "model_version": str(response.model_version)}
     if response.parameters:
@@ -287,7 +250,7 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
         output: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.shape)}
         outputs.append(output)
         if tensor.name in form.in_shared_memory:
-            continue  # its data is written there
+            continue
         if form.is_binary(tensor.name):
             raws.append(wire_view(tensor))
             output["parameters"] = {"binary_data_size": raws[-1].nbytes}
@@ -299,7 +262,7 @@ def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[byte
 
 
 def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
-    """The one response of a request that must have one. Raises its error, or INTERNAL for any other number."""
+    """The one response of a request that must have one. Raises its error, or INTERNAL."""
     if len(responses) != 1:
         raise internal(f"expected a single response, got {'more than one' if responses else 'none'}")
     if responses[0].error is not None:
@@ -308,7 +271,7 @@ def single_response(responses: list[InferenceResponse]) -> InferenceResponse:
 
 
 class Inputs:
-    """Reads the inputs in order; each one takes its raw bytes from the front of the rest."""
+    """Reads the inputs in order, each of which takes the first of the remaining raw bytes."""
 
     def __init__(self, model_name: str, raw: memoryview, max_input_bytes: int) -> None:
         self.sent: list[Tensor | RawTensor] = []
@@ -349,7 +312,7 @@ class Inputs:
             self.sent.append(RawTensor(name, datatype, shape, self._take(name, size)))
 
     def _check_json_size(self, name: str, datatype: str, shape: tuple[int, ...]) -> None:
-        if datatype == "BYTES":  # of strings, JSON has every byte
+        if datatype == "BYTES":  # strings are no shorter in JSON
             return
         size_bytes = element_count(shape) * NUMPY_DTYPE[datatype].itemsize
         if size_bytes > self._max_bytes:
@@ -385,8 +348,7 @@ def _check_one_source(item: Any, parameters: Mapping[str, Any]) -> None:
 
 
 class RequestedOutputs:
-    """The outputs that the client asks for, in its order; `binary` holds those it wants as raw bytes (True) or as JSON
-    (False)."""
+    """The outputs that the client requests, in its order; `binary`: as raw bytes, or as JSON."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

@@ -1,9 +1,9 @@
 """POST …/infer: one request, one response.
 
-For: the HTTP application. Does not know: the format of bodies (infer_codec does). Invariants: a decoupled model, which
-may send any number of responses, is refused before the body is read; a client that disconnects cancels its request.
-Source: Triton's http_server; content types as recorded from Triton 2.51: errors before the body is parsed, and errors
-of the model, are text/plain; errors about the body are application/json.
+Does not know: the format of bodies (infer_codec.py). Invariants: a decoupled model is refused before the body is read;
+a client that disconnects cancels its request.
+Source: Triton's http_server; content types recorded from Triton 2.51: errors about the body are application/json,
+earlier ones, and those of the model, text/plain.
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ from ..http.routing import Endpoints, Json, post
 from ..inference_gate import InferenceGate
 from ..operations.probes import load_headers
 from .http_types import InferRequest, InferResponse, model_of, model_paths
-from .infer_codec import OutputForm, decode_content, encode_response, single_response
+from .infer_codec import OutputForm, decode_request, encode_response, single_response
 from .request_parameters import HeaderForward
 
 _INTEGER: Final = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")
 _JSON_LENGTH: Final = b"inference-header-content-length"
-
-
 _PARAMETERS: Final[list[Json]] = [
     {
         "name": "Inference-Header-Content-Length",
@@ -49,8 +47,6 @@ _BINARY: Final[Json] = {"application/octet-stream": {"schema": {"type": "string"
 
 
 class InferEndpoint(Endpoints):
-    """POST …/infer of every model that is not decoupled."""
-
     def __init__(self, gate: InferenceGate, max_body_bytes: int, forward: HeaderForward) -> None:
         self._gate = gate
         self._max_body_bytes = max_body_bytes
@@ -68,7 +64,8 @@ class InferEndpoint(Endpoints):
         """One request, one response"""
         name, version = model_of(request)
         try:
-            self._refuse_decoupled(name, version)
+            if self._gate.server.is_decoupled(name, version):
+                raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
             self._gate.check_room()
         except TritonError as error:
             return error_response(error, TEXT)
@@ -91,13 +88,9 @@ class InferEndpoint(Endpoints):
         except TritonError as error:
             return error_response(error, TEXT)
         message, form = await self._gate.decode_in_process(
-            json_length, decode_content, content, json_length, name, version, self._max_body_bytes
+            json_length, decode_request, content, json_length, name, version, self._max_body_bytes
         )
         return await self._run(request, message, form, trace)
-
-    def _refuse_decoupled(self, name: str, version: int) -> None:
-        if self._gate.server.is_decoupled(name, version):
-            raise unsupported("HTTP end point doesn't support models with decoupled transaction policy")
 
     async def _run(
         self, request: Request, message: InferenceRequest, form: OutputForm, trace: RequestTrace | None
@@ -119,10 +112,8 @@ class InferEndpoint(Endpoints):
 
 
 def _json_length(request: Request, body_bytes: int) -> int:
-    """The length of the JSON part in bytes. As in Triton 2.51 a header that is no number reads as 0 (one raw tensor).
-
-    Raises TritonError INVALID_ARG for a length beyond the body.
-    """
+    """The length of the JSON part in bytes; as in Triton 2.51, 0 (one raw tensor) for a header that is no number.
+    Raises TritonError INVALID_ARG for a length beyond the body."""
     text = header(request, _JSON_LENGTH, str(body_bytes))
     length = int(text) if _INTEGER.fullmatch(text) else 0
     if not 0 <= length <= body_bytes:

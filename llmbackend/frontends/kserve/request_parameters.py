@@ -1,10 +1,9 @@
-"""Parameters of requests and of their tensors: which keys the host understands, and the types every protocol may give.
+"""Parameters of requests and of their tensors, for HTTP /infer and gRPC, whose error texts differ.
 
-For: HTTP /infer and gRPC, which share the keys and differ in the texts of their refusals. Does not know: tensors' data,
-models, regions of shared memory. Invariant: a parameter is either understood here, or handed to the model with the type
-the client gave it, or refused by name.
-Source: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts as
-recorded from Triton 2.51.
+Does not know: tensors' data, models, regions of shared memory. Invariant: a parameter is used by the host, or given to
+the model with the client's type, or refused by name.
+Source: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts recorded
+from Triton 2.51.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _RESERVED_NAMES: Final = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
 )
 Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
-"""Name and value of each header; None, as gRPC gives it, where there is no metadata."""
+"""Name and value of each header; None: gRPC has no metadata."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +52,7 @@ class RequestOptions:
     """What a request's parameters say."""
 
     correlation_id: int | str = 0
-    """The id of its sequence; 0: none."""
+    """Of a sequence; 0: none."""
     flags: RequestFlag = _NO_FLAGS
     priority: int = 0
     """0: the model's default."""
@@ -62,9 +61,9 @@ class RequestOptions:
     parameters: Mapping[str, ParameterValue] = field(default_factory=dict)
     """For the model."""
     binary_data_output: bool = False
-    """For the frontend: outputs are raw bytes unless one says otherwise."""
+    """Whether outputs are raw bytes by default."""
     empty_final_response: bool = False
-    """For the frontend: a final response without outputs is sent, too."""
+    """Whether a final response without outputs is sent, too."""
 
 
 _NO_OPTIONS: Final = RequestOptions()
@@ -72,11 +71,8 @@ _EMPTY_FINAL_RESPONSE: Final = RequestOptions(empty_final_response=True)
 
 
 def options_from_json(parameters: Mapping[str, Any]) -> RequestOptions:
-    """The options in the `parameters` object of an /infer request.
-
-    Raises TritonError INVALID_ARG for a reserved key or a value that is no scalar, INTERNAL for a known key of the
-    wrong type.
-    """
+    """parameters: of an /infer request. Raises TritonError INVALID_ARG for a reserved key or a value that is no scalar,
+    INTERNAL for a known key of the wrong type."""
     if not parameters:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
@@ -99,10 +95,7 @@ def _known_json_value(key: str, value: Any) -> ParameterValue:
 
 
 def json_parameter(key: str, value: Any) -> ParameterValue:
-    """A custom parameter of any protocol that speaks JSON.
-
-    Raises TritonError INVALID_ARG unless it is a string, integer of 64 bits, boolean or double.
-    """
+    """A custom parameter. Raises TritonError unless it is a string, integer of 64 bits, boolean or double."""
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
         raise internal("attempt to access JSON non-signed-integer as signed-integer")
     if isinstance(value, str | int | bool | float):
@@ -111,10 +104,7 @@ def json_parameter(key: str, value: Any) -> ParameterValue:
 
 
 def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptions:
-    """The options in the `parameters` of a ModelInferRequest.
-
-    Raises TritonError INVALID_ARG for a reserved key or a value of a type the key does not take.
-    """
+    """parameters: of a ModelInferRequest. Raises TritonError INVALID_ARG for a reserved key or a wrong type."""
     if not parameters:
         return _NO_OPTIONS
     values: dict[str, ParameterValue] = {}
@@ -128,7 +118,7 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
         if choice is None or choice not in _GRPC_TYPES.get(key, _GRPC_CUSTOM_TYPES):
             raise _wrong_proto_type(key)
         values[key] = getattr(parameter, choice)
-    if values.keys() == _EMPTY_FINAL_ALONE:  # what NVIDIA's client in C++ always sends
+    if values.keys() == _EMPTY_FINAL_ALONE:  # NVIDIA's C++ client always sends it
         return _EMPTY_FINAL_RESPONSE if values[EMPTY_FINAL] else _NO_OPTIONS
     if int(values.get("priority", 0)) < 0:
         raise invalid_argument("invalid value for 'priority', expected value >= 0.")
@@ -146,7 +136,7 @@ def _wrong_proto_type(key: str) -> TritonError:
 def _options(
     values: dict[str, ParameterValue], binary_data_output: bool = False, empty_final_response: bool = False
 ) -> RequestOptions:
-    """`values` holds known keys with values of their types, and the model's parameters."""
+    """values: known keys with values of their types, and the model's parameters"""
     correlation_id = values.pop("sequence_id", 0)
     flags = _NO_FLAGS
     if values.pop("sequence_start", False):
@@ -165,7 +155,7 @@ def _options(
 
 
 def shared_range_from_json(parameters: Mapping[str, Any]) -> SharedRange:
-    """Where a tensor lies in shared memory. Raises TritonError for a value of the wrong type."""
+    """Where a tensor is in shared memory. Raises TritonError for a value of the wrong type."""
     with parsing(REGION):
         region = as_string(parameters[REGION])
     with parsing(OFFSET):
@@ -176,7 +166,7 @@ def shared_range_from_json(parameters: Mapping[str, Any]) -> SharedRange:
 
 
 def check_output_parameters(parameters: Mapping[str, Any]) -> None:
-    """Raises TritonError INVALID_ARG for an output in shared memory that is also asked for in another form."""
+    """Raises TritonError INVALID_ARG for an output in shared memory that is also requested in another form."""
     if REGION not in parameters:
         return
     if CLASSIFICATION in parameters:
@@ -188,7 +178,7 @@ def check_output_parameters(parameters: Mapping[str, Any]) -> None:
 
 
 def classes_from_json(parameters: Mapping[str, Any]) -> int:
-    """How many classes of an output are wanted; 0: the output as it is."""
+    """The number of requested classes of an output; 0: the output itself."""
     with parsing(CLASSIFICATION, "set"):
         count = as_unsigned(parameters[CLASSIFICATION])
     return _checked_classes(count)
@@ -201,8 +191,8 @@ def _checked_classes(count: int) -> int:
 
 
 def shared_range_from_proto(tensor: Any) -> SharedRange | None:
-    """Where an input or requested output of a ModelInferRequest lies in shared memory; None when it does not. The size
-    is required, other than in JSON."""
+    """Where an input or output of a ModelInferRequest is in shared memory; None: elsewhere. Unlike JSON, the size is
+    required."""
     region = _parameter(tensor, REGION, "string_param")
     offset = _parameter(tensor, OFFSET, "int64_param")
     byte_size = _parameter(tensor, BYTE_SIZE, "int64_param")
@@ -221,7 +211,7 @@ def shared_range_from_proto(tensor: Any) -> SharedRange | None:
 
 
 def _parameter(tensor: Any, key: str, expected: str) -> Any:
-    """The value of one parameter of a tensor; None when it is absent."""
+    """None: absent."""
     if key not in tensor.parameters:
         return None
     parameter = tensor.parameters[key]
@@ -253,11 +243,11 @@ class _Pattern(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HeaderForward:
-    """Which headers or metadata of a request become parameters for its model: those whose name `pattern` (RE2) matches
-    anywhere, in any case unless it says `(?-i)`; without a pattern none.
+    """Headers or metadata that become parameters of the request: those whose name `pattern` (RE2) matches anywhere, in
+    any case unless it has `(?-i)`; None: none.
 
-    A forwarded header wins over a parameter of the same name in the body, so that what a proxy in front adds cannot be
-    forged. Holds for /infer, ModelInfer and ModelStreamInfer but not for generate, as in Triton.
+    They win over parameters of the body, so that what a proxy adds cannot be forged. As in Triton, for /infer,
+    ModelInfer and ModelStreamInfer, not for generate.
     Source: --http-header-forward-pattern, --grpc-header-forward-pattern (golden 60); reserved names as in Triton's QA.
     """
 
@@ -265,17 +255,15 @@ class HeaderForward:
 
     @classmethod
     def of(cls, pattern: str) -> HeaderForward:
-        """Raises ValueError when `pattern` is no regular expression; "" forwards nothing."""
+        """pattern: "" forwards nothing. Raises ValueError if it is no regular expression."""
         return cls(_compiled(pattern) if pattern else None)
 
     def __bool__(self) -> bool:
         return self.pattern is not None
 
     def added(self, parameters: Mapping[str, ParameterValue], headers: Headers) -> Mapping[str, ParameterValue]:
-        """`parameters` and those of `headers` that are to be forwarded, names in the case in which they came.
-
-        Raises TritonError INVALID_ARG when one of them has a name that is reserved.
-        """
+        """`parameters` and the forwarded headers, with names as the client wrote them. Raises TritonError INVALID_ARG
+        for a reserved name."""
         if self.pattern is None:
             return parameters
         found: dict[str, ParameterValue] = {}
@@ -290,12 +278,12 @@ class HeaderForward:
         return {**parameters, **found} if found else parameters
 
     def into(self, options: RequestOptions, headers: Headers) -> RequestOptions:
-        """As `added`, for the options of a gRPC request."""
+        """As `added`, for gRPC."""
         return replace(options, parameters=self.added(options.parameters, headers))
 
 
 def _compiled(pattern: str) -> _Pattern:
-    import re2  # imported here, so that a server that forwards nothing starts without it
+    import re2  # not needed by a server that forwards nothing
 
     options = re2.Options()
     options.case_sensitive = False

@@ -1,1 +1,1 @@
-"""What operators use, over any protocol: metrics, probes, log and trace settings."""
+"""For operators: metrics, probes, engine events, log and trace settings."""

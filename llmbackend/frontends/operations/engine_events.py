@@ -1,10 +1,9 @@
-"""GET /v2/engine/events: what the engines do, live, as server-sent events (docs/engine_events.md).
+"""GET /v2/engine/events: the engines' activity as server-sent events (docs/engine_events.md).
 
-For: the operations router. Does not know: what an engine does. Invariants: events are made on the viewer's own task,
-never where tokens are delivered; a viewer that does not read loses events and delays nothing; the state that a stream
-begins with is older than no event that is missing; a viewer with a key gets the number of no request but its own, and
-no reason of a failure; within one call an instance's requests are received before its steps, and end behind them; what
-changes an instance's or a model's state stays in its place.
+Invariants: events are made on the viewer's task, never where tokens are delivered; a viewer that does not read loses
+events and delays nothing; each event is in the first snapshot or follows it; a viewer with a key sees the numbers of
+its own requests only, and no reasons of failures; within one call, an instance's requests are received before its steps
+and end after them; changes of an instance's or a model's state keep their place.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class _OfInstance:
 
 
 class _Collected:
-    """Events of instances between two that stay in their place."""
+    """Events of instances between two that keep their place."""
 
     def __init__(self) -> None:
         self._received: list[tuple[Source, list[bytes]]] = []
@@ -85,7 +84,7 @@ class _Collected:
             of.blocks = data
 
     def take(self, position: str) -> list[bytes]:
-        """As events; nothing is left."""
+        """The events, which are then removed."""
         received, self._received = self._received, []
         instances, self._of = self._of, {}
         parts = [
@@ -108,24 +107,26 @@ class EventWriter:
     """Of one viewer."""
 
     def __init__(self, kinds: frozenset[EventKind], models: frozenset[str], key_name: str | None) -> None:
-        """models: those that are shown; empty = all. key_name: whose requests alone are shown; None = all."""
+        """models: empty: all. key_name: whose requests are shown; None: everyone's"""
         self._kinds = kinds
         self._models = models
         self._key_name = key_name
         self._own: set[int] = set()
-        """With a key: the requests that are shown."""
+        """With a key: its requests."""
 
     def snapshot(
         self, position: str, facts: dict[str, Any], instances: Iterable[tuple[Source, InstanceDescription]]
     ) -> bytes:
-        """facts: what it holds beside the instances"""
-        shown = [(source, self._visible(one)) for source, one in instances if self._shows(source)]
-        self._own = {request.request for _, one in shown for request in one.requests} if self._key_name else set()
+        """facts: further members"""
+        shown = [(source, one) for source, one in instances if self._shows(source)]
+        if self._key_name is not None:
+            replace = msgspec.structs.replace
+            shown = [(source, replace(one, requests=self._own_requests(one.requests))) for source, one in shown]
+            self._own = {request.request for _, one in shown for request in one.requests}
         described = b",".join([_prefix(source) + to_json(one)[1:] for source, one in shown])
         return _event("snapshot", position, b'%b,"instances":[%b]}' % (orjson.dumps(facts)[:-1], described))
 
     def log_lines(self, position: str, lines: Iterable[LogLine]) -> bytes:
-        """As the events that they would have been; nothing where the log is not watched."""
         if "log" not in self._kinds:
             return b""
         return b"".join(_event("log", position, orjson.dumps(line)) for line in lines)
@@ -150,16 +151,11 @@ class EventWriter:
     def _shows(self, source: Source) -> bool:
         return not self._models or not source.model or source.model in self._models
 
-    def _visible(self, instance: InstanceDescription) -> InstanceDescription:
-        if self._key_name is None:
-            return instance
-        return msgspec.structs.replace(instance, requests=self._own_requests(instance.requests))
-
     def _own_requests(self, requests: Iterable[RequestActivity]) -> tuple[RequestActivity, ...]:
         return tuple(request for request in requests if request.key == self._key_name)
 
     def _data(self, entry: Entry) -> bytes | None:
-        """The event's JSON with what the viewer may see of it; None = nothing."""
+        """The event's JSON with what the viewer may see; None: nothing."""
         if self._key_name is None:
             return entry.data
         decode = _decoders.get(entry.event)
@@ -167,8 +163,7 @@ class EventWriter:
         return seen if seen is None or isinstance(seen, bytes) else to_json(seen)
 
     def _seen(self, event: Any) -> Any:
-        """What a key's holder may see of an event. Every kind of event passes here, also those that are not shown:
-        they say which requests are whose."""
+        """What a key's holder may see. Also called for events that are not shown, which tell whose each request is."""
         own = self._own
         if isinstance(event, RequestsReceived):
             received = self._own_requests(event.received)
@@ -192,13 +187,12 @@ class EventWriter:
 
 
 def _named(source: Source) -> dict[str, str]:
-    """What an event is about, as far as it is about one thing."""
     named = {"model": source.model, "version": source.version, "instance": source.instance}
     return {name: value for name, value in named.items() if value}
 
 
 def _prefix(source: Source) -> bytes:
-    """The beginning of an object that more members follow."""
+    """The beginning of an object, which further members follow."""
     named = orjson.dumps(_named(source))
     return named[:-1] + b"," if len(named) > 2 else b"{"
 
@@ -212,9 +206,9 @@ DEFAULT_KINDS: Final[frozenset[EventKind]] = EVENT_KINDS - {"log", "blocks"}
 DEFAULT_INTERVAL_MS: Final = 100
 MIN_INTERVAL_MS, MAX_INTERVAL_MS = 50, 5000
 QUIET_S: Final = 15.0
-"""Without an event for so long, a comment is sent, so that proxies keep the connection."""
+"""Without an event until a comment is sent, so that proxies keep the connection."""
 MANY_ENTRIES: Final = 200
-"""More of them are written on a thread: a viewer's own events are some 20 µs each."""
+"""From here on they are written on a thread: events for a key take about 20 µs each."""
 _PING: Final = b": ping\n\n"
 _HEADERS: Final = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -253,15 +247,14 @@ _PARAMETERS: Final[list[Json]] = [
 
 @dataclass(frozen=True, slots=True)
 class EventsQuery:
-    """What a viewer asks for. models: empty = all."""
-
     kinds: frozenset[EventKind]
     models: frozenset[str]
+    """Empty: all."""
     interval_s: float
 
     @classmethod
     def parse(cls, query: Mapping[str, list[str]]) -> EventsQuery:
-        """Raises TritonError INVALID_ARG naming the field, its value and what was expected."""
+        """Raises TritonError INVALID_ARG naming field, value and expectation."""
         for name in query:
             if name not in ("model", "kinds", "interval_ms"):
                 raise invalid_argument(f"query parameter {shown(name)} is unknown, expected model, kinds, interval_ms")
@@ -311,7 +304,7 @@ class EngineEventsEndpoint(Endpoints):
         streams="Server-sent events; the first one is `snapshot`.",
     )
     async def events(self, request: Request) -> Response:
-        """What the engines do, live: steps, requests, engine and model states. A key's holder sees its own requests"""
+        """Live: steps, requests, engine and model states. A key's holder sees its own requests"""
         query = EventsQuery.parse({name: request.query_params.getlist(name) for name in request.query_params})
         wakeup = _Wakeup()
         viewer = self._server.watch(query.kinds, wakeup.set)
@@ -336,7 +329,7 @@ class _Wakeup:
             self._loop.call_soon_threadsafe(self._event.set)
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it was set in time."""
+        """False: not set in time."""
         try:
             async with asyncio.timeout(timeout_s):  # wait_for would make a task each time
                 await self._event.wait()
@@ -388,8 +381,8 @@ class _Feed:
         yield self._writer.events(viewer.position, entries)
 
     def _snapshot(self) -> bytes:
-        """With the log's lines so far behind it. Events that were reported while it is made follow it, though it may
-        count them."""
+        """With the log's lines so far after it. Events reported meanwhile follow, though the snapshot may count
+        them."""
         position, server = self._viewer.position, self._server.server_metadata()
         facts: dict[str, Any] = {
             "time": time.time(),

@@ -1,8 +1,7 @@
-"""Metrics and probes as operators read them.
+"""Metrics in Prometheus' text format, a model's load in a header (ORCA), and probes, also on vLLM's paths.
 
-Prometheus' text format, the metrics port, a model's load in a header (ORCA), readiness asked of backends, and the paths
-of vLLM's server that probes and dashboards use. Invariants: nothing here blocks the event loop; a request that does not
-ask for its model's load costs one look at its headers; an answer about readiness is never older than its request.
+Invariants: nothing here blocks the event loop; a request without the header for its model's load costs one search for
+it; an answer about readiness is never older than its request.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ _BLOCK_TYPE: Final = "kv_cache_block_type"
 
 
 async def metrics_page(registry: CollectorRegistry) -> bytes:
-    """The page, with how long this event loop kept its callbacks waiting just now. Measured only here, so that an idle
-    server sleeps."""
+    """The page, with the delay of this event loop, which is measured only here, so that an idle server sleeps."""
     asked_s = time.monotonic()
     await asyncio.sleep(0)  # one round of the loop
     delay = Metric(LOOP_DELAY, "One round of the event loop that serves the clients, at this scrape.", "gauge")
@@ -56,11 +54,10 @@ async def metrics_page(registry: CollectorRegistry) -> bytes:
 
 
 def render(registry: CollectorRegistry, *more: Metric) -> bytes:
-    """The metrics page, in Prometheus' format 0.0.4, with whole numbers without a fraction as Triton prints them.
+    """Prometheus' format 0.0.4, with integers without a fraction, as Triton prints them.
 
-    The name on HELP and TYPE is that of the family's samples, so that a scraper knows their type: prometheus_client's
-    own renderer appends `_total` there to every counter, also to those that Triton prints without it, like
-    nv_inference_request_success."""
+    HELP and TYPE have the name of the samples, so that a scraper knows their type: prometheus_client's renderer appends
+    `_total` to every counter there, also to Triton's without it, like nv_inference_request_success."""
     lines: list[str] = []
     for metric in (*registry.collect(), *more):
         name = _family_name(metric)
@@ -74,14 +71,14 @@ def render(registry: CollectorRegistry, *more: Metric) -> bytes:
 
 
 def _family_name(metric: Metric) -> str:
-    """The name of the samples: prometheus_client's own Counter objects are named `x` and their samples `x_total`."""
+    """The name of the samples: prometheus_client's Counter `x` has samples `x_total`."""
     total = f"{metric.name}_total"
     is_client_counter = metric.type == "counter" and any(sample.name == total for sample in metric.samples)
     return total if is_client_counter else metric.name
 
 
 def _labels(labels: Mapping[str, str]) -> str:
-    """Sorted by name, with a bucket's bound or a quantile last."""
+    """By name, with a bucket's bound or a quantile last."""
     if not labels:
         return ""
     names = sorted(labels, key=lambda name: (name in ("le", "quantile"), name))
@@ -118,10 +115,10 @@ def create_metrics_app(registry: CollectorRegistry) -> ASGIApp:
 
 
 def load_headers(server: Host, request: Request, model: str) -> dict[str, str]:
-    """The load header, when `request` asks for it and the model reports its load; else nothing.
+    """The load header, if `request` has `endpoint-load-metrics-format: text|json` and the model reports its load.
 
-    Source: Triton's orca_http.cc: request header `endpoint-load-metrics-format: text|json`. By design different: the
-    load is that of the request's own model, where Triton takes the model that it happens to read last."""
+    Source: Triton's orca_http.cc. Different by design: the load is that of the request's model, where Triton takes the
+    model that it reads last."""
     style = header(request, FORMAT_HEADER)
     text = _load(server, model, style.lower()) if style else ""
     return {LOAD_HEADER: text} if text else {}
@@ -159,9 +156,9 @@ class Load(TypedDict):
 
 
 class ReadinessProbes:
-    """Questions that may wait for a backend: readiness, and the index, which shows it. One object per event loop.
+    """Readiness, and the index, which shows it: both may wait for a backend. Used on one event loop.
 
-    Each question is asked on one thread at a time, so many probes of a slow model cost one thread, and nothing else
+    Each question runs on one thread at a time, so that many probes of a slow model cost one thread, and nothing else
     waits for a model that hangs."""
 
     def __init__(self, server: Host) -> None:
@@ -170,7 +167,7 @@ class ReadinessProbes:
         weakref.finalize(self, self._threads.close)
         self._under_way: dict[Hashable, asyncio.Future[Any]] = {}
         self._next: dict[Hashable, asyncio.Future[Any]] = {}
-        """For questions that came while the same one was being asked: it is asked once more for all of them."""
+        """For all that came while the same question ran: it runs once more for them."""
 
     async def server_is_ready(self) -> bool:
         return await self._answer("server", self._server.is_ready)
@@ -219,8 +216,7 @@ class ReadinessProbes:
 
 
 class ProbeEndpoints(Endpoints):
-    """The paths of vLLM's server for probes. /health, /health/ready and /ping say what /v2/health/ready says, in vLLM's
-    statuses.
+    """/health, /health/ready and /ping are /v2/health/ready with vLLM's statuses.
 
     Source: vLLM's api_server (/health, /ping, /version, /load), /health/ready of Triton's OpenAI frontend."""
 
@@ -251,7 +247,7 @@ class ProbeEndpoints(Endpoints):
 
 
 class MetricsEndpoint(Endpoints):
-    """What the metrics port shows, on this port. Source: vLLM's api_server."""
+    """The metrics page on the HTTP port. Source: vLLM's api_server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

@@ -1,8 +1,7 @@
-"""The router of /v2/engine: what operators see of a server and do to it.
+"""The router of /v2/engine: reports and control for operators.
 
-For: the HTTP application, beside the routers of other protocols. Does not know: how flags are parsed, how a backend
-computes, who may call (access control does). Invariants: nothing here waits for a backend on the event loop; a report
-holds no secret, of a key only its name, and its size is bounded; where faults are not allowed, none is injected.
+Does not know: who may call (access control does). Invariants: nothing here waits for a backend on the event loop; a
+report has no secret, of a key only its name, and a bounded size; faults are injected only if they are allowed.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from .engine_events import EngineEventsEndpoint
 
 NO_FAULTS: Final = "this server does not kill engines: it was started without --allow-fault-injection"
 MAX_KEYS: Final = 1000
-"""In one report, by name; the largest key file has some ten thousand."""
+"""In one report; a key file may have ten thousand."""
 _MAX_DIGITS: Final = 18
 _Limit = Annotated[int, Field(ge=1)] | None
 _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_tokens", "generated_tokens"]
@@ -42,14 +41,14 @@ _Use = Literal["accepted", "rate_limited", "forbidden", "restricted", "prompt_to
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerFacts:
-    """What does not change while the server runs."""
+    """Constant while the server runs."""
 
     allows_load: bool = False
-    """Whether models are loaded and unloaded by request (model control mode explicit)."""
+    """Whether requests may load and unload models (model control mode explicit)."""
     allows_kill: bool = False
-    """Whether engines may be killed by request (--allow-fault-injection)."""
+    """Whether requests may kill engines (--allow-fault-injection)."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The flags that were given, with their values as texts, without secrets."""
+    """Given flags and their values, without secrets."""
     started: float = field(default_factory=time.time)
     """Unix seconds."""
 
@@ -61,7 +60,7 @@ def create_operations_router(
     facts: ServerFacts | None = None,
     log: ServerLog | None = None,
 ) -> APIRouter:
-    """The operations of `server`. `gate`, `access` and `log` are those of the server's other frontends."""
+    """gate, access, log: shared with the other frontends of `server`"""
     facts = facts or ServerFacts()
     recent_log = (log or ServerLog()).recent
     router = APIRouter()
@@ -104,7 +103,7 @@ class EngineControlEndpoints(Endpoints):
 
 
 def _number(http: Request, name: str, expected: str) -> int:
-    """A number of the path. Raises TritonError INVALID_ARG naming it."""
+    """A number in the path. Raises TritonError INVALID_ARG naming it."""
     text: str = http.path_params[name]
     if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_DIGITS):
         raise invalid_argument(f"{name} is {shown(text)}, expected {expected}")
@@ -162,7 +161,7 @@ class ServerReportEndpoints(Endpoints):
 
     @get("/v2/engine/settings")
     async def settings(self, http: Request) -> ServerSettings:
-        """What the server runs with"""
+        """Settings of the server"""
         server, facts = self._server.server_metadata(), self._facts
         return {
             "name": server.name,

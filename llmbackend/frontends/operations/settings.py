@@ -1,9 +1,9 @@
-"""The log and trace settings as they cross the network: names, types, texts of numbers, and what is refused.
+"""The log and trace settings over HTTP and gRPC.
 
-For: the endpoints of HTTP and gRPC. Does not know: how requests are logged or sampled. Invariant: a change is validated
-as a whole before any of it is made; unknown fields, and unknown trace levels, are ignored, as in Triton (golden 41).
-Source: Triton's HandleLogging and HandleTrace, and its gRPC LogSettings and TraceSetting, which differ from them in
-texts, in one space of a text, and in the code for an unknown format.
+Does not know: how requests are logged or sampled. Invariant: a change is validated as a whole before any part is made;
+unknown fields and trace levels are ignored, as in Triton (golden 41).
+Source: Triton's HandleLogging and HandleTrace, and its gRPC LogSettings and TraceSetting, which differ in texts and in
+the code for an unknown format.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOG_PROTO_CHOICES: Final[Mapping[LogField, tuple[str, str]]] = {
 _INT32_MAX: Final = (1 << 31) - 1
 _UINT32_MAX: Final = (1 << 32) - 1
 _NUMBER: Final = re.compile(r"\s*([+-]?\d+)")
-"""The part that std::stoi reads; it ignores the rest."""
+"""What std::stoi reads, ignoring the rest."""
 _TRACE_NUMBERS: Final[Mapping[str, TraceField]] = {
     "trace_rate": "rate",
     "trace_count": "count",
@@ -53,7 +53,7 @@ _TRACE_NUMBERS: Final[Mapping[str, TraceField]] = {
 
 
 def log_changes_from_json(document: Any) -> dict[str, Any]:
-    """The changes in the body of a POST; null changes nothing. Raises TritonError naming the field that is wrong."""
+    """document: body of a POST; null changes nothing. Raises TritonError naming the field that is wrong."""
     fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
     if fields.get("log_file") is not None:
         raise _fixed_log_file()
@@ -88,7 +88,7 @@ def _fixed_log_file() -> TritonError:
 
 
 def shown_log_settings(settings: LogSettings) -> dict[str, str | bool | int]:
-    """Every setting, in Triton's order."""
+    """In Triton's order."""
     return {
         "log_file": settings.file,
         "log_info": settings.info,
@@ -99,15 +99,8 @@ def shown_log_settings(settings: LogSettings) -> dict[str, str | bool | int]:
     }
 
 
-def _check_model(server: InferenceServer, model_name: str) -> None:
-    """Raises TritonError INVALID_ARG for a model that is not ready. May block for a second."""
-    if model_name and not server.model_is_ready(model_name):
-        raise invalid_argument(f"Request for unknown model : {model_name}")
-
-
 def trace_changes_from_json(document: Any) -> TraceChanges:
-    """The changes in the body of a POST; null removes a model's own value. Raises TritonError naming the field that is
-    wrong."""
+    """document: body of a POST; null removes a model's own value. Raises TritonError naming the field that is wrong."""
     fields: Mapping[str, Any] = document if isinstance(document, dict) else {}
     _refuse_trace_file(fields)
     levels = fields.get("trace_level")
@@ -146,7 +139,7 @@ def _trace_changes(given: Mapping[str, Any], values: Mapping[str, Sequence[str] 
 
 
 def _trace_level(names: Sequence[str]) -> TraceLevel | None:
-    """The level that `names` give together; None when none of them is known, which changes nothing."""
+    """The union of `names`; None: none is known, which changes nothing."""
     if "OFF" in names:
         if len(names) > 1:
             raise invalid_argument("Expect only one trace level 'OFF' is specified")
@@ -172,7 +165,7 @@ def _number(key: str, text: str, got: str) -> int:
 
 
 def shown_trace_settings(settings: TraceSettings) -> dict[str, list[str]]:
-    """Every setting with its values, in Triton's order."""
+    """In Triton's order."""
     shown = {
         "trace_level": settings.level.names,
         "trace_rate": [str(settings.rate)],
@@ -189,8 +182,10 @@ def shown_trace_settings(settings: TraceSettings) -> dict[str, list[str]]:
 def updated_trace_settings(
     server: InferenceServer, model_name: str, changes: Callable[[], TraceChanges] | None
 ) -> TraceSettings:
-    """The settings of a model, or of the server for the empty name, after `changes`. May block for a second."""
-    _check_model(server, model_name)
+    """The settings of a model, or of the server (""), after `changes`. Raises TritonError INVALID_ARG for a model that
+    is not ready. May block for a second."""
+    if model_name and not server.model_is_ready(model_name):
+        raise invalid_argument(f"Request for unknown model : {model_name}")
     if changes is not None:
         server.tracing.update(model_name, changes())
     return server.tracing.settings(model_name)
