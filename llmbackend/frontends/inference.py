@@ -12,8 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from starlette.requests import Request
 
@@ -31,7 +30,6 @@ _NONE = ResponseFlag.NONE
 
 Item = tuple[InferenceResponse | None, ResponseFlag]
 """The arguments of a response callback."""
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class Mailbox:
@@ -97,7 +95,7 @@ class Inference:
 
     __slots__ = (
         "_backlog", "_handle", "_is_closed", "_mailbox", "_on_close", "_presence", "_ready", "_takes_no_more",
-        "_waiter", "_waiting_bytes", "_watcher", "listener",
+        "_waiter", "_waiting_bytes", "listener",
     )  # fmt: skip
 
     def __init__(self, mailbox: Mailbox, backlog: Backlog, listener: Listener | None = None) -> None:
@@ -112,7 +110,6 @@ class Inference:
         self._handle: InferenceHandle | None = None
         self._on_close: Callable[[], None] | None = None
         self._presence: ClientPresence | None = None
-        self._watcher: asyncio.Task[None] | None = None
         self._is_closed = False
 
     def accepted(self, handle: InferenceHandle, on_close: Callable[[], None] | None = None) -> Inference:
@@ -195,23 +192,13 @@ class Inference:
 
     def cancel_on_disconnect(self, request: Request) -> None:
         """Until `close`, the end of the client's connection cancels. The body must have been read."""
-        self._presence = request.scope.get(PRESENCE)
-        if self._presence is not None:
-            self._presence.when_lost(self.cancel)
-        else:
-            self._watcher = asyncio.create_task(self._watch(request.receive))
+        self._presence = request.scope[PRESENCE]
+        self._presence.when_lost(self.cancel)
 
     def outlive_client(self) -> None:
         """Ends the effect of `cancel_on_disconnect`."""
         if self._presence is not None:
             self._presence.forget(self.cancel)
-        if self._watcher is not None:
-            self._watcher.cancel()
-
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.cancel()
 
     def close(self) -> None:
         """Cancels the request unless it has ended; drops waiting and later responses. Idempotent."""

@@ -16,6 +16,7 @@ from llmbackend.frontends.access.permissions import NO_RESTRICTIONS
 from llmbackend.frontends.access.request_identity import AccessMetrics
 from llmbackend.frontends.openai.router import create_openai_router
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
+from tests.helpers.openai_live_server import with_presence
 
 LABELS: dict[str, Any] = {
     "user": "bob\nGET /v2 200",
@@ -32,7 +33,9 @@ def answer(**fields: Any) -> Any:
     access = HttpAccess(app, None, NO_RESTRICTIONS, AccessMetrics(CollectorRegistry()), log_requests=True)
 
     async def post() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(access), base_url="http://test") as client:
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(with_presence(access)), base_url="http://test"
+        ) as client:
             return await client.post("/v1/completions", json={"model": MODEL, "prompt": "hi", **fields})
 
     response = asyncio.run(post())

@@ -44,11 +44,11 @@ class TritonPythonModel:
                 self.fail(sender, "the model is out of words", pb_utils.TritonError.UNAVAILABLE)
                 return
             self.send(sender, piece)
-            while piece == " forever":
+            while piece == " forever" and not sender.is_cancelled():
+                self.send(sender, piece)
                 time.sleep(0.01)
-                if sender.is_cancelled():
-                    self.noted.touch()
-                    break
+        if sender.is_cancelled():
+            self.noted.touch()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def send(self, sender, piece):

@@ -3,20 +3,24 @@ clients and sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from llmbackend.frontends.access.access_control import AccessControl
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.http.endpoint import HttpEndpoint
+from llmbackend.frontends.http.protocol import GuardedProtocol
+from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.journals.response_store import ResponseStore
+from llmbackend.frontends.limits import HttpLimits
 from llmbackend.frontends.openai.router import create_openai_router
 
 
@@ -30,14 +34,41 @@ def serve_openai(
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
         app = access.around_http(app, CollectorRegistry())
+    with serve_application(app) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def serve_application(app: ASGIApp) -> Iterator[str]:
+    """Serves `app` on a thread; yields its URL."""
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, log_level="warning", ws="none", timeout_graceful_shutdown=2)
-    http_server = uvicorn.Server(config)
-    thread = threading.Thread(target=http_server.run, kwargs={"sockets": [listener]})
+    started, ended = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        endpoint = HttpEndpoint(app, listener, lambda: None)
+        await endpoint.start(HttpLimits(), GuardedProtocol, 1 << 20)
+        started.set()
+        await ended.wait()
+        await endpoint.stop(2)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
+    assert started.wait(20)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
-        http_server.should_exit = True
+        loop.call_soon_threadsafe(ended.set)
         thread.join()
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
         listener.close()
+
+
+def with_presence(app: ASGIApp) -> ASGIApp:
+    """`app` for a transport that is no connection of this server: its clients never leave."""
+
+    async def present(scope: Scope, receive: Receive, send: Send) -> None:
+        await app({**scope, PRESENCE: ClientPresence()}, receive, send)
+
+    return present

@@ -161,18 +161,24 @@ class Place:
     def reconsider(self) -> str:
         """`refusal`, determined again at a request: other connections may have ended."""
         if self.refusal and self._places is not None:
-            self._places.reconsider(self)
+            self._places.count_in(self, -1)
+            self.refusal = self._places.refusal_of(self.peer)
+            self._places.count_in(self, 1)
         return self.refusal
 
     def enter_websocket(self) -> str:
         """Counts the connection as a websocket, or returns why there can be no further one."""
-        return "" if self._places is None else self._places.enter_websocket(self)
+        refusal = "" if self._places is None else self._places.enter_websocket(self.peer)
+        self.has_websocket = not refusal
+        return refusal
 
     def leave(self) -> None:
         """Idempotent."""
         places, self._places = self._places, None
         if places is not None:
-            places.left(self)
+            places.count_in(self, -1)
+            if self.has_websocket:
+                places.leave_websocket(self.peer)
 
 
 class Places:
@@ -205,36 +211,25 @@ class Places:
         """A place for a connection from `address` ("": a unix socket); None: no room even to refuse it with a
         response."""
         peer = self._peer_of(address) if address else ""
-        refusal = self._refusal(peer)
+        refusal = self.refusal_of(peer)
         if refusal and self._refused >= _MAX_REFUSED:
             return None
         place = Place(self, peer, refusal)
-        self._count(place, 1)
+        self.count_in(place, 1)
         return place
 
-    def reconsider(self, place: Place) -> None:
-        self._count(place, -1)
-        place.refusal = self._refusal(place.peer)
-        self._count(place, 1)
-
-    def enter_websocket(self, place: Place) -> str:
+    def enter_websocket(self, peer: str) -> str:
         """The refusal, or ""."""
-        name, limit = _WEBSOCKETS_OF + place.peer, self._websockets_per_peer
-        if not place.peer or not limit:
-            return ""
-        if self._counts.held(name) >= limit:
+        limit = self._websockets_per_peer
+        if peer and limit and self._counts.held(_WEBSOCKETS_OF + peer) >= limit:
             return f"the server is at its limit of {limit} websockets from one address"
-        self._counts.add(name, 1)
-        place.has_websocket = True
+        self._counts.add(_WEBSOCKETS_OF + peer, 1)
         return ""
 
-    def left(self, place: Place) -> None:
-        self._count(place, -1)
-        if place.has_websocket:
-            place.has_websocket = False
-            self._counts.add(_WEBSOCKETS_OF + place.peer, -1)
+    def leave_websocket(self, peer: str) -> None:
+        self._counts.add(_WEBSOCKETS_OF + peer, -1)
 
-    def _count(self, place: Place, change: int) -> None:
+    def count_in(self, place: Place, change: int) -> None:
         if place.refusal:
             self._refused += change
             return
@@ -242,7 +237,7 @@ class Places:
         if place.peer and self._limit_per_peer:
             self._counts.add(_SERVED_TO + place.peer, change)
 
-    def _refusal(self, peer: str) -> str:
+    def refusal_of(self, peer: str) -> str:
         if self._counts.held(_SERVED) >= self._limit:
             return f"the server is at its limit of {self._limit} connections"
         if peer and self._limit_per_peer and self._counts.held(_SERVED_TO + peer) >= self._limit_per_peer:

@@ -129,7 +129,7 @@ class HeadJoined(asyncio.Transport):
 
 
 _DIRECT_BODY: Final = "llmbackend.direct_body"
-"""Key of the scope; absent under another ASGI server."""
+"""Key of the scope."""
 
 
 class DirectBody:

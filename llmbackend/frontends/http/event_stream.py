@@ -141,10 +141,9 @@ class EventStream(EventSourceResponse):
         retry = {"retry-after": RETRY_AFTER_S} if status_code == 503 else {}
         self.init_headers({**headers, **retry})
         self._on_close = on_close
-        self._presence: ClientPresence | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._presence = scope.get(PRESENCE)
+        self._presence: ClientPresence = scope[PRESENCE]
         try:
             await super().__call__(scope, receive, send)
         except (ClientDisconnect, OSError):
@@ -153,10 +152,7 @@ class EventStream(EventSourceResponse):
             self._on_close()
 
     async def _listen_for_disconnect(self, receive: Receive) -> None:
-        if self._presence is None:  # under another ASGI server
-            await super()._listen_for_disconnect(receive)
-        else:
-            await self._presence.until_lost()
+        await self._presence.until_lost()
 
     @staticmethod
     async def _listen_for_exit_signal() -> None:

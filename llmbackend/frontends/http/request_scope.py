@@ -19,7 +19,7 @@ from llmbackend.core.host_protocol import Host
 from llmbackend.core.tracing.trace import RequestTrace
 
 PRESENCE: Final = "llmbackend.client_presence"
-"""Key of the scope for a ClientPresence; absent under another ASGI server."""
+"""Key of the scope for a ClientPresence, which GuardedProtocol sets."""
 SENT_NAMES: Final = "llmbackend.sent_header_names"
 """Key of the scope: header names as the client wrote them; only under CaseKeepingProtocol."""
 LABELS: Final = "llmbackend.request_labels"
@@ -107,18 +107,11 @@ T = TypeVar("T")
 async def unless_disconnected(http: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; if the client leaves, cancels it and raises ClientDisconnect. The body must have been
     read."""
-    presence: ClientPresence | None = http.scope.get(PRESENCE)
-    if presence is None:
-        return await _beside_receive(http.receive, work)
+    presence: ClientPresence = http.scope[PRESENCE]
     if presence.is_lost:
         work.close()
         raise ClientDisconnect
-    return await _while_present(presence, work)
-
-
-async def _while_present(presence: ClientPresence, work: Coroutine[Any, Any, T]) -> T:
-    """Without a further task, which would cost more than the work of most requests."""
-    task = asyncio.current_task()
+    task = asyncio.current_task()  # a further task would cost more than the work of most requests
     assert task is not None
     is_cut = False
 
@@ -136,26 +129,6 @@ async def _while_present(presence: ClientPresence, work: Coroutine[Any, Any, T])
         raise
     finally:
         presence.forget(cut)
-
-
-async def _beside_receive(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Under another ASGI server."""
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 TRACEPARENT = b"traceparent"

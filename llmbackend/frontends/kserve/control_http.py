@@ -47,19 +47,6 @@ from ..operations.settings import (
 from . import http_types
 from .http_types import model_of, model_paths
 
-_INFER: Final = (
-    "success",
-    "fail",
-    "queue",
-    "compute_input",
-    "compute_infer",
-    "compute_output",
-    "cache_hit",
-    "cache_miss",
-)
-_BATCH: Final = ("compute_input", "compute_infer", "compute_output")
-_RESPONSE: Final = ("compute_infer", "compute_output", "success", "fail", "empty_response", "cancel")
-
 
 class HealthEndpoints(Endpoints):
     """200 or 400, without a body."""
@@ -147,17 +134,16 @@ def _model(model: Any) -> http_types.ModelStatistics:
         "last_inference": model.last_inference,
         "inference_count": model.inference_count,
         "execution_count": model.execution_count,
-        "inference_stats": _durations(model.inference_stats, _INFER),
-        "response_stats": {
-            key: _durations(model.response_stats[key], _RESPONSE) for key in sorted(model.response_stats)
-        },
-        "batch_stats": [{"batch_size": row.batch_size} | _durations(row, _BATCH) for row in model.batch_stats],
+        "inference_stats": _durations(model.inference_stats),
+        "response_stats": {key: _durations(model.response_stats[key]) for key in sorted(model.response_stats)},
+        "batch_stats": [{"batch_size": row.batch_size} | _durations(row) for row in model.batch_stats],
         "memory_usage": [{"type": row.type, "id": row.id, "byte_size": row.byte_size} for row in model.memory_usage],
     }
 
 
-def _durations(message: Any, names: tuple[str, ...]) -> dict[str, http_types.Duration]:
-    return {name: {"count": getattr(message, name).count, "ns": getattr(message, name).ns} for name in names}
+def _durations(message: Any) -> dict[str, http_types.Duration]:
+    fields = {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields if field.message_type}
+    return {name: {"count": duration.count, "ns": duration.ns} for name, duration in fields.items()}
 
 
 Document = Mapping[str, Any]

@@ -40,9 +40,7 @@ REGION, OFFSET, BYTE_SIZE = "shared_memory_region", "shared_memory_offset", "sha
 CLASSIFICATION: Final = "classification"
 MAX_CLASSES: Final = 2**32 - 1
 """Triton counts classes in 32 bits; a larger number would wrap there."""
-_RESERVED_NAMES: Final = frozenset(
-    {"sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "headers", "binary_data_output"}
-)
+_RESERVED_NAMES: Final = _JSON_KEYS | {"headers"}
 Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
 """Name and value of each header; None: gRPC has no metadata."""
 

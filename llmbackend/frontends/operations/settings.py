@@ -20,27 +20,14 @@ from llmbackend.core.tracing.trace import UNLIMITED_COUNT, TraceChanges, TraceFi
 from ..http.json_reader import as_array, as_bool, as_string, as_unsigned
 
 _MAX_VERBOSE: Final = (1 << 31) - 1
-_LOG_FIELDS: Final[Mapping[str, LogField]] = {
-    "log_info": "info",
-    "log_warning": "warning",
-    "log_error": "error",
-    "log_verbose_level": "verbose",
-    "log_format": "format",
+_LOG_FIELDS: Final[Mapping[str, tuple[LogField, Callable[[Any], Any], str, str]]] = {
+    "log_info": ("info", as_bool, "bool_param", "boolean"),
+    "log_warning": ("warning", as_bool, "bool_param", "boolean"),
+    "log_error": ("error", as_bool, "bool_param", "boolean"),
+    "log_verbose_level": ("verbose", as_unsigned, "uint32_param", "int32"),
+    "log_format": ("format", as_string, "string_param", "string"),
 }
-_LOG_FROM_JSON: Final[Mapping[LogField, Callable[[Any], Any]]] = {
-    "info": as_bool,
-    "warning": as_bool,
-    "error": as_bool,
-    "verbose": as_unsigned,
-    "format": as_string,
-}
-_LOG_PROTO_CHOICES: Final[Mapping[LogField, tuple[str, str]]] = {
-    "info": ("bool_param", "boolean"),
-    "warning": ("bool_param", "boolean"),
-    "error": ("bool_param", "boolean"),
-    "verbose": ("uint32_param", "int32"),
-    "format": ("string_param", "string"),
-}
+"""Of the log: field, its value of JSON, its choice in gRPC, and the choice's name in errors."""
 _INT32_MAX: Final = (1 << 31) - 1
 _UINT32_MAX: Final = (1 << 32) - 1
 _NUMBER: Final = re.compile(r"\s*([+-]?\d+)")
@@ -58,7 +45,7 @@ def log_changes_from_json(document: Any) -> dict[str, Any]:
     if fields.get("log_file") is not None:
         raise _fixed_log_file()
     changes: dict[str, Any] = {
-        field: _LOG_FROM_JSON[field](fields[key]) for key, field in _LOG_FIELDS.items() if fields.get(key) is not None
+        field: read(fields[key]) for key, (field, read, _, _) in _LOG_FIELDS.items() if fields.get(key) is not None
     }
     if changes.get("verbose", 0) > _MAX_VERBOSE:
         raise invalid_argument(f"log_verbose_level is {changes['verbose']}, expected at most {_MAX_VERBOSE}")
@@ -72,9 +59,8 @@ def log_changes_from_proto(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "log_file" in settings:
         raise _fixed_log_file()
     changes: dict[str, Any] = {}
-    for key, field in _LOG_FIELDS.items():
+    for key, (field, _, choice, name) in _LOG_FIELDS.items():
         if key in settings:
-            choice, name = _LOG_PROTO_CHOICES[field]
             if settings[key].WhichOneof("parameter_choice") != choice:
                 raise invalid_argument(f"expect {name} for '{key}'")
             changes[field] = getattr(settings[key], choice)
