@@ -278,7 +278,6 @@ class HostRpcs(grpc.aio.ServerInterceptor):
         await context.abort(grpc.StatusCode.INTERNAL, UNPARSABLE)
 
     async def _forward_stream(self, method: str, requests: AsyncIterator[bytes], context: Context) -> None:
-        """An RPC with a stream of requests."""
         start: Any = self._channel.stream_stream(method)
         await self._answer(partial(start, requests), context)
 
@@ -432,8 +431,6 @@ class Edge(Protocol):
 
 
 class FrontendEdge:
-    """Of a frontend process."""
-
     def __init__(self, http_socket: Path, grpc_socket: Path, websocket_path: str) -> None:
         self._application = HostApplication(http_socket, websocket_path)
         self._grpc_socket = grpc_socket

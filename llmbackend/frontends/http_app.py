@@ -6,6 +6,7 @@ written (no slash redirects, no implicit HEAD); anything else is Triton's 404 or
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
@@ -53,9 +54,7 @@ _READABLE_HEADERS: Final = (
 )
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 Handler = Callable[[Request], Awaitable[Response]]
-_OF_MODEL, _OF_VERSION = 5, 7
-"""Number of parts of `/v2/models/{name}/infer` and `/v2/models/{name}/versions/{version}/infer`, split at slashes."""
-_PREFIX: Final = ["", "v2", "models"]
+_MODEL_PATH: Final = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?/([^/]+)")
 
 
 def create_http_app(
@@ -140,17 +139,11 @@ class DirectRoutes:
         """The handler, after the path's parameters were put into `scope`; None: use the routers."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
             return None
-        parts = scope["path"].split("/")
-        handler = self._handlers.get(parts[-1])
-        if handler is None or parts[:3] != _PREFIX or not all(parts[3:]):
-            return None
-        if len(parts) == _OF_MODEL:
-            scope["path_params"] = {"name": parts[3]}
-            return handler
-        if len(parts) == _OF_VERSION and parts[4] == "versions":
-            scope["path_params"] = {"name": parts[3], "version": parts[5]}
-            return handler
-        return None
+        match = _MODEL_PATH.fullmatch(scope["path"])
+        handler = None if match is None else self._handlers.get(match[3])
+        if match is not None and handler is not None:
+            scope["path_params"] = {name: value for name, value in match.groupdict().items() if value is not None}
+        return handler
 
 
 async def _serve(handler: Handler, scope: Scope, receive: Receive, send: Send) -> None:

@@ -156,27 +156,22 @@ class InferenceGate:
         if trace is not None:
             request = replace(request, trace=trace)
         raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
-        if raw_bytes <= LARGE_BODY_BYTES and string_count_bound(request.inputs) <= MANY_STRINGS:
-            return await self._send_small(request, backlog)
+        is_small = raw_bytes <= LARGE_BODY_BYTES and string_count_bound(request.inputs) <= MANY_STRINGS
         self.check_room()
         inference = self._new_inference(backlog)
         leave = self._enter()
+        if is_small:
+            try:
+                return inference.accepted(await self.server.infer_accepted(request, inference), leave)
+            except BaseException:
+                leave()
+                raise
         accepting = asyncio.ensure_future(self.server.infer_accepted(request, inference, self._threads.run))
         accepting.add_done_callback(partial(_leave_if_refused, leave))
         try:
             return inference.accepted(await asyncio.shield(accepting), leave)
         except asyncio.CancelledError:
             accepting.add_done_callback(partial(_close_accepted, inference, leave))
-            raise
-
-    async def _send_small(self, request: InferenceRequest, backlog: Backlog | None) -> Inference:
-        self.check_room()
-        inference = self._new_inference(backlog)
-        leave = self._enter()
-        try:
-            return inference.accepted(await self.server.infer_accepted(request, inference), leave)
-        except BaseException:
-            leave()
             raise
 
     def submit(

@@ -33,8 +33,6 @@ class InferenceLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Of one HTTP endpoint."""
-
     max_connections: int = 4096
     max_connections_per_peer: int = 1024
     """From one address (IPv6: one /64); 0: no limit."""
@@ -110,8 +108,6 @@ class GrpcLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class FrontendLimits:
-    """Of one server."""
-
     inference: InferenceLimits = InferenceLimits()
     http: HttpLimits = HttpLimits()
     grpc: GrpcLimits = GrpcLimits()

@@ -80,7 +80,6 @@ class DocumentEndpoints(Endpoints):
 
 
 def document(routes: Iterable[BaseRoute], root_path: str = "") -> Json:
-    """The document of all `routes` that are declared."""
     served = [route for route in routes if isinstance(route, ApiRoute)]
     made: Json = get_openapi(title="llmbackend", version=__version__, routes=served)
     if root_path:

@@ -45,8 +45,6 @@ NO_DEFAULTS: Final = RequestDefaults()
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions:
-    """Of one server."""
-
     http_forward: HeaderForward = FORWARD_NOTHING
     """Which headers of /infer the model sees."""
     grpc_forward: HeaderForward = FORWARD_NOTHING

@@ -116,8 +116,8 @@ class SharedCounts:
         """The bucket of that name, which is never freed. full: units of a new one"""
         with self.lock:
             cell = SharedCell(self._memory, self._record_at(self._take(name)))
-            if not cell.at_s:
-                cell.units, cell.at_s = full, time.monotonic()
+            if not cell.is_used:
+                cell.write(full, time.monotonic())
             return cell
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class SharedCounts:
 
     def _free_if_unused(self, record: int) -> None:
         counts = self._columns.unpack_from(self._memory, self._counts_at(record))
-        if not any(counts) and not SharedCell(self._memory, self._record_at(record)).at_s:
+        if not any(counts) and not SharedCell(self._memory, self._record_at(record)).is_used:
             self._set_digest(record, _FREE)
 
     def _set_digest(self, record: int, digest: bytes) -> None:
@@ -178,7 +178,7 @@ class SharedCounts:
 
 
 class SharedCell:
-    """The two numbers of a bucket. Needs the lock."""
+    """The units of a bucket, and their time. Needs the lock."""
 
     __slots__ = ("_at", "_memory")
 
@@ -187,20 +187,15 @@ class SharedCell:
         self._at = at
 
     @property
-    def units(self) -> float:
-        return float(_BUCKET.unpack_from(self._memory, self._at)[0])
+    def is_used(self) -> bool:
+        return bool(self.read()[1])
 
-    @units.setter
-    def units(self, units: float) -> None:
-        _BUCKET.pack_into(self._memory, self._at, units, self.at_s)
+    def read(self) -> tuple[float, float]:
+        units, at_s = _BUCKET.unpack_from(self._memory, self._at)
+        return units, at_s
 
-    @property
-    def at_s(self) -> float:
-        return float(_BUCKET.unpack_from(self._memory, self._at)[1])
-
-    @at_s.setter
-    def at_s(self, at_s: float) -> None:
-        _BUCKET.pack_into(self._memory, self._at, self.units, at_s)
+    def write(self, units: float, at_s: float) -> None:
+        _BUCKET.pack_into(self._memory, self._at, units, at_s)
 
 
 class _ProcessLock:

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 
-from ..http.errors import INVALID_REQUEST, anthropic_error_body, error_body, is_anthropic, is_openai, openai_error_body
+from ..http.errors import INVALID_REQUEST, body_for, error_body, is_anthropic, is_openai
 from ..http.request_scope import LABELS
 from ..http.responses import JSON, TEXT, plain
 from ..shared_counts import SharedCounts
@@ -178,14 +178,7 @@ def _rate_limited(request: _CheckedRequest, refusal: Refusal, account: Account) 
 
 
 def _error(request: _CheckedRequest, status: int, message: str, kind: str, code: str) -> Response:
-    """In the form of the request's API. kind, code: OpenAI's"""
-    if request.is_anthropic:
-        body = anthropic_error_body(status, message)
-    elif is_openai(request.path):
-        body = openai_error_body(message, kind, code)
-    else:
-        body = error_body(message)
-    return plain(body, status, JSON)
+    return plain(body_for(request.path, request.is_anthropic, status, message, kind, code), status, JSON)
 
 
 Handler = Any  # grpc.RpcMethodHandler, which the type stubs describe in part

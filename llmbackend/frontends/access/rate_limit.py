@@ -31,8 +31,6 @@ _HEADERS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one API key."""
-
     requests: int = 0
     """Prompts per minute; 0: no limit."""
     tokens: int = 0
@@ -46,8 +44,6 @@ NO_LIMITS: Final = Limits()
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a request was not admitted."""
-
     kind: Kind
     limit: int
     """Units per minute."""
@@ -58,7 +54,6 @@ class Refusal:
 
     @property
     def retry_after(self) -> str:
-        """The value of a Retry-After header."""
         return str(max(math.ceil(self.retry_after_s), 1))
 
     def error(self) -> LimitReachedError:
@@ -78,16 +73,21 @@ class Refusal:
 
 
 class Cell(Protocol):
-    """The content of a bucket, and its time."""
+    def read(self) -> tuple[float, float]:
+        """Units of a bucket, and the time (s) when it had them."""
 
-    units: float
-    at_s: float
+    def write(self, units: float, at_s: float) -> None: ...
 
 
-@dataclass(slots=True)
 class _LocalCell:
-    units: float
-    at_s: float
+    def __init__(self, units: float, at_s: float) -> None:
+        self.write(units, at_s)
+
+    def read(self) -> tuple[float, float]:
+        return self._content
+
+    def write(self, units: float, at_s: float) -> None:
+        self._content = units, at_s
 
 
 class Bucket:
@@ -100,14 +100,17 @@ class Bucket:
         self._cell = cell or _LocalCell(per_minute, clock())
 
     def units(self) -> float:
-        now_s, cell = self._clock(), self._cell
-        gained = (now_s - cell.at_s) * self.per_minute / 60
-        cell.units = units = min(cell.units + gained, self.per_minute)
-        cell.at_s = now_s
-        return units
+        return self._changed(0)
 
     def take(self, units: int) -> None:
-        self._cell.units = self.units() - units
+        self._changed(-units)
+
+    def _changed(self, change: int) -> float:
+        """The units after `change`, now."""
+        (units, at_s), now_s = self._cell.read(), self._clock()
+        units = min(units + (now_s - at_s) * self.per_minute / 60, self.per_minute) + change
+        self._cell.write(units, now_s)
+        return units
 
     def seconds_until(self, units: float) -> float:
         return max(units - self.units(), 0.0) * 60 / self.per_minute

@@ -54,8 +54,6 @@ class InputGrammar:
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A callable function."""
-
     name: str
     parameters: JsonObject
     """JSON Schema."""
@@ -68,8 +66,6 @@ class Function:
 
 @dataclass(frozen=True, slots=True)
 class NamedTool:
-    """A tool as its client knows it."""
-
     kind: ToolKind
     name: str
     namespace: str | None = None

@@ -15,13 +15,15 @@ from typing import Any, Final
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ParameterValue
-from llmbackend.core.errors import invalid_argument
+from llmbackend.core.errors import internal, invalid_argument
 from llmbackend.core.messages import InferenceRequest, InferenceResponse
 from llmbackend.core.outputs import OutputLayout, Outputs
 from llmbackend.core.tensors import NUMPY_DTYPE, RawTensor, SharedInput, Tensor, wire_view
 
+from ..errors import log_bug
 from ..kserve.request_parameters import RequestOptions, classes_from_proto, shared_range_from_proto
 from .messages import LENGTH, OpenRequest, input_label, raw_contents, varint
+from .rpc import INTERNAL_ERROR
 
 FINAL_PARAMETER: Final = "triton_final_response"
 _STRING_LENGTH: Final = struct.Struct("<I")
@@ -83,20 +85,24 @@ def response_parts(response: InferenceResponse, in_shared_memory: Collection[str
 
 
 def stream_message(response: InferenceResponse, final: bool, in_shared_memory: Collection[str] = ()) -> bytes:
-    """As `response_parts`, the ModelStreamInferResponse."""
-    names = response.model_name, response.model_version, response.request_id
-    if response.parameters:
-        head = _head(*names, {**response.parameters, FINAL_PARAMETER: final})
-    else:
-        head = _streamed_head(*names, final)
-    parts: list[bytes | memoryview] = [head]
-    outputs = response.outputs
-    if type(outputs) is Outputs and outputs.layout.is_text and not in_shared_memory:
-        parts.append(_text_descriptions(outputs.layout))
-        parts += map(_raw_text, outputs.values)
-    else:
-        parts += _described(outputs, in_shared_memory)
-    return b"".join((_INFER_RESPONSE, _length(sum(map(len, parts))), *parts))
+    """As `response_parts`, the ModelStreamInferResponse. Raises TritonError INTERNAL if it cannot be encoded."""
+    try:
+        names = response.model_name, response.model_version, response.request_id
+        if response.parameters:
+            head = _head(*names, {**response.parameters, FINAL_PARAMETER: final})
+        else:
+            head = _streamed_head(*names, final)
+        parts: list[bytes | memoryview] = [head]
+        outputs = response.outputs
+        if type(outputs) is Outputs and outputs.layout.is_text and not in_shared_memory:
+            parts.append(_text_descriptions(outputs.layout))
+            parts += map(_raw_text, outputs.values)
+        else:
+            parts += _described(outputs, in_shared_memory)
+        return b"".join((_INFER_RESPONSE, _length(sum(map(len, parts))), *parts))
+    except Exception as error:
+        log_bug(f"a response of model '{response.model_name}' cannot be encoded", error)
+        raise internal(INTERNAL_ERROR) from None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -268,7 +268,6 @@ def _check_bounds(message: Any) -> None:
 
 
 def input_label(tensor: Any, model_name: str) -> str:
-    """For errors."""
     return f"'{tensor.name}' for model '{model_name}'"
 
 

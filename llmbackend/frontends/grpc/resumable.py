@@ -16,10 +16,9 @@ import msgspec
 from tritonclient.grpc import service_pb2 as pb
 
 from llmbackend.core.backend_api import ParameterValue, is_final
-from llmbackend.core.errors import TritonError, internal, invalid_argument
-from llmbackend.core.messages import InferenceResponse
+from llmbackend.core.errors import TritonError, invalid_argument
+from llmbackend.core.messages import InferenceRequest
 
-from ..errors import log_bug
 from ..inference import Inference
 from ..inference_gate import InferenceGate
 from ..journals.journal import EventsGoneError, Recording, StreamRecord
@@ -27,7 +26,6 @@ from ..journals.resumable_streams import MAX_STREAM_BYTES, ResumableStream, Resu
 from ..kserve.request_parameters import RequestOptions, options_from_proto
 from .codec import decode_request, outcome_message, stream_message
 from .messages import LargeRequest, OpenRequest, opened, parse_or_keep
-from .rpc import INTERNAL_ERROR
 
 RESUMABLE: Final = "resumable"
 RESUME_FROM: Final = "resume_from"
@@ -96,7 +94,6 @@ async def make_again(gate: InferenceGate, streams: ResumableStreams, record: Str
 
 
 def data_of(request: Any) -> bytes:
-    """The received message."""
     return bytes(request.data if isinstance(request, LargeRequest) else request.SerializeToString())
 
 
@@ -112,45 +109,34 @@ async def _opened(
         given = replace(given, resume=recording.resume(0))
     backlog = gate.new_backlog(0 if recording is None else recording.num_known)
     inference = await gate.send(given, backlog)
-    responses = _Responses(inference, given.model_name, given.id, options.empty_final_response, given.shared_outputs)
     try:
-        messages = responses.messages(recording)
+        messages = _messages(inference, given, options.empty_final_response, recording)
         return await streams.open(PATH + given.model_name, messages, inference.close, recording=recording)
     except BaseException:
         inference.close()
         raise
 
 
-class _Responses:
-    """Messages of the responses to one request."""
-
-    def __init__(
-        self, inference: Inference, model_name: str, id: str, empty_final: bool, in_shared_memory: Any
-    ) -> None:
-        self._inference = inference
-        self._model_name = model_name
-        self._id = id
-        self._empty_final = empty_final
-        self._in_shared_memory = in_shared_memory
-
-    async def messages(self, recording: Recording | None) -> AsyncGenerator[Sequence[bytes], None]:
-        while (item := await self._inference.next()) is not None:
-            response, flags = item
-            if recording is not None and response is not None:
-                recording.delta(0, response.delta)
-            if (message := self._message(response, is_final(flags))) is not None:
-                yield [message]
-
-    def _message(self, response: InferenceResponse | None, final: bool) -> bytes | None:
+async def _messages(
+    inference: Inference, given: InferenceRequest, empty_final: bool, recording: Recording | None
+) -> AsyncGenerator[Sequence[bytes], None]:
+    """Of the responses to `given`."""
+    while (item := await inference.next()) is not None:
+        response, flags = item
+        final = is_final(flags)
         if response is None:
-            return outcome_message(self._model_name, self._id, final) if final and self._empty_final else None
-        if response.error is not None:
-            return outcome_message(self._model_name, self._id, final, response.error.message)
+            if final and empty_final:
+                yield [outcome_message(given.model_name, given.id, final)]
+            continue
+        if recording is not None:
+            recording.delta(0, response.delta)
         try:
-            return stream_message(response, final, self._in_shared_memory)
-        except Exception as error:
-            log_bug(f"a response of model '{self._model_name}' cannot be encoded", error)
-            return outcome_message(self._model_name, self._id, final, internal(INTERNAL_ERROR).message)
+            if response.error is not None:
+                raise response.error
+            message = stream_message(response, final, given.shared_outputs)
+        except TritonError as error:
+            message = outcome_message(given.model_name, given.id, final, error.message)
+        yield [message]
 
 
 def numbered(message: bytes, key: str, number: int) -> bytes:

@@ -127,9 +127,8 @@ class _Answer:
             return self._error(response.error, final)
         try:
             return stream_message(response, final, asked.in_shared_memory)
-        except Exception as error:  # an error of its request, which does not end the stream
-            log_bug(f"a response of model '{asked.model_name}' cannot be encoded", error)
-            return self._error(internal(INTERNAL_ERROR), final)
+        except TritonError as error:
+            return self._error(error, final)
 
     def _error(self, error: TritonError, final: bool) -> bytes:
         if self._asked.strict_errors:

@@ -211,12 +211,14 @@ def _headers(status: int) -> dict[str, str]:
 
 
 def _body(path: str, status: int, message: str) -> bytes:
-    if is_anthropic(path):
+    return body_for(path, is_anthropic(path), status, message, *_OPENAI_KINDS.get(status, (INVALID_REQUEST, None)))
+
+
+def body_for(path: str, is_for_anthropic: bool, status: int, message: str, kind: str, code: str | None) -> bytes:
+    """In the form of the API of `path`. kind, code: OpenAI's"""
+    if is_for_anthropic:
         return anthropic_error_body(status, message)
-    if not is_openai(path):
-        return error_body(message)
-    kind, code = _OPENAI_KINDS.get(status, (INVALID_REQUEST, None))
-    return openai_error_body(message, kind, code)
+    return openai_error_body(message, kind, code) if is_openai(path) else error_body(message)
 
 
 JsonObject = dict[str, Any]

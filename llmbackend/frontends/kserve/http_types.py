@@ -23,7 +23,6 @@ _MAX_VERSION_DIGITS: Final = 18
 
 
 def model_paths(action: str = "") -> tuple[str, ...]:
-    """Of a model and of its versions."""
     return tuple(path + action for path in MODEL_PATHS)
 
 

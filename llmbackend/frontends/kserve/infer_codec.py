@@ -201,8 +201,10 @@ def decode_request(
     if not json_length:
         return InferenceRequest(name, version, raw_input=body), OutputForm(binary_by_default=True)
     document = parse(body[:json_length])
-    request_id = _optional_string(document, "id")
-    parameters = document.get("parameters", {}) if isinstance(document, dict) else {}
+    fields = document if isinstance(document, dict) else {}
+    with parsing("id"):
+        request_id = as_string(fields.get("id", ""))
+    parameters = fields.get("parameters", {})
     with parsing("parameters"):
         as_object(parameters)
     items = array_member(document, "inputs")
@@ -229,13 +231,6 @@ def decode_request(
         classes=outputs.classes,
     )
     return request, OutputForm(options.binary_data_output, outputs.binary, frozenset(outputs.shared))
-
-
-def _optional_string(document: Any, key: str) -> str:
-    if not isinstance(document, dict) or key not in document:
-        return ""
-    with parsing(key):
-        return as_string(document[key])
 
 
 def encode_response(response: InferenceResponse, form: OutputForm) -> tuple[bytes, list[memoryview]]:

@@ -47,8 +47,6 @@ Headers = Iterable[tuple[str | bytes, str | bytes]] | Any
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """What a request's parameters say."""
-
     correlation_id: int | str = 0
     """Of a sequence; 0: none."""
     flags: RequestFlag = _NO_FLAGS
@@ -209,7 +207,6 @@ def shared_range_from_proto(tensor: Any) -> SharedRange | None:
 
 
 def _parameter(tensor: Any, key: str, expected: str) -> Any:
-    """None: absent."""
     if key not in tensor.parameters:
         return None
     parameter = tensor.parameters[key]

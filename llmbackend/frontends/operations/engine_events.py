@@ -53,8 +53,6 @@ _decoders: Final[dict[type, Callable[[bytes], Any]]] = {
 
 @dataclass(slots=True)
 class _OfInstance:
-    """Events of one instance, as JSON."""
-
     steps: list[bytes] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
     blocks: bytes = b""
@@ -340,8 +338,6 @@ class _Wakeup:
 
 
 class _Feed:
-    """The events of `viewer`."""
-
     def __init__(
         self,
         server: InferenceServer,
