@@ -1,9 +1,8 @@
 """`python -m llmbackend.cluster.agent`: this machine's driver of Ray, between its host and the cluster.
 
-For: the launcher, which starts and restarts it. It is a separate process because Ray ends its drivers when the
-head is gone for long, and hosts must not end then. Does not know: tokens. Invariants: it ends with its standard input;
-it tells
-its parent on the descriptor of READY_DESCRIPTOR, in a line of JSON, that it is there or why it cannot be.
+For: the launcher, which starts and restarts it. It is a separate process because Ray ends its drivers when the head is
+away for long, and hosts must survive that. Does not know: tokens. Invariants: it ends when its standard input closes;
+it reports its start or its refusal as a line of JSON on the descriptor of READY_DESCRIPTOR.
 """
 
 from __future__ import annotations
@@ -30,43 +29,43 @@ from .rank_actors import DETACHED, NAMESPACE, answer
 
 log = logging.getLogger(__name__)
 
-LEFT_TIMEOUT_S: Final = 5.0
+LEAVE_TIMEOUT_S: Final = 5.0
 RETRY_S: Final = 1.0
 HOST_RESTARTS_S: Final = 120.0
-"""How long the engines of a host that died wait for the next one, which finds them loaded."""
+"""How long engines stay loaded for the successor of a host that died."""
 MAX_FAILURES: Final = 3
-"""In a row, each RETRY_S after the last."""
+"""Consecutive failed reads of the list of hosts, RETRY_S apart, before the agent ends."""
 LINE_BYTES: Final = 1 << 22
 _decode = msgspec.json.Decoder(FromHost).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class Agent:
-    """On one event loop."""
+    """Used on one event loop."""
 
     def __init__(self, order: AgentOrder) -> None:
         self._order = order
         self._me = order.host
-        """As it is known to others: with the endpoint of the host that lives now."""
+        """The address of the current host, as the cluster knows it."""
         self._host: asyncio.StreamWriter | None = None
         self._engines: dict[str, EngineWatch] = {}
         self._wanted: set[str] = set()
-        """What the host that lives now has asked for; the one before it may have left more in `_engines`."""
+        """Keys that the current host asked for; `_engines` may also have those of its predecessor."""
         self._peers: tuple[HostAddress, ...] | None = None
         """None: the cluster's list was not read yet."""
         self._registry: Any = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def join(self) -> str:
-        """Why the cluster refuses this machine, "" if it does not."""
+        """Why the cluster refuses this machine; "" = accepted."""
         self._registry = ray.remote(HostRegistry).options(name=REGISTRY, num_cpus=0, **DETACHED).remote()
         host, versions = (msgspec.msgpack.encode(part) for part in (self._me, self._order.versions))
         refusal: str = await answer(self._registry.join.remote(host, versions, self._order.key_name))
         return refusal
 
     async def run(self) -> None:
-        """Until this task is cancelled; then the host's engines are released. Raises RayError when Ray does not answer
-        any more: the next agent speaks to the next node."""
+        """Serves the host until this task is cancelled, then releases its engines. Raises RayError when Ray no longer
+        answers; the next agent connects to the next node."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._order.socket)
         server = await asyncio.start_unix_server(self._serve_host, self._order.socket, limit=LINE_BYTES)
@@ -82,31 +81,29 @@ class Agent:
         calls = [watch.release() for watch in self._engines.values()]
         with contextlib.suppress(TimeoutError):
             leaving = answer(self._registry.leave.remote(self._order.host.id))
-            await asyncio.wait_for(asyncio.gather(leaving, *calls, return_exceptions=True), LEFT_TIMEOUT_S)
+            await asyncio.wait_for(asyncio.gather(leaving, *calls, return_exceptions=True), LEAVE_TIMEOUT_S)
 
     async def _serve_host(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One host at a time: a new one comes when the last one has died."""
+        """There is one host at a time; the next one connects after the last one has died."""
         self._host, self._wanted = writer, set()
         asyncio.get_running_loop().call_later(HOST_RESTARTS_S, self._release_left, writer)
         if self._peers is not None:
             self._tell(Peers(self._peers))
         with contextlib.suppress(ConnectionError):
             async for line in reader:
-                self._take(_decode(line))
+                message = _decode(line)
+                if isinstance(message, HostServing):
+                    self._run(self._join_with(message.endpoint))
+                else:
+                    self._set_wants(message)
         if self._host is writer:
             self._host = None
-            self._run(self._serves(""))
+            self._run(self._join_with(""))
         writer.close()
 
-    def _take(self, message: FromHost) -> None:
-        if isinstance(message, HostServing):
-            self._run(self._serves(message.endpoint))
-        else:
-            self._set_wants(message)
-
-    async def _serves(self, endpoint: str) -> None:
+    async def _join_with(self, endpoint: str) -> None:
         self._me = msgspec.structs.replace(self._me, endpoint=endpoint)
-        with contextlib.suppress(ray.exceptions.RayError):  # the next look at the list joins again
+        with contextlib.suppress(ray.exceptions.RayError):  # `_watch_peers` joins again
             await self.join()
 
     def _set_wants(self, wants: Wants) -> None:
@@ -117,11 +114,11 @@ class Agent:
         for key in asked:
             if (watch := self._engines.get(key)) is None:
                 self._engines[key] = EngineWatch(wanted[key], self._order.host.id, self._tell)
-            elif watch.state is not None:  # of the host before this one, which was told it
+            elif watch.state is not None:  # only the previous host was told
                 self._tell(watch.state)
 
     def _release_left(self, writer: asyncio.StreamWriter) -> None:
-        """The host of `writer` has had its time to ask again for the engines of the one before it."""
+        """Releases the previous host's engines that the host of `writer` has not asked for."""
         if self._host is writer:
             self._release(self._engines.keys() - self._wanted)
 
@@ -143,7 +140,9 @@ class Agent:
                 peers = tuple(msgspec.msgpack.decode(host, type=HostAddress) for host in hosts)
                 if self._me not in peers and (refusal := await self.join()):
                     log.error("%s", refusal)
-                self._show(_others(self._me, peers))
+                if (others := _others(self._me, peers)) != self._peers:
+                    self._peers = others
+                    self._tell(Peers(others))
                 num_failures = 0
             except ray.exceptions.RayError as error:
                 num_failures += 1
@@ -152,11 +151,6 @@ class Agent:
                 log.warning("the cluster's list of hosts cannot be read: %s", error)
                 await asyncio.sleep(RETRY_S)
 
-    def _show(self, peers: tuple[HostAddress, ...]) -> None:
-        if peers != self._peers:
-            self._peers = peers
-            self._tell(Peers(peers))
-
     def _run(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
@@ -164,7 +158,7 @@ class Agent:
 
 
 def _others(me: HostAddress, peers: Sequence[HostAddress]) -> tuple[HostAddress, ...]:
-    """In an order that is another one for each host, so that not all go to the same one."""
+    """Ordered differently on each host, so that not all frontends choose the same one."""
     others = (peer for peer in peers if peer.id != me.id)
     return tuple(sorted(others, key=lambda peer: (peer.id < me.id, peer.id)))
 
@@ -185,7 +179,7 @@ def main() -> None:
     except (RuntimeError, ConnectionError, ray.exceptions.RayError) as error:
         _say(AgentNews(error=f"the Ray at {order.address} cannot be used: {error}"), ready_descriptor)
         code = 2
-    os._exit(code)  # Ray's own end waits for a head that may be gone
+    os._exit(code)  # Ray's own shutdown waits for the head, which may be gone
 
 
 async def _run(order: AgentOrder, ready_descriptor: int | None) -> int:
@@ -197,7 +191,7 @@ async def _run(order: AgentOrder, ready_descriptor: int | None) -> int:
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
-        """Once: a second cancel would end what leaving the cluster takes."""
+        """Cancels once: a second cancel would interrupt leaving the cluster."""
         if loop.remove_reader(sys.stdin.fileno()):
             running.cancel()
 

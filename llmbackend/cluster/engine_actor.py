@@ -1,15 +1,14 @@
 """The Ray actor of one engine: starts it on its node, watches it, and tells hosts' agents where it is.
 
-For: Ray, which makes it on any node with room and again elsewhere when that node is gone. Does not know: tokens, which
-go between hosts and the engine directly. Invariants: agents are told by the answer to a call that waits for news, so
-that nobody asks again and again; an engine that no host has held for ORPHAN_S ends, and its actor with it.
+For: Ray, which creates it on a node with room, and again on another node when that one is lost. Does not know: tokens,
+which hosts and the engine exchange directly. Invariants: `watch` waits for news, so that agents need not poll; an
+engine that no host has held for ORPHAN_S ends together with its actor.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import socket
 import time
@@ -34,16 +33,13 @@ from .ray_node import RUN_FOLDER_VARIABLE, SECRETS_VARIABLE
 from .settings import DEFAULT_SECRETS, default_run_folder
 
 NEWS_WAIT_S: Final = 20.0
-"""The longest that a call waits for news; after it, an agent that lives calls again."""
+"""The longest that `watch` waits; then a live agent calls again."""
 ORPHAN_S: Final = 60.0
-"""Of NEWS_WAIT_S some: the agents of a dead head's cluster come back, too."""
-NAMESPACE: Final = "llmbackend"
-
-log = logging.getLogger(__name__)
+"""Several NEWS_WAIT_S: agents need time to return after the loss of the cluster's head."""
 
 
 class _Holder(NamedTuple):
-    """heard_at_s: the last time; node: Ray's id of its machine"""
+    """heard_at_s: time of its last call; node: Ray's id of its machine."""
 
     heard_at_s: float
     node: str
@@ -58,12 +54,12 @@ class EngineActor:
         self._state = EngineLocation(self._spec.key, version=time.time_ns(), node=self._node)
         self._changed = asyncio.Event()
         self._holders: dict[str, _Holder] = {}
-        """By their hosts' ids."""
+        """By the id of the host."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._files: LocalFiles | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._ranks: RankGroup | None = None
-        """The other ranks of a model that is split."""
+        """Ranks 1 and up of a split model."""
         self._folder = Path(os.environ.get(RUN_FOLDER_VARIABLE, str(default_run_folder())))
         self._meeting: RankMeeting | None = None
         if self._spec.config.num_ranks > 1:
@@ -73,8 +69,8 @@ class EngineActor:
         self._keeper = EngineKeeper(self._prepare, self._folder, self._spec.key, self._heard)
 
     async def watch(self, host: str, version: int, node: str) -> bytes:
-        """An EngineLocation in msgpack: at once if it is another than `version`, or else when it changes or after
-        NEWS_WAIT_S. The host holds the engine from now on. node: Ray's id of the host's machine."""
+        """The EngineLocation in msgpack: at once unless its version is `version`, else at its next change or after
+        NEWS_WAIT_S. From now on the host holds the engine. node: Ray's id of the host's machine."""
         self._holders[host] = _Holder(time.monotonic(), node)
         await self._begin()
         if self._state.version == version:
@@ -116,12 +112,13 @@ class EngineActor:
         ray.actor.exit_actor()
 
     def _prepare(self) -> Launch | None:
-        """On the keeper's thread."""
+        """Called on the keeper's thread."""
         try:
             self._files = self._files or local_files(self._spec.models, self._connect)
         except ModelFilesError as error:
-            text = f"{self._node}: {error}"
-            self._show(EngineLocation(self._spec.key, node=self._node, error=text, is_final=True))
+            location = EngineLocation(self._spec.key, node=self._node, error=f"{self._node}: {error}", is_final=True)
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._set, location)
             return None
         order = ServedEngineOrder(
             config=self._spec.config,
@@ -139,18 +136,13 @@ class EngineActor:
         return remote_model(self._machines(), model)
 
     def _machines(self) -> tuple[str, ...]:
-        """Of the hosts that hold the engine: they have its files."""
+        """Ray's ids of the machines whose hosts hold the engine; they have its files."""
         return tuple(dict.fromkeys(holder.node for holder in tuple(self._holders.values())))
 
     def _heard(self, news: ServedEngineNews) -> None:
-        """On the keeper's thread."""
+        """Called on the keeper's thread."""
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._take, news)
-
-    def _show(self, state: EngineLocation) -> None:
-        """On the keeper's thread."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._set, state)
 
     def _take(self, news: ServedEngineNews) -> None:
         if news.error:

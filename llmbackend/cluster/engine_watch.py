@@ -1,7 +1,7 @@
-"""One engine that this machine's host needs: its actor is made or found, and what it says is passed on.
+"""EngineWatch: the location of one engine that this machine's host needs. HostRegistry: the cluster's list of hosts.
 
-For: the agent. Does not know: hosts, sockets. Invariants: an engine that Ray finds no room for is told within seconds,
-with what it needs; an actor that is gone is made again.
+For: the agent. Does not know: sockets. Invariants: when no node has room for an engine, the host is told within seconds
+what it needs; a lost actor is created again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .rank_actors import DETACHED, NAMESPACE, actor_options, answer, free_resour
 
 NEWS_WAIT_S: Final = 10.0
 LEASE_S: Final = 25.0
-"""Some waits of NEWS_WAIT_S, so that one that is late is not gone."""
+"""Several NEWS_WAIT_S, so that a late call does not remove its host."""
 NAME: Final = "hosts"
 
 
@@ -38,8 +38,8 @@ class HostRegistry:
         self._changed = asyncio.Event()
 
     async def join(self, host: bytes, versions: bytes, key_name: str) -> str:
-        """host, versions: a HostAddress and its Versions in msgpack. key_name: of its CURVE key. "" = it has joined,
-        else why it was refused."""
+        """host, versions: a HostAddress and its Versions in msgpack. key_name: of its CURVE key. Returns why the host
+        is refused; "" = it has joined."""
         self._forget_silent()
         peer = msgspec.msgpack.decode(host, type=HostAddress)
         own = msgspec.msgpack.decode(versions, type=Versions)
@@ -59,7 +59,8 @@ class HostRegistry:
         return ""
 
     async def watch(self, host: str, version: int) -> tuple[int, list[bytes]]:
-        """The version of the list and all hosts, as `EngineActor.watch`. A host that is not in it should join."""
+        """The version of the list, and all hosts; waits as `EngineActor.watch`. A host that is not listed should
+        join."""
         self._heard_at_s[host] = time.monotonic()
         self._forget_silent()
         if self._version == version:
@@ -92,15 +93,15 @@ class HostRegistry:
 log = logging.getLogger(__name__)
 
 ROOM_S: Final = 5.0
-"""How long there must be no room until that is an error: Ray counts late what has just ended."""
+"""How long a lack of room must last to be an error: Ray frees the resources of ended actors late."""
 PLACEMENT_S: Final = 30.0
-"""For an actor's first answer, where there was room: others may have taken it. A busy machine needs seconds to start
-an actor's process, which has the room by then."""
+"""Wait for an actor's first answer before room is checked again, as others may have taken it. A busy machine needs
+seconds to start an actor's process."""
 RETRY_S: Final = 0.5
 
 
 class EngineWatch:
-    """On the agent's event loop."""
+    """Used on the agent's event loop."""
 
     def __init__(self, wanted: WantedEngine, host: str, tell: Callable[[EngineLocation], None]) -> None:
         self._wanted = wanted
@@ -108,7 +109,7 @@ class EngineWatch:
         self._tell = tell
         self._actor: Any = None
         self.state: EngineLocation | None = None
-        """What was told last."""
+        """The last one passed to `tell`."""
         self._task = asyncio.create_task(self._watch())
 
     def stop(self) -> None:
@@ -127,14 +128,12 @@ class EngineWatch:
                 await self._listen()
             except ModelFilesError as error:
                 self._show(EngineLocation(self._wanted.key, error=str(error), is_final=True))
-            except ray.exceptions.RayError as error:
-                log.warning("%s: %s", self._wanted.key, error)
-            except ValueError as error:  # the name is being given up
+            except (ray.exceptions.RayError, ValueError) as error:  # ValueError: Ray is removing the actor's name
                 log.warning("%s: %s", self._wanted.key, error)
             await asyncio.sleep(RETRY_S)
 
     def _make_actor(self) -> Any:
-        """Or finds it. Raises ModelFilesError."""
+        """Finds or creates the actor. Raises ModelFilesError."""
         if self._exists():
             return ray.get_actor(self._wanted.key, NAMESPACE)
         spec = msgspec.msgpack.encode(EngineSpec(self._wanted.key, self._wanted.config, manifests(self._wanted.config)))
@@ -174,7 +173,7 @@ class EngineWatch:
         return True
 
     def _room_problem(self) -> str:
-        """Why no node can take the engine, "" = one may."""
+        """Why no node can take the engine; "" = one may."""
         return room_problem(needs(self._wanted.config), ray.nodes(), free_resources())
 
     def _show(self, state: EngineLocation) -> None:

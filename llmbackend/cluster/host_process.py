@@ -1,6 +1,6 @@
-"""`python -m llmbackend.cluster.host_process`: this machine's host, whose engines are where the cluster has them.
+"""`python -m llmbackend.cluster.host_process`: this machine's host, whose engines run anywhere in the cluster.
 
-For: the launcher. Does not know: Ray. Invariant: it ends, in order, with its standard input.
+For: the launcher. Does not know: Ray. Invariant: it drains and ends when its standard input closes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 import pickle
+import select
 import signal
 import socket
 import sys
@@ -31,42 +32,46 @@ from llmbackend.remote import wire
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.server.frontend_settings import ClusterMember
 from llmbackend.server.settings import ServerSettings
+from llmbackend.waiting.wakeup import Wakeup
 
 from .messages import EngineLocation, FromAgent, FromHost, HostAddress, HostServing, WantedEngine, Wants, engine_key
 
 log = logging.getLogger(__name__)
 
 RECONNECT_S: Final = 0.2
+_READ_BYTES: Final = 1 << 16
 _decode = msgspec.json.Decoder(FromAgent).decode
 _encode = msgspec.json.Encoder().encode
 
 
 class AgentLocator:
-    """Any thread. One thread of its own reads what the agent says."""
+    """An EngineLocator. Only its own thread uses the agent's socket, so that callers never wait for the agent."""
 
     def __init__(self, agent: Path) -> None:
         """agent: its Unix socket."""
         self._agent = agent
-        self._peers: tuple[HostAddress, ...] | None = None
-        """None: the agent has not said yet."""
-        self._peers_changed: Callable[[tuple[HostAddress, ...]], None] = lambda peers: None
         self._lock = threading.Lock()
         self._wanted: dict[str, WantedEngine] = {}
-        self._serving: HostServing | None = None
         self._states: dict[str, EngineLocation] = {}
         self._callbacks: list[Callable[[], None]] = []
-        self._link: socket.socket | None = None
+        self._serving: HostServing | None = None
+        self._peers_changed: Callable[[tuple[HostAddress, ...]], None] | None = None
+        self._outbox: list[FromHost] = []
+        """Not sent yet. What one agent misses, the next one is told when it accepts the connection."""
+        self._peers: tuple[HostAddress, ...] | None = None
+        """None: unknown. Only the thread uses it and the next one."""
+        self._shown_peers: tuple[HostAddress, ...] | None = None
         self._is_closed = False
-        self._thread = threading.Thread(target=self._listen, name="cluster-agent", daemon=True)
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="cluster-agent", daemon=True)
         self._thread.start()
 
     def locate(self, index: int, config: EngineConfig) -> EngineAddress | None:
-        """As EngineLocator. Raises EngineDeadError when waiting does not help."""
         key = engine_key(index, config)
         with self._lock:
             if key not in self._wanted:
                 self._wanted[key] = WantedEngine(index, config)
-                self._send_wants()
+                self._post_wants()
             state = self._states.get(key)
         if state is None:
             return None
@@ -79,54 +84,66 @@ class AgentLocator:
             self._callbacks.append(callback)
 
     def release(self, index: int, config: EngineConfig) -> None:
+        key = engine_key(index, config)
         with self._lock:
-            key = engine_key(index, config)
             self._states.pop(key, None)
             if self._wanted.pop(key, None) is not None:
-                self._send_wants()
+                self._post_wants()
 
     def serve(self, endpoint: str, peers_changed: Callable[[tuple[HostAddress, ...]], None]) -> None:
-        """The host answers frontends of other machines at `endpoint`. peers_changed: called with the other hosts of the
-        cluster, once they are known, and on this object's thread when they change; it must not call back."""
+        """Frontends of other machines reach this host at `endpoint`. peers_changed: called on this object's thread with
+        the cluster's other hosts, once they are known and when they change."""
         with self._lock:
             self._serving, self._peers_changed = HostServing(endpoint), peers_changed
-            self._send(self._serving)
-            if self._peers is not None:
-                peers_changed(self._peers)
+            self._outbox.append(self._serving)
+        self._wakeup.set()
 
     def close(self) -> None:
-        with self._lock:
-            self._is_closed = True
-            if self._link is not None:
-                self._link.shutdown(socket.SHUT_RDWR)
+        self._is_closed = True
+        self._wakeup.set()
         self._thread.join()
+        self._wakeup.close()
 
-    def _listen(self) -> None:
+    def _post_wants(self) -> None:
+        """With the lock."""
+        self._outbox.append(Wants(tuple(self._wanted.values())))
+        self._wakeup.set()
+
+    def _run(self) -> None:
         while not self._is_closed:
             with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
                 link.connect(str(self._agent))
-                with self._lock:
-                    if self._is_closed:
-                        return
-                    self._link = link
-                    self._send_wants()
-                    if self._serving is not None:
-                        self._send(self._serving)
-                self._hear(link)
-            with self._lock:
-                self._link = None
+                self._exchange(link)
+            self._show_peers()
             time.sleep(RECONNECT_S)
 
-    def _hear(self, link: socket.socket) -> None:
-        with link.makefile("rb") as lines:
-            for line in lines:
-                self._take(_decode(line))
+    def _exchange(self, link: socket.socket) -> None:
+        """Until the agent ends or this object is closed."""
+        link.setblocking(False)
+        poll, unsent, unread = select.poll(), b"", b""
+        poll.register(self._wakeup, select.POLLIN)
+        with self._lock:
+            self._outbox = [Wants(tuple(self._wanted.values())), *([self._serving] if self._serving else [])]
+        while not self._is_closed:
+            self._wakeup.clear()
+            with self._lock:
+                messages, self._outbox = self._outbox, []
+            unsent += b"".join(_encode(message) + b"\n" for message in messages)
+            with contextlib.suppress(BlockingIOError):
+                unsent = unsent[link.send(unsent) :]
+            self._show_peers()
+            poll.register(link, select.POLLIN | (select.POLLOUT if unsent else 0))
+            poll.poll()
+            with contextlib.suppress(BlockingIOError):
+                if not (data := link.recv(_READ_BYTES)):
+                    return
+                *lines, unread = (unread + data).split(b"\n")
+                for line in lines:
+                    self._take(_decode(line))
 
     def _take(self, message: FromAgent) -> None:
         if not isinstance(message, EngineLocation):
-            with self._lock:
-                self._peers = message.peers
-                self._peers_changed(message.peers)
+            self._peers = message.peers
             return
         if message.error:
             log.error("%s", message.error)
@@ -138,19 +155,15 @@ class AgentLocator:
         for callback in callbacks:
             callback()
 
-    def _send_wants(self) -> None:
-        self._send(Wants(tuple(self._wanted.values())))
-
-    def _send(self, message: FromHost) -> None:
-        """With the lock. What an agent misses, the next one is told: it gets all wants when it is there."""
-        if self._link is not None:
-            with contextlib.suppress(OSError):
-                self._link.sendall(_encode(message) + b"\n")
+    def _show_peers(self) -> None:
+        if self._peers_changed is not None and self._peers is not None and self._peers is not self._shown_peers:
+            self._shown_peers = self._peers
+            self._peers_changed(self._peers)
 
 
 @dataclass(frozen=True)
 class HostOrder:
-    """The host's standard input: from its parent alone, on a pipe."""
+    """The host's standard input, a pipe from its parent alone."""
 
     settings: ServerSettings
     agent: Path
@@ -162,7 +175,7 @@ class HostOrder:
 
 
 def main() -> None:
-    gc.disable()  # imports make objects that stay; the server enables it when it has what it needs
+    gc.disable()  # imported objects stay; the server enables it after its imports
     order: HostOrder = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_input, name="parent", daemon=True).start()
     secrets, locator = ClusterSecrets.load(order.secrets), AgentLocator(order.agent)
@@ -180,7 +193,7 @@ def main() -> None:
 
 
 def _meet_others(locator: AgentLocator, endpoints: Sequence[HostEndpoint]) -> None:
-    """endpoints: that of this machine's frontends, and that of others'."""
+    """endpoints: the one for this machine's frontends, and the one for other machines'."""
 
     def set_peers(peers: tuple[HostAddress, ...]) -> None:
         others = [wire.HostPeer(peer.id, peer.endpoint) for peer in peers if peer.endpoint]

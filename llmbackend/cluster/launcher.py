@@ -1,9 +1,9 @@
-"""`llmbackend serve --cluster`: sees to this machine's Ray node, agent and host, and drains the machine when told to.
+"""`llmbackend serve --cluster`: runs this machine's Ray node, agent, host and frontends, and drains them on a signal.
 
-For: the command line. Does not know: models, protocols, Ray's API. Invariants: what dies is restarted, after pauses
-that grow while it dies soon; a first start that fails ends the command with the reason; SIGTERM and SIGINT lead to one
-drain, a second one ends everything at once; nothing that this command started is left behind, except by SIGKILL, and
-then the next launcher of the same run folder takes the node over.
+For: the command line. Does not know: models, protocols, Ray's API. Invariants: processes that die are restarted, after
+growing pauses if they die soon; a failed first start ends the command with the reason; SIGTERM or SIGINT begins one
+drain, and a second signal ends everything at once; nothing that the command started outlives it, except after SIGKILL:
+then the next launcher of the run folder takes over the node.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from llmbackend.core.server_log import ServerLog
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import open_host_folder
-from llmbackend.server.ports import ClaimedPorts, PortWish
+from llmbackend.server.ports import ClaimedPorts, PortWish, port_of
 from llmbackend.server.process import in_thread, reload_on_hangup, stop_on_signal, take_ready_descriptor, tell_ready
 from llmbackend.server.process_frontends import frontend_settings_of
 from llmbackend.server.settings import ServerSettings
@@ -47,43 +47,31 @@ from .settings import AUTO, LOOPBACK, ClusterError, ClusterSettings
 
 
 class MachineFrontends:
-    """Made on the event loop. Has the ports of `served_urls.Listening`."""
+    """This machine's ports and the frontend processes on them. Created on the event loop."""
 
     metrics_port: int | None = None
-    """That is the host's own."""
+    """The host has it."""
 
     def __init__(self, settings: ServerSettings, folder: Path, keys: ClusterSecrets) -> None:
-        """folder: for this launcher alone. keys: of the cluster, for hosts of other machines. Raises OSError naming the
-        port that another process has."""
+        """folder: of this launcher alone. keys: for links to other machines' hosts. Raises OSError that names a port
+        another process has."""
         folder.mkdir(mode=0o700)
         self.host_settings = replace(settings, host_folder=folder)
-        """Of this machine's host."""
-        self._claims = ClaimedPorts.claim(
+        self._claims = claims = ClaimedPorts.claim(
             http=PortWish(settings.http.address, settings.http.port_or_none, settings.http.reuse_port, True),
             metrics=PortWish(settings.metrics.address, None),
             grpc=PortWish(settings.grpc.address, settings.grpc.port_or_none, settings.protocols.grpc_reuse_port, True),
         )
+        self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         shared_folder, self._counts = open_host_folder(self.host_settings)
         orders = frontend_settings_of(settings, shared_folder, self._claims, keys=keys)
         self.processes = FrontendProcesses(orders, self._counts.forget)
 
-    @property
-    def http_port(self) -> int | None:
-        return _port_of(self._claims.http)
-
-    @property
-    def grpc_port(self) -> int | None:
-        return _port_of(self._claims.grpc)
-
     async def stop(self, grace_s: float) -> None:
-        """They accept nothing more, and what runs gets `grace_s` seconds. Call it once."""
+        """Refuses new requests and lets running ones finish for `grace_s` seconds. Call it once."""
         await self.processes.stop(grace_s)
         self._claims.close()
         self._counts.close()
-
-
-def _port_of(claim: socket.socket | None) -> int | None:
-    return None if claim is None else int(claim.getsockname()[1])
 
 
 log = logging.getLogger(__name__)
@@ -91,7 +79,7 @@ log = logging.getLogger(__name__)
 AGENT_START_S: Final = 60.0
 AGENT_END_S: Final = 15.0
 HOST_END_S: Final = 15.0
-"""Beyond the exit timeout of its requests."""
+"""In addition to the exit timeout of its requests."""
 NODE_CHECK_S: Final = 1.0
 
 
@@ -155,17 +143,17 @@ class _Launcher:
         return await self._stop()
 
     async def _start(self) -> str:
-        """Why this machine does not serve, "" if it does."""
+        """Why this machine does not serve; "" = it serves."""
         try:
             log.info("looking for the cluster's Ray node on this machine (%s)", self._cluster.address)
             await in_thread(self._node.ensure)
         except ClusterError as error:
             return str(error)
         log.info("Ray's node is running; the cluster's head is %s%s", self._node.address, self._how_to_join())
-        said = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
-        if not said:
+        news = await asyncio.wait_for(self._agent.start(), AGENT_START_S)
+        if not news:
             return "the agent of this machine exited before it had joined"
-        if refusal := msgspec.json.decode(said, type=AgentNews).error:
+        if refusal := msgspec.json.decode(news, type=AgentNews).error:
             return refusal
         self._frontends.processes.start()
         ready = await self._host.start()
@@ -194,12 +182,11 @@ class _Launcher:
         return [sys.executable, "-m", f"{__package__}.{module}"]
 
     def _agent_order(self) -> bytes:
-        node = f"{socket.gethostname()} ({self._cluster.bind})"
         order = AgentOrder(
             socket=str(self._agent_socket),
             address=self._node.address,
             bind=self._cluster.bind,
-            host=HostAddress(id=self._host_id, endpoint="", release=__version__, node=node),
+            host=HostAddress(id=self._host_id, endpoint=""),
             versions=own_versions(),
             key_name=self._secrets.key_name,
         )
@@ -214,7 +201,7 @@ class _Launcher:
         return self._folder / "agent.sock"
 
     async def _keep_node(self) -> None:
-        """A node that ends is restarted: engines that outlive it are found by their actors' next lives here."""
+        """Restarts the node when it ends. Engines outlive it; their restarted actors find them."""
         while True:
             await asyncio.sleep(NODE_CHECK_S)
             if self._node.is_running():
@@ -226,7 +213,7 @@ class _Launcher:
                 log.error("%s", error)
 
     async def _stop(self) -> int:
-        """Requests run out, engines are released, then the node leaves the cluster with its engines."""
+        """Drains requests, releases the engines, then ends the node with its remaining engines."""
         log.info("leaving the cluster")
         await self._frontends.stop(self._settings.exit_timeout_s if self._is_serving else 0)
         code = await self._host.stop(self._settings.exit_timeout_s + HOST_END_S)

@@ -1,13 +1,11 @@
-"""What a host and its machine's agent tell each other, and what the agent and engines' actors do: frozen messages.
+"""Frozen messages between a host and its machine's agent, and between agents and engines' actors.
 
-For: the locator, the agent, engine actors. Does not know: sockets, Ray. Invariant: an engine is known by its key alone,
-which is the same on all hosts that load the same configuration.
+Invariant: a key alone identifies an engine; hosts that load equal configurations compute equal keys.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
 
 import msgspec
 
@@ -15,13 +13,11 @@ from llmbackend.engine.config import EngineConfig
 
 from .model_manifest import ModelManifest
 
-KEY_BYTES: Final = 12
-
 
 def engine_key(index: int, config: EngineConfig) -> str:
-    """The engine's name in the cluster: equal configurations are served by the same engines."""
+    """The engine's name in the cluster; models with equal configurations share engines."""
     digest = hashlib.sha256(msgspec.json.encode(config, order="deterministic")).hexdigest()
-    return f"engine-{digest[: 2 * KEY_BYTES]}-{index}"
+    return f"engine-{digest[:24]}-{index}"
 
 
 class WantedEngine(msgspec.Struct, frozen=True):
@@ -49,11 +45,11 @@ class EngineLocation(msgspec.Struct, frozen=True, tag=True):
     """Agent → host, actor → agent: where an engine is.
 
     version      grows with each change
-    endpoint     tcp://host:port; "" = it is not up
+    endpoint     tcp://host:port; "" = not up
     incarnation  of its process
-    node         for people: which machine
-    error        why it is not up, for people; "" = it is on its way
-    is_final     whether waiting does not help, so that a first load should fail
+    node         machine, for messages to people
+    error        why it is not up, for messages to people; "" = it is starting
+    is_final     whether waiting is useless, so that a first load should fail
     """
 
     key: str
@@ -70,8 +66,6 @@ class HostAddress(msgspec.Struct, frozen=True):
 
     id: str
     endpoint: str
-    release: str
-    node: str = ""
 
 
 class Peers(msgspec.Struct, frozen=True, tag=True):
@@ -85,7 +79,7 @@ FromAgent = EngineLocation | Peers
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
-    """What an engine's actor is made of. models: the folders that `config` names, on the machine that asks first."""
+    """What an engine's actor runs. models: the folders that `config` names, on the machine that asked first."""
 
     key: str
     config: EngineConfig
@@ -93,7 +87,7 @@ class EngineSpec(msgspec.Struct, frozen=True):
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What all machines of a cluster must have in common."""
+    """Must be equal on all machines of a cluster."""
 
     llmbackend: str
     python: str
@@ -106,12 +100,12 @@ class Versions(msgspec.Struct, frozen=True):
 class AgentOrder(msgspec.Struct, frozen=True):
     """The agent's standard input.
 
-    socket     the Unix socket at which it listens for its host
+    socket     path of the Unix socket where it listens for its host
     address    of the cluster's head, host:port
-    bind       of this machine
-    host       what other machines are told of this one's host
+    bind       address of this machine
+    host       this machine's host
     versions   of this machine
-    key_name   which CURVE key it has, without saying the key
+    key_name   identifies the CURVE key without revealing it
     """
 
     socket: str
@@ -123,6 +117,6 @@ class AgentOrder(msgspec.Struct, frozen=True):
 
 
 class AgentNews(msgspec.Struct, frozen=True):
-    """A line of the agent's standard output. error: why this machine cannot be part of the cluster; "" = it is."""
+    """The agent's report of its start. error: why this machine cannot join the cluster; "" = it has joined."""
 
     error: str = ""

@@ -1,9 +1,9 @@
-"""This machine's copies of models that it cannot read where they are: one folder for each, received once.
+"""This machine's copies of models that are not at their path here: one folder for each, received once.
 
-For: engines' actors. Does not know: how files come here. Invariants: a copy appears by a rename, complete and on the
-disk, and is compared with its checksums before each use; what others wait for is received by one of them; a copy in use
-is not removed, and the least recently used ones go when all would be larger than the limit; the folder is its user's
-alone. Locks are `flock`'s, and so end with the processes that hold them.
+For: engines' actors. Does not know: how files are sent. Invariants: a copy appears by a rename, complete and synced;
+its checksums are verified before each use; one process receives a copy while others wait for it; above the size limit,
+the least recently used copies that are not in use are removed; only the user can enter the folder. The locks are
+`flock`s, which end with the processes that hold them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -34,36 +34,35 @@ DIRECTORY: Final = "LLMBACKEND_MODEL_CACHE_DIR"
 SIZE: Final = "LLMBACKEND_MODEL_CACHE_SIZE"
 DEFAULT_SIZE_GIB: Final = 256.0
 _CHECKSUMS: Final = ".checksums"
-"""In a copy: file name -> sha256."""
+"""File of a copy: file name -> sha256."""
 _UNFINISHED: Final = ".unfinished"
 _USED: Final = ".used"
-"""The lock of those who use a copy; its time is that of the last use."""
+"""Lock of the users of a copy; its modification time is that of the last use."""
 _WRITING: Final = ".writing"
-"""The lock of the one that receives it."""
+"""Lock of the process that receives a copy."""
 _decode_checksums = msgspec.json.Decoder(dict[str, str]).decode
 
 Fetch = Callable[[ManifestFile], Iterable[bytes]]
 """The content of a file, in order. Raises OSError."""
 Connect = Callable[[ModelManifest], AbstractContextManager[Fetch]]
-"""To a machine that has the model. Raises OSError."""
+"""Connects to a machine that has the model. Raises OSError."""
 
 
-class HeldModel:
-    """A copy that stays as long as `descriptor` is open, in this process or one that inherited it."""
+class HeldModel(NamedTuple):
+    """A copy that is kept while `descriptor` is open in any process."""
 
-    def __init__(self, folder: Path, descriptor: int) -> None:
-        self.folder = folder
-        self.descriptor = descriptor
+    folder: Path
+    descriptor: int
 
     def close(self) -> None:
         os.close(self.descriptor)
 
 
 class ModelCache:
-    """Any process of its user, any thread."""
+    """Any process of the user and any thread may use it."""
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
-        """Raises OSError, also for a folder that others own or may write to."""
+        """Raises OSError, also for a folder that other users own or can access."""
         self._folder = folder
         self._limit_bytes = limit_bytes
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -73,7 +72,7 @@ class ModelCache:
             raise PermissionError(errno.EPERM, f"user {status.st_uid} owns it, mode {mode}; expected its user and 700")
 
     def hold(self, manifest: ModelManifest, connect: Connect) -> HeldModel:
-        """Blocks until the copy is there; connects only where it is to be received. Raises OSError."""
+        """Blocks until the copy is complete; connects only to receive it. Raises OSError."""
         name = re.sub(r"[^\w-]+", "_", Path(manifest.path).name)[:80] + f"-{manifest.key}"
         with self._locked():
             self._sweep()
@@ -92,7 +91,7 @@ class ModelCache:
         return HeldModel(self._folder / name, used)
 
     def _is_whole(self, copy: Path) -> bool:
-        """Removes one that is not."""
+        """A damaged copy is removed."""
         if not copy.exists():
             return False
         try:
@@ -106,7 +105,7 @@ class ModelCache:
         return not damaged
 
     def _receive(self, name: str, manifest: ModelManifest, connect: Connect) -> None:
-        """With the lock of its writer."""
+        """The caller has the writer's lock."""
         unfinished = self._folder / (name + _UNFINISHED)
         try:
             self._reserve(unfinished, manifest)
@@ -114,7 +113,8 @@ class ModelCache:
                 checksums = {file.name: _write(unfinished / file.name, file, fetch(file)) for file in manifest.files}
             if difference := manifest.difference(unfinished):
                 raise OSError(errno.EIO, f"the received files are not those of the model: {difference}")
-            _write_whole(unfinished / _CHECKSUMS, msgspec.json.encode(checksums))
+            (unfinished / _CHECKSUMS).write_bytes(msgspec.json.encode(checksums))
+            _sync(unfinished / _CHECKSUMS)
             _sync(unfinished)
             unfinished.rename(self._folder / name)
             _sync(self._folder)
@@ -123,7 +123,7 @@ class ModelCache:
             raise
 
     def _reserve(self, unfinished: Path, manifest: ModelManifest) -> None:
-        """A disk or a cache that is full is an error before anything is sent."""
+        """Allocates the files, so that a full disk or cache is an error before anything is sent."""
         with self._locked():
             shutil.rmtree(unfinished, ignore_errors=True)
             self._make_room(manifest.size_bytes)
@@ -132,7 +132,7 @@ class ModelCache:
                 _reserve(unfinished / file.name, file.size_bytes)
 
     def _make_room(self, size_bytes: int) -> None:
-        """With the cache's lock. Raises OSError."""
+        """The caller has the cache's lock. Raises OSError."""
         folders = [path for path in self._folder.iterdir() if path.is_dir()]
         sizes = {path: sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) for path in folders}
         copies = [path for path in folders if path.suffix != _UNFINISHED]
@@ -154,7 +154,7 @@ class ModelCache:
         return is_unused
 
     def _sweep(self) -> None:
-        """What writers left that were killed."""
+        """Removes what killed writers left."""
         for unfinished in self._folder.glob("*" + _UNFINISHED):
             with self._try_lock(unfinished.with_suffix(_WRITING)) as is_left:
                 if is_left:
@@ -162,16 +162,21 @@ class ModelCache:
 
     @contextlib.contextmanager
     def _try_lock(self, path: Path) -> Iterator[bool]:
-        """Whether nobody has the lock; then the caller has it meanwhile."""
+        """Holds the lock if it is free; yields whether it is."""
         descriptor = self._open_lock(path.name)
         try:
-            yield _is_locked(descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_free = True
+            except BlockingIOError:
+                is_free = False
+            yield is_free
         finally:
             os.close(descriptor)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Short: nobody receives meanwhile. Locks of copies are opened and removed with it alone."""
+        """Held briefly, never while files are received. Only its holder opens or removes locks of copies."""
         descriptor = self._open_lock("lock")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -184,7 +189,7 @@ class ModelCache:
 
 
 def machine_cache() -> ModelCache | None:
-    """None where it is off. Raises OSError, and ValueError for a variable that holds no number."""
+    """None when it is switched off. Raises OSError, and ValueError for a size that is no number."""
     text = os.environ.get(SIZE, "") or str(DEFAULT_SIZE_GIB)
     try:
         limit_bytes = int(float(text) * 2**30)
@@ -193,15 +198,6 @@ def machine_cache() -> ModelCache | None:
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     folder = Path(os.environ.get(DIRECTORY) or os.path.join(base, "llmbackend", "models")).expanduser()
     return ModelCache(folder, limit_bytes) if limit_bytes > 0 else None
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Whether the lock could be taken."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _reserve(path: Path, size_bytes: int) -> None:
@@ -215,7 +211,7 @@ def _reserve(path: Path, size_bytes: int) -> None:
 
 
 def _write(path: Path, file: ManifestFile, content: Iterable[bytes]) -> str:
-    """The checksum."""
+    """Returns the sha256 in hex."""
     digest = hashlib.sha256()
     with path.open("r+b") as written:
         for part in content:
@@ -228,15 +224,8 @@ def _write(path: Path, file: ManifestFile, content: Iterable[bytes]) -> str:
     return digest.hexdigest()
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -249,12 +238,12 @@ def _digest_of(path: Path) -> str:
 
 
 class ModelFilesError(Exception):
-    """Why a machine does not have a model's files."""
+    """The text says why a machine does not have a model's files."""
 
 
 class LocalFiles(msgspec.Struct, frozen=True):
-    """paths        folder that a configuration names -> folder that has its files on this machine
-    descriptors  the copies among them stay as long as these are open, see HeldModel
+    """paths        folder that a configuration names -> folder with its files on this machine
+    descriptors  keep the copies among them while open, see HeldModel
     """
 
     paths: dict[str, str]
@@ -262,7 +251,7 @@ class LocalFiles(msgspec.Struct, frozen=True):
 
 
 def manifests(config: EngineConfig) -> tuple[ModelManifest, ...]:
-    """Of the folders that the configuration names by their full path; others are of the hub, or of no file. Raises
+    """Of the folders that the configuration names by an absolute path; other names are hub ids or no files. Raises
     ModelFilesError."""
     named = {"model": config.model} | {f"LoRA adapter '{name}'": path for name, path in config.lora_modules.items()}
     found = []
@@ -276,7 +265,7 @@ def manifests(config: EngineConfig) -> tuple[ModelManifest, ...]:
 
 
 def local_files(models: Sequence[ModelManifest], connect: Connect) -> LocalFiles:
-    """Blocks while files are sent. Raises ModelFilesError."""
+    """Blocks while files are received. Raises ModelFilesError."""
     held: dict[str, HeldModel] = {}
     try:
         for model in models:
@@ -291,7 +280,7 @@ def local_files(models: Sequence[ModelManifest], connect: Connect) -> LocalFiles
 
 
 def _problem(model: ModelManifest) -> str:
-    """Why the folder is not used where it is, "" when it is."""
+    """Why this machine cannot use the model's own path; "" = it can."""
     try:
         return model.difference(Path(model.path))
     except OSError as error:

@@ -1,8 +1,7 @@
-"""What a model's folder holds, in a few kilobytes: by it machines know whether they have the same files.
+"""ModelManifest: what a model's folder holds, in a few kilobytes, so that machines can compare their files.
 
-For: who asks for an engine, the machine that runs it, and the cache of sent models. Does not know: Ray, caches.
-Invariants: making one reads little of large files, and all of small ones; only files that an engine reads are in it;
-names stay inside of the folder.
+For: agents, engines' actors and the model cache. Does not know: Ray, caches. Invariants: of large files only samples
+are read; only files that an engine reads are listed; names stay inside the folder.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _WEIGHTS: Final = ".safetensors"
 _OTHERS: Final = frozenset({".json", ".txt", ".model", ".py", ".jinja", ".tiktoken"})
 _BLOCK_BYTES: Final = 1 << 16
 _NUM_BLOCKS: Final = 32
-"""Of a large file, evenly spaced, that its digest is made of."""
+"""Evenly spaced blocks of a large file that its digest covers."""
 
 
 class ManifestFile(msgspec.Struct, frozen=True):
@@ -50,20 +49,15 @@ class ModelManifest(msgspec.Struct, frozen=True):
 
     @property
     def key(self) -> str:
-        """Another one for each state of each file, in hex."""
+        """In hex; differs for each content of the files."""
         return hashlib.sha256(msgspec.msgpack.encode(self.files)).hexdigest()[:40]
 
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 
-    @property
-    def contents(self) -> dict[str, tuple[int, str]]:
-        """File name -> what equal files have in common."""
-        return {file.name: (file.size_bytes, file.digest) for file in self.files}
-
     def difference(self, folder: Path) -> str:
-        """How the files in `folder` differ from these, "" when they do not. Raises OSError."""
+        """How the files in `folder` differ from these; "" = not at all. Raises OSError."""
         here, there = (
             {file.name: (file.size_bytes, file.digest) for file in m.files} for m in (manifest(folder), self)
         )

@@ -1,8 +1,8 @@
-"""Sends a model's files from a machine that has them: an actor there, read by the machine that lacks them.
+"""Sends a model's files between machines: an actor where the files are, read by a machine that lacks them.
 
-For: engines' actors. Does not know: where files are kept. Invariants: it gives files of one manifest alone, and only as
-long as they are those of the manifest; each part comes with its checksum; little of them is in Ray's memory at a time.
-It goes over Ray, and so over TLS: it is not in the path of tokens.
+For: engines' actors. Does not know: where copies are kept. Invariants: only files of one manifest are sent, and only
+while they match it; each part comes with its checksum; at most PARTS_AHEAD parts are in Ray's memory. Ray, and so TLS,
+carries them; tokens never take this way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .model_manifest import ManifestFile, ModelManifest
 PART_BYTES: Final = 4 << 20
 PARTS_AHEAD: Final = 4
 ANSWER_S: Final = 120.0
-"""For each answer: a machine that has fallen silent is noticed by Ray sooner."""
+"""Timeout of each answer; Ray notices a lost machine sooner."""
 
 
 class ModelSource:
@@ -38,7 +38,7 @@ class ModelSource:
         self._manifest = msgspec.msgpack.decode(manifest, type=ModelManifest)
 
     def problem(self) -> str:
-        """Why this machine cannot send the model, "" when it can."""
+        """Why this machine cannot send the model; "" = it can."""
         path = self._manifest.path
         try:
             difference = self._manifest.difference(Path(path))
@@ -55,19 +55,19 @@ class ModelSource:
 
 
 class RemoteModel:
-    """What a ModelSource on another machine gives. One thread."""
+    """Reads a ModelSource on another machine. Used by one thread."""
 
     def __init__(self, actor: Any, manifest: ModelManifest) -> None:
         self._actor = actor
         self._manifest = manifest
 
     def check(self) -> None:
-        """Raises OSError when that machine does not have the model, or no longer."""
+        """Raises OSError unless that machine still has the model."""
         if problem := self._ask(self._actor.problem.remote()):
             raise OSError(errno.ENOENT, problem)
 
     def fetch(self, file: ManifestFile) -> Iterator[bytes]:
-        """Raises OSError."""
+        """The file's parts. Raises OSError."""
         index, asked = self._manifest.files.index(file), deque[Any]()
         for offset_bytes in range(0, file.size_bytes, PART_BYTES):
             asked.append(self._actor.read.remote(index, offset_bytes))
@@ -97,24 +97,18 @@ class RemoteModel:
 @contextmanager
 def remote_model(nodes: Iterable[str], manifest: ModelManifest) -> Iterator[Fetch]:
     """nodes: Ray's ids of machines that may have the model, best first. Raises OSError when none does."""
-    with ExitStack() as connected:
-        yield _first_that_has_it(nodes, manifest, connected).fetch
-
-
-def _first_that_has_it(nodes: Iterable[str], manifest: ModelManifest, connected: ExitStack) -> RemoteModel:
     problems = []
-    for node in nodes:
-        model = RemoteModel(_start(manifest, node), manifest)
-        connected.callback(model.close)
-        try:
-            model.check()
-            return model
-        except OSError as error:
-            problems.append(str(error.strerror))
+    with ExitStack() as connected:
+        for node in nodes:
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+            actor = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=strategy)
+            model = RemoteModel(actor.remote(msgspec.msgpack.encode(manifest)), manifest)
+            connected.callback(model.close)
+            try:
+                model.check()
+            except OSError as error:
+                problems.append(str(error.strerror))
+            else:
+                yield model.fetch
+                return
     raise OSError(errno.ENOENT, "; ".join(problems) or "no machine is known to have it")
-
-
-def _start(manifest: ModelManifest, node: str) -> Any:
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(ModelSource).options(num_cpus=0, scheduling_strategy=strategy)
-    return actor.remote(msgspec.msgpack.encode(manifest))

@@ -1,7 +1,7 @@
-"""Certificates of a cluster: an authority that its secrets folder holds, and one certificate of each machine.
+"""Certificates of a cluster: the authority in its secrets folder, and one certificate for each machine.
 
-For: the secrets folder and the Ray node. Does not know: Ray. Invariants: a machine's certificate names the addresses of
-this machine and no other; private keys are readable for this user alone.
+For: the secrets folder and the Ray node. Does not know: Ray. Invariants: a machine's certificate names only its own
+addresses; only this user can read private keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CLOCKS_DIFFER: Final = datetime.timedelta(days=1)
 
 
 def write_private(path: Path, content: bytes, *, replaces: bool = False) -> None:
-    """A file for this user alone. Raises FileExistsError unless `replaces`."""
+    """Writes a file that only this user can read. Raises FileExistsError unless `replaces`."""
     if replaces:
         path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -40,10 +40,8 @@ def make_authority(certificate: Path, key: Path) -> None:
 
 
 def issue(authority: Path, authority_key: Path, address: str, certificate: Path, key: Path) -> None:
-    """Writes a certificate for this machine, which others reach at `address`; it replaces an earlier one.
-
-    Raises OSError or ValueError when the authority's files cannot be read.
-    """
+    """Writes, or replaces, the certificate of this machine, which others reach at `address`. Raises OSError or
+    ValueError when the authority's files cannot be read."""
     issuer = x509.load_pem_x509_certificate(authority.read_bytes())
     issuer_key = serialization.load_pem_private_key(authority_key.read_bytes(), password=None)
     if not isinstance(issuer_key, ec.EllipticCurvePrivateKey):

@@ -1,4 +1,4 @@
-"""The processes of one machine in a cluster: children of the launcher, and served engines, each with its keeper."""
+"""Processes of one machine in a cluster: the launcher's children, and served engines, which outlive their starters."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from .ray_node import THREADS_VARIABLE
 
 log = logging.getLogger(__name__)
 
-LASTED_S: Final = 60.0
-"""One that ran for so long is restarted without a pause."""
+_LASTED_S: Final = 60.0
+"""A process that ran at least so long is restarted without a pause."""
 
 
 class Child:
-    """On the launcher's event loop."""
+    """A process that is restarted when it ends. Used on the launcher's event loop."""
 
     def __init__(self, name: str, command: Sequence[str], order: Callable[[], bytes], environment: Mapping[str, str]):
-        """order: what each process is told on its standard input."""
+        """order: makes the standard input of each process."""
         self.name = name
         self._command = command
         self._order = order
@@ -46,19 +46,15 @@ class Child:
         self._first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     async def start(self) -> bytes:
-        """The first line of the first process on the descriptor of READY_DESCRIPTOR; b"" when it ended before that, and
-        then it is not started again."""
+        """The first line that the first process writes to the descriptor of READY_DESCRIPTOR; b"" when it ends before
+        that, after which it is not restarted."""
         self._keeping = asyncio.create_task(self._keep())
         return await self._first
 
     @property
     def exit_code(self) -> int:
-        """Of a process that has ended."""
+        """0 while the process runs, and before it was started."""
         return 0 if self._process is None else self._process.returncode or 0
-
-    @property
-    def pid(self) -> int:
-        return 0 if self._process is None else self._process.pid
 
     def signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -66,7 +62,7 @@ class Child:
                 self._process.send_signal(number)
 
     async def stop(self, timeout_s: float) -> int:
-        """Ends it in order, or else by force. Its exit code."""
+        """Sends SIGTERM, and SIGKILL after `timeout_s`. Returns the exit code."""
         self._is_stopping = True
         self.signal(signal.SIGTERM)
         if self._keeping is not None:
@@ -80,20 +76,21 @@ class Child:
         loop, num_failures = asyncio.get_running_loop(), 0
         while not self._is_stopping:
             began_s = loop.time()
-            await self._run_once()
+            process = await self._run_once()
             if self._is_stopping or not self._first.result():
                 return
-            num_failures = 0 if loop.time() - began_s >= LASTED_S else num_failures + 1
+            num_failures = 0 if loop.time() - began_s >= _LASTED_S else num_failures + 1
             pause_s = restart_pause_s(num_failures - 1)
             log.error(
                 "%s (process %d) exited with code %d; restarting it in %.1f s",
-                *(self.name, self.pid, self.exit_code, pause_s),
+                *(self.name, process.pid, process.returncode, pause_s),
             )
             await asyncio.sleep(pause_s)
 
-    async def _run_once(self) -> None:
+    async def _run_once(self) -> subprocess.Popen[bytes]:
+        """A process that has ended."""
         reader, writer = os.pipe()
-        # A session of its own: a Ctrl+C at the terminal is for the launcher, which ends this process.
+        # In a session of its own: only the launcher gets the terminal's Ctrl+C, and then stops this process.
         process = subprocess.Popen(
             self._command,
             stdin=PIPE,
@@ -114,6 +111,7 @@ class Child:
         await in_thread(process.wait)
         if not self._first.done():
             self._first.set_result(b"")
+        return process
 
 
 def _read_line(descriptor: int) -> bytes:
@@ -130,27 +128,26 @@ os.setsid()
 print(os.getpid(), flush=True)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
-"""Ray ends a worker's children with it: the engine is nobody's child."""
-_LASTED_S: Final = 60.0
+"""Detaches the engine, because Ray kills a worker's children together with the worker."""
 _END_TIMEOUT_S: Final = 15.0
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """descriptors: that the engine holds as long as it runs."""
+    """descriptors: kept open by the engine while it runs."""
 
     order: ServedEngineOrder
     descriptors: tuple[int, ...] = ()
 
 
 class EngineKeeper:
-    """A thread of its own hears what the engine says; any thread may call it."""
+    """Starts and restarts one engine on its own thread. Any thread may call it."""
 
     def __init__(
         self, prepare: Callable[[], Launch | None], folder: Path, name: str, heard: Callable[[ServedEngineNews], None]
     ) -> None:
-        """prepare: called on this object's thread before each launch, may take long; None = it cannot be launched now.
-        folder: of this machine. heard: called on this object's thread; news with an error say that the engine has
-        ended, and that the next one is on its way."""
+        """prepare: called on this object's thread before each launch; may take long; None = not now.
+        folder: the run folder of this machine.
+        heard: called on this object's thread; news with an error mean that the engine has ended and is restarted."""
         self._prepare = prepare
         self._record_file = folder / f"{name}.json"
         self._heard = heard
@@ -162,7 +159,7 @@ class EngineKeeper:
         self._thread.start()
 
     def end(self) -> None:
-        """Ends the engine, for good. Blocks until it has ended."""
+        """Ends the engine for good. Blocks until it has ended."""
         self._is_ending.set()
         if self._pid:
             _signal(self._pid, signal.SIGTERM)
@@ -180,7 +177,7 @@ class EngineKeeper:
             num_failures = 0 if time.monotonic() - began_s >= _LASTED_S else num_failures + 1
 
     def _adopt(self) -> bool:
-        """Waits for the end of an engine that an earlier life of the actor started. Whether there was one."""
+        """Waits for the end of an engine that a previous process of the actor started; False when there is none."""
         record = read_record(self._record_file)
         if record is None:
             return False
@@ -218,7 +215,7 @@ class EngineKeeper:
         self._heard(ServedEngineNews(error=error or "the engine's process has exited"))
 
     def _hear_until_end(self, descriptor: int, news: int | None) -> str:
-        """Why it says that it ends, "" for nothing."""
+        """The error that the engine reports, "" for none."""
         error, lines = "", b""
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)
@@ -244,7 +241,7 @@ class EngineKeeper:
 
 
 def end_engines(folder: Path) -> None:
-    """Ends all engines of this machine, whose actors are gone or about to be. Blocks until they have ended."""
+    """Ends all engines of this machine after their actors. Blocks until they have ended."""
     files = list(folder.glob("engine-*.json"))
     running = [record.pid for file in files if (record := read_record(file)) is not None]
     for pid in running:

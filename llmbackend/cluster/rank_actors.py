@@ -1,8 +1,8 @@
-"""The other ranks of an engine whose model is split: an actor for each, in one placement group.
+"""Ranks 1 and up of a split model: one actor each, in one placement group. Resources that engines need of Ray.
 
 For: the engine's actor, whose node has rank 0. Does not know: what ranks compute, hosts. Invariants: the ranks end with
-the actor that made them; a rank whose process or node is gone is started again, and waits for the next rank 0; the
-meeting is the same as long as rank 0's command runs, also for the next life of the engine's actor.
+the actor that created them; a rank whose process or node is lost is restarted and waits for the next rank 0; the
+meeting is the same while rank 0's process runs, also when the engine's actor is restarted.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DETACHED: Final[dict[str, Any]] = {
 
 
 def free_resources() -> dict[str, dict[str, float]]:
-    """Of each node, by its id. Ray's public functions tell what is free in the whole cluster only."""
+    """By node id. Ray's public functions tell only what is free in the whole cluster."""
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
 
@@ -59,13 +59,13 @@ _MEMORY: Final = "memory"
 
 
 def needs(config: EngineConfig) -> dict[str, float]:
-    """Ray's resources by name, of each rank. An engine without a number of threads counts as one CPU."""
+    """Ray's resources of each rank, by name. An engine without a number of threads counts as one CPU."""
     gpus = 1 if config.device.startswith("cuda") else 0
     return {CPU: float(max(1, config.num_threads)), GPU: float(gpus)} | config.cluster_resources
 
 
 def actor_options(wanted: Mapping[str, float]) -> dict[str, Any]:
-    """The same as options of an actor."""
+    """`wanted` as options of an actor."""
     own = {CPU: "num_cpus", GPU: "num_gpus", _MEMORY: "memory"}
     options: dict[str, Any] = {option: wanted[name] for name, option in own.items() if name in wanted}
     return options | {"resources": {name: amount for name, amount in wanted.items() if name not in own}}
@@ -74,7 +74,7 @@ def actor_options(wanted: Mapping[str, float]) -> dict[str, Any]:
 def room_problem(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """Why no node has room now, "" when one has. nodes: as ray.nodes(); free: of each node, by its id."""
+    """Why no node has room now; "" = one has. nodes: as ray.nodes(); free: of each node, by its id."""
     if any(fits(wanted, free.get(node["NodeID"], {})) for node in nodes if node["Alive"]):
         return ""
     return no_room(wanted, nodes, free)
@@ -83,7 +83,7 @@ def room_problem(
 def no_room(
     wanted: Mapping[str, float], nodes: Sequence[Mapping[str, Any]], free: Mapping[str, Mapping[str, float]]
 ) -> str:
-    """As room_problem, where there is none."""
+    """The text of `room_problem` when there is no room."""
     alive = [node for node in nodes if node["Alive"]]
     lacking = [name for name in wanted if wanted[name] and not any(node["Resources"].get(name) for node in alive)]
     unknown = f" (no node has any {' or '.join(lacking)})" if lacking else ""
@@ -108,14 +108,14 @@ def fits(wanted: Mapping[str, float], free: Mapping[str, float]) -> bool:
 
 
 PLACEMENT_S: Final = 10.0
-"""For a placement group, after which there is no room for it."""
+"""After this time there is no room for a placement group."""
 _decode_models = msgspec.msgpack.Decoder(tuple[ModelManifest, ...]).decode
 
 
 class RankActor:
     def __init__(self, order: bytes, models: bytes, machines: Sequence[str]) -> None:
-        """order: a RankOrder as JSON; models: its ModelManifests in msgpack; machines: Ray's ids of those that have
-        them."""
+        """order: a RankOrder as JSON; models: its ModelManifests in msgpack; machines: Ray's ids of machines that have
+        the models."""
         said, self._problem = msgspec.json.decode(order, type=RankOrder), ""
         try:
             self._files = local_files(_decode_models(models), partial(remote_model, machines))
@@ -128,12 +128,12 @@ class RankActor:
         self._keeper.start()
 
     def problem(self) -> str:
-        """Why it can not start here, "" when it can."""
+        """Why the rank cannot start here; "" = it has started."""
         return self._problem
 
 
 class RankGroup:
-    """One thread at a time uses it."""
+    """Used by one thread at a time."""
 
     def __init__(self, spec: EngineSpec, meeting: RankMeeting) -> None:
         self._config = spec.config
@@ -143,8 +143,8 @@ class RankGroup:
         self._actors: list[Any] = []
 
     def start(self, machines: Sequence[str]) -> str:
-        """Blocks until the ranks have their places and files. machines: Ray's ids of those that have the files. Why
-        they can not be started, "" when they are."""
+        """Blocks until the ranks have their nodes and files. machines: Ray's ids of machines that have the files.
+        Returns why the ranks cannot start; "" = they have started."""
         config, wanted = self._config, needs(self._config)
         count = config.num_ranks - 1
         self._group = ray.util.placement_group([{k: v for k, v in wanted.items() if v}] * count, strategy="PACK")
@@ -160,7 +160,7 @@ class RankGroup:
             ray.util.remove_placement_group(self._group)
 
     def _actor(self, index: int, wanted: dict[str, float], machines: Sequence[str]) -> Any:
-        """On a GPU a process sees that of its actor alone."""
+        """An actor's process sees only the GPU of its actor, as cuda:0."""
         device = "cuda:0" if wanted[GPU] else self._config.device
         order = RankOrder(msgspec.structs.replace(self._config, device=device), index + 1, self._meeting)
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
@@ -170,8 +170,8 @@ class RankGroup:
 
 
 def meeting_at(address: str, file: Path, is_running: bool) -> RankMeeting:
-    """Where the ranks of an engine on this machine meet. file: keeps it. is_running: whether an earlier life of the
-    engine's actor has started rank 0's command, which knows the kept one."""
+    """Where the ranks of an engine on this machine meet. file: keeps the meeting. is_running: whether rank 0's process
+    runs already, started by a previous process of the engine's actor; it uses the kept meeting."""
     if is_running and file.exists():
         return msgspec.json.decode(file.read_bytes(), type=RankMeeting)
     with socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET) as free:

@@ -1,8 +1,7 @@
-"""The Ray node of this machine: found, or started as a head or as a member of a cluster, and ended.
+"""The Ray node of this machine: found, or started as a cluster's head or member, and ended.
 
-For: the launcher. Does not know: what runs on it. Invariants: at most one node for each run folder, whose record says
-which; a start ends within START_TIMEOUT_S, and a failed one leaves no process; with loopback as its address nothing of
-it listens elsewhere.
+For: the launcher. Does not know: what runs on it. Invariants: each run folder has at most one node, and a record of it;
+a start ends within START_TIMEOUT_S, and a failed one leaves no process; a node at loopback listens nowhere else.
 """
 
 from __future__ import annotations
@@ -29,9 +28,7 @@ from .settings import AUTO, LOOPBACK, ClusterError, ClusterSettings
 
 SECRETS_VARIABLE: Final = "LLMBACKEND_CLUSTER_SECRETS"
 RUN_FOLDER_VARIABLE: Final = "LLMBACKEND_CLUSTER_RUN_FOLDER"
-"""What engines' actors find on each machine: they inherit its node's environment."""
-NODE_DRAIN_S: Final = "1"
-"""Engines need none: their hosts are served until others have taken their place."""
+"""Variables of the node's environment, which engines' actors inherit."""
 THREADS_VARIABLE: Final = "OMP_NUM_THREADS"
 
 
@@ -42,7 +39,7 @@ def ray_environment(secrets: SecretsFolder, run_folder: Path, bind: str) -> dict
     certificate, key = run_folder / "node.pem", run_folder / "node.key"
     issue(secrets.authority, secrets.authority_key, bind, certificate, key)
     found = dict(os.environ)
-    found.pop("RAY_AUTH_TOKEN", None)  # it would win over the file
+    found.pop("RAY_AUTH_TOKEN", None)  # Ray would prefer it to the file
     found |= {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(secrets.token.resolve()),
@@ -51,25 +48,25 @@ def ray_environment(secrets: SecretsFolder, run_folder: Path, bind: str) -> dict
         "RAY_TLS_SERVER_KEY": str(key),
         "RAY_TLS_CA_CERT": str(secrets.authority.resolve()),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": NODE_DRAIN_S,
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "1",  # engines need no drain: hosts move to other engines first
         THREADS_VARIABLE: os.environ.get(THREADS_VARIABLE, "1"),
         SECRETS_VARIABLE: str(secrets.path.resolve()),
         RUN_FOLDER_VARIABLE: str(run_folder),
     }
     if bind == LOOPBACK:
-        # The only way to a node that listens at loopback alone: otherwise Ray takes another address of the machine.
+        # Only with this does a node listen on loopback alone; otherwise Ray takes another address of the machine.
         found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     return found
 
 
-TIMEOUT_S: Final = 5.0
+_CONNECT_TIMEOUT_S: Final = 5.0
 
 
 def check_head(address: str, environment: Mapping[str, str]) -> None:
-    """environment: as ray_environment. Raises ClusterError."""
+    """Raises ClusterError unless a Ray of this cluster listens at `address`. environment: of `ray_environment`."""
     host, _, port = address.rpartition(":")
     try:
-        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=TIMEOUT_S)
+        connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_TIMEOUT_S)
     except OSError as error:
         raise ClusterError(
             f"no Ray at {address}: {error.strerror or error}. Expected the address that the cluster's first machine "
@@ -84,7 +81,7 @@ def check_head(address: str, environment: Mapping[str, str]) -> None:
     except ssl.SSLCertVerificationError as error:
         raise ClusterError(
             f"the Ray at {address} has a certificate of another cluster ({error.verify_message}): copy the secrets "
-            f"folder of its first machine to '{environment['LLMBACKEND_CLUSTER_SECRETS']}'"
+            f"folder of its first machine to '{environment[SECRETS_VARIABLE]}'"
         ) from error
     except OSError as error:
         raise ClusterError(
@@ -97,7 +94,7 @@ START_TIMEOUT_S: Final = 60.0
 END_TIMEOUT_S: Final = 40.0
 """Ray's own drain of a node takes up to 30 s."""
 OBJECT_STORE_BYTES: Final = 100 << 20
-"""Little: no tensors and no tokens are in it."""
+"""Small, because it holds no tensors or tokens."""
 RAY_ADDRESS: Final = "RAY_ADDRESS"
 _PROGRAM: Final = f"{__package__}.ray_program"
 _LAST_BYTES: Final = 4000
@@ -105,30 +102,26 @@ _POLL_S: Final = 0.05
 
 
 class NodeRecord(msgspec.Struct, frozen=True):
-    """pid      of the process that ends with the node
-    address  of the cluster's head
-    bind     of this machine
-    """
+    """pid: of the process that ends with the node; address: of the cluster's head."""
 
     pid: int
     address: str
-    bind: str
 
 
 class RayNode:
-    """Its process, `pid`, outlives this one when that is killed; the next one finds it by the record."""
+    """Its process outlives a launcher that is killed; the next launcher finds it by the record."""
 
     def __init__(self, settings: ClusterSettings, secrets: SecretsFolder) -> None:
-        """Raises ClusterError when this machine's part of the folder cannot be written."""
+        """Raises ClusterError when the run folder cannot be written or belongs to another user."""
         self._settings = settings
         self._folder = settings.run_folder
         self._ray_folder = self._folder / "ray"  # Ray opens it for all users
         self._record = self._folder / "node.json"
         self._child: subprocess.Popen[bytes] | None = None
         self.pid = 0
-        """0: it was not started by `llmbackend serve`, which then does not end it."""
+        """0: `llmbackend serve` did not start the node, and does not end it."""
         self.address = ""
-        """Of the cluster's head, host:port."""
+        """Address of the cluster's head, host:port."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._folder.stat().st_uid != os.getuid():
@@ -138,7 +131,7 @@ class RayNode:
             raise ClusterError(f"this machine's certificate cannot be created: {error}") from error
 
     def ensure(self) -> None:
-        """Finds the node, or starts it. Blocks until it runs. Raises ClusterError."""
+        """Finds or starts the node; blocks until it runs. Raises ClusterError."""
         if given := self._given_address:
             self.address = given
             return
@@ -156,7 +149,7 @@ class RayNode:
         self._start()
 
     def end(self) -> None:
-        """Ends a node that `llmbackend serve` started; its engines were told to end before."""
+        """Ends the node if `llmbackend serve` started it."""
         if not self.pid:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -166,14 +159,14 @@ class RayNode:
         self.pid = 0
 
     def is_running(self) -> bool:
-        """Whether the node that was found or started still is. One that was given counts as running."""
+        """True also for a node that `llmbackend serve` did not start."""
         if self._child is not None:
             return self._child.poll() is None
         return not self.pid or _is_node(self.pid)
 
     @property
     def _head(self) -> str:
-        """Its address in numbers, of which certificates speak. Raises ClusterError."""
+        """The head's numeric address, which its certificate names. Raises ClusterError."""
         host, _, port = self._settings.address.rpartition(":")
         try:
             family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)[0]
@@ -186,7 +179,7 @@ class RayNode:
         return os.environ.get(RAY_ADDRESS, "") if self._settings.address == AUTO else ""
 
     def _environment(self, secrets: SecretsFolder) -> dict[str, str]:
-        """A Ray that others have started has the environment that they gave it."""
+        """A Ray that was started otherwise has its own environment."""
         if self._given_address:
             return dict(os.environ) | {SECRETS_VARIABLE: str(secrets.path.resolve())}
         return ray_environment(secrets, self._folder, self._settings.bind)
@@ -208,7 +201,7 @@ class RayNode:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # a Ctrl+C at the terminal is for the launcher
+                start_new_session=True,  # only the launcher gets the terminal's Ctrl+C
             )
         self.pid = self._child.pid
         try:
@@ -219,13 +212,13 @@ class RayNode:
             self.pid = 0
             raise
         self.address = address_file.read_text().strip()
-        record = NodeRecord(self.pid, self.address, self._settings.bind)
-        self._record.write_bytes(msgspec.json.encode(record))
+        self._record.write_bytes(msgspec.json.encode(NodeRecord(self.pid, self.address)))
 
     def _arguments(self) -> list[str]:
         settings = self._settings
         if settings.address == AUTO:
-            role = ["--head", "--no-monitor", f"--port={self._head_port}", "--include-dashboard=false"]
+            port = self.address.rpartition(":")[2] or self._settings.port  # a restarted head keeps its port
+            role = ["--head", "--no-monitor", f"--port={port}", "--include-dashboard=false"]
         else:
             role = [f"--address={self._head}"]
         given = {"num-cpus": settings.num_cpus, "num-gpus": settings.num_gpus}
@@ -239,11 +232,6 @@ class RayNode:
             "--block",
             *(f"--{name}={value}" for name, value in given.items() if value is not None),
         ]
-
-    @property
-    def _head_port(self) -> str:
-        """A head that is restarted is where it was, for those that have joined."""
-        return self.address.rpartition(":")[2] or str(self._settings.port)
 
     def _wait_for_start(self, address_file: Path, output: Path) -> None:
         assert self._child is not None
@@ -284,6 +272,6 @@ def _is_node(pid: int) -> bool:
 
 
 def require_ray() -> None:
-    """Raises ClusterError with the command that installs it."""
+    """Raises ClusterError that names the command to install Ray."""
     if find_spec("ray") is None:
         raise ClusterError("--cluster needs Ray, which is not installed: pip install 'llmbackend[cluster]'")

@@ -1,8 +1,7 @@
-"""The folder with a cluster's secrets, the same on each of its machines: Ray's token, the authority of its
-certificates, and the CURVE key of engines.
+"""The folder of a cluster's secrets, equal on all machines: Ray's token, the certificate authority, the CURVE key.
 
-For: the launcher, the agent and `llmbackend cluster init`. Does not know: how they are used. Invariants: whoever has
-the folder belongs to the cluster, so that nobody but this user may read it; a folder that exists is never changed.
+For: the launcher, the agent and `llmbackend cluster init`. Does not know: how they are used. Invariants: only this user
+can read the folder, since whoever has it can join the cluster; an existing folder is never changed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class SecretsFolder:
 
     @property
     def key_name(self) -> str:
-        """Of the CURVE key, for comparison: made of its public half."""
+        """Identifies the CURVE key by a hash of its public half."""
         return hashlib.sha256(self.curve_keys.curve_public_key).hexdigest()[:12]
 
     @property
@@ -54,7 +53,7 @@ class SecretsFolder:
 
     @classmethod
     def create(cls, path: Path) -> SecretsFolder:
-        """Raises ClusterError when there is one already, or it cannot be written."""
+        """Raises ClusterError when the folder has secrets already or cannot be written."""
         from .node_certificate import make_authority, write_private
 
         folder = cls(path.expanduser())
@@ -74,7 +73,7 @@ class SecretsFolder:
 
     @classmethod
     def open(cls, path: Path) -> SecretsFolder:
-        """Raises ClusterError naming the file and what is wrong with it."""
+        """Raises ClusterError that names the file and its fault."""
         folder = cls(path.expanduser())
         if not folder.path.is_dir():
             raise ClusterError(

@@ -1,4 +1,4 @@
-"""What `--cluster` and its flags mean, as one frozen object."""
+"""The settings of `--cluster` and its flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 
 class ClusterError(Exception):
-    """This machine cannot be, or stay, part of the cluster."""
+    """This machine cannot join the cluster, or stay in it."""
 
 
 AUTO: Final = "auto"
@@ -20,27 +20,27 @@ DEFAULT_SECRETS: Final = Path("~/.llmbackend/cluster")
 
 
 def default_run_folder() -> Path:
-    """Short, because Ray's Unix sockets are in it; each user's own."""
+    """One for each user. The path is short because Ray's Unix sockets are in it."""
     return Path(tempfile.gettempdir()) / f"llmbackend-ray-{os.getuid()}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSettings:
-    """Raises ValueError naming the field, the value and what was expected."""
+    """Raises ValueError that names the field, its value and what was expected."""
 
     address: str
-    """AUTO: the Ray node of this machine, or else a new cluster with this machine as its head; host:port: the head to
-    join."""
+    """AUTO: this machine's Ray node, or a new cluster with this machine as its head; host:port: the head to join."""
     bind: str = LOOPBACK
-    """This machine's address, at which the others reach it. LOOPBACK: a cluster of this machine alone."""
+    """The address at which other machines reach this one; LOOPBACK: a cluster of this machine alone."""
     port: int = DEFAULT_PORT
-    """Of the head's Ray, where this machine becomes the head; 0: any."""
+    """Of Ray, when this machine is the head; 0: any."""
     secrets: Path = DEFAULT_SECRETS
     num_cpus: int | None = None
-    """What this machine gives to engines; None: all that it has."""
+    """CPUs for engines; None: all."""
     num_gpus: int | None = None
+    """GPUs for engines; None: all."""
     run_folder: Path = field(default_factory=default_run_folder)
-    """Ray's files of this machine, and what runs on it."""
+    """Ray's files on this machine, and records of the processes that run here."""
 
     def __post_init__(self) -> None:
         if self.address == AUTO:

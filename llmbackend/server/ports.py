@@ -143,6 +143,10 @@ class ClaimedPorts:
         _close((self.http, self.metrics, self.grpc))
 
 
+def port_of(claim: socket.socket | None) -> int | None:
+    return None if claim is None else int(claim.getsockname()[1])
+
+
 def _claimed_as(wish: PortWish) -> socket.socket:
     """With `for_processes` the claim keeps the port for this server, and takes no connections from its processes."""
     port = wish.port or 0

@@ -25,7 +25,7 @@ from llmbackend.remote.peer_calls import PeerCalls
 from .frontend_processes import FrontendProcesses, FrontendsFailedError
 from .frontend_settings import ClusterMember, FrontendSettings, HostFolder
 from .frontends import make_frontends
-from .ports import ClaimedPorts
+from .ports import ClaimedPorts, port_of
 from .process import in_thread
 from .settings import ServerSettings
 
@@ -52,7 +52,7 @@ class ProcessFrontends:
         """On the event loop. access: without TLS, which ends in the frontends. Starts the processes, which import what
         they need while models load; none where another process does."""
         self._claims = claims
-        self.http_port, self.grpc_port = _port_of(claims.http), _port_of(claims.grpc)
+        self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         starts = () if settings.host_folder is not None else frontend_settings_of(settings, folder, claims)
         self._processes = FrontendProcesses(starts, shared.forget)
         self._processes.start()
@@ -126,8 +126,8 @@ def frontend_settings_of(
             host=folder,
             peers=peers,
             keys=keys,
-            http=replace(settings.http, port=_port_of(claims.http) or 0),
-            grpc=replace(settings.grpc, port=_port_of(claims.grpc) or 0),
+            http=replace(settings.http, port=port_of(claims.http) or 0),
+            grpc=replace(settings.grpc, port=port_of(claims.grpc) or 0),
             limits=_share(settings.limits, settings.frontend_processes),
             access=settings.access,
             protocols=settings.protocols,
@@ -139,10 +139,6 @@ def frontend_settings_of(
         )
         for number in range(1, settings.frontend_processes + 1)
     ]
-
-
-def _port_of(claim: socket.socket | None) -> int | None:
-    return None if claim is None else int(claim.getsockname()[1])
 
 
 def _bound(folder: HostFolder, settings: ServerSettings) -> socket.socket | None:

@@ -24,7 +24,7 @@ class LocalAgent(Agent):
 
     def __init__(self, path: Path) -> None:
         versions = Versions(**dict.fromkeys(Versions.__struct_fields__, "1"))
-        super().__init__(AgentOrder(str(path), "", "127.0.0.1", HostAddress("me", "", "1"), versions, ""))
+        super().__init__(AgentOrder(str(path), "", "127.0.0.1", HostAddress("me", ""), versions, ""))
         watch: Any = SimpleNamespace(state=EngineLocation(KEY, endpoint="tcp://127.0.0.1:7", incarnation=3))
         self._engines[KEY] = watch
 

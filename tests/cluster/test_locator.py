@@ -1,6 +1,7 @@
 """A host's end of the link to its agent: over the real socket, with an agent of the test's own."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def test_a_host_says_where_it_is_and_hears_of_others(path: Path, agent: Scripted
     told: list[tuple[HostAddress, ...]] = []
     locator.serve("tcp://10.0.0.1:8", told.append)
     assert agent.receive() == HostServing("tcp://10.0.0.1:8")
-    peers = (HostAddress("b-1", "tcp://10.0.0.2:9", "0.1.0"),)
+    peers = (HostAddress("b-1", "tcp://10.0.0.2:9"),)
     agent.send(Peers(peers))
     eventually(lambda: told == [peers])
     agent.close()
@@ -148,3 +149,32 @@ def test_a_host_says_where_it_is_and_hears_of_others(path: Path, agent: Scripted
         assert [next_agent.receive(), next_agent.receive()] == [Wants(()), HostServing("tcp://10.0.0.1:8")]
     finally:
         next_agent.close()
+
+
+def test_an_agent_that_reads_nothing_delays_no_caller(agent: ScriptedAgent, locator: AgentLocator) -> None:
+    """More is asked for than the socket's buffers hold."""
+    num_engines = 300
+
+    def ask() -> None:
+        for index in range(num_engines):
+            locator.locate(index, CONFIG)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(30)
+    is_blocked = asking.is_alive()
+    if is_blocked:
+        agent.close()  # lets the thread end
+    assert not is_blocked
+    messages = [agent.receive() for _ in range(num_engines)]
+    assert [len(message.engines) for message in messages if isinstance(message, Wants)] == [*range(1, num_engines + 1)]
+
+
+def test_whoever_hears_of_other_hosts_may_use_the_locator(agent: ScriptedAgent, locator: AgentLocator) -> None:
+    told: list[object] = []
+    locator.serve("tcp://10.0.0.1:8", lambda peers: told.append(locator.locate(1, CONFIG)))
+    assert agent.receive() == HostServing("tcp://10.0.0.1:8")
+    agent.send(Peers(()))
+    said = agent.receive()
+    assert isinstance(said, Wants) and [engine.key for engine in said.engines] == [KEY]
+    eventually(lambda: told == [None])

@@ -106,7 +106,7 @@ def agent(folder: Path, secrets: Path, head: str, versions: Versions) -> Iterato
         socket=str(folder / "agent"),
         address=head,
         bind=HEAD,
-        host=HostAddress("other-1", "", "0"),
+        host=HostAddress("other-1", ""),
         versions=versions,
         key_name=SecretsFolder.open(secrets).key_name,
     )

@@ -124,7 +124,7 @@ class Engines:
         """Each host of the others, behind a link of its own."""
         for host in list(self._hosts):
             others = [other for other in self._endpoints if other != host]
-            peers = [HostAddress(other, await self._linked(host, other), "") for other in others]
+            peers = [HostAddress(other, await self._linked(host, other)) for other in others]
             self.tell(host, Peers(tuple(peers)))
 
     async def _linked(self, host: str, other: str) -> str:
