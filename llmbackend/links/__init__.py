@@ -1,1 +1,1 @@
-"""What links between processes share: the cluster's key, ZeroMQ sockets, and what happens to their connections."""
+"""Links between processes: the cluster's key, ZeroMQ sockets and their connection events, loopback addresses."""

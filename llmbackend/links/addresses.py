@@ -1,4 +1,4 @@
-"""Which addresses only this machine can reach."""
+"""Loopback addresses."""
 
 from __future__ import annotations
 

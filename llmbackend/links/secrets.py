@@ -1,8 +1,7 @@
-"""The secrets of a cluster, in a folder that each of its machines has: the CURVE key of all ZeroMQ links over TCP.
+"""The CURVE key of a cluster's ZeroMQ links over TCP, in a folder that each of its machines has.
 
-For: whoever opens such a link. Does not know: what is said over it. There is one key pair for all, servers and clients
-alike: who has it belongs to the cluster. Invariants: a link that was secured here speaks to nobody who lacks the key;
-the secret half is in no message, log or text of an error.
+All servers and clients of the cluster share one key pair. Invariants: a secured link accepts nobody without the key;
+the secret key appears in no message, log or error.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any, Final
 import zmq
 
 CURVE_KEY: Final = "curve.key"
-"""The file: the secret key in z85, 40 characters. The public key follows from it."""
+"""A file with the secret key in z85, 40 characters; the public key is derived from it."""
 _KEY_CHARACTERS: Final = 40
 _MAX_FILE_BYTES: Final = 1 << 12
 
@@ -29,7 +28,7 @@ class ClusterSecrets:
 
     @classmethod
     def load(cls, folder: str | Path) -> ClusterSecrets:
-        """Raises ValueError naming the file and what is wrong with it."""
+        """Raises ValueError that names the file and its fault."""
         path = Path(folder) / CURVE_KEY
         try:
             with path.open("rb") as file:
@@ -47,7 +46,7 @@ class ClusterSecrets:
 
     @classmethod
     def create(cls, folder: str | Path) -> ClusterSecrets:
-        """Makes the folder's key, for this user alone. Raises FileExistsError when there is one."""
+        """Creates the key, readable for this user alone. Raises FileExistsError when there is one."""
         public, secret = zmq.curve_keypair()
         Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(Path(folder) / CURVE_KEY, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -55,18 +54,18 @@ class ClusterSecrets:
         return cls(public, secret)
 
     def secure_client(self, socket: zmq.Socket[Any]) -> None:
-        """Before it connects."""
+        """Call before it connects."""
         socket.curve_serverkey = self.curve_public_key
         socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
 
     def secure_server(self, socket: zmq.Socket[Any]) -> None:
-        """Before it binds. Its context needs a `ClientCheck`."""
+        """Call before it binds. Its context needs a `ClientCheck`."""
         socket.curve_server = True
         socket.curve_publickey, socket.curve_secretkey = self.curve_public_key, self.curve_secret_key
 
 
 class ClientCheck:
-    """Refuses clients that lack the cluster's key, at all secured servers of a context, on its own thread."""
+    """Refuses clients without the cluster's key at all secured servers of a context, on its own thread."""
 
     def __init__(self, context: zmq.Context[Any], public_key: bytes) -> None:
         """public_key: the cluster's, in z85."""
@@ -78,9 +77,9 @@ class ClientCheck:
         self._authenticator.configure_curve_callback("*", self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """As pyzmq calls it. key: the client's public key in z85."""
+        """Called by pyzmq. key: the client's public key in z85."""
         return key == self._key
 
     def close(self) -> None:
-        """Before its context ends."""
+        """Call before the context is terminated."""
         self._authenticator.stop()

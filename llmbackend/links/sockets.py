@@ -1,9 +1,8 @@
-"""ZeroMQ sockets of links between processes: heartbeats, encryption, and what happens to their connections.
+"""ZeroMQ sockets of links between processes: heartbeats, encryption, connection events.
 
-For: links between frontends and hosts, hosts and hosts, hosts and engines. Does not know: what messages say.
-Invariants: a socket has no limit on messages (the sender counts the bytes that wait) and never keeps a process from
-ending, unless it is closed with a linger time; a connection whose other end is silent for longer than the heartbeat
-timeout is closed.
+For: links between frontends and hosts, between hosts, and between hosts and engines. Does not know: what messages mean.
+Invariants: a socket does not limit its messages (senders count unread bytes) and keeps no process from ending unless it
+is closed with a linger time; a connection that is silent for longer than the heartbeat timeout is closed.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def new_socket(
 
 
 def descriptor(socket: zmq.Socket[bytes]) -> int:
-    """Readable when it is time to ask `is_readable` again; it may stay silent until that is asked."""
+    """Becomes readable when `is_readable` should be called again; stays silent until it was called once more."""
     return cast(int, socket.getsockopt(zmq.FD))
 
 
@@ -66,7 +65,7 @@ class ConnectionEvent(NamedTuple):
 
     @property
     def failure(self) -> HandshakeFailure | None:
-        """Why the handshake failed; None = the event says something else."""
+        """Why the handshake failed; None for other events."""
         if self.kind == zmq.Event.HANDSHAKE_FAILED_AUTH:
             return HandshakeFailure.REFUSED_KEY
         if self.kind == zmq.Event.HANDSHAKE_FAILED_PROTOCOL:
@@ -77,15 +76,15 @@ class ConnectionEvent(NamedTuple):
 
 
 class Monitor:
-    """What happens to a socket's connections."""
+    """Reports events of a socket's connections."""
 
     def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
-        """events: of zmq.Event"""
+        """events: flags of zmq.Event."""
         self._watched = socket
         self.socket = socket.get_monitor_socket(events)
 
     def read(self) -> list[ConnectionEvent]:
-        """All that happened since the last call. Never blocks."""
+        """The events since the last call. Never blocks."""
         found = []
         while is_readable(self.socket):
             event = recv_monitor_message(self.socket)
@@ -93,6 +92,6 @@ class Monitor:
         return found
 
     def close(self) -> None:
-        """Before the socket is closed."""
+        """Call before the socket is closed."""
         self._watched.disable_monitor()
         self.socket.close()

@@ -1,8 +1,8 @@
-"""AttachedFrontend: a frontend as its host sees it, with the requests that are open for it.
+"""AttachedFrontend: the host's view of a frontend and its open requests. HostStates: what all frontends are told.
 
-For: HostEndpoint. Does not know: sockets (it is given one function that sends). Invariants: all responses that threads
-have for the frontend when they are done go out in one message; they keep their order; what waits for the frontend is
-bounded, but for one response of each request; a frontend that is gone has no request left.
+For: HostEndpoint. Does not know: sockets (it is given a function that sends). Invariants: responses of one step go out
+in one message, in order; unread bytes are bounded, except for one response of each request; when a frontend is lost,
+its requests are cancelled.
 """
 
 from __future__ import annotations
@@ -42,34 +42,27 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 MAX_UNREAD_BYTES: Final = 64 << 20
-"""Sent to a frontend and not read by it, without large responses whose requests have nothing else there."""
+"""Limit of the bytes sent to a frontend and not yet read. A large response whose request has nothing else unread is not
+counted."""
 _NONE = ResponseFlag.NONE
 _FINAL: Final = int(ResponseFlag.FINAL)
 _NO_LAYOUT: Final = -1
 Send = Callable[[list[Frame]], bool]
-"""Sends a message to the frontend, of any thread; False when it is gone."""
+"""Sends a message to the frontend from any thread; False when the frontend is lost."""
 RawItem = (
     tuple[int, int, int, tuple[Any, ...]]
     | tuple[int, int, int, tuple[Any, ...], bytes]
     | tuple[int, int, int, tuple[Any, ...], bytes, WireResponse]
 )
-"""The fields of an Item; those at the end may be missing."""
+"""The fields of an Item; trailing ones may be left out."""
 
 
 class HostedRequest:
-    """A request of the frontend: the response callback of its inference."""
+    """A frontend's request: the response callback of its inference."""
 
     __slots__ = (
-        "_frontend",
-        "_handle",
-        "_is_cancelled",
-        "_is_over",
-        "_layout",
-        "_layout_number",
-        "_like",
-        "_sent_at",
-        "number",
-    )
+        "_frontend", "_handle", "_is_cancelled", "_is_over", "_layout", "_layout_number", "_like", "_sent_at", "number"
+    )  # fmt: skip
 
     def __init__(self, number: int, frontend: AttachedFrontend) -> None:
         self.number = number
@@ -78,11 +71,11 @@ class HostedRequest:
         self._is_cancelled = False
         self._is_over = False
         self._like: InferenceResponse | None = None
-        """The last response that said all of itself."""
+        """The last response that was sent with all its fields."""
         self._layout: OutputLayout | None = None
         self._layout_number = _NO_LAYOUT
         self._sent_at = 0
-        """How many bytes had been sent to the frontend with its last response."""
+        """Position of its last response among the bytes sent to the frontend."""
 
     def accepted(self, handle: InferenceHandle) -> None:
         self._handle = handle
@@ -90,7 +83,7 @@ class HostedRequest:
             handle.cancel()
 
     def cancel(self) -> None:
-        """Any thread, also before `accepted`."""
+        """Called by any thread, also before `accepted`."""
         self._is_cancelled = True
         if self._handle is not None:
             self._handle.cancel()
@@ -99,7 +92,7 @@ class HostedRequest:
         frontend = self._frontend
         if flags is _NONE and response is not None and not frontend.is_behind and not self._is_over:
             outputs = response.outputs
-            if type(outputs) is Outputs and outputs.layout is self._layout and self._says_nothing_else(response):
+            if type(outputs) is Outputs and outputs.layout is self._layout and self._has_only_new_outputs(response):
                 # a token of a stream
                 item = (self.number, 0, self._layout_number, outputs.values)
                 frontend.put((*item, response.delta) if response.delta else item)
@@ -107,8 +100,8 @@ class HostedRequest:
                 return
         self._put(response, flags)
 
-    def _says_nothing_else(self, response: InferenceResponse) -> bool:
-        """Whether all but the outputs is like in the response before."""
+    def _has_only_new_outputs(self, response: InferenceResponse) -> bool:
+        """Whether all other fields equal those of `_like`."""
         like = self._like
         return (
             like is not None
@@ -147,7 +140,7 @@ class HostedRequest:
             return self._whole(response, code, _NO_LAYOUT, ())
         if outputs.layout is not self._layout:
             self._layout, self._layout_number = outputs.layout, self._frontend.number_of(outputs.layout)
-        if not self._says_nothing_else(response):
+        if not self._has_only_new_outputs(response):
             return self._whole(response, code, self._layout_number, outputs.values)
         return (self.number, code, self._layout_number, outputs.values, response.delta), []
 
@@ -169,7 +162,7 @@ class HostedRequest:
 
 
 class _Framed(NamedTuple):
-    """An item with large tensors. is_counted: whether they are among the bytes that are limited"""
+    """An item with large tensors. is_counted: whether they count towards the limit of unread bytes."""
 
     item: RawItem
     frames: list[Frame]
@@ -177,7 +170,7 @@ class _Framed(NamedTuple):
 
 
 class AttachedFrontend:
-    """`requests` may be read by any thread. is_behind: more than `max_unread_bytes` wait for the frontend."""
+    """Any thread may read `requests`. is_behind: more than `max_unread_bytes` are unread."""
 
     def __init__(
         self, name: str, families: tuple[str, ...], send: Send, max_unread_bytes: int = MAX_UNREAD_BYTES
@@ -187,7 +180,7 @@ class AttachedFrontend:
         self.max_unread_bytes = max_unread_bytes
         self.requests: dict[int, HostedRequest] = {}
         self.traces: dict[int, RequestTrace] = {}
-        """Of requests that the frontend has not told the end of."""
+        """By request number, until the frontend reports the request's end."""
         self.sent_bytes = 0
         self.read_bytes = 0
         self.read_state = 0
@@ -196,21 +189,21 @@ class AttachedFrontend:
         self.is_lost = False
         self._send = send
         self._lock = threading.Lock()
-        """Of sending, so that messages have the order in which things were put."""
+        """Held while sending, so that messages keep the order of `put`."""
         self._is_woken = False
         self._items: list[RawItem | _Framed] = []
         self._decisions: list[Decision | TraceName] = []
         self._layouts: dict[OutputLayout, int] = {}
         self._new_layouts: list[Layout] = []
         self._unread: deque[tuple[int, int]] = deque()
-        """Of each message that counts and was not read: how many bytes had been sent with it, and its own."""
+        """Of each counted unread message: its end among the sent bytes, and its size."""
         self._unread_bytes = 0
 
     def has_not_read(self, position: int) -> bool:
-        """Whether something of the first `position` bytes was not read yet."""
+        """Whether some of the first `position` bytes are unread."""
         return self.read_bytes < position
 
-    # --- what goes to the frontend, of any thread -------------------------------------------------------------------
+    # --- to the frontend, from any thread ---------------------------------------------------------------------------
 
     def put(self, item: RawItem | _Framed) -> None:
         self._items.append(item)
@@ -231,7 +224,6 @@ class AttachedFrontend:
             return number
 
     def send(self, message: list[Frame]) -> None:
-        """Sends any other message."""
         with self._lock:
             self._send_now(message)
 
@@ -240,13 +232,13 @@ class AttachedFrontend:
         wake_receiver(self._flush)
 
     def _flush(self) -> None:
-        """Sends what waits. What is put meanwhile is sent by whoever put it, or here."""
+        """Sends what was put. What is put meanwhile is sent here or by the next flush."""
         try:
             with self._lock:
                 self._is_woken = False
                 decisions = _taken(self._decisions)
                 items = _taken(self._items)
-                layouts = _taken(self._new_layouts)  # last: an item's layout is there before the item
+                layouts = _taken(self._new_layouts)  # last: an item's layout is added before the item
                 for group, frames, is_counted in _groups(items):
                     message = [encode(Responses(decisions, layouts, cast(list[Item], group))), *frames]
                     self._send_now(message, is_counted=is_counted)
@@ -264,18 +256,18 @@ class AttachedFrontend:
         if is_counted:
             self._unread.append((self.sent_bytes, num_bytes))
             self._unread_bytes += num_bytes
-            self._look_behind()
+            self._update_is_behind()
 
-    # --- what the frontend says -------------------------------------------------------------------------------------
+    # --- from the frontend ------------------------------------------------------------------------------------------
 
     def has_read(self, num_bytes: int) -> None:
         with self._lock:
             self.read_bytes = num_bytes
             while self._unread and self._unread[0][0] <= num_bytes:
                 self._unread_bytes -= self._unread.popleft()[1]
-            self._look_behind()
+            self._update_is_behind()
 
-    def _look_behind(self) -> None:
+    def _update_is_behind(self) -> None:
         is_behind = self._unread_bytes > self.max_unread_bytes
         if is_behind and not self.is_behind:
             text = "frontend '%s' is behind: more than %d bytes wait for it; requests with more responses are cancelled"
@@ -283,7 +275,7 @@ class AttachedFrontend:
         self.is_behind = is_behind
 
     def lost(self) -> None:
-        """The frontend is gone: cancels its requests."""
+        """Cancels the requests of a frontend that is lost."""
         self.is_lost = True
         for request in list(self.requests.values()):
             request.cancel()
@@ -293,15 +285,15 @@ class AttachedFrontend:
 
 
 def _taken(waiting: list[Any]) -> list[Any]:
-    """What waits, which then waits no more. Other threads may add to it meanwhile, without a lock."""
+    """Empties the list. Other threads may append meanwhile without a lock."""
     taken = waiting[:]
     del waiting[: len(taken)]
     return taken
 
 
 def _groups(items: list[RawItem | _Framed]) -> list[tuple[list[RawItem], list[Frame], bool]]:
-    """As few messages as possible; frames are numbered within a message, so an item that has some goes by itself."""
-    if _Framed not in set(map(type, items)):  # nearly always
+    """As few messages as possible: one for each item with frames, which are numbered within a message."""
+    if _Framed not in set(map(type, items)):  # the usual case
         return [(cast(list[RawItem], items), [], True)] if items else []
     groups: list[tuple[list[RawItem], list[Frame], bool]] = []
     for item in items:
@@ -326,6 +318,8 @@ ANNOUNCED_WITHIN_S: Final = 2.0
 
 
 class HostStates:
+    """Sends frontends the host's state when it changes, from its own thread."""
+
     def __init__(
         self, server: InferenceServer, host_id: str, frontends: Callable[[], Iterable[AttachedFrontend]]
     ) -> None:
@@ -335,9 +329,9 @@ class HostStates:
         self._peers: tuple[HostPeer, ...] = ()
         self._changed = threading.Condition()
         self._asked = 0
-        """Announcements so far."""
+        """Number of calls of `ask`."""
         self._number = 0
-        """Of the latest state: how many announcements it follows."""
+        """`_asked` when the latest state was made."""
         self._is_leaving = False
         self._is_closed = False
         self._told: dict[AttachedFrontend, HostState] = {}
@@ -358,14 +352,14 @@ class HostStates:
         self.ask()
 
     def ask(self) -> int:
-        """Tells frontends the state as it is now, soon. Returns the number that this state has at least."""
+        """Soon tells frontends the current state; its number is at least the returned one."""
         with self._changed:
             self._asked += 1
             self._changed.notify_all()
             return self._asked
 
     def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
-        """Blocks until every frontend knows the state as it is now; False when one does not within `timeout_s`."""
+        """Blocks until every frontend has read the current state; False when one has not within `timeout_s`."""
         number, deadline_s = self.ask(), time.monotonic() + timeout_s
         with self._changed:
             return self._changed.wait_for(
@@ -374,12 +368,12 @@ class HostStates:
             )
 
     def leave(self, timeout_s: float) -> bool:
-        """`announce`s that the host is about to end."""
+        """Announces that the host is about to end."""
         self._is_leaving = True
         return self.announce(timeout_s)
 
     def read(self) -> None:
-        """A frontend has read a state, or is gone."""
+        """Called when a frontend has read a state or is lost."""
         with self._changed:
             self._changed.notify_all()
 
@@ -397,7 +391,7 @@ class HostStates:
             try:
                 self._tell(number)
             except Exception:
-                log.exception("the state of the host is unknown")
+                log.exception("frontends cannot be told the host's state")
             with self._changed:
                 self._number = number
                 self._changed.notify_all()

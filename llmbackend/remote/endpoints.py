@@ -1,7 +1,6 @@
-"""Which kind of socket an endpoint has: ipc://PATH a Unix socket, tcp://HOST:PORT ZeroMQ's with CURVE.
+"""Sockets by the kind of endpoint: ipc://PATH is a Unix socket, tcp://HOST:PORT is ZeroMQ with CURVE.
 
-For: HostEndpoint and HostLink. Does not know: how the kinds work. Invariant: a link over a network is never in plain
-text.
+For: HostEndpoint and HostLink. Does not know: what messages mean. Invariant: links over a network are encrypted.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from .unix_sockets import SILENCE_TIMEOUT_S, UnixConnection, UnixHostSocket
 from .wire import Frame
 
 FRONTEND_HEARTBEAT_TIMEOUT_S: Final = 5.0
-"""Silence after which an end counts as gone."""
+"""After so long without a heartbeat the other end counts as lost."""
 _MESSAGES_AT_ONCE: Final = 64
 _EVENTS: Final = HANDSHAKE_FAILURES | zmq.Event.DISCONNECTED
 _FAILURES: Final = {
@@ -37,7 +36,7 @@ _FAILURES: Final = {
 
 
 def receive(socket: zmq.Socket[bytes]) -> Parts | None:
-    """The parts of the next message; None when there is none."""
+    """The next message; None when there is none."""
     if not is_readable(socket):
         return None
     return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
@@ -51,7 +50,7 @@ class ZmqHostSocket:
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._lock = threading.Lock()
-        """Of the socket."""
+        """Held while the socket is used."""
 
     def bind(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -105,7 +104,7 @@ class ZmqHostSocket:
             except zmq.ZMQError:  # EHOSTUNREACH
                 self.wake()
                 return False
-            if is_readable(self._socket):  # sending may take the sign that there is something to read
+            if is_readable(self._socket):  # sending may clear the descriptor's readable state
                 self.wake()
         return True
 
@@ -131,7 +130,7 @@ class ZmqConnection:
         self._loop.add_reader(descriptor(self._socket), self._owner.on_readable)
         self._loop.add_reader(descriptor(self._monitor.socket), self._look)
         self._socket.connect(self._endpoint)
-        self._loop.call_soon(self._owner.on_readable)  # a descriptor is silent until its socket was asked
+        self._loop.call_soon(self._owner.on_readable)  # a descriptor may stay silent until its socket is queried
         self._loop.call_soon(self._look)
 
     def receive(self) -> Parts | None:
@@ -141,7 +140,7 @@ class ZmqConnection:
         if self._socket is None:
             return
         self._socket.send_multipart(message, zmq.NOBLOCK, copy=len(message) == 1)
-        if is_readable(self._socket):  # sending may take the sign that there is something to read
+        if is_readable(self._socket):  # sending may clear the descriptor's readable state
             self._loop.call_soon(self._owner.on_readable)
 
     def close(self, linger_s: float = 0.0) -> None:
@@ -170,16 +169,16 @@ _TCP: Final = "tcp://"
 
 
 def check_endpoint(endpoint: str, keys: ClusterSecrets | None) -> None:
-    """Raises ValueError for an endpoint that cannot be used, or not safely."""
+    """Raises ValueError for an endpoint of another kind, and for a TCP endpoint without keys."""
     if endpoint.startswith(_TCP):
         if keys is None:
-            raise ValueError(f"endpoint '{endpoint}' needs the cluster's key: a network link is never in plain text")
+            raise ValueError(f"endpoint '{endpoint}' needs the cluster's key: links over a network are encrypted")
     elif not endpoint.startswith(_IPC):
         raise ValueError(f"endpoint '{endpoint}' is not supported, expected ipc://PATH or tcp://HOST:PORT")
 
 
 def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None) -> HostSocket:
-    """timeout_s: after which a silent peer is gone; None = that of the kind. Raises ValueError as `check_endpoint`."""
+    """timeout_s: a peer that is silent for longer is lost; None = default of the kind. Raises as `check_endpoint`."""
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixHostSocket(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S)
@@ -189,7 +188,7 @@ def new_host_socket(endpoint: str, keys: ClusterSecrets | None, timeout_s: float
 def new_connection(
     endpoint: str, keys: ClusterSecrets | None, timeout_s: float | None, owner: ConnectionOwner
 ) -> Connection:
-    """A frontend's, on an event loop; else as `new_host_socket`."""
+    """A frontend's connection, on an event loop; arguments and errors as of `new_host_socket`."""
     check_endpoint(endpoint, keys)
     if endpoint.startswith(_IPC):
         return UnixConnection(_path(endpoint), timeout_s or SILENCE_TIMEOUT_S, owner)

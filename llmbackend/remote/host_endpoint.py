@@ -1,8 +1,8 @@
 """HostEndpoint: serves an InferenceServer to frontends in other processes.
 
-For: the process of a host. Does not know: protocols, what requests mean. Invariants: one thread reads what frontends
-say; a frontend of another release is refused, with both releases; the requests of a frontend that is gone are
-cancelled; work in proportion to a request's size does not hold up the requests of others.
+For: the process of a host. Does not know: protocols, what requests mean. Invariants: one thread reads all messages; a
+frontend of another release is refused with an error that names both releases; requests of a lost frontend are
+cancelled; work in proportion to a request's size does not delay other requests.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from .wire import (
 log = logging.getLogger(__name__)
 
 CallHandler = Callable[[Call, Callable[[CallResult], object]], None]
-"""(call, what is to be called with its result, on any thread)"""
+"""Called with the call and a function that takes its result on any thread."""
 LARGE_BYTES: Final = 256 << 10
-"""A request with more is decoded and validated apart from the others."""
+"""Larger requests are decoded and validated on other threads."""
 MAX_WAITING_BYTES: Final = 256 << 20
-"""Of large requests of all frontends that wait to be decoded; beyond it they are refused."""
+"""Limit of the large requests of all frontends that wait to be decoded; more are refused."""
 _BEAT_S: Final = 1.0
 _PROBES_S: Final = 0.1
-"""How often frontends are looked for while one of them is missing."""
+"""Interval of beats after a connection was lost, until its frontend is known."""
 _PROBED_FOR_S: Final = 2.0
 _BEAT: Final = encode(Beat())
 
 
 class HostEndpoint:
-    """Serves between `start` and `close`. endpoint: ipc://PATH, or tcp://HOST:PORT with `keys`; port 0: any one."""
+    """Serves between `start` and `close`. endpoint: ipc://PATH, or tcp://HOST:PORT with `keys`; port 0 = any free."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class HostEndpoint:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         release: str = __version__,
     ) -> None:
-        """heartbeat_timeout_s: after which a silent frontend is gone; None = that of the endpoint's kind
-        max_unread_bytes: of one frontend
-        max_waiting_bytes: of large requests that wait to be decoded; a single one may be larger
+        """heartbeat_timeout_s  a frontend that is silent for longer is lost; None = default of the endpoint's kind
+        max_unread_bytes     of one frontend
+        max_waiting_bytes    of large requests that wait to be decoded; a single one may be larger
 
         Raises ValueError for an endpoint that cannot be used.
         """
@@ -95,7 +95,7 @@ class HostEndpoint:
         self._on_call: CallHandler | None = None
         self._on_peers: Callable[[Sequence[HostPeer] | None], None] = lambda peers: None
         self._peers: Sequence[HostPeer] | None = None
-        """None: not told yet."""
+        """None: unknown."""
         self._is_closing = False
         self._probe_until_s = 0.0
         self._states = HostStates(server, host_id, lambda: list(self._frontends.values()))
@@ -107,7 +107,7 @@ class HostEndpoint:
 
     @property
     def endpoint(self) -> str:
-        """Where it serves; from `start` on with its port."""
+        """From `start` on with the actual port."""
         return self._socket.endpoint
 
     def start(self) -> None:
@@ -117,30 +117,29 @@ class HostEndpoint:
         self._states.start()
 
     def set_peers(self, peers: Sequence[HostPeer]) -> None:
-        """The other hosts that frontends can use when this one is gone, in order of preference."""
+        """The other hosts that frontends can use after this one, in order of preference."""
         self._states.set_peers(peers)
         self._peers = peers
         self._on_peers(peers)
 
     def serve_calls(self, on_call: CallHandler, on_peers: Callable[[Sequence[HostPeer] | None], None]) -> None:
-        """Other hosts call this one, and may be called. on_call: called on this endpoint's thread, it must only
-        enqueue; on_peers: called with the other hosts, now and when they change, on any thread;
-        None: they are not known yet."""
+        """Answers calls of other hosts. on_call: called on this endpoint's thread, must only enqueue. on_peers: called
+        on any thread with the other hosts, now and when they change; None = unknown."""
         self._on_call, self._on_peers = on_call, on_peers
         on_peers(self._peers)
 
     def announce(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
-        """Blocks until every frontend knows of models and settings as they are now; False when one does not within
+        """Blocks until every frontend knows the current models and settings; False when one does not within
         `timeout_s`."""
         return self._states.announce(timeout_s)
 
     def leave(self, timeout_s: float = ANNOUNCED_WITHIN_S) -> bool:
-        """Blocks until every frontend knows that this host is about to end, and has moved the requests that others can
-        continue with; False when one has not within `timeout_s`. The others are still served, until `close`."""
+        """Blocks until every frontend knows that this host is about to end and has moved the requests that other hosts
+        can continue; False when one has not within `timeout_s`. Other requests are served until `close`."""
         return self._states.leave(timeout_s)
 
     def close(self) -> None:
-        """Ends all links, and so the requests that are open. Any thread but those of callbacks."""
+        """Ends all links and their open requests. Not to be called by callbacks."""
         self._is_closing = True
         self._socket.wake()
         self._thread.join()
@@ -148,7 +147,7 @@ class HostEndpoint:
         self._large.shutdown()
         self._socket.close()
 
-    # --- the thread that reads --------------------------------------------------------------------------------------
+    # --- the reading thread -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         beat_at_s = 0.0
@@ -157,7 +156,7 @@ class HostEndpoint:
                 is_probing = time.monotonic() < self._probe_until_s
                 self._socket.wait(_PROBES_S if is_probing else _BEAT_S)
             if self._socket.has_lost():
-                self._probe_until_s = time.monotonic() + _PROBED_FOR_S  # the socket may still know the one that is gone
+                self._probe_until_s = time.monotonic() + _PROBED_FOR_S  # the socket may forget the lost one later
             now_s = time.monotonic()
             if now_s >= beat_at_s or now_s < self._probe_until_s:
                 beat_at_s = now_s + _BEAT_S
@@ -243,7 +242,7 @@ class HostEndpoint:
     def _leave_lost(self) -> None:
         if not any(frontend.is_lost for frontend in self._frontends.values()):
             return
-        while self._read_messages():  # the last one may say that it has left
+        while self._read_messages():  # the last message may be Leave
             pass
         for sender in [sender for sender, frontend in self._frontends.items() if frontend.is_lost]:
             frontend = self._frontends.pop(sender)

@@ -1,8 +1,7 @@
 """HostLink: a frontend's connection to one host.
 
-For: RemoteServer. Does not know: requests, other hosts, kinds of sockets. Invariants: it is used on one event loop;
-nothing of an earlier connection is sent or heard after it has ended; while it is not connected it tries again, for
-ever; the loop is not held for long by one host that says much.
+For: RemoteServer. Does not know: other hosts, kinds of sockets. Invariants: it is used on one event loop; nothing of a
+connection is sent or received after its end; it reconnects for ever; a host with many messages does not block the loop.
 """
 
 from __future__ import annotations
@@ -57,8 +56,10 @@ class KnownModel:
 
 
 class KnownHost:
+    """What a frontend knows of a host."""
+
     def __init__(self, state: HostState, before: KnownHost | None = None) -> None:
-        """before: as it was known so far"""
+        """before: the same host with its previous state."""
         self.state = state
         if before is not None and bytes(before.state.models) == bytes(state.models):
             self._models: _Models = before._models
@@ -66,7 +67,7 @@ class KnownHost:
             self._models = _Models(decode_models(state.models))
 
     def find(self, name: str, version: int = -1) -> KnownModel | None:
-        """None where the host does not serve it."""
+        """None when the host does not serve it."""
         try:
             return self.get(name, version)
         except TritonError:
@@ -109,19 +110,19 @@ _AGAIN_AFTER_REFUSAL_S: Final = 2.0
 
 
 class LinkOwner(Protocol):
-    """Who uses a link. Called on the event loop."""
+    """The user of a link. Called on the event loop."""
 
     def link_changed(self, link: HostLink) -> None:
-        """The host has told its state."""
+        """The host has sent its state."""
 
     def link_lost(self, link: HostLink) -> None:
-        """The connection has ended; whatever waits for an answer gets none."""
+        """The connection has ended; open requests get no further answers."""
 
     def receive(self, link: HostLink, message: Responses, frames: list[memoryview]) -> None: ...
 
 
 class HostLink:
-    """Between `open` and `close`. host: while attached; fault: why it is not attached, as far as known"""
+    """Works between `open` and `close`. host: None unless attached; fault: why it is not attached, if known."""
 
     def __init__(
         self,
@@ -131,14 +132,14 @@ class HostLink:
         keys: ClusterSecrets | None = None,
         heartbeat_timeout_s: float | None = None,
     ) -> None:
-        """heartbeat_timeout_s: None = that of the endpoint's kind. Raises ValueError for an endpoint that cannot be
+        """heartbeat_timeout_s: None = default of the endpoint's kind. Raises ValueError for an endpoint that cannot be
         used."""
         check_endpoint(endpoint, keys)
         self.endpoint = endpoint
         self.host: KnownHost | None = None
         self.fault = f"no host answers at {endpoint}"
         self.layouts: list[OutputLayout] = []
-        """By the host's numbers."""
+        """Indexed by the host's numbers."""
         self._owner = owner
         self._hello = encode(hello)
         self._keys = keys
@@ -160,7 +161,7 @@ class HostLink:
         self._connection.send([self._hello])
 
     def close(self) -> None:
-        """Waits for GOODBYE_S at most, for a host that reads no more."""
+        """Waits up to GOODBYE_S for a host that does not read."""
         if self._again is not None:
             self._again.cancel()
         if self.host is None:
@@ -170,7 +171,7 @@ class HostLink:
             self._disconnect(GOODBYE_S)
 
     def send(self, message: list[Frame]) -> None:
-        """To the host, if it is attached; else the caller hears of `link_lost`, or has."""
+        """Does nothing without a connection: then `link_lost` is or was called."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -214,7 +215,7 @@ class HostLink:
         self._lose("" if self.host is not None else self.fault)
 
     def _lose(self, fault: str, again_s: float = _AGAIN_S) -> None:
-        """Ends the connection, and begins the next one after a while."""
+        """Ends the connection and reconnects after `again_s`."""
         was_attached = self.host is not None
         self.fault = fault or f"the host at {self.endpoint} is gone"
         self._disconnect()
@@ -233,18 +234,18 @@ class HostLink:
 _NONE = ResponseFlag.NONE
 _FLAGS: Final = (_NONE, ResponseFlag.FINAL)
 LARGE_STRINGS_BYTES: Final = 256 << 10
-"""Of BYTES tensors in one response: with more, it is decoded on a thread."""
+"""A response with more bytes in BYTES tensors is decoded on a thread."""
 
 
 class OpenRequest:
-    """Also the InferenceHandle.
+    """A frontend's open request; also its InferenceHandle.
 
-    number: of the latest submission
-    link: of the host that has it; None = it waits for one
-    acceptance: awaited by callers that need to know about a refusal
-    fingerprint: of the model that answers it; another one would continue in another way
-    model_resumes: whether it can continue with requests of other hosts
-    is_resumable: whether its responses bring deltas, if the model gives any
+    number         of the latest submission
+    link           to the host that has it; None = it waits for a host
+    acceptance     awaited by callers that must know of a refusal
+    fingerprint    of the answering model; another model would continue differently
+    model_resumes  whether the model can continue requests of other hosts
+    is_resumable   whether responses carry deltas, if the model gives any
     """
 
     __slots__ = (
@@ -263,7 +264,7 @@ class OpenRequest:
         self.link: HostLink | None = None
         self.acceptance: asyncio.Future[None] | None = None
         self.deadline: asyncio.TimerHandle | None = None
-        """While it waits for a host."""
+        """Set while it waits for a host."""
         self.fingerprint = ""
         self.model_resumes = False
         self.has_response = False
@@ -272,15 +273,15 @@ class OpenRequest:
         self.is_cancelled = False
         self.is_over = False
         self.is_plain = False
-        """Whether nothing but its callback needs to know of further responses."""
+        """Whether further responses only need to be passed to the callback."""
         self._cancel = cancel
         self._whole: InferenceResponse | None = None
-        """The latest response that said all of itself."""
+        """The latest response that came with all its fields."""
         self._held: list[Callable[[], None]] | None = None
-        """What comes behind a response that is being decoded."""
+        """Deliveries that wait for a response that is being decoded."""
         self._deltas: list[bytes] = list(request.resume.deltas) if request.resume is not None else []
         self._has_no_delta = request.resume is not None and request.resume.replays
-        """A response came without a delta; or the host sends responses again, of which it is unknown how many came."""
+        """A response came without a delta, or the host repeats responses and it is unknown how many came before."""
 
     def cancel(self) -> None:
         """Any thread; idempotent."""
@@ -288,29 +289,34 @@ class OpenRequest:
             self.is_cancelled = True
             self._cancel(self)
 
+    def stop_waiting(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
     # --- another host -----------------------------------------------------------------------------------------------
 
     @property
     def resume(self) -> Resume | None:
-        """With which another host continues after what was delivered."""
+        """What another host needs to continue after the delivered responses."""
         if not self.is_resumable:
             return None
         return self.request.resume if self._has_no_delta else Resume(tuple(self._deltas))
 
     @property
     def version(self) -> int:
-        """Of the model, once a response said it."""
+        """The model's version, as requested until a response names it."""
         return self.request.model_version if self._whole is None else self._whole.model_version
 
     def can_move(self) -> bool:
-        """Whether another host can continue with it."""
+        """Whether another host can continue it."""
         if self.is_cancelled or self.request.correlation_id:
-            return False  # a sequence's state is in its host
+            return False  # only its host has a sequence's state
         if not self.has_response:
             return self.model_resumes
         return self.is_resumable and not self._has_no_delta and self._held is None
 
-    # --- what the host says -----------------------------------------------------------------------------------------
+    # --- from the host ----------------------------------------------------------------------------------------------
 
     def accepted(self) -> None:
         if self.acceptance is not None and not self.acceptance.done():
@@ -333,7 +339,6 @@ class OpenRequest:
         )
 
     def take(self, item: Item, layouts: Sequence[OutputLayout], frames: Sequence[Frame]) -> None:
-        """Delivers what `item` says."""
         whole = self._whole
         if self.is_plain and whole is not None and not item.flags and item.response is None and item.layout >= 0:
             # a token of a stream
@@ -367,7 +372,7 @@ class OpenRequest:
         self._deliver_whole(_response(item, layouts, frames, self.shows_deltas), ResponseFlag(item.flags))
 
     def _decode_apart(self, item: Item, layouts: Sequence[OutputLayout], frames: Sequence[Frame]) -> None:
-        """On a thread, since it takes long; what comes meanwhile waits."""
+        """Decodes on a thread; further responses wait."""
         self._held = []
         self.is_plain = False
         decoding = asyncio.get_running_loop().run_in_executor(None, _response, item, layouts, frames, self.shows_deltas)

@@ -1,8 +1,8 @@
-"""Calls from host to host, over the endpoints that hosts have for frontends.
+"""Calls between hosts, over their endpoints for frontends.
 
-For: what hosts keep for each other (copies of streams). Does not know: what a call says. Invariants: a call ends with
-its answer or with an error, at once when its host is lost; nothing is sent between hosts of different releases; who
-watches hears of each loss before the host can be called again. Used on one event loop.
+For: copies of streams on other hosts. Does not know: what calls mean. Invariants: a call ends with its answer or an
+error, at once when its host is lost; hosts of different releases refuse each other's calls; the loss of a host is
+reported before it can be called again. Used on one event loop.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .wire import Call, CallResult, HostPeer, WireError, decode_to_frontend, enc
 
 log = logging.getLogger(__name__)
 Handler = Callable[[str, bytes], Awaitable[bytes]]
-"""(id of the host that calls, payload) → answer"""
+"""(id of the calling host, payload) → answer"""
 _EVENTS: Final = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class PeerCalls:
-    """The calls of one host, and those that it answers."""
+    """The calls that one host makes and answers."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PeerCalls:
         heartbeat_timeout_s: float = FRONTEND_HEARTBEAT_TIMEOUT_S,
         release: str = __version__,
     ) -> None:
-        """endpoint: of this host, over a network, started; its peers are called. To be made on the event loop."""
+        """endpoint: this host's, started; its peers can be called. To be created on the event loop."""
         self._host_id = host_id
         self._keys = keys
         self._heartbeat_timeout_s = heartbeat_timeout_s
@@ -56,18 +56,18 @@ class PeerCalls:
         self._handlers: dict[str, Handler] = {}
         self._on_change: Callable[[], None] = lambda: None
         self._is_told = False
-        """Whether this host knows which others there are."""
+        """Whether this host knows the other hosts."""
         self._is_closed = False
-        endpoint.serve_calls(self._called, partial(self._in_loop, self._set_peers))
+        endpoint.serve_calls(partial(self._in_loop, self._answer), partial(self._in_loop, self._set_peers))
 
     def live(self) -> Sequence[str]:
-        """Hosts that are connected: of the order of their ids, those behind this one's first, so that hosts do not all
-        choose the same."""
+        """Connected hosts in a cyclic order of ids that begins after this host's, so that hosts choose different
+        ones."""
         ids = sorted(id for id, link in self._links.items() if link.is_connected)
         return sorted(ids, key=lambda id: id < self._host_id)
 
     def are_all_live(self) -> bool:
-        """Whether this host has been told of the others, and all of them are connected."""
+        """Whether all other hosts are known and connected."""
         return self._is_told and all(link.is_connected for link in self._links.values())
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -107,15 +107,9 @@ class PeerCalls:
             if id not in self._links:
                 context = cast("zmq.Context[zmq.Socket[bytes]]", self._context)
                 socket = new_socket(context, zmq.DEALER, self._keys, self._heartbeat_timeout_s)
-                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket), self._link_changed)
-
-    def _link_changed(self) -> None:
-        self._on_change()
+                self._links[id] = _Link(id, endpoint, cast(zmq.asyncio.Socket, socket), lambda: self._on_change())
 
     # --- calls of other hosts -----------------------------------------------------------------------------------------
-
-    def _called(self, call: Call, answer: Callable[[CallResult], object]) -> None:
-        self._in_loop(self._answer, call, answer)
 
     def _answer(self, call: Call, answer: Callable[[CallResult], object]) -> None:
         task = self._loop.create_task(self._result(call))

@@ -1,8 +1,8 @@
-"""RemoteServer: hosts in other processes, as frontends see one in their own.
+"""RemoteServer: hosts in other processes, with the interface of a host in the frontend's own process.
 
-For: frontends' processes. Does not know: protocols, what requests mean. Invariants: a new request goes to the first
-host, in order of preference, that is ready for it; every request ends, also when no host is left; nothing is delivered
-twice; a request that was moved to another host may be cancelled like any other.
+For: frontend processes. Does not know: protocols, what requests mean. Invariants: a new request goes to the first host,
+in order of preference, that serves its model; every request ends, also when no host is left; no response is delivered
+twice; a request that was moved to another host can be cancelled like any other.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from .wire import PROTOCOL, Cancel, Decision, Frame, Hello, Responses, Traced, e
 log = logging.getLogger(__name__)
 
 WAIT_FOR_HOST_S: Final = 10.0
-"""How long a request waits for a host when there is none."""
+"""How long a request waits when no host can take it."""
 
 
 class _UnreadRegions:
-    """Shared memory: the host reads it, before it accepts a request."""
+    """Shared memory regions, which the host reads before it accepts a request."""
 
     def with_inputs(self, request: InferenceRequest) -> InferenceRequest:
         return request
 
 
 class RemoteServer:
-    """A Host. Made, started and closed on one event loop, on which responses are delivered."""
+    """A Host. Created, started and closed on one event loop, on which it delivers responses."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class RemoteServer:
         heartbeat_timeout_s: float | None = None,
         release: str = __version__,
     ) -> None:
-        """endpoints: of HostEndpoints, in order of preference; hosts tell of others
-        name: of this frontend, for people
-        metric_families: those that `metric_samples` will be asked for
-        heartbeat_timeout_s: after which a silent host is gone; None = that of its endpoint's kind
+        """endpoints            of HostEndpoints, in order of preference; hosts name further ones
+        name                 of this frontend, for messages to people
+        metric_families      that `metric_samples` can return
+        heartbeat_timeout_s  a host that is silent for longer is lost; None = default of its endpoint's kind
 
         Raises ValueError for an endpoint that cannot be used.
         """
@@ -82,16 +82,16 @@ class RemoteServer:
         self._links = [self._new_link(endpoint) for endpoint in endpoints]
         self._numbers = itertools.count(1)
         self._open: dict[int, OpenRequest] = {}
-        """Those that a host has, by number."""
+        """Requests that a host has, by number."""
         self._waiting: dict[OpenRequest, None] = {}
-        """Those that no host has, oldest first."""
+        """Requests that wait for a host, oldest first."""
         self._known: KnownHost | None = None
-        """The preferred host, as it is or was last."""
+        """The preferred host with its latest known state."""
         self._attached = asyncio.Event()
 
     async def start(self, timeout_s: float) -> None:
-        """Attaches to the hosts; returns when one of them has told its state. Raises TritonError UNAVAILABLE, with what
-        is wrong with each host, when none has within `timeout_s`."""
+        """Attaches to the hosts; returns when one has sent its state. Raises TritonError UNAVAILABLE, with the fault of
+        each host, when none has within `timeout_s`."""
         for link in self._links:
             link.open()
         try:
@@ -101,7 +101,7 @@ class RemoteServer:
             raise unavailable("; ".join(link.fault for link in self._links)) from None
 
     def close(self) -> None:
-        """Leaves the hosts, which cancel what is open; open requests end with an error."""
+        """Leaves the hosts; open requests are cancelled there and end here with an error."""
         links, self._links = self._links, []
         for link in links:
             link.close()
@@ -133,7 +133,7 @@ class RemoteServer:
     def _packed(
         self, request: InferenceRequest, callback: ResponseCallback, *, is_confirmed: bool
     ) -> tuple[OpenRequest, list[Frame]]:
-        """Any thread. Raises TritonError for a request that no message can hold."""
+        """Called on any thread. Raises TritonError for a request that no message can hold."""
         opened = OpenRequest(request, callback, self._cancel)
         opened.is_resumable = opened.is_resumable or (len(self._links) > 1 and self._resumes(request))
         return opened, self._message(opened, is_confirmed)
@@ -162,7 +162,7 @@ class RemoteServer:
         self._submit(opened, self._message(opened, opened.acceptance is not None))
 
     def _link_for(self, opened: OpenRequest) -> HostLink | None:
-        """The first host that serves the model, or for a new request the first one at all: it says what is wrong."""
+        """The first host that serves the model; for a new request else the first host, which reports the error."""
         name, version = opened.request.model_name, opened.version
         attached = [(link, link.host) for link in self._links if link.host is not None]
         staying = [(link, host) for link, host in attached if not host.state.is_exiting] or attached
@@ -178,21 +178,14 @@ class RemoteServer:
         self._end(opened, unavailable(f"no host took the request within {self._wait_for_host_s:g} s: {faults}"))
 
     def _end(self, opened: OpenRequest, error: TritonError) -> None:
-        """Ends a request that no host has, or has any more."""
+        """Ends a request that no host has."""
         self._open.pop(opened.number, None)
         self._waiting.pop(opened, None)
-        self._has_host(opened)
+        opened.stop_waiting()
         opened.refused(error)
 
-    @staticmethod
-    def _has_host(opened: OpenRequest) -> None:
-        """Or needs none any more."""
-        if opened.deadline is not None:
-            opened.deadline.cancel()
-            opened.deadline = None
-
     def _cancel(self, opened: OpenRequest) -> None:
-        """Any thread."""
+        """Called on any thread."""
         self._on_loop(self._cancel_now, opened)
 
     def _cancel_now(self, opened: OpenRequest) -> None:
@@ -212,7 +205,7 @@ class RemoteServer:
         if threading.get_ident() == self._thread:
             work(*arguments)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: its clients are gone
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(work, *arguments)
 
     # --- links ------------------------------------------------------------------------------------------------------
@@ -247,18 +240,18 @@ class RemoteServer:
         self._known = attached[0]
         self.tracing.is_idle = not any(known.state.is_tracing for known in attached)
         if link.host is not None:
-            self._meet(peer.endpoint for peer in link.host.state.peers)
+            self._attach_to(peer.endpoint for peer in link.host.state.peers)
         self._attached.set()
         for opened in list(self._waiting):
             if self._link_for(opened) is not None:
                 del self._waiting[opened]
-                self._has_host(opened)
+                opened.stop_waiting()
                 self._resubmit(opened)
         if link.host is not None and link.host.state.is_exiting:
             self._move_from(link)
 
-    def _meet(self, endpoints: Iterable[str]) -> None:
-        """Attaches to hosts that were not known yet."""
+    def _attach_to(self, endpoints: Iterable[str]) -> None:
+        """Known endpoints are left out."""
         known = {link.endpoint for link in self._links}
         for endpoint in endpoints:
             if endpoint not in known:
@@ -277,7 +270,7 @@ class RemoteServer:
                 self._end(opened, unavailable(f"the request was not finished: {link.fault}"))
 
     def _move_from(self, link: HostLink) -> None:
-        """The host is about to end: what others can continue with goes there."""
+        """Moves requests from a host that is about to end to hosts that can continue them."""
         for opened in self._opened_on(link):
             if opened.can_move() and self._link_for(opened) not in (None, link):
                 del self._open[opened.number]
@@ -288,22 +281,22 @@ class RemoteServer:
         return [opened for opened in self._open.values() if opened.link is link]
 
     def _resumes(self, request: InferenceRequest) -> bool:
-        """Whether the request's model can continue with requests of other hosts."""
+        """Whether the request's model can continue requests of other hosts."""
         found = (host.find(request.model_name, request.model_version) for host in self._attached_hosts())
         return any(model is not None and model.resumes for model in found)
 
-    # --- what is known of the hosts ---------------------------------------------------------------------------------
+    # --- the hosts' state -------------------------------------------------------------------------------------------
 
     def is_live(self) -> bool:
         return self._known is not None and self._known.state.is_live
 
     def is_ready(self) -> bool:
-        """Whether a host takes requests."""
+        """Whether any host accepts requests."""
         return any(known.state.is_ready for known in self._attached_hosts())
 
     @property
     def is_exiting(self) -> bool:
-        """Whether all hosts are."""
+        """Whether all attached hosts are exiting."""
         attached = self._attached_hosts()
         return bool(attached) and all(known.state.is_exiting for known in attached)
 
@@ -311,7 +304,7 @@ class RemoteServer:
         return self._host().state.server
 
     def metric_samples(self, name: str) -> list[Sample]:
-        """Of a family that was asked for, as they were within the last second."""
+        """Of one of `metric_families`, at most about a second old."""
         return [Sample(*sample) for sample in self._host().state.samples.get(name, ())]
 
     def model_is_ready(self, name: str, version: int = -1) -> bool:
@@ -336,11 +329,11 @@ class RemoteServer:
         return [link.host for link in self._links if link.host is not None]
 
     def _host(self) -> KnownHost:
-        """The preferred host, or the one that was it last."""
+        """The preferred host, also after it was lost. Raises TritonError before any was known."""
         if self._known is None:
             raise unavailable("; ".join(link.fault for link in self._links) or "the frontend is stopping")
         return self._known
 
     def _host_with(self, name: str, version: int) -> KnownHost:
-        """The first host that serves the model, or else the preferred one, which says what is wrong."""
+        """The first host that serves the model, else the preferred one, which reports the error."""
         return next((known for known in self._attached_hosts() if known.find(name, version)), None) or self._host()

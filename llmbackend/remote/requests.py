@@ -1,7 +1,7 @@
-"""An InferenceRequest as a message, and back.
+"""InferenceRequests as messages, and traces of requests that frontends send.
 
 For: RemoteServer (`packed_request`) and HostEndpoint (`unpacked_request`). Does not know: links. Invariant: a request
-arrives as it was sent, but for its trace, which the host makes where it samples the request.
+arrives unchanged, except for its trace, which the host creates if it samples the request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from .wire import Frame, Submit, TraceStart, elements, encode, packed, unpacked
 def packed_request(
     number: int, request: InferenceRequest, *, is_confirmed: bool, trace: TraceStart | None, resume: Resume | None
 ) -> list[Frame]:
-    """Header and frames. resume: instead of the request's own.
-
-    Raises TritonError INVALID_ARG for a request beyond the host's bounds, and for what no message can hold."""
+    """Header and frames. resume: replaces the request's own. Raises TritonError INVALID_ARG for a request beyond the
+    host's bounds, and for values that no message can hold."""
     check_request(request)
     frames: list[Frame] = []
     raw = request.raw_input
@@ -59,7 +58,7 @@ def packed_request(
 
 
 def unpacked_request(submit: Submit, frames: Sequence[Frame]) -> InferenceRequest:
-    """Takes time in proportion to the number of strings. Raises TritonError INVALID_ARG for elements that do not fit
+    """Takes time in proportion to the number of strings. Raises TritonError INVALID_ARG when elements do not match
     their shape."""
     raw = submit.raw_input
     return InferenceRequest(
@@ -82,20 +81,20 @@ def unpacked_request(submit: Submit, frames: Sequence[Frame]) -> InferenceReques
     )
 
 
-_CLIENTS_OWN: Final = ("traceparent", "tracestate")
+_TRACE_HEADERS: Final = ("traceparent", "tracestate")
 
 
 class _FrontendSink:
-    """The TraceSink of one request. The host's numbers of its parts are those that they were submitted with."""
+    """The TraceSink of one client request."""
 
     takes_spans = False
 
     def __init__(self, headers: dict[str, str]) -> None:
         self.headers = headers
         self.root_number = 0
-        """Of the root's submission; 0 before."""
+        """Number of the root's submission; 0 before it."""
         self.num_told = 0
-        """How many of the root's marks the host has."""
+        """How many of the root's marks were sent to the host."""
         self.end: Callable[[list[tuple[int, str]]], None] = lambda items: None
 
     def begin(self, trace: Trace) -> None: ...
@@ -106,23 +105,23 @@ class _FrontendSink:
 
 
 class RemoteTracing:
-    """is_idle: whether no host can sample a request at present"""
+    """is_idle: whether no attached host traces requests."""
 
     def __init__(self) -> None:
         self.is_idle = True
         self._ids = itertools.count(1)
 
     def sample(self, model_name: str, header: HeaderLookup) -> RequestTrace | None:
-        """The trace of a client's new request, which the host may or may not sample."""
+        """The trace of a client's new request, which the host may sample."""
         if self.is_idle:
             return None
-        headers = {name: value for name in _CLIENTS_OWN if (value := header(name))}
+        headers = {name: value for name in _TRACE_HEADERS if (value := header(name))}
         return Trace(TraceLevel.TIMESTAMPS, _FrontendSink(headers), lambda: next(self._ids), lambda: None).root
 
 
 def begun(trace: RequestTrace, number: int, end: Callable[[list[tuple[int, str]]], None]) -> TraceStart:
-    """The request of `trace` is submitted with `number`. `end` is called with the marks that follow, when the frontend
-    closes the trace."""
+    """To be sent with the submission `number` of the request of `trace`. end: called with the later marks when the
+    frontend closes the trace."""
     sink = trace.trace.sink
     assert isinstance(sink, _FrontendSink), "made by RemoteTracing"
     if trace.parent is not None:

@@ -1,8 +1,8 @@
-"""The two ends of a link as their users see them, whichever kind of socket they are.
+"""Protocols of the two ends of a link, for every kind of socket.
 
-For: HostEndpoint and HostLink; endpoints.py chooses the kind. Does not know: what messages say. Invariants: neither end
-blocks, but to say goodbye, or keeps a process from ending; messages arrive whole and in order; an end whose peer has
-gone, or is silent for long, finds out.
+For: HostEndpoint and HostLink; endpoints.py chooses the kind. Invariants: neither end blocks, except in `close` with a
+linger time, or keeps a process from ending; messages arrive complete and in order; each end notices when its peer is
+lost or silent for long.
 """
 
 from __future__ import annotations
@@ -13,52 +13,46 @@ from typing import NamedTuple, Protocol
 from .wire import Frame
 
 Sender = bytes
-"""A frontend's connection, as its host knows it."""
+"""Identifies a frontend's connection on its host."""
 Parts = list[memoryview]
-"""A message as it arrives: its header and its frames, in memory that nothing else uses."""
+"""A received message: header and frames, in memory of its own."""
 
 
 class HostSocket(Protocol):
-    """A host's end: any number of frontends. `wake` and `send` may be called by any thread, the others by one.
+    """A host's end, with any number of frontends. Any thread may call `wake` and `send`, one thread the others.
 
-    endpoint: where it listens, once it is bound
+    endpoint: where it listens; after `bind` with the actual port
     """
 
     endpoint: str
 
     def bind(self) -> None:
         """Raises OSError when the endpoint cannot be bound; then there is nothing to close."""
-        ...
 
     def wait(self, timeout_s: float) -> None:
-        """Until there may be something to receive, something was lost, or `wake`. Only after `receive` gave nothing."""
-        ...
+        """Until something can be received, a connection is lost, or `wake`. Only after `receive` returned nothing."""
 
     def wake(self) -> None: ...
 
     def receive(self) -> list[tuple[Sender, Parts]]:
-        """Some of what has come; nothing when there is nothing."""
-        ...
+        """Some of the messages that have arrived; empty when there are none."""
 
     def send(self, to: Sender, message: list[Frame]) -> bool:
-        """False when there is nobody any more."""
-        ...
+        """False when the frontend is lost."""
 
     def has_lost(self) -> bool:
-        """Whether connections have ended since this was asked last. `send` knows which, within two seconds."""
-        ...
+        """Whether connections have ended since the last call. Within two seconds, `send` fails for them."""
 
     def close(self) -> None:
         """Ends all connections."""
-        ...
 
 
 class ConnectionOwner(NamedTuple):
-    """What a connection calls, on its event loop.
+    """Callbacks of a connection, on its event loop.
 
-    on_readable: there may be something to receive
-    on_fault: it cannot be established, and why; it keeps trying
-    on_end: it has ended, or has not come about; only `close` remains
+    on_readable  something may have arrived
+    on_fault     the connection cannot be established, and why; it keeps trying
+    on_end       it has ended or could not begin; only `close` remains
     """
 
     on_readable: Callable[[], None]
@@ -70,17 +64,13 @@ class Connection(Protocol):
     """A frontend's end of one connection, used on one event loop."""
 
     def open(self) -> None:
-        """Begins to connect. What is sent meanwhile is sent then, or lost with the connection."""
-        ...
+        """Begins to connect. Messages sent meanwhile are sent afterwards, or lost with the connection."""
 
     def receive(self) -> Parts | None:
         """The next message; None when there is none."""
-        ...
 
     def send(self, message: list[Frame]) -> None:
-        """After the connection's end: does nothing."""
-        ...
+        """Does nothing after the connection's end."""
 
     def close(self, linger_s: float = 0.0) -> None:
-        """Blocks for `linger_s` at most, while something waits to be sent. Idempotent."""
-        ...
+        """Blocks for up to `linger_s` while messages wait to be sent. Idempotent."""

@@ -1,8 +1,7 @@
-"""Ends of links within one machine: Unix sockets, written by the thread that has something to say.
+"""Links within one machine: Unix sockets that the sending thread writes itself.
 
-For: endpoints.py. Does not know: what messages say. Invariants: no thread stands between two ends, so that a message
-wakes its receiver and nobody else; a frontend that does not read holds up no other; a peer that hangs is gone after the
-timeout, one that ends is gone at once.
+For: endpoints.py. Does not know: what messages mean. Invariants: a message wakes no thread but its receiver; a frontend
+that does not read delays no other; a peer that hangs is lost after the timeout, one that ends at once.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .sockets import ConnectionOwner, Parts, Sender
 from .wire import Frame
 
 LOOKS: Final = 3
-"""How often `look` is called within the time after which a silent peer is gone."""
+"""How often `look` is called within the timeout of a silent peer."""
 _COUNT: Final = struct.Struct("<I")
 _ONE_PART: Final = struct.Struct("<IQ")
 _ASK: Final = _COUNT.pack(0)
@@ -37,49 +36,49 @@ _ANSWER: Final = _COUNT.pack(_ANSWER_COUNT)
 _MAX_PARTS: Final = 1 << 16
 _READ_BYTES: Final = 64 << 10
 _READS_AT_ONCE: Final = 16
-"""Then others on the same thread have their turn."""
+"""Limit of consecutive reads, so that others on the same thread are served."""
 _LARGE_READ_BYTES: Final = 256 << 10
 _COPIED_BYTES: Final = 64 << 10
-"""Up to which a message is copied into one piece."""
+"""Messages up to this size are copied into one buffer."""
 _WRITES_AT_ONCE: Final = 16
 _BUFFERS_AT_ONCE: Final = 64
 
 
 class MessageSocket:
-    """`send` and `flush` may be called by any thread, the others by one. Their errors are the socket's: the peer is
-    gone."""
+    """Messages over a connected socket. Any thread may call `send` and `flush`, one thread the others. An OSError means
+    that the peer is lost."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
         self._lock = threading.Lock()
-        """Of sending."""
+        """Held while sending."""
         self._outbox: deque[memoryview] = deque()
         self._read = memoryview(b"")
-        """What was read; its messages are handed out from `_at` on."""
+        """Bytes that were read; those from `_at` on are not handed out yet."""
         self._at = 0
         self._large: memoryview | None = None
-        """A message that comes in several reads."""
+        """Buffer of a message that takes several reads."""
         self._num_large_bytes = 0
-        """Of it, so far."""
+        """How many of its bytes were read."""
         self._is_dry = False
-        """Whether the last read has taken all that there was."""
+        """Whether the last read took all available bytes."""
         self._has_heard = True
-        """Since the last look."""
+        """Whether bytes came since the last `look`."""
         self._num_silent_looks = 0
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     def close(self) -> None:
-        with self._lock:  # its descriptor may be another's next
+        with self._lock:  # a sender must not use the descriptor after its reuse
             self._socket.close()
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     @property
     def is_waiting(self) -> bool:
-        """Whether something waits to be sent: then `flush` is to be called when the socket is writable."""
+        """Whether something waits to be sent; then call `flush` when the socket is writable."""
         return bool(self._outbox)
 
     def send(self, message: Sequence[Frame]) -> None:
@@ -94,7 +93,7 @@ class MessageSocket:
             self._flush()
 
     def _say(self, word: bytes) -> None:
-        with contextlib.suppress(OSError):  # who receives hears of the end
+        with contextlib.suppress(OSError):  # `receive` notices the end
             self._send(word)
 
     def _send(self, head: bytes, parts: Sequence[Frame] = ()) -> None:
@@ -131,9 +130,8 @@ class MessageSocket:
     # --- receiving --------------------------------------------------------------------------------------------------
 
     def receive(self) -> Parts | None:
-        """The next message; None when all that was there is received, or others should have their turn. To be called
-        until then. Raises EOFError when the peer has gone and all that it sent was received, and ValueError for what is
-        no message."""
+        """The next message; None when none is complete, or after _READS_AT_ONCE reads. Call it until it returns None.
+        Raises EOFError when the peer has ended and all its messages were received, ValueError for malformed bytes."""
         for _ in range(_READS_AT_ONCE):
             while (message := self._next()) is not None:
                 if message:
@@ -145,7 +143,7 @@ class MessageSocket:
         return None
 
     def _next(self) -> Parts | None:
-        """The next message of what was read, empty for one that this object has handled; None: it is not all there."""
+        """The next message among the read bytes, [] for one that is handled here; None: it is incomplete."""
         read, at = self._read, self._at
         num_bytes = len(read) - at
         if num_bytes < _COUNT.size:
@@ -185,7 +183,7 @@ class MessageSocket:
         self._read, self._at = memoryview(b""), 0
 
     def _read_some(self) -> bool:
-        """Whether that was all that there is."""
+        """Whether all available bytes were read."""
         try:
             wanted, found = self._read_small() if self._large is None else self._read_large(self._large)
         except BlockingIOError:
@@ -212,8 +210,8 @@ class MessageSocket:
     # --- silence ----------------------------------------------------------------------------------------------------
 
     def look(self) -> bool:
-        """Whether the peer is there, as far as is known. To be called when everything was received, LOOKS times within
-        the time after which a silent peer is gone; asks a peer that says nothing by itself."""
+        """False when the peer counts as lost. To be called LOOKS times within the timeout, after everything was
+        received; asks a silent peer for a sign of life."""
         self._num_silent_looks = 0 if self._has_heard else self._num_silent_looks + 1
         self._has_heard = False
         if self._num_silent_looks == 1:
@@ -224,10 +222,10 @@ class MessageSocket:
 log = logging.getLogger(__name__)
 
 SILENCE_TIMEOUT_S: Final = 15.0
-"""Longer than over a network, where threads of ZeroMQ answer: here the peer's own loop does."""
+"""Longer than over a network, because the peer's own loop must answer, not ZeroMQ's threads."""
 _BACKLOG: Final = 128
 _ENDS: Final = (OSError, EOFError, ValueError)
-"""After which a MessageSocket is of no use."""
+"""Errors that end a MessageSocket."""
 
 
 class UnixHostSocket:
@@ -243,7 +241,7 @@ class UnixHostSocket:
         self._senders: dict[int, Sender] = {}
         """By descriptor."""
         self._full: set[Sender] = set()
-        """To whom something waits to be sent, which the poll does not watch for yet."""
+        """Senders whose outbox is not empty and whose writability is not polled yet."""
         self._has_lost = False
         self._poll = select.poll()
 
@@ -251,7 +249,7 @@ class UnixHostSocket:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.setblocking(False)
         try:
-            self._path.unlink(missing_ok=True)  # of a host before this one
+            self._path.unlink(missing_ok=True)  # left by a previous host
             self._listener.bind(str(self._path))
             self._listener.listen(_BACKLOG)
         except OSError as error:
@@ -342,7 +340,7 @@ class UnixHostSocket:
         self._poll.register(self._listener, select.POLLIN)
         for sender, connection in list(self._connections.items()):
             if not connection.look():
-                log.warning("a frontend is silent and counts as lost")
+                log.warning("a frontend is silent: it counts as lost")
                 self._lose(sender)
 
     def _lose(self, sender: Sender) -> None:
@@ -367,16 +365,16 @@ class UnixConnection:
         self._loop = asyncio.get_running_loop()
         self._messages: MessageSocket | None = None
         self._is_writing = False
-        """Whether the loop tells when more can be sent."""
+        """Whether the loop watches for writability."""
         self._next: asyncio.Handle | None = None
-        """The look, or the end of what did not begin."""
+        """The next `_look`, or `on_end` of a connection that could not begin."""
 
     def open(self) -> None:
         connection = socket.socket(socket.AF_UNIX)
         connection.setblocking(False)
         try:
             connection.connect(str(self._path))
-        except OSError:  # nobody is there, or too many come at once
+        except OSError:  # nobody listens, or the backlog is full
             connection.close()
             self._next = self._loop.call_soon(self._owner.on_end)
             return
@@ -392,13 +390,13 @@ class UnixConnection:
         except _ENDS:
             self._end()
             return None
-        self._watch_outbox(self._messages)  # receiving answers
+        self._watch_outbox(self._messages)  # receiving may send answers
         return message
 
     def send(self, message: list[Frame]) -> None:
         if self._messages is None:
             return
-        with contextlib.suppress(OSError):  # `receive` hears of the end
+        with contextlib.suppress(OSError):  # `receive` notices the end
             self._messages.send(message)
         self._watch_outbox(self._messages)
 
@@ -421,13 +419,11 @@ class UnixConnection:
             self._loop.add_writer(messages.fileno(), self._flush, messages)
 
     def _flush(self, messages: MessageSocket) -> None:
-        try:
+        is_lost = True
+        with contextlib.suppress(OSError):  # `receive` notices the end
             messages.flush()
-        except OSError:  # `receive` hears of the end
-            is_done = True
-        else:
-            is_done = not messages.is_waiting
-        if is_done:
+            is_lost = False
+        if is_lost or not messages.is_waiting:
             self._is_writing = False
             self._loop.remove_writer(messages.fileno())
 

@@ -1,8 +1,8 @@
-"""What a frontend and a host in another process say to each other: messages, and how they become bytes.
+"""Messages between frontends and hosts in different processes, and their encoding.
 
-For: both ends of a link. Does not know: sockets, requests' meaning. Invariants: a message is one msgpack header and the
-frames that it counts, which hold the elements of large tensors; both ends have the same release, which they compare
-before anything else, so that messages may change with each release.
+For: both ends of a link. Does not know: sockets, what requests mean. Invariants: a message is a msgpack header and
+frames with the elements of large tensors; both ends compare their releases first, and only equal ones go on, so that
+each release may change messages.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Frame = bytes | memoryview
 
 
 def packed(tensor: Tensor | RawTensor, frames: list[Frame]) -> WireTensor:
-    """`tensor` for a message; its elements are added to `frames` where they are large."""
+    """Large elements are appended to `frames`."""
     is_raw = isinstance(tensor, RawTensor)
     data: Frame = tensor.raw if isinstance(tensor, RawTensor) else wire_view(tensor)
     shape = tuple(map(int, tensor.shape))
@@ -44,13 +44,13 @@ def unpacked(wire: WireTensor, frames: Sequence[Frame]) -> Tensor | RawTensor:
 
 
 PROTOCOL: Final = 1
-"""Changes with Hello and Refused alone, which ends of different releases exchange."""
+"""Changes only with Hello and Refused, which ends of different releases exchange."""
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """data: elements as KServe's raw bytes, or b"" where they are in a frame
-    frame: its index, -1 = none
-    is_raw: the tensor was not looked at yet (RawTensor)
+    """data    elements as KServe's raw bytes; b"" = in a frame
+    frame   its index, -1 = none
+    is_raw  whether the tensor is not validated yet (RawTensor)
     """
 
     name: str
@@ -78,7 +78,7 @@ class WireError(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The first message. name: of the frontend, for people; families: of which metrics it needs the samples."""
+    """The first message. name: of the frontend, for messages to people; families: metrics whose samples it needs."""
 
     protocol: int
     release: str
@@ -89,8 +89,9 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=0):
 class TraceStart(msgspec.Struct, frozen=True, array_like=True):
     """The host may sample the client's request.
 
-    headers: of the client's own trace; items: (monotonic ns, activity); parent: number of the request whose trace this
-    one is a part of, 0 = none
+    headers  of the client's own trace
+    items    (monotonic ns, activity)
+    parent   number of the request whose trace this one belongs to, 0 = none
     """
 
     headers: dict[str, str]
@@ -99,8 +100,8 @@ class TraceStart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """An InferenceRequest. number: unique in the link; is_confirmed: whether the frontend waits for a Decision,
-    which else comes with a refusal alone."""
+    """An InferenceRequest. number: unique in the link; is_confirmed: whether acceptance, not only refusal, is answered
+    with a Decision."""
 
     number: int
     is_confirmed: bool
@@ -128,14 +129,14 @@ class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Traced(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The frontend has sent its last byte of a request that had a TraceStart. items: its activities since then"""
+    """The frontend has finished a request that had a TraceStart. items: its activities since then."""
 
     number: int
     items: list[tuple[int, str]]
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """num_bytes: of all messages that the frontend has read from this link"""
+    """num_bytes: total size of the messages that the frontend has read from this link."""
 
     num_bytes: int
 
@@ -147,8 +148,8 @@ class StateRead(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """Of another host, which need not be attached. number: unique for the link; host_id: its own; topic: who is to
-    answer"""
+    """A call of another host, which need not be attached. number: unique in the link; host_id: of the caller; topic:
+    selects the handler."""
 
     number: int
     release: str
@@ -158,7 +159,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """The last message: the frontend ends in order. What it has open is cancelled."""
+    """The frontend's last message; its open requests are cancelled."""
 
 
 ToHost = Hello | Submit | Cancel | Traced | Received | StateRead | Call | Leave
@@ -168,7 +169,7 @@ ToHost = Hello | Submit | Cancel | Traced | Received | StateRead | Call | Leave
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """The host does not serve this frontend. release: the host's own"""
+    """The host does not serve this frontend. release: the host's."""
 
     reason: str
     release: str
@@ -190,9 +191,12 @@ class WireSample(NamedTuple):
 
 
 class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """What a frontend needs to know of a host; the first one says that the frontend is attached.
+    """The host's state; the first one means that the frontend is attached.
 
-    number: grows by each state; models: a ModelTable; samples: by metric family; peers: the other hosts
+    number   grows with each state
+    models   a ModelTable
+    samples  by metric family
+    peers    the other hosts
     """
 
     number: int
@@ -209,21 +213,21 @@ class HostState(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Decision(msgspec.Struct, frozen=True, array_like=True, tag=0):
-    """A request was accepted, or refused. error: why it was refused"""
+    """A request was accepted; with `error`, refused."""
 
     number: int
     error: WireError | None = None
 
 
 class TraceName(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """A request is sampled, and its trace has a name. Comes before anything else about the request."""
+    """The traceparent of a sampled request. Comes before anything else about the request."""
 
     number: int
     traceparent: str
 
 
 class Layout(msgspec.Struct, frozen=True, array_like=True):
-    """An OutputLayout, known by its number from now on."""
+    """Defines the OutputLayout that later Items name by number."""
 
     number: int
     names: tuple[str, ...]
@@ -231,7 +235,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireResponse(msgspec.Struct, frozen=True, array_like=True):
-    """An InferenceResponse that is not like the one before. Its outputs are `tensors`, or the values of its Item."""
+    """The fields of an InferenceResponse that differs from its predecessor in more than outputs. The outputs are
+    `tensors`, or the values of its Item."""
 
     model_name: str
     model_version: int
@@ -244,11 +249,11 @@ class WireResponse(msgspec.Struct, frozen=True, array_like=True):
 class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One call of a request's callback.
 
-    flags: ResponseFlag
-    layout: of `values`, Outputs' values; -1 = none
-    delta: the response's
-    response: what else there is to say; None = model, version and id are those of the request's last response, and
-    there are no parameters
+    flags     ResponseFlag
+    layout    number of the layout of `values`; -1 = none
+    values    of Outputs
+    delta     of the response
+    response  the other fields; None = those of the request's last response, without parameters
     """
 
     number: int
@@ -260,7 +265,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """What the host has for a frontend when it wakes it: all responses of a step."""
+    """All that the host has for a frontend at once: the responses of a step."""
 
     decisions: Sequence[Decision | TraceName]
     layouts: Sequence[Layout]
@@ -268,7 +273,7 @@ class Responses(msgspec.Struct, frozen=True, array_like=True, tag=2):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Says nothing. A host finds out so whether the frontend is there."""
+    """Empty: sending it shows the host whether the frontend is connected."""
 
 
 class CallResult(msgspec.Struct, frozen=True, array_like=True, tag=4):
