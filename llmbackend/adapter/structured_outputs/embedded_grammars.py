@@ -204,7 +204,7 @@ class _Writer:
                 self._place.wrong(f"its text {text[:40]!r} holds {forbidden!r}, which would end it")
         ending = next((one for one in _bad_endings(self.around.forbidden, followers) if text.endswith(one)), None)
         if ending is not None:
-            self._place.wrong(f"its text {text[:40]!r} ends with {ending!r}, which may go on to what would end it")
+            self._place.wrong(f"its text {text[:40]!r} ends with {ending!r}, which the next text may make an end")
 
     def _named(self, body: str) -> str:
         """The name of a terminal."""

@@ -274,7 +274,7 @@ class _Parser:
         least, most = counts[0], None if is_open else counts[-1]
         if most is not None and most < least:
             self._at -= 1
-            self._refuse("a repetition whose most is not below its least count")
+            self._refuse("a repetition whose largest count is not below its smallest")
         return Node("times", parts=(node,), least=least, most=most)
 
     def _part(self) -> Node | None:

@@ -41,6 +41,7 @@ class _Translation:
     def __init__(self, root: object, place: RequestPath, options: SchemaOptions) -> None:
         self._root = root
         self._place = place
+        self.root_path = place.path
         self.options = options
         self.left_out: list[str] = []
         self._nodes = 0
@@ -145,10 +146,6 @@ class _Translation:
 
     def _place_of(self, pointer: str) -> RequestPath:
         return RequestPath(self._place.param, self.root_path + pointer[1:])
-
-    @property
-    def root_path(self) -> str:
-        return self._place.path
 
     def _target(self, pointer: str, place: RequestPath) -> object:
         node: Any = self._root

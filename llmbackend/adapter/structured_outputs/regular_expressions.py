@@ -350,7 +350,7 @@ class _Translation:
                 self._at += 1
                 high = self._class_item(is_excluded)
                 if not isinstance(high, int) or high < low:
-                    self._refuse("a range of characters that is none")
+                    self._refuse("a range of characters in descending order, or of sets,")
                 items.append(f"{character(low)}-{character(high)}")
                 parts.append(partial(_is_between, low, high))
             elif isinstance(low, int):

@@ -67,9 +67,7 @@ class Document(Protocol):
     """The whole schema: what the translation of one object in it needs."""
 
     options: SchemaOptions
-
-    @property
-    def root_path(self) -> str: ...
+    root_path: str
 
     def leave_out(self, place: RequestPath) -> None: ...
     def has_room_for(self, alternatives: int) -> bool: ...

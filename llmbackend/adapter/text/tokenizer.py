@@ -220,10 +220,6 @@ class HuggingFaceTokenizer(ModelTokenizer):
         self._texts, self._texts_with_special = TokenTexts(self._shown_bytes), TokenTexts(self._token_bytes)
         self.token_text = functools.lru_cache(_CACHED_TOKEN_TEXTS)(self._decode_one)  # type: ignore[method-assign]
 
-    def with_tokenizer(self, tokenizer_json: str) -> HuggingFaceTokenizer:
-        """The same with another tokenizer, of the text of a tokenizer.json."""
-        return HuggingFaceTokenizer(Tokenizer.from_str(tokenizer_json), self._template, self.directory, tokenizer_json)
-
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)

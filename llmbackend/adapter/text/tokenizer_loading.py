@@ -115,7 +115,7 @@ class TokenizerLoader:
         with self._lock:
             tokenizer = self._load()
             check, self._check = self._check, None
-            if check is not None and isinstance(tokenizer, HuggingFaceTokenizer):
+            if check is not None:
                 tokenizer = self._tokenizer = self._verify(tokenizer, check)
             return tokenizer
 
@@ -148,12 +148,12 @@ class TokenizerLoader:
         self._check = start_in(self._config.engine_python, rebuilt, str(directory), remote_code_argument(trust))
         return None
 
-    def _verify(self, tokenizer: HuggingFaceTokenizer, check: subprocess.Popen[bytes]) -> HuggingFaceTokenizer:
-        directory = tokenizer.directory
+    def _verify(self, tokenizer: ModelTokenizer, check: subprocess.Popen[bytes]) -> ModelTokenizer:
+        config, directory = self._config, self._files.directory
         try:
-            tokenizer_json = result_of(check, self._config.load_timeout_s)
+            tokenizer_json = result_of(check, config.load_timeout_s)
             if tokenizer_json:
-                tokenizer = tokenizer.with_tokenizer(tokenizer_json)
+                tokenizer = self._files.load(config.trust_remote_code, config.engine_python, tokenizer_json)
                 logger.info("%s: transformers rebuilds this tokenizer with other token ids, which are used", directory)
             if self._verdicts is not None:
                 self._verdicts.keep(tokenizer_json)

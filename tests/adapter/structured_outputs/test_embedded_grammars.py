@@ -152,7 +152,7 @@ def test_an_end_across_two_parts_cannot_be_written() -> None:
         ("start: /(?=a)/", "'(?=a' in the regular expression"),
         ("start: /a/x", "no other flags than i and s"),
         ("start: /a{200000}/", "characters with repetitions written out"),
-        ('start: "a"~5..2', "most is not below its least"),
+        ('start: "a"~5..2', "largest count is not below"),
         ('start: "b".."a"', "a range of two characters"),
         ("start: (" + "(" * 70 + '"a"' + ")" * 71, "nested groups"),
         ("start: A0\n" + "\n".join(f"A{n}: A{n + 1} A{n + 1}" for n in range(40)) + '\nA40: "a"', "repetitions"),
