@@ -169,19 +169,13 @@ class ModelInstanceState:
             self._refuse(request, internal("Trying to stop a request but request ID is not provided"))
             return
         self._model.stop_requests(request.id, request.tenant)
-        start_ns = time.monotonic_ns()
-        request.new_response().send(ResponseFlag.FINAL)
-        self._instance.report_statistics(request, True, start_ns, start_ns, start_ns, time.monotonic_ns())
-        request.release()
+        self._answer(request, time.monotonic_ns())
 
     def _change_loras(self, request: Request, change: LoraChange, start_ns: int) -> None:
         """Answered when the engines have loaded the adapter, or its deadline is over."""
 
         def answer(error: TritonError | None) -> None:
-            request.new_response().send(ResponseFlag.FINAL, error)
-            times_ns = (start_ns, start_ns, start_ns, time.monotonic_ns())
-            self._instance.report_statistics(request, error is None, *times_ns)
-            request.release()
+            self._answer(request, start_ns, error)
 
         try:
             self._model.change_loras(change, answer)
@@ -192,8 +186,12 @@ class ModelInstanceState:
             answer(internal(f"the adapter could not be loaded: {error}"))
 
     def _refuse(self, request: Request, error: TritonError) -> None:
-        request.new_response().send(ResponseFlag.FINAL, self._model.schema.client_error(error))
-        self._instance.report_statistics(request, False, 0, 0, 0, 0)
+        self._answer(request, 0, self._model.schema.client_error(error))
+
+    def _answer(self, request: Request, start_ns: int, error: TritonError | None = None) -> None:
+        """Ends a request of which no task is made. start_ns: ignored with an error"""
+        request.new_response().send(ResponseFlag.FINAL, error)
+        self._instance.report_statistics(request, error is None, start_ns, start_ns, start_ns, time.monotonic_ns())
         request.release()
 
     # --- callbacks, on the engine's loop ------------------------------------------------------------------------------
