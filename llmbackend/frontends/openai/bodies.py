@@ -1,8 +1,7 @@
-"""Whole bodies of chats and completions, and the log probabilities that streams have, too.
+"""Whole answers of chats and completions, and log probabilities, also of streams.
 
-For: the router. Does not know: HTTP, the host. Invariants: the body equals the chunks of the stream put together, since
-both render the same deltas with the same functions; what the calls of one renderer of log probabilities return, put
-together, is what one call with all positions returns.
+Invariants: an answer equals the joined chunks of its stream; what several calls of a renderer of log probabilities
+return, joined, is what one call with all positions returns.
 """
 
 from __future__ import annotations
@@ -45,12 +44,11 @@ class _Choice:
 
     @property
     def reason(self) -> str:
-        """Why it ended, as the client gets it."""
         return self.finish_reason if self.answer is None else self.answer.reader.finish_reason(self.finish_reason)
 
 
 class WholeAnswer:
-    """The answer of a chat or a completion, collected from its deltas."""
+    """An answer that is collected from its deltas."""
 
     def __init__(self, request: GenerationRequest, identity: Identity, plan: AnswerPlan) -> None:
         self._request = request
@@ -80,7 +78,7 @@ class WholeAnswer:
 
 
 async def whole_response(generation: Generation, answer: WholeAnswer) -> bytes:
-    """The response's body. Raises TritonError when a choice failed."""
+    """The answer's body. Raises OpenAIError if a choice failed."""
     while not generation.is_over:
         answer.add(*await generation.next())
     return await answer.body(generation)
@@ -107,7 +105,7 @@ def _body(
 
 
 _NOTHING_OF_PROMPT: JsonObject = {"prompt_token_ids": None, "prompt_logprobs": None}
-"""What vLLM's answers have where nothing was asked for."""
+"""vLLM's fields when nothing was asked for."""
 
 
 def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonObject:
@@ -125,13 +123,13 @@ def _rendered(index: int, choice: _Choice, request: GenerationRequest) -> JsonOb
 
 
 def _message(choice: _Choice, answer: Answer) -> JsonObject:
-    """With what it is to repeat before its own text."""
+    """With the echo before its text."""
     message, echo = answer.message(), "".join(choice.parts)
     return message | {"content": echo + (message["content"] or "")} if echo else message
 
 
 def _echo(request: GenerationRequest, prompt: PromptDetails, choices: Iterable[_Choice]) -> None:
-    """Puts what the model tells of a prompt before its choices."""
+    """Adds the prompt's text and positions before those of its choices."""
     for choice in choices:
         choice.positions[:0] = request.prompt_form.positions(prompt)
         if request.prompt_form.has_text:
@@ -149,7 +147,7 @@ def logprobs_renderer(form: LogprobForm, *, is_chat: bool) -> Render:
 
 
 class ChatLogprobs:
-    """Chat's: the chosen token at each position and the most likely ones, best first."""
+    """Of chats: the chosen token at each position, and the most likely ones, the best first."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -167,8 +165,7 @@ class ChatLogprobs:
 
 
 class CompletionLogprobs:
-    """Completions': four lists; remembers where in the text the next token starts. A token inside a character starts
-    where its character does."""
+    """Of completions: four lists. A token inside a character has the offset of the character."""
 
     def __init__(self, form: LogprobForm) -> None:
         self._form = form
@@ -191,11 +188,11 @@ class CompletionLogprobs:
 
 
 def _bytes(entry: dict[str, Any]) -> bytes:
-    """Of a token that is part of a character, its own ones; else those of its text."""
+    """A token's own bytes if it is part of a character; else those of its text."""
     return bytes(entry["bytes"]) if "bytes" in entry else (entry["decoded_token"] or "").encode()
 
 
 def _logprob(entry: dict[str, Any]) -> float:
-    """JSON has no minus infinity: the interface sends null, OpenAI this number."""
+    """For minus infinity, which JSON does not have, the interface has null and OpenAI this number."""
     value: float | None = entry["logprob"]
     return _IMPOSSIBLE if value is None else value

@@ -1,10 +1,8 @@
 """The chunks of streamed chats and completions.
 
-For: the router. Does not know: the host, HTTP, how a model writes calls. Invariants: id, created and model are the same
-bytes in every chunk; the last chunk of each choice has its finish reason; the usage comes last; the deltas put together
-are the whole answer's message. Logprobs and token ids come with the first delta of their tokens, or with an
-empty one. Nothing of a choice is written before what its client asked of the prompt. The hot path is bytes: what is the
-same in every chunk is encoded once, and a token costs one orjson call for its text.
+Invariants: the last chunk of each choice has its finish reason; the usage is last; joined deltas are the whole answer's
+message. Log probabilities and token ids are in the first delta of their tokens, or in an empty one. What a client asked
+of the prompt precedes its choices. The constant parts of chunks are encoded once; a token costs one orjson call.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ PING = b": ping\n\n"
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Where the text stands in a choice: chat puts it in `delta`, completions in `text`."""
+    """The place of the text in a choice: `delta` in chats, `text` in completions."""
 
     kind: str
     text_open: bytes
@@ -63,20 +61,20 @@ class ChunkWriter:
         form, is_chat = request.logprobs, request.is_chat
         self._text_head = [self._head_of(index) + self._shape.text_open for index in range(request.num_choices)]
         self._text_tail = self._shape.text_close + b',"logprobs":null,"finish_reason":null}' + self._tail
-        """Around the text of a chunk that has nothing else."""
+        """After the text of a chunk without further fields."""
         self._has_more = self._has_continuous_usage or request.logprobs is not None
-        """Whether chunks of text have more than the text."""
+        """Whether chunks have further fields."""
         self._logprobs = [None if form is None else logprobs_renderer(form, is_chat=is_chat) for _ in self._finished]
 
     def begin(self) -> bytes:
-        """For each choice a chunk with the role (chat), and one with the text that `echo` asks for."""
+        """For each choice a chunk with the role (chats), and one with the text of `echo`."""
         roles = [self._chunk(index, _ROLE) for index in range(len(self._finished))] if self._shape is _CHAT else []
         return b"".join(roles) + b"".join(
             self._chunk(index, self._text(text)) for index, text in enumerate(self._echo) if text
         )
 
     def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        """The first chunk of a choice whose prompt the model has told; in place of `begin`."""
+        """In place of `begin`, for a choice with details of its prompt."""
         fields = orjson.dumps(self._prompt_form.fields(prompt))[1:-1]
         more = b"," + fields if fields else b""
         if self._shape is _CHAT:
@@ -89,7 +87,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(self._echo[index] + prompt.text), logprobs, more=more)
 
     def delta(self, index: int, delta: Delta) -> bytes:
-        """The chunk of new text, the finish chunk, both, or nothing (where a stop string may have begun)."""
+        """b"" while a stop string may have begun."""
         if self._has_usage:
             self._usage.add(index, delta)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
@@ -101,7 +99,6 @@ class ChunkWriter:
         return self._text_chunk(index, delta.text) if delta.text else b""
 
     def _text_chunk(self, index: int, text: str) -> bytes:
-        """Made for each token of most streams."""
         return b"%b%b%b" % (self._text_head[index], orjson.dumps(text), self._text_tail)
 
     def _chunk_with_more(self, index: int, delta: Delta) -> bytes:
@@ -111,7 +108,7 @@ class ChunkWriter:
         return self._chunk(index, self._text(delta.text), logprobs, more=more)
 
     def _of_tokens(self, index: int, delta: Delta) -> tuple[bytes, bytes]:
-        """The log probabilities of a delta's tokens, and their ids as a further field."""
+        """Log probabilities, and the field of token ids."""
         render = self._logprobs[index]
         logprobs = b"null" if render is None or not delta.logprobs else orjson.dumps(render(delta.logprobs))
         return logprobs, b',"token_ids":' + orjson.dumps(delta.token_ids) if delta.token_ids else b""
@@ -131,7 +128,6 @@ class ChunkWriter:
         return error.event()
 
     def _last_chunk(self, index: int, text: bytes, finish_reason: str, delta: Delta) -> bytes:
-        """text: the choice's own field"""
         logprobs, more = self._of_tokens(index, delta)
         more += b',"stop_reason":' + orjson.dumps(delta.stop_reason)
         return self._chunk(index, text, logprobs, orjson.dumps(finish_reason), more)
@@ -151,7 +147,7 @@ class ChunkWriter:
 
 
 class AnswerChunkWriter(ChunkWriter):
-    """A ChunkWriter that reads what the model writes."""
+    """Parses the answer."""
 
     def __init__(self, request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> None:
         super().__init__(request, identity, options)
@@ -188,27 +184,48 @@ class AnswerChunkWriter(ChunkWriter):
 
 
 def chunk_writer(request: GenerationRequest, identity: Identity, options: StreamForm, plan: AnswerPlan) -> ChunkWriter:
-    """The plain one where the answer is text."""
     if not plan.reads_tokens:
         return ChunkWriter(request, identity, options)
     return AnswerChunkWriter(request, identity, options, plan)
 
 
-class PromptFirst:
-    """A writer whose choices begin with what the model tells of their prompt: deltas that come earlier wait for it."""
+class _AroundWriter:
+    """A Writer that passes everything to another one."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    def begin(self) -> bytes:
+        return self._writer.begin()
+
+    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
+        return self._writer.begin_choice(index, prompt)
+
+    def delta(self, index: int, delta: Delta) -> bytes:
+        return self._writer.delta(index, delta)
+
+    def end(self) -> bytes:
+        return self._writer.end()
+
+    def ping(self) -> bytes:
+        return self._writer.ping()
+
+    def fail(self, error: OpenAIError) -> bytes:
+        return self._writer.fail(error)
+
+
+class PromptFirst(_AroundWriter):
+    """Choices begin with the details of their prompt, for which earlier deltas wait."""
 
     def __init__(self, writer: Writer, n: int) -> None:
         """n: choices of each prompt"""
-        self._writer = writer
+        super().__init__(writer)
         self._n = n
         self._told: set[int] = set()
         self._held: list[tuple[int, Delta]] = []
 
     def begin(self) -> bytes:
         return b""
-
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        return self._writer.begin_choice(index, prompt)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         number = index // self._n
@@ -222,12 +239,6 @@ class PromptFirst:
     def end(self) -> bytes:
         held = b"".join(self._writer.delta(index, delta) for index, delta in self._held)
         return held + self._writer.end()
-
-    def ping(self) -> bytes:
-        return self._writer.ping()
-
-    def fail(self, error: OpenAIError) -> bytes:
-        return self._writer.fail(error)
 
     def _begun(self, number: int, prompt: PromptDetails) -> bytes:
         self._told.add(number)
@@ -245,20 +256,14 @@ class PromptFirst:
         return b"".join(chunks)
 
 
-class IntervalWriter:
-    """A writer that gets a choice's deltas joined. Owner: the stream's events."""
+class IntervalWriter(_AroundWriter):
+    """Joins the deltas of a choice until they have `interval_tokens`."""
 
     def __init__(self, writer: Writer, interval_tokens: int) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._interval_tokens = interval_tokens
         self._begun: set[int] = set()
         self._waiting: dict[int, Delta] = {}
-
-    def begin(self) -> bytes:
-        return self._writer.begin()
-
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        return self._writer.begin_choice(index, prompt)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         waiting = self._waiting.pop(index, None)
@@ -270,30 +275,15 @@ class IntervalWriter:
         self._waiting[index] = delta
         return b""
 
-    def end(self) -> bytes:
-        return self._writer.end()
 
-    def ping(self) -> bytes:
-        return self._writer.ping()
-
-    def fail(self, error: OpenAIError) -> bytes:
-        return self._writer.fail(error)
-
-
-class CollectingWriter:
-    """A writer whose deltas are also collected to a whole answer."""
+class CollectingWriter(_AroundWriter):
+    """Collects the deltas in a WholeAnswer, too."""
 
     def __init__(self, writer: Writer, answer: WholeAnswer) -> None:
-        self._writer = writer
+        super().__init__(writer)
         self._answer = answer
         self.has_ended = False
         """Whether the answer is complete."""
-
-    def begin(self) -> bytes:
-        return self._writer.begin()
-
-    def begin_choice(self, index: int, prompt: PromptDetails) -> bytes:
-        return self._writer.begin_choice(index, prompt)
 
     def delta(self, index: int, delta: Delta) -> bytes:
         self._answer.add(index, delta)
@@ -302,12 +292,6 @@ class CollectingWriter:
     def end(self) -> bytes:
         self.has_ended = True
         return self._writer.end()
-
-    def ping(self) -> bytes:
-        return self._writer.ping()
-
-    def fail(self, error: OpenAIError) -> bytes:
-        return self._writer.fail(error)
 
 
 def _joined(first: Delta, second: Delta) -> Delta:

@@ -1,8 +1,5 @@
-"""What all endpoints of OpenAI's API have in common: how bodies are read, and errors answered.
-
-For: the modules with endpoints, beside this one and in responses_api. Does not know: any path. Invariant: a body is
-read within the server's bounds, and parsed in a thread where it is large.
-"""
+"""What all endpoints of OpenAI's API share: bodies are read within the server's bounds, large ones are parsed in a
+thread, and errors have OpenAI's form."""
 
 from __future__ import annotations
 
@@ -23,14 +20,14 @@ from ..http.routing import Endpoints
 from ..inference_gate import InferenceGate
 
 _OBJECT_BYTES = 128
-"""Reading an object, such as a short message, takes about 8 µs: 2,048 of them are read on the event loop at most."""
+"""Reading a small object, such as a message, takes about 8 µs, so at most 2,048 are read on the event loop."""
 MAX_OBJECTS = 1 << 16
-"""JSON objects and lists in a body, at most."""
+"""JSON objects and lists in a body."""
 
 
 def check_content_type(request: Request) -> None:
-    """Raises OpenAIError 415 for another Content-Type than JSON: a browser sends such a body to another site without
-    asking that site first (CORS). vLLM's rule and text."""
+    """Raises OpenAIError 415 for a Content-Type other than JSON, which browsers send to other sites without a preflight
+    request (CORS). vLLM's rule and text."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise OpenAIError(
@@ -39,11 +36,8 @@ def check_content_type(request: Request) -> None:
 
 
 async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> bytes:
-    """The request's body, unpacked.
-
-    Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown encoding; TritonError
-    as `request_body.read_content`.
-    """
+    """The unpacked body. Raises OpenAIError 413 for more than `max_bytes`, packed or unpacked, and 415 for an unknown
+    encoding; TritonError as `request_body.read_content`."""
     if (encoding := content_encoding(request)) not in (*ENCODINGS, IDENTITY):
         raise OpenAIError(
             f"Content-Encoding is {shown(encoding)}, expected one of {', '.join((*ENCODINGS, IDENTITY))}",
@@ -57,16 +51,13 @@ async def read_body(gate: InferenceGate, request: Request, max_bytes: int) -> by
 
 
 def decode_cost(body: bytes) -> int:
-    """As how many bytes a body counts for `decode_in_thread`: many small objects take longer than one long text."""
+    """A body's size for `decode_in_thread`: many small objects take longer than one long text."""
     return max(len(body), _OBJECT_BYTES * body.count(b"{"))
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """`body` parsed.
-
-    Raises OpenAIError 400 for anything but a JSON object, and for nesting beyond MAX_DEPTH of `json_reader`;
-    TritonError INVALID_ARG for more than MAX_OBJECTS objects and lists, which a parser would need too long for.
-    """
+    """Raises OpenAIError 400 for anything but a JSON object and for nesting beyond json_reader's MAX_DEPTH, TritonError
+    INVALID_ARG for more than MAX_OBJECTS objects and lists."""
     check_objects(body, MAX_OBJECTS)
     try:
         check_depth(body)
@@ -89,7 +80,7 @@ def _too_large(max_bytes: int) -> OpenAIError:
 
 T = TypeVar("T")
 _CLIENT_CLOSED_REQUEST: Final = 499
-"""Status, for the log, of a response whose client has disconnected."""
+"""Logged status when the client has disconnected."""
 
 
 class OpenAIEndpoints(Endpoints):

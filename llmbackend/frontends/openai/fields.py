@@ -1,8 +1,6 @@
-"""Groups of fields that several bodies have: labels, reasoning, the form of an answer, the choice of a tool.
+"""Groups of fields of several bodies: labels, reasoning, structured output, tool choice.
 
-For: the schemas of chats, completions and responses. Does not know: which tools there are, which constraints there are
-in detail: the model checks them. Invariants: a label changes no response; a request asks for a form in one field.
-Source: OpenAI's API reference; vLLM's protocol.py.
+Invariant: a label changes no answer; constraints are in one field. Source: OpenAI's API reference; vLLM's protocol.py.
 """
 
 from __future__ import annotations
@@ -46,8 +44,6 @@ Metadata = Annotated[
 
 
 class Labels(ClosedObject):
-    """A label of a request."""
-
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -83,8 +79,8 @@ _Choices = Annotated[list[str], Items(1)]
 
 
 class NamedSchema(ClosedObject):
-    """A schema in OpenAI's envelope. It is enforced whether or not `strict` is true, which refuses a keyword that
-    cannot be; `name` and `description` are labels."""
+    """A schema in OpenAI's envelope. It is enforced with and without `strict`, which refuses unsupported keywords;
+    `name` and `description` are labels."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     name: NonEmpty
@@ -94,7 +90,7 @@ class NamedSchema(ClosedObject):
 
 
 class ResponseFormat(ClosedObject):
-    """What an answer must be: any text, a JSON object, JSON of a schema, or text with tags in it."""
+    """Text, a JSON object, JSON of a schema, or text with tags."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     type: Annotated[
@@ -113,7 +109,7 @@ class ResponseFormat(ClosedObject):
     triggers: Annotated[list[NonEmpty], Items(1)] | None = None
 
     def constraint(self) -> JsonObject | None:
-        """As vLLM's `structured_outputs`. Raises OpenAIError for a field that belongs to another type."""
+        """As vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         fields = {name: value for name, value in self.__dict__.items() if value is not None and name != "type"}
         for name in fields:
             if name not in _FIELDS_OF_TYPE[self.type]:
@@ -133,7 +129,7 @@ class ResponseFormat(ClosedObject):
 
 
 def constraint_of(schema: JsonObject, strict: bool | None = None) -> JsonObject:
-    """As vLLM's `structured_outputs`. strict: whether a keyword that cannot be enforced is refused."""
+    """As vLLM's `structured_outputs`. strict: unsupported keywords are refused."""
     return {"json": schema, "strict": True} if strict else {"json": schema}
 
 
@@ -146,7 +142,7 @@ _FIELDS_OF_TYPE: dict[str, tuple[str, ...]] = {
 
 
 class StructuredOutputFields(ClosedObject):
-    """Of both endpoints."""
+    """Of chats and completions."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: AnyObject | None = Field(
@@ -163,7 +159,7 @@ class StructuredOutputFields(ClosedObject):
     )
 
     def chosen_structure(self) -> JsonObject:
-        """Sampling parameters; empty where any text will do. Raises OpenAIError."""
+        """Sampling parameters; empty without a constraint. Raises OpenAIError."""
         sent = {name: self.__dict__[name] for name in (STRUCTURED_OUTPUTS, *FORMER_FIELDS)}
         chosen = {name: value for name, value in sent.items() if value is not None}
         constraint = self.response_format.constraint() if self.response_format else None
@@ -176,12 +172,12 @@ class StructuredOutputFields(ClosedObject):
 
     @property
     def structure_field(self) -> str:
-        """The client's field that `structured_outputs` of the sampling parameters comes from."""
+        """The client's field of the constraint."""
         return RESPONSE_FORMAT if self.response_format is not None else STRUCTURED_OUTPUTS
 
     @property
     def schema_field(self) -> str:
-        """Where in it a schema stands."""
+        """The path of its schema."""
         is_bare = self.response_format is not None and self.response_format.type == "json_object"
         return f"{RESPONSE_FORMAT}.schema" if is_bare else f"{RESPONSE_FORMAT}.json_schema.schema"
 
@@ -228,7 +224,7 @@ def _read_function_call(value: object) -> ToolChoice:
 
 
 def read_allowed(value: JsonObject, param: str, read: Callable[[object, str], ChosenTool]) -> ToolChoice:
-    """Of `{"mode": …, "tools": […]}`, the object `param`. read: one of the tools. Raises OpenAIError."""
+    """Of the object `param`: `{"mode": …, "tools": […]}`. read: reads a tool. Raises OpenAIError."""
     mode, tools = value.get("mode"), value.get("tools")
     if mode not in ("auto", "required"):
         raise refuse(f"{param}.mode", '"auto" or "required"', mode)

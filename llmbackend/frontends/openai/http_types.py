@@ -1,8 +1,4 @@
-"""The JSON that endpoints under /v1 answer, as types: for /openapi.json.
-
-For: the endpoints. Does not know: how answers are written. Invariant: an answer has these members and no others
-(`make fuzz` compares them).
-"""
+"""Types of the answers of /v1, for /openapi.json. An answer has these members and no others (`make fuzz` compares)."""
 
 from __future__ import annotations
 
@@ -46,7 +42,7 @@ class Usage(TypedDict):
 
 
 class OfPrompt(TypedDict, total=False):
-    """What an answer says of its prompt, where the request asks for it: in each choice of a completion."""
+    """Of the prompt, if the request asks for it: in a chat's answer, in each choice of a completion."""
 
     prompt_token_ids: list[Count] | None
     prompt_logprobs: list[dict[str, Any] | None] | None

@@ -1,9 +1,7 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters while it serves.
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: operators change a model's LoRA adapters at run time.
 
-For: the router. Does not know: files, engines. Invariants: an answer says what is: a loaded adapter is served from then
-on, an unloaded one takes no further request; of one name there is one change at a time; a change waits for no other.
-Adapters lie below one folder, which the server's operator has named.
-Source: vLLM's protocol of these paths, its statuses and texts.
+Invariants: the answer is sent after the change; a name has one change at a time, and changes of different names are
+independent. Adapters are below one folder of the operator's choice. Source: vLLM's protocol, statuses and texts.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ..inference_gate import InferenceGate
 from .endpoints import OpenAIEndpoints, json_object
 
 LORA_NAME: Final = "^[!-+\\--~]{1,128}$"
-"""Visible ASCII but a comma, which separates names in a model's configuration."""
+"""Visible ASCII without the comma, which separates names in a model's configuration."""
 _MAX_BODY_BYTES: Final = 64 << 10
 
 _Name = Annotated[
@@ -54,7 +52,7 @@ class UnloadLoraAdapterRequest(ClosedObject):
 
 class LoraEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, catalog: ModelCatalog, folder: str) -> None:
-        """folder: below which adapters lie; "" = none is loaded at run time"""
+        """folder: of adapters; "": none can be loaded."""
         super().__init__(gate, _MAX_BODY_BYTES)
         self._catalog = catalog
         self._folder = folder
@@ -84,7 +82,7 @@ class LoraEndpoints(OpenAIEndpoints):
 
     @contextlib.contextmanager
     def _change(self, name: str) -> Iterator[None]:
-        """Raises OpenAIError while another change of the name is under way, which may take as long as a load does."""
+        """Raises OpenAIError during another change of the name."""
         if name in self._changing:
             text = f"The lora adapter '{name}' is being loaded or unloaded."
             raise OpenAIError(text, param="lora_name", code="invalid_value")
@@ -103,7 +101,7 @@ class LoraEndpoints(OpenAIEndpoints):
         return body
 
     async def _send(self, model: str, change: JsonObject) -> None:
-        """Goes on when the model has made the change; also when the client goes away meanwhile."""
+        """Waits for the change, even if the client disconnects."""
         self._gate.admit(1)
         parameters = {LORA_CHANGE: orjson.dumps(change).decode()}
         inference = self._gate.submit(InferenceRequest(model_name=model, parameters=parameters))

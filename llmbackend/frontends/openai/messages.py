@@ -1,10 +1,8 @@
-"""Chat messages: what a request may hold, and the form that chat templates read.
+"""Chat messages: their schema, and their form for chat templates.
 
-For: schema.py, whose chat request holds them, and requests.py. Does not know: templates or models. Invariant: what
-this server or another one has sent as an assistant's message is accepted as input again, also in the older form of
-tool calls. A role or a field that OpenAI does not know goes to the template, which alone can tell whether it reads it.
-Images and other parts are further types here. They are TypedDicts since a body may hold thousands of them: pydantic
-reads one in a fifth of the time that an instance of a model takes.
+Invariants: an assistant's message of this or another server is accepted as input, also with the older form of tool
+calls; roles and fields unknown to OpenAI are passed to the template. They are TypedDicts, which pydantic reads in a
+fifth of the time of models, because a body may have thousands of them.
 """
 
 from collections.abc import Mapping
@@ -18,7 +16,7 @@ from ..generation.validation import Items, NonEmpty, Only, refuse_unknown
 from ..http.errors import JsonObject, missing
 
 _NULLS: JsonObject = {"additionalProperties": {"type": "null"}}
-"""Clients dump whole objects of types of their own: unknown fields are accepted if they are null."""
+"""Unknown fields are accepted if they are null, because clients send whole objects of their own types."""
 
 
 def _config(json_schema: JsonObject) -> ConfigDict:
@@ -26,7 +24,7 @@ def _config(json_schema: JsonObject) -> ConfigDict:
 
 
 def _message_config(json_schema: JsonObject) -> ConfigDict:
-    """Of a message: further fields are accepted, except for those of messages of another role, unless they are null."""
+    """Further fields are accepted, but those of other roles only if they are null."""
 
     def describe(schema: JsonObject) -> None:
         others = _KNOWN_FIELDS - schema["properties"].keys()
@@ -84,7 +82,7 @@ class ToolMessage(_Message):
 
 
 class FunctionMessage(TypedDict):
-    """The older form of a tool's message."""
+    """The older form of ToolMessage."""
 
     __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Literal["function"]
@@ -96,7 +94,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 class OtherMessage(_Message):
-    """Of a role that the model's chat template knows."""
+    """With a role of the model's chat template."""
 
     __pydantic_config__ = _message_config({})  # type: ignore[misc]
     role: Annotated[NonEmpty, Field(json_schema_extra={"not": {"enum": list(_ROLES)}})]
@@ -111,7 +109,7 @@ _TEXT: JsonObject = {"type": "string", "minLength": 1}
 
 
 class AssistantMessage(_Message):
-    """With a content, or what is said instead. Some servers call the reasoning `reasoning`, some send both."""
+    """With content, or something in its place. Some servers name the reasoning `reasoning`, some send both."""
 
     __pydantic_config__ = _message_config(  # type: ignore[misc]
         {
@@ -135,7 +133,7 @@ class AssistantMessage(_Message):
 
 
 def _tag(message: object) -> str | None:
-    """Which of the messages it is; None for what has no role."""
+    """None without a role."""
     role = message.get("role") if isinstance(message, dict) else None
     if not isinstance(role, str) or not role:
         return None
@@ -161,19 +159,19 @@ _FIELDS = {
 }
 _OTHER_FIELDS = frozenset(OtherMessage.__annotations__)
 _KNOWN_FIELDS = frozenset[str]().union(*_FIELDS.values())
-"""Of some role; others go to the template as they are."""
+"""Of some role; others are passed to the template."""
 _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 LEGACY_CALL_ID = "000000000"
-"""Of a call in the older form, which has no id. Some templates want ids of nine letters or digits."""
+"""For calls in the older form; some templates require ids of nine letters or digits."""
 _PART_FIELDS = {"text": frozenset(("type", "text")), "refusal": frozenset(("type", "refusal"))}
 _CALL_FIELDS = frozenset(ToolCall.__annotations__)
 _FUNCTION_FIELDS = frozenset(CalledFunction.__annotations__)
 
 
 def for_template(message: Mapping[str, Any], param: str) -> JsonObject:
-    """A valid Message, which is the request's field `param`, as chat templates read it: `content` is a string (text
-    parts are joined by a newline, as vLLM does for templates that read strings), a "developer" message is a "system"
-    one, and tools are called in today's form. Raises OpenAIError for an assistant's message that says nothing."""
+    """A valid Message, the request's field `param`, for chat templates: `content` is a string (text parts are joined by
+    newlines, as in vLLM for templates that read strings), "developer" becomes "system", and calls have the current
+    form. Raises OpenAIError for an empty assistant's message."""
     role, content = message["role"], message.get("content")
     further = message.keys() - _FIELDS.get(role, _OTHER_FIELDS)
     if further:

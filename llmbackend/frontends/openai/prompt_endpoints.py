@@ -1,9 +1,7 @@
-"""What becomes of a prompt, without generating: /tokenize, /detokenize, and vLLM's render endpoints.
+"""Prompts without generation: /tokenize, /detokenize, and vLLM's render endpoints.
 
-For: the router. Does not know: templates, tokenizers. Invariants: the prompt of a conversation is the one that a chat
-with the same fields would have; a request to be rendered is read, planned and checked as the one that generates;
-nothing in proportion to a body is done on the event loop.
-Source: vLLM's protocol of these paths, and its answers' forms.
+Invariants: a prompt is the one that a chat with the same fields has; requests to render are read, planned and checked
+as those that generate; nothing in proportion to a body is done on the event loop. Source: vLLM's protocol.
 """
 
 from __future__ import annotations
@@ -52,8 +50,6 @@ _MODEL = "Default: the only model."
 
 
 class _TokenizeFields(ClosedObject):
-    """Of both forms of a prompt."""
-
     model: str | None = Field(None, description=_MODEL)
     add_special_tokens: Flag | None = Field(
         None, description="Add the tokenizer's special tokens; default: to text, not to conversations."
@@ -79,8 +75,6 @@ class DetokenizeRequest(ClosedObject):
 
 @dataclass(frozen=True, slots=True)
 class PromptQuestion:
-    """What a client wants to know of a prompt."""
-
     model: str | None
     prompt: Tensor
     wanted: tuple[str, ...]
@@ -88,7 +82,7 @@ class PromptQuestion:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def in_own_fields(self, error: OpenAIError) -> OpenAIError:
-        """An error of the model with the request's names of fields."""
+        """An error of the model in terms of the client's fields."""
         if self.prompt.name == INPUT_IDS and error.param is None and error.status == 400:
             error.param, error.message = "tokens", error.message.replace(f"input '{INPUT_IDS}'", "'tokens'")
         return error
@@ -117,7 +111,7 @@ def parse_detokenize(body: JsonObject) -> PromptQuestion:
 
 
 _FEW_TOKENS: Final = 4096
-"""So many are written as JSON on the event loop, in about 0.1 ms."""
+"""Written as JSON on the event loop, in about 0.1 ms."""
 
 
 class PromptEndpoints(OpenAIEndpoints):
@@ -227,6 +221,5 @@ def _written(request: GenerationRequest, request_id: str, found: PromptDescripti
 
 
 def _stream_options(form: StreamForm | None) -> JsonObject:
-    """As they were sent."""
     names = ("include_usage", "continuous_usage_stats")
     return {name: value for name in names if (value := getattr(form, name, None)) is not None}

@@ -1,7 +1,4 @@
-"""From the JSON of a chat or a completion to one frozen message: validated, put into tensors.
-
-For: the endpoints. Does not know: HTTP, the host, how responses are written. Invariant: as of every GenerationRequest.
-"""
+"""Reads the JSON of a chat or completion into a GenerationRequest."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ from .schema import (
 )
 
 _MAX_TOKENS_FIELDS = ("max_completion_tokens", "max_tokens")
-"""The first of them that a request has is its limit."""
+"""The first one of a request is its limit."""
 _STORED_FIELDS = ("response_format", "seed", "tool_choice", "tools")
 _TEMPLATE_OPTIONS = (
     "add_generation_prompt",
@@ -46,7 +43,7 @@ _TEMPLATE_OPTIONS = (
 
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
-    """`body` with the operator's values of fields that it leaves out."""
+    """`body` with the operator's defaults."""
     added: JsonObject = {}
     if defaults.return_tokens_as_token_ids and body.get("logprobs") not in (None, False):
         added["return_tokens_as_token_ids"] = True
@@ -94,7 +91,7 @@ def _stored_parts(fields: ChatCompletionRequest, body: JsonObject) -> StoredPart
 def chat_prompt(
     fields: ChatPromptFields, body: JsonObject, tool_use: ToolUse | None
 ) -> tuple[Tensor, list[JsonObject]]:
-    """The prompt of a chat, and its messages as the template reads them. `body`: what `fields` were read from."""
+    """The prompt of a chat, and its messages for the template. body: `fields` as sent."""
     messages = [for_template(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     options = {name: body[name] for name in _TEMPLATE_OPTIONS if body.get(name) is not None}
     check_template_variables(fields.chat_template_kwargs)
@@ -104,7 +101,7 @@ def chat_prompt(
 
 
 def _last_words(message: JsonObject) -> str:
-    """The text of a last message that has the answer's role."""
+    """The text of an assistant's message, else ""."""
     return str(message["content"]) if message["role"] == "assistant" else ""
 
 
@@ -173,7 +170,7 @@ def _request(
 
 
 def _choices(fields: ChatCompletionRequest | CompletionRequest, num_prompts: int) -> tuple[int, int]:
-    """How many of each prompt are sent, and how many are generated."""
+    """Choices per prompt that are sent, and that are generated."""
     n = fields.n or 1
     best_of = n if fields.best_of is None else fields.best_of
     if best_of < n:

@@ -1,8 +1,6 @@
-"""The endpoints under /v1: models, chat completions, completions, responses.
+"""The router of /v1, and the endpoints of models, chats and completions.
 
-For: the HTTP application (`app.include_router(create_openai_router(server))`). Does not know: any
-backend. Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its
-client.
+Invariant: every path under /v1 answers in OpenAI's shapes, errors included, and no request outlives its client.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ from .schema import REQUEST_ID, ChatCompletionRequest, CompletionRequest
 from .stored_chats import ChatKeeper, StoredChatEndpoints
 
 DEFAULT_MAX_BODY_BYTES = 4 << 20
-"""The text of a million tokens; JSON of that size is parsed in some 50 ms, all of which hold the interpreter's lock."""
+"""The text of a million tokens; parsing JSON of that size holds the interpreter's lock for about 50 ms."""
 _REQUEST_ID = re.compile(REQUEST_ID)
 _NO_POOLING: Final = "only models that generate text are served"
 _NOT_SERVED: Final[Mapping[str, str]] = {
@@ -74,7 +72,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     **dict.fromkeys(("/v1/embeddings", "/v1/rerank", "/v1/score"), _NO_POOLING),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations"), "models read and write text only"),
 }
-"""Paths of vLLM's server that this one refuses by name, with the reason."""
+"""Paths of vLLM's server that are refused → the reason."""
 
 
 def create_openai_router(
@@ -89,9 +87,8 @@ def create_openai_router(
     fingerprint: str | None = None,
     defaults: RequestDefaults = NO_DEFAULTS,
 ) -> APIRouter:
-    """A router with all of /v1. Include it before any other route under /v1: it answers unknown paths there
-    itself. `gate` and `streams` are those that other frontends of `server` use. store: keeps responses; sealing_key:
-    see sealed_reasoning.py."""
+    """All of /v1, unknown paths included. gate, streams: shared with the server's other frontends. store: None: nothing
+    is stored. sealing_key: see sealed_reasoning.py."""
     gate = gate or InferenceGate(server)
     catalog, size = ModelCatalog(server, lora_separator, fingerprint), max_body_bytes
     conversations = Conversations(store, gate, size) if store is not None else None
@@ -120,8 +117,6 @@ _CHUNKS: Final = "The whole answer, or with `stream` an event per chunk, then `d
 
 
 class ModelEndpoints(OpenAIEndpoints):
-    """The models, and what each of them answers."""
-
     def __init__(
         self,
         gate: InferenceGate,
@@ -209,14 +204,14 @@ class ModelEndpoints(OpenAIEndpoints):
         return await open_stream(self._streams, http, pieces_of(events), on_close, headers)
 
     async def _come_back(self, http: Request) -> Response:
-        """The rest of a stream. The body, which a client that repeats its request sends again, is not looked at."""
+        """The rest of a stream. The body, which a client may send again, is ignored."""
         await read_body(self._gate, http, self._max_body_bytes)
         release_body(http)
         return await come_back(self._streams, http)
 
 
 def _handed_over(http: Request, body: bytes) -> Response:
-    """To the host, which has a store, where this is a frontend process."""
+    """In a frontend process, the host, which has the store, answers."""
     if HANDED_OVER not in http.scope:
         message = "'store' is not supported: this server stores no chat completions"
         raise OpenAIError(message, param="store", code="unsupported_parameter")
@@ -261,7 +256,6 @@ async def _refuse(known: Sequence[BaseRoute], http: Request) -> Response:
 
 
 def _methods(known: Sequence[BaseRoute], scope: Scope) -> list[str]:
-    """Those that the path takes."""
     routes = [route for route in known if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE]
     return sorted({method for route in routes for method in route.methods or ()} - {"HEAD"})
 
@@ -274,6 +268,6 @@ def _writer(request: GenerationRequest, identity: Identity, form: StreamForm, pl
 
 
 def _request_id(http: Request) -> str:
-    """The client's own id, as vLLM takes it; "" for none, and for one that no id of a response can hold."""
+    """The client's id, as in vLLM; "" for none or an unusable one."""
     request_id = http.headers.get("x-request-id", "")
     return request_id if _REQUEST_ID.fullmatch(request_id) else ""

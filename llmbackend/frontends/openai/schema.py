@@ -1,10 +1,7 @@
-"""The request bodies of the OpenAI API: one set of models for validation, for errors and for /openapi.json.
+"""The request bodies of chats and completions, for validation, errors and /openapi.json.
 
-For: requests.py, which reads bodies, and /openapi.json. Does not know: HTTP, tensors, the host.
-Invariant: a field reaches the model, or is known to change nothing, or is refused by name; null is the same as a field
-left out; true is not 1, and 1.0 is no integer. Tools and structured output become fields here that are acted on, the
-Responses API a further model.
-Source: OpenAI's API reference for names and ranges, vLLM's SamplingParams for the extras.
+Invariant: a field reaches the model, or changes nothing, or is refused by name; null is the same as a missing field;
+true is not 1, and 1.0 is no integer. Source: OpenAI's API reference, vLLM's SamplingParams for the extras.
 """
 
 import itertools
@@ -92,20 +89,20 @@ class UnservedByCompletions(ClosedObject):
 
 
 TEMPLATE_NAMES = frozenset(("messages", "self"))
-"""Names in a chat template that are no variables of a request."""
+"""Names of a chat template that requests cannot set."""
 
 
 def check_template_variables(variables: JsonObject | None) -> None:
-    """Raises OpenAIError for `chat_template_kwargs` that a template cannot have."""
+    """Raises OpenAIError for `chat_template_kwargs` with TEMPLATE_NAMES."""
     if taken := TEMPLATE_NAMES & (variables or {}).keys():
         raise refuse("chat_template_kwargs", f"variables other than {' and '.join(sorted(TEMPLATE_NAMES))}", min(taken))
 
 
 MAX_PROMPTS = 64
 REQUEST_ID = "^[!-~]{1,128}$"
-"""A client's own id of its request."""
+"""Pattern of a client's request id."""
 MAX_CHOICES = 128
-"""Of all prompts of a request together."""
+"""Of all prompts of a request."""
 
 
 class StreamOptions(ClosedObject):
@@ -117,11 +114,11 @@ class StreamOptions(ClosedObject):
 
 
 _MAX_NAMED = 64
-"""Keys that are looked at for one error that names all wrong ones."""
+"""Keys that are checked for an error that names all wrong ones."""
 
 
 def _check_token_bias(value: object) -> object:
-    """In Python, since a call in C for hundreds of thousands of items keeps the interpreter's lock too long."""
+    """In Python: a call in C would hold the interpreter's lock too long for hundreds of thousands of items."""
     if not isinstance(value, dict):
         raise refuse("logit_bias", "an object", value)
     for token, bias in value.items():
@@ -148,7 +145,7 @@ _TokenBias = Annotated[
 
 
 class Sampling(ClosedObject):
-    """How tokens are chosen: fields that reach the model under the same name, unless they were left out."""
+    """Sampling fields, which reach the model under the same names."""
 
     temperature: Annotated[float, Range(0, 2)] | None = None
     top_p: Annotated[float, Range(0, 1)] | None = Field(None, description="0: only the most likely token.")
@@ -195,12 +192,12 @@ class Sampling(ClosedObject):
     cache_salt: NonEmpty | None = Field(None, description="Only requests with the same salt share cached prefixes.")
 
     def chosen_sampling(self) -> JsonObject:
-        """What the client sent; what it left out is not here, so that the model's defaults hold."""
+        """The fields that were sent; for others the model's defaults apply."""
         fields = self.__dict__
         chosen = {name: fields[name] for name in Sampling.__pydantic_fields__ if fields[name] is not None}
         if isinstance(self.stop, str):
             chosen["stop"] = [self.stop]
-        if self.top_k == -1:  # vLLM's older spelling of "off"
+        if self.top_k == -1:  # "off" in older releases of vLLM
             chosen["top_k"] = 0
         return chosen
 
@@ -231,7 +228,7 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
 
 
 def needs(field: str, *alternatives: JsonObject) -> JsonObject:
-    """JSON Schema: where `field` is sent, and not null, one of `alternatives` holds."""
+    """JSON Schema: if `field` is sent, and not false or null, one of `alternatives` holds."""
     return {field: {"anyOf": [{"properties": {field: {"enum": [False, None]}}}, *alternatives]}}
 
 
@@ -252,7 +249,6 @@ class FunctionDefinition(ClosedObject):
     strict: Flag | None = Field(None, description="Guarantee that the arguments match the schema.")
 
     def offered(self, param: str) -> OfferedTool:
-        """param: where it stands"""
         at = f"{param}.name"
         return OfferedTool.of(
             self.name, self.description, self.parameters, bool(self.strict), f"{param}.parameters", at
@@ -276,7 +272,7 @@ def _check_tool_count(field: str) -> BeforeValidator:
 
 
 class ToolFields(ClosedObject):
-    """The fields of a chat that are about tools. A named tool must be one of `tools`."""
+    """Of chats. A named tool must be one of `tools`."""
 
     tools: Annotated[list[FunctionTool], Items(0, MAX_TOOLS), _check_tool_count("tools")] | None = None
     tool_choice: ChatToolChoice | None = None
@@ -287,7 +283,7 @@ class ToolFields(ClosedObject):
     function_call: FunctionCall | None = None
 
     def tool_use(self) -> ToolUse | None:
-        """None where no tool may be called. Raises OpenAIError naming what contradicts what."""
+        """None if no tool may be called. Raises OpenAIError for contradictions."""
         is_legacy = bool(self.functions) or self.function_call is not None
         if is_legacy and (self.tools or self.tool_choice is not None):
             raise OpenAIError("'functions' and 'function_call' cannot be sent with 'tools'", param="functions")
@@ -300,7 +296,7 @@ class ToolFields(ClosedObject):
 
 
 class ChatPromptFields(ToolFields):
-    """What a chat's prompt is made of, but for the effort of reasoning."""
+    """What a chat's prompt is made of, except `reasoning_effort`."""
 
     messages: Annotated[list[Message], Items(1)]
     add_generation_prompt: Flag | None = None
@@ -330,7 +326,7 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
         },
     )
     default_max_tokens: ClassVar[int | None] = None
-    """As many as the context has room for."""
+    """The rest of the context."""
     store: Flag | None = Field(None, description="The completion can be retrieved later.")
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None

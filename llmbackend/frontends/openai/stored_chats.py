@@ -1,9 +1,7 @@
-"""Stored chat completions: how one is kept, and the endpoints that list, retrieve, change and delete them.
+"""Stored chat completions: how one is stored, and the endpoints to list, retrieve, change and delete them.
 
-For: the OpenAI router. Does not know: how completions are made, how a store keeps them. Invariants: a client gets at
-its own completions only, another's is a 404; a list costs the event loop a bounded time per turn; JSON in proportion to
-a completion is not parsed on it.
-Source: OpenAI's API reference.
+Invariants: only its owner gets a completion; a list takes bounded time per turn of the event loop, and no completion is
+parsed on it. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ _METADATA = re.compile(r"metadata\[([^\]]+)\]")
 
 
 class ChatKeeper:
-    """Stores the answer of one request, as it is when the request begins."""
+    """Stores the answer of one request. Made when the request begins."""
 
     def __init__(
         self, store: ResponseStore, parts: StoredParts, request: GenerationRequest, identity: Identity, target: Target
@@ -197,7 +195,7 @@ def _message(id: str, index: int, message: JsonObject) -> JsonObject:
 
 
 def _read_list_query(parameters: Mapping[str, str]) -> tuple[dict[str, str], str | None, dict[str, str]]:
-    """The parameters of the page, and what its completions must have: their model, their metadata."""
+    """(parameters of the page, model, metadata)"""
     paging, metadata, model = {}, {}, None
     for name, value in parameters.items():
         if name == "model":

@@ -1,10 +1,8 @@
-"""Background responses: made without their clients, read by cursor, and continued by the next server.
+"""Background responses: generated without their clients, read by cursor, and continued by the next server.
 
-For: the endpoints of the Responses API. Does not know: how a store keeps what it gets. Invariants: a background
-response counts in the server's limits and in its key's like any other request; each step's events and the deltas that
-they came from are committed together; with a store that stays, one that was in progress when its server ended is
-continued by the next one from its logged tokens, with the same seed, and so with the same tokens, events and sequence
-numbers; a run ends once: by itself, or stopped by its owner.
+Invariants: they count towards the limits of the server and the key; a step's events and deltas are committed together;
+with a persistent store, the next server continues a response from its logged tokens with the same seed, and so with the
+same tokens, events and sequence numbers.
 """
 
 from __future__ import annotations
@@ -51,12 +49,10 @@ _DECODER = msgspec.msgpack.Decoder(list[tuple[object, ...]])
 
 
 def encode_deltas(deltas: Iterable[Delta]) -> bytes:
-    """One step's deltas, for the log."""
     return _ENCODER.encode([msgspec.structs.astuple(delta) for delta in deltas])
 
 
 def decode_deltas(steps: Iterable[bytes]) -> list[Delta]:
-    """Those of all steps."""
     return [Delta(*fields) for step in steps if step for fields in _DECODER.decode(step)]  # type: ignore[arg-type]
 
 
@@ -66,7 +62,7 @@ class BackgroundRun:
     def __init__(
         self, log: LiveLog, state: ResponseState, writer: ResponseWriter, before_end: Callable[[], Awaitable[None]]
     ) -> None:
-        """before_end: awaited when the answer is complete, before it is told"""
+        """before_end: awaited when the answer is complete, before its last event"""
         self.log = log
         self._before_end = before_end
         self.is_over = False
@@ -79,43 +75,42 @@ class BackgroundRun:
         log.on_failure = self._store_failed
 
     def begin(self, generation: Generation) -> asyncio.Task[None]:
-        """Reads the generation until it ends."""
         self._generation = generation
         self._task = asyncio.get_running_loop().create_task(self._produce(generation))
         return self._task
 
     async def cancel(self) -> None:
-        """Ends the response as cancelled, unless it has ended. Raises StoreError."""
+        """No effect after the end. Raises StoreError."""
         if await self._stopped():
             self._state.cancel()
             await self._finish([])
 
     async def fail(self, error: OpenAIError) -> None:
-        """Ends it as failed. Raises StoreError."""
+        """Raises StoreError."""
         await self._finish(self._writer.fail_events(error))
 
     async def complete(self) -> None:
-        """Ends it after its last delta. Raises StoreError."""
+        """After the last delta. Raises StoreError."""
         self._is_ending = True
         events = self._writer.end_events()
         await self._before_end()
         await self._finish(events)
 
     async def suspend(self) -> None:
-        """Ends the run and leaves its log as it is."""
+        """Ends the run without changing its log."""
         if await self._stopped():
             self.is_over = True
             self.log.abandon()
 
     def expire(self) -> None:
-        """The document's time is over; the store removes it."""
+        """The store removes the document."""
         self.log.abandon()
         self.is_over = True
         if self._task is not None and not self._is_ending:
             self._task.cancel()
 
     async def _stopped(self) -> bool:
-        """Ends the task; False when the response has ended by itself."""
+        """Ends the task; False if the response has ended by itself."""
         task = self._task
         if task is not None:
             if not self._is_ending:
@@ -151,7 +146,7 @@ class BackgroundRun:
         self.log.append(events, encode_deltas(deltas))
 
     async def _give_up(self, error: OpenAIError) -> None:
-        with suppress(StoreError):  # it was told where it happened
+        with suppress(StoreError):  # it was reported where it happened
             await self.fail(error)
 
     async def _finish(self, events: Sequence[bytes]) -> None:
@@ -159,7 +154,7 @@ class BackgroundRun:
         await self.log.finish(replace(self.log.document, body=self._state.json()), events)
 
     def _store_failed(self, error: Exception) -> None:
-        """Called by the log, between two steps of the task."""
+        """For the log's `on_failure`."""
         log.error("the background response %s cannot be stored: %s", self.log.id, error)
         self._failure = OpenAIError.of(error)
         if self._task is not None and not self._is_ending:
@@ -169,11 +164,11 @@ class BackgroundRun:
 
 _SEED_BITS: Final = 31
 _ROOM_INTERVAL_S: Final = 1.0
-"""Between two looks whether there is room for a response that another server began."""
+"""Between two attempts to continue a response of another server while there is no room."""
 
 
 class _Continuation(msgspec.Struct, frozen=True):
-    """What another server needs to continue with a response, besides its tokens."""
+    """What another server needs to continue a response, besides its tokens."""
 
     body: Any
     """The request's JSON."""
@@ -190,7 +185,7 @@ _CONTINUATION = msgspec.msgpack.Decoder(_Continuation)
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """What makes a response."""
+    """All parts of a response's generation."""
 
     prepared: PreparedResponse
     request: GenerationRequest
@@ -201,7 +196,7 @@ class _Made:
 
 
 class BackgroundResponses:
-    """Used only on the event loop. The Producer of its store."""
+    """The Producer of its store. Used only on the event loop."""
 
     def __init__(
         self,
@@ -211,7 +206,6 @@ class BackgroundResponses:
         conversations: Conversations | None,
         key: SealingKey,
     ) -> None:
-        """As of ResponseCreation."""
         self._gate = gate
         self._conversations = conversations
         self._catalog = catalog
@@ -224,7 +218,7 @@ class BackgroundResponses:
     async def create(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
     ) -> Response:
-        """Begins it. The answer is the response as it is queued, or its events."""
+        """Begins it; answers the queued response, or the events."""
         seed = prepared.request.generation.sampling.get("seed")
         seed = secrets.randbits(_SEED_BITS) if seed is None else seed
         identity = Identity.of(prepared.request.generation, target.model.fingerprint, prepared.identity_suffix)
@@ -255,7 +249,7 @@ class BackgroundResponses:
         return Response(document.body, headers=headers, media_type="application/json")
 
     async def cancel(self, id: str) -> None:
-        """Ends one that is in progress; no effect on another one. Raises StoreError."""
+        """No effect on a response that is not in progress. Raises StoreError."""
         if (resuming := self._resuming.get(id)) is not None:
             await asyncio.wait((resuming,))
         if (run := self._runs.get(id)) is not None:
@@ -264,7 +258,7 @@ class BackgroundResponses:
     # --- a Producer of the store ------------------------------------------------------------------------------------
 
     async def take_over(self, document: Document) -> None:
-        """Its readers find its log at once; the generation continues when all of it is ready."""
+        """Readers find its log at once; the generation is continued in a task."""
         log, progress = await self._store.resume(document)
         task = asyncio.get_running_loop().create_task(self._resume(document, log, progress))
         self._resuming[document.id] = task
@@ -294,7 +288,7 @@ class BackgroundResponses:
                 self._runs.pop(document.id, None)
 
     async def _replayed(self, document: Document, log: LiveLog, progress: list[bytes]) -> tuple[_Made, Target, bool]:
-        """The response where its log ends, and whether all of its tokens are there."""
+        """The response at the end of its log, and whether its tokens are complete."""
         if not document.continuation:
             raise OpenAIError("the server exited while generating the response", status=503)
         going_on = _CONTINUATION.decode(document.continuation)
@@ -311,7 +305,7 @@ class BackgroundResponses:
         return made, target, any(delta.is_final for delta in deltas)
 
     async def _generation(self, made: _Made, target: Target) -> Generation:
-        """Waits for room: others may have come first."""
+        """Waits while the server is at its limit."""
         while True:
             try:
                 return Generation(self._gate, made.request, target, made.identity.id, plan=made.plan)
@@ -321,9 +315,9 @@ class BackgroundResponses:
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _made(self, prepared: PreparedResponse, identity: Identity, target: Target, seed: int) -> _Made:
-        """Raises OpenAIError for what the model cannot do."""
+        """Raises OpenAIError."""
         asked = prepared.request.generation
-        plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, also text
+        plan = replace(plan_answer(asked, target), reads_tokens=True)  # token by token, text included
         request = replace(
             asked,
             stream=asked.stream or WITH_USAGE,
@@ -339,7 +333,7 @@ class BackgroundResponses:
         return run
 
     def _begin(self, run: BackgroundRun, generation: Generation) -> None:
-        """It ends with its document's time to live at the latest."""
+        """It ends at its document's expiry at the latest."""
         left_s = run.log.document.expires_s - self._store.clock_s()
         alarm = asyncio.get_running_loop().call_later(max(left_s, 0.0), run.expire)
         task = run.begin(generation)
@@ -364,14 +358,14 @@ def _read(going_on: _Continuation, progress: list[bytes], key: SealingKey) -> tu
 
 
 def _replay(writer: ResponseWriter, deltas: list[Delta]) -> None:
-    """Brings a new writer to where the one before it was; its events have been written."""
+    """Brings a new writer to the state of the former one, without writing its events again."""
     writer.begin_events()
     for delta in deltas:
         writer.delta_events(delta)
 
 
 async def _fail(document: Document, live_log: LiveLog, error: OpenAIError) -> None:
-    """For a response of which there is no more than its document."""
+    """Of a response that cannot be continued."""
     log.warning("the response %s cannot be continued: %s", document.id, error.message)
     told = {"code": error.code or "server_error", "message": error.message}
     body = orjson.dumps(orjson.loads(document.body) | {"status": "failed", "error": told})

@@ -1,10 +1,8 @@
 """Conversations: stored lists of items that responses continue from, and that clients change by /v1/conversations.
 
-For: the OpenAI router, and the endpoint that creates responses. Does not know: how items become a prompt. Invariants: a
-client gets at its own conversations only; changes of one conversation by this server come one after the other, so that
-none is lost; items are checked as those of a response's input; pages that follow one another by `after` have every item
-once, as long as none is added or removed; JSON in proportion to a conversation is read and written off the event loop.
-Source: OpenAI's API reference.
+Invariants: only its owner gets a conversation; this server applies the changes of a conversation one after another;
+items are checked as those of a response's input; JSON in proportion to a conversation is read and written off the event
+loop. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from .schema import INCLUDABLE, ConversationDeleted, ConversationObject, ItemLis
 
 ID_PREFIX = "conv_"
 MAX_ITEMS_AT_ONCE = 20
-"""That a client adds with one call; OpenAI's limit."""
+"""Of one call; OpenAI's limit."""
 Items = list[JsonObject]
 
 
@@ -43,7 +41,7 @@ class Conversations:
     """Used on one event loop."""
 
     def __init__(self, store: ResponseStore, gate: InferenceGate, max_bytes: int) -> None:
-        """max_bytes: of one conversation's items, as JSON"""
+        """max_bytes: of a conversation's items as JSON"""
         self._store = store
         self._gate = gate
         self._max_bytes = max_bytes
@@ -69,7 +67,7 @@ class Conversations:
         return await self._get(current_owner(), id)
 
     async def items(self, id: str) -> Items:
-        """All of them, the oldest first."""
+        """The oldest first."""
         return await self.read(await self.get(id))
 
     async def update(self, id: str, metadata: JsonObject) -> Document:
@@ -86,7 +84,7 @@ class Conversations:
                 raise _not_found(id) from None
 
     async def add(self, id: str, items: Sequence[JsonObject]) -> Items:
-        """Those that were added, with their ids."""
+        """Returns those that were added, with their ids."""
         added = with_new_ids(items)
         await self._change(current_owner(), id, lambda before: [*before, *added], self._check_size)
         return added
@@ -101,9 +99,9 @@ class Conversations:
         return await self._change(current_owner(), id, without)
 
     async def append_answer(self, owner: str, id: str, items: bytes) -> None:
-        """What a response was asked and has answered, JSON of items with ids; those that are there already, since the
-        server died between this and the response's end, are not added again. The response has its end: a conversation
-        that was deleted meanwhile is none to add to, and one that grew too long is refused by the next request."""
+        """items: JSON of a response's input and output with ids; those that were added before, when a server died
+        between this and the response's end, are left out. A conversation that was deleted meanwhile is ignored, and one
+        that is too long is refused by the next request."""
 
         def longer(before: Items) -> Items:
             known = {item["id"] for item in before}
@@ -123,7 +121,7 @@ class Conversations:
         check: Callable[[bytes], None] | None = None,
         more_bytes: int = 0,
     ) -> Document:
-        """more_bytes: what `change` has to read"""
+        """more_bytes: that `change` reads"""
         async with self._store.changing(id):
             document = await self._get(owner, id)
             text = await self._gate.decode_in_thread(
@@ -134,7 +132,7 @@ class Conversations:
             return await self._put(replace(document, items=text))
 
     async def _put(self, document: Document) -> Document:
-        """Kept for as long again as a new one."""
+        """Renews its time to live."""
         kept = replace(document, expires_s=self._store.expires_s(self._store.clock_s()))
         await self._store.put(kept)
         return kept
@@ -146,7 +144,7 @@ class Conversations:
             raise _not_found(id) from None
 
     async def read(self, document: Document) -> Items:
-        """The items of a document that `get` gave."""
+        """The items of a document."""
         items: Items = await self._gate.decode_in_thread(len(document.items), lambda: orjson.loads(document.items))
         return items
 
@@ -157,7 +155,7 @@ class Conversations:
 
 
 def with_new_ids(items: Sequence[JsonObject]) -> Items:
-    """Full items under ids of their own: an id that a client brings may stand for another item already."""
+    """Full items with new ids, because a client's id may belong to another item."""
     seed = uuid.uuid4().hex
     return [item | {"id": item_id(str(item["type"]), seed, "i", index)} for index, item in enumerate(items)]
 
@@ -197,7 +195,7 @@ _ITEM = _ITEMS + "/{item_id}"
 
 class ConversationEndpoints(OpenAIEndpoints):
     def __init__(self, gate: InferenceGate, conversations: Conversations | None, max_body_bytes: int) -> None:
-        """conversations: None: the server keeps none"""
+        """conversations: None: none are stored"""
         super().__init__(gate, max_body_bytes)
         self._kept = conversations
 
@@ -282,7 +280,7 @@ class ConversationEndpoints(OpenAIEndpoints):
         return self._kept
 
     async def _json(self, make: Callable[[], JsonObject]) -> Response:
-        """JSON of a part of a conversation, which is looked for where nobody waits."""
+        """Makes and writes JSON in a thread."""
         return json_answer(await self._gate.run_in_thread(lambda: orjson.dumps(make())))
 
 

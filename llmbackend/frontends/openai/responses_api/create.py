@@ -1,10 +1,8 @@
-"""POST /v1/responses: a response, whole or streamed, stored where the request asks for it; and the count of its tokens.
+"""POST /v1/responses, and /v1/responses/input_tokens.
 
-For: the OpenAI router. Does not know: any backend, tokenizers, how a store keeps what it gets. Invariants: one request
-path: a response is read from the same generation and answer plan as a chat; a stored response can be retrieved as soon
-as its client has its end; a client gets at its own responses only; the number of tokens that /v1/responses/input_tokens
-tells is the `usage.input_tokens` of the response to the same body; documents are parsed off the event loop.
-Source: OpenAI's API reference.
+Invariants: a response has the same generation and answer plan as a chat; a stored response can be retrieved once its
+client has its end; only its owner can continue it; /v1/responses/input_tokens returns the `usage.input_tokens` of a
+response to the same body; documents are parsed off the event loop. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -75,7 +73,7 @@ async def fetch_history(
     gate: InferenceGate,
     max_bytes: int,
 ) -> History:
-    """max_bytes: of all that is read. Raises OpenAIError naming what is not there."""
+    """max_bytes: of all documents. Raises OpenAIError naming what does not exist."""
     if wanted.is_empty:
         return NO_HISTORY
     if store is None or conversations is None:
@@ -167,30 +165,29 @@ def with_ids(items: Iterable[JsonObject], response_id: str) -> list[JsonObject]:
 
 
 _MAX_HISTORY_BYTES = 8 << 20
-"""Of the stored responses that a request continues after: twice the largest body by default."""
+"""Of the stored responses that a request continues: twice the largest body by default."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedResponse:
-    """A request whose work in proportion to its body has been done."""
+    """A request after all work in proportion to its body."""
 
     request: ResponsesRequest
     body: JsonObject
     identity_suffix: str
-    """Drawn: what the response's id has after its prefix."""
+    """Of the response's id, after its prefix."""
     echo: bytes
-    """JSON of what the response repeats of its request."""
+    """JSON object of the request's fields in the response."""
     items: bytes
-    """JSON of the input items as they are stored."""
+    """JSON of the stored input items."""
     history: History
-    """What it continues from."""
 
     @property
     def id(self) -> str:
         return ID_PREFIX + self.identity_suffix
 
     async def tell_conversation(self, conversations: Conversations | None, owner: str, state: ResponseState) -> None:
-        """Adds what was asked and answered to the conversation that the response belongs to, if it has an end."""
+        """Adds input and output to the response's conversation, if it has ended normally."""
         id = self.request.conversation
         if conversations is not None and id is not None and state.status in ("completed", "incomplete"):
             answered = orjson.dumps(state.output())
@@ -205,7 +202,7 @@ class PreparedResponse:
         store: ResponseStore,
         continuation: bytes | None = None,
     ) -> Document:
-        """The response as it is stored. continuation: of one that is still being made"""
+        """continuation: of a live response"""
         return Document(
             owner=owner,
             kind="response",
@@ -235,7 +232,7 @@ class PreparedResponse:
 
 
 class Background(Protocol):
-    """Makes responses without their clients."""
+    """Generates responses without their clients."""
 
     async def create(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
@@ -243,8 +240,6 @@ class Background(Protocol):
 
 
 class ResponseCreation(OpenAIEndpoints):
-    """The endpoint."""
-
     def __init__(
         self,
         gate: InferenceGate,
@@ -255,9 +250,7 @@ class ResponseCreation(OpenAIEndpoints):
         key: SealingKey = FIXED_KEY,
         background: Background | None = None,
     ) -> None:
-        """store, conversations: None: no response is kept
-        key: seals reasoning that clients send back
-        """
+        """store, conversations: None: nothing is stored. key: seals reasoning."""
         super().__init__(gate, max_body_bytes)
         self._catalog = catalog
         self._store = store
@@ -281,7 +274,6 @@ class ResponseCreation(OpenAIEndpoints):
         return await traced_answer(self._gate, self._catalog, http, start_ns, prepared.request.generation, answer)
 
     async def prepared(self, body: bytes, read: Callable[[JsonObject], ReadBody] = read_responses) -> PreparedResponse:
-        """read: checks the fields of the body"""
         cost = decode_cost(body)
         fields = await self.parsed_body(body, read)
         history = await fetch_history(self._store, self._conversations, fields.wanted, self._gate, _MAX_HISTORY_BYTES)
@@ -314,7 +306,7 @@ class ResponseCreation(OpenAIEndpoints):
         return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
 
     def _keeper(self, prepared: PreparedResponse, identity: Identity, state: ResponseState) -> Keep | None:
-        """Puts the response into the store and into its conversation; None where it is not to be kept."""
+        """Stores the response and adds it to its conversation; None if neither is asked for."""
         store, request = self._store, prepared.request
         if store is None or not (request.store or request.conversation):
             return None
@@ -330,11 +322,11 @@ class ResponseCreation(OpenAIEndpoints):
 
 Keep = Callable[[], Coroutine[Any, Any, None]]
 _HISTORY_ITEM_COST = 256
-"""As how many bytes of a body an item of the history counts: see `decode_cost`."""
+"""Of an item of the history, in bytes of a body: see `decode_cost`."""
 
 
 def prepare(read: ReadBody, history: History, key: SealingKey, suffix: str = "") -> PreparedResponse:
-    """suffix: of the response's id; "": drawn"""
+    """suffix: of the response's id; "": a new one"""
     request = parse_responses(read, history, key)
     suffix = suffix or uuid.uuid4().hex
     is_kept = request.store or request.conversation is not None
@@ -343,7 +335,7 @@ def prepare(read: ReadBody, history: History, key: SealingKey, suffix: str = "")
 
 
 async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
-    """The response, once it is over. Raises OpenAIError where its generation failed."""
+    """Raises OpenAIError if the generation failed."""
     while not generation.is_over:
         _, delta = await generation.next()
         if delta.prompt is None:
@@ -372,7 +364,7 @@ FIELDS = frozenset(
         "chat_template_kwargs",
     )
 )
-"""Of a create-response request: those that the prompt depends on, and those that OpenAI's clients may send here."""
+"""Those that the prompt depends on, and others that OpenAI's clients may send."""
 _PROMPT_SAMPLING = ("truncate_prompt_tokens", "add_special_tokens")
 
 

@@ -1,9 +1,7 @@
-"""The events of a streamed response, in OpenAI's order, each with its sequence number; and streams of stored events.
+"""The events of a streamed response in OpenAI's order, with sequence numbers; and streams of stored events.
 
-For: the endpoints, and the journals of responses that are read later. Does not know: the host. Invariants: an event is
-a function of the request, the identity and the deltas so far; the last one holds the response that a client gets who
-asks for it whole; a client gets each event once, in order. The hot path is bytes: what is the same in all pieces of an
-item is encoded once.
+Invariants: an event is a function of the request, the identity and the deltas so far; the last one has the whole
+response; a client gets each event once, in order. The constant parts of an item's events are encoded once.
 """
 
 from __future__ import annotations
@@ -25,17 +23,17 @@ from .response_state import Happening, ItemAdded, ResponseState, TextAdded, by_t
 
 
 class ResponseWriter:
-    """Owner: the stream. `begin`, `delta` for each delta, then `end` or `fail`; or the same as lists of events."""
+    """`begin`, `delta` for each delta, then `end` or `fail`; or the same as lists of events."""
 
     def __init__(self, state: ResponseState, *, cuts_at_tokens: bool = False) -> None:
-        """cuts_at_tokens: each token is its own piece, so that events do not depend on how tokens came together; for
+        """cuts_at_tokens: each token is a piece, so that events do not depend on how tokens arrive together; requires
         deltas with text tokens"""
         self._state = state
         self._cuts_at_tokens = cuts_at_tokens
         self._next_number = 0
         self._end_number: int | None = None
         self._delta_head = self._delta_middle = self._delta_tail = b""
-        """Of the events that add text to the item that is open; between them stand the number and the text."""
+        """Of the open item's text events; between them are the number and the text."""
 
     @property
     def next_sequence_number(self) -> int:
@@ -78,7 +76,7 @@ class ResponseWriter:
 
     def fail_events(self, error: OpenAIError) -> list[bytes]:
         if self._end_number is not None:
-            self._next_number = self._end_number  # in place of an end that was not sent
+            self._next_number = self._end_number  # in place of the end, which was not sent
         self._end_number = self._next_number
         self._state.fail(error)
         told = {"code": error.code or error.kind, "message": error.message, "param": error.param}
@@ -147,12 +145,11 @@ def _logprobs(item: OutputItem) -> JsonObject:
 
 
 def journal_stream(journal: Journal, after: int = -1, headers: Mapping[str, str] | None = None) -> EventStream:
-    """A response with the events behind number `after` as its body."""
+    """The events after number `after`."""
     return EventStream(_events_of(journal, after), stream_headers(headers or {}))
 
 
 async def _events_of(journal: Journal, after: int) -> AsyncGenerator[bytes, None]:
-    """Those behind number `after`, as they are committed."""
     try:
         async with aclosing(journal.follow(after, QUIET_S)) as following:
             async for events in following:

@@ -1,9 +1,7 @@
-"""The items of a conversation: which ones a request may hold, and their fields.
+"""The items of a request's input and of conversations.
 
-For: the fields of a request, which hold them; the way from items to chat messages. Does not know: templates, the store.
-Invariant: every item that this server writes is accepted as input again; an item or content part of a type that no text
-model gets or gives is refused by its type, with its path. They are TypedDicts since a body may hold thousands of them
-(see messages.py).
+Invariants: every item that this server writes is accepted as input; items and content parts of other types are refused
+by type and path. They are TypedDicts, because a body may have thousands of them (see messages.py).
 Source: OpenAI's API reference, `ResponseInputItem`; what Codex sends.
 """
 
@@ -45,7 +43,7 @@ _Status = (
     | None
 )
 _CLOSED = ConfigDict(extra="allow", json_schema_extra={"additionalProperties": {"type": "null"}})
-"""Unknown fields are refused by `check_fields`, unless they are null: pydantic would collect an error for each."""
+"""`check_fields` refuses unknown fields that are not null: pydantic would collect an error for each."""
 
 
 class _Closed(TypedDict):
@@ -85,7 +83,7 @@ def _tag(value: object) -> str | None:
 
 
 def item_type(item: Mapping[str, Any]) -> object:
-    """An easy message and a reference may do without their type."""
+    """Short messages and references may omit their type."""
     kind = item.get("type")
     if kind is None and "role" in item:
         return "message"
@@ -123,7 +121,7 @@ ToolOutput = Annotated[
 
 
 class MessageItem(_Closed):
-    """Easy or full, of the client or of a model."""
+    """Short or full, of the client or a model."""
 
     type: NotRequired[Literal["message"] | None]
     id: NotRequired[str | None]
@@ -139,7 +137,7 @@ class MessageItem(_Closed):
 
 
 class ReasoningItem(_Closed):
-    """The text is in `content`, sealed in `encrypted_content`, or what another server summed up."""
+    """Its text is in `content`, sealed in `encrypted_content`, or another server's `summary`."""
 
     type: Literal["reasoning"]
     id: NotRequired[str | None]
@@ -197,7 +195,7 @@ class ToolSearchCallItem(_Closed):
 
 
 class ToolSearchOutputItem(_Closed):
-    """Its tools are the model's from then on."""
+    """Its tools become callable."""
 
     type: Literal["tool_search_output"]
     id: NotRequired[str | None]
@@ -224,7 +222,7 @@ class CompactionItem(_Closed):
 
 
 class ItemReference(_Closed):
-    """To an item that the server stored."""
+    """To a stored item."""
 
     type: NotRequired[Literal["item_reference"] | None]
     id: str
@@ -276,7 +274,7 @@ _PART_LISTS = ("content", "summary", "output")
 
 
 def check_fields(items: Sequence[JsonObject], field: str = "input") -> None:
-    """Raises OpenAIError for a field that an item of `field`, or a part of it, does not have."""
+    """Raises OpenAIError for an unknown field of an item of `field`, or of its parts."""
     for index, item in enumerate(items):
         kind = item_type(item)
         refuse_unknown(item, _FIELDS[str(kind)], f"{field}[{index}]", may_be_null=True)
@@ -291,8 +289,7 @@ _WITHOUT_STATUS = ("reasoning", "additional_tools", "compaction")
 
 
 def full_item(item: JsonObject) -> JsonObject:
-    """A valid item as it is stored and listed: with its type and status, without fields that are null, a message's text
-    as a part."""
+    """A valid item in its stored form: with type and status, without null fields, a message's text as a part."""
     kind = item_type(item)
     full = {"type": kind} | {name: value for name, value in item.items() if value is not None}
     if kind not in _WITHOUT_STATUS and item.get("status") is None:

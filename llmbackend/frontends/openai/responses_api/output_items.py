@@ -1,8 +1,7 @@
-"""The items of a response's output: how each kind is called, how it stands in JSON, and the input of custom tools.
+"""The items of a response's output as JSON, and the input of custom tools.
 
-For: response_state.py, which makes them, and events.py, which tells of them. Does not know: tokens, events' bytes.
-Invariant: an item is the same object in the events of a stream and in the whole response; its id is a function of the
-response's id and its place, so that the response of an item is found by the item's id alone.
+Invariants: an item is the same object in events and in the whole response; its id is a function of the response's id
+and its position, so its response can be found by the item's id.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ID_PREFIX = "resp_"
 """Of responses."""
 Side = Literal["i", "o"]
-"""An item of a response's input, or of its output."""
+"""Input or output."""
 _ID = re.compile(r"[a-z]+_([0-9a-f]{32})[io]\d+")
 _PREFIXES = {
     "message": "msg",
@@ -38,16 +37,16 @@ _PREFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ItemKind:
-    """How OpenAI names an item, its text and the events of its text."""
+    """OpenAI's names of an item, its text and its events."""
 
     type: str
     delta_event: str
-    """"" for a kind whose text no events tell, as `done_event`."""
+    """This and `done_event` are "" for a kind without events of its text."""
     done_event: str
     text_field: str
-    """Of the item or, for kinds with parts, of its one part."""
+    """Of the item, or of its content part."""
     part_type: str | None = None
-    """The type of the content part that has the text; None where it is a field of the item."""
+    """None: the item has no content part."""
 
 
 MESSAGE = ItemKind(
@@ -78,26 +77,25 @@ CALLS: Mapping[ToolKind, ItemKind] = {
     "custom": CUSTOM_CALL,
     "tool_search": TOOL_SEARCH_CALL,
 }
-"""What calls of each kind of tool become."""
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """One item. Owner: the builder of its output; others read it."""
+    """Changed by the builder of its output."""
 
     kind: ItemKind
     id: str
     index: int
-    """Its place in the output."""
+    """In the output."""
     tool: NamedTool | None = None
     """Of a call."""
     call_id: str = ""
     seal: Callable[[str], str] | None = None
-    """Makes of reasoning the form in which a client can send it back; None where it is not asked for."""
+    """Seals reasoning; None: not asked for."""
     status: ItemStatus = "in_progress"
     pieces: list[str] = field(default_factory=list)
     logprobs: list[bytes] = field(default_factory=list)
-    """Of a message's tokens, where they are asked for: JSON, encoded once, since several events hold all of them."""
+    """JSON of a message's tokens, encoded once for several events."""
 
     @property
     def text(self) -> str:
@@ -110,11 +108,9 @@ class OutputItem:
         return orjson.Fragment(b"[%b]" % b",".join(self.logprobs))
 
     def part(self) -> JsonObject:
-        """Its content part, for orjson."""
         return self._part(self.text, self.logprobs_json)
 
     def empty_part(self) -> JsonObject:
-        """Its content part before its text."""
         return self._part("", [])
 
     def _part(self, text: str, logprobs: object) -> JsonObject:
@@ -127,7 +123,7 @@ class OutputItem:
         return self._json("in_progress", [] if self.kind.part_type else "")
 
     def as_json(self) -> JsonObject:
-        """As it is now, for orjson."""
+        """For orjson."""
         parts = [self.part()] if self.kind.part_type and self._has_part else []
         return self._json(self.status, parts if self.kind.part_type else self.text)
 
@@ -158,7 +154,7 @@ class OutputItem:
 
 
 def _as_value(text: str) -> Any:
-    """Arguments that a client gets as an object; a text that is none as it stands."""
+    """Arguments as an object; text that is no JSON unchanged."""
     try:
         return orjson.loads(text or "{}")
     except orjson.JSONDecodeError:
@@ -171,52 +167,51 @@ def item_id(kind: str, response_id: str, side: Side, index: int) -> str:
 
 
 def response_of(id: str) -> str | None:
-    """The id of the response that the item is of; None for an id that was not made here."""
+    """The id of the item's response; None for an id of another form."""
     found = _ID.fullmatch(id)
     return None if found is None else ID_PREFIX + found[1]
 
 
 _OPENING = ("{", f'"{INPUT}"', ":", '"')
-"""What stands before the string's characters; between these may be white space."""
+"""Tokens before the string's characters, with optional white space between them."""
 _SPACE = " \t\r\n"
 _PAIR = r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _UNIT = re.compile(rf'[^"\\]+|{_PAIR}|\\u[0-9a-fA-F]{{4}}|\\[^u]|"', re.DOTALL)
 _MAY_GO_ON = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3}|u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u(?:[dD][c-fC-F]?[0-9a-fA-F]?)?)?)?)?"
 )
-"""An escape that is cut off, and the first half of a pair."""
+"""An incomplete escape, or the first half of a surrogate pair."""
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 
 
 class CustomInput:
-    """The input of one call of a custom tool, read from the JSON text of its arguments as it comes: models write such a
-    call as the call of a function with one string parameter, and a client gets that string. The pieces put together do
-    not depend on how the text was cut, and hold no half character. Arguments of another form, which a model may write
-    that is not held to a grammar, are the input as they stand. Owner: the builder of its output."""
+    """The input of a custom tool's call, read from its JSON arguments as they arrive: models call a function with one
+    string parameter, and the client gets that string. Joined pieces do not depend on how the text was cut, and have
+    only whole characters. Arguments of another form, which are possible without a grammar, are the input unchanged."""
 
     def __init__(self) -> None:
         self._arguments: list[str] = []
-        """As long as they may have another form."""
+        """While they may have another form."""
         self._token, self._matched_chars = 0, 0
         self._is_other_form = False
         self._held = ""
         self._is_closed = False
 
     def push(self, text: str) -> str:
-        """The new characters of the input that the next piece of the arguments tells."""
+        """The characters of the input in the next piece of the arguments."""
         if self._token < len(_OPENING):
             self._arguments.append(text)
             text = self._open(text)
         return self._decoded(text) if text else ""
 
     def finish(self) -> str:
-        """The rest, when the arguments have ended."""
+        """The rest, at the end of the arguments."""
         if self._token == len(_OPENING):
-            return ""  # what is held back is half an escape
+            return ""  # the held text is half an escape
         return _of_other_form("".join(self._arguments))
 
     def _open(self, text: str) -> str:
-        """Reads the opening; returns what stands after it."""
+        """Reads the opening; returns the text after it."""
         for index, char in enumerate(text):
             if self._is_other_form:
                 return ""
@@ -242,7 +237,7 @@ class CustomInput:
             if _MAY_GO_ON.fullmatch(text, at):
                 break
             unit = _UNIT.match(text, at)
-            if unit is None:  # \u without four digits: no JSON, shown as it stands
+            if unit is None:  # \u without four digits is no JSON, and shown unchanged
                 pieces.append(text[at])
                 at += 1
                 continue
@@ -279,5 +274,5 @@ def _of_other_form(arguments: str) -> str:
 
 
 def _is_begun(arguments: str) -> bool:
-    """Whether they were cut off before the first character of the input."""
+    """Whether they end before the first character of the input."""
     return "".join(_OPENING).startswith("".join(arguments.split()))

@@ -1,10 +1,7 @@
-"""From the body of a create-response request, and what it refers to, to one frozen message.
+"""Reads the body of a create-response request, and the history that it refers to, into a ResponsesRequest.
 
-For: the endpoints. Does not know: the host, how the store keeps items, how responses are written. Invariant: as of
-every GenerationRequest; all that an answer says of its request is decided here. A body is read in two steps, since the
-history must be fetched in between; both are in proportion to the body, so the endpoints take large ones off the event
-loop.
-Source: OpenAI's API reference.
+There are two steps, because the history is fetched in between; both take time in proportion to the body, so endpoints
+run them off the event loop for large ones. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -38,7 +35,7 @@ from .tools import TOOL_SEARCH, OfferedTools, Tools, called_name, shown_tools
 
 @dataclass(frozen=True, slots=True)
 class WantedHistory:
-    """What a body refers to, to be fetched from the store."""
+    """What a body refers to in the store."""
 
     previous_response_id: str | None = None
     conversation: str | None = None
@@ -53,14 +50,12 @@ class WantedHistory:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What the store has of it."""
-
     items: tuple[JsonObject, ...] = ()
-    """Of the previous responses or the conversation, oldest first: inputs and outputs."""
+    """Input and output of the previous responses, or the conversation; the oldest first."""
     by_id: Mapping[str, JsonObject] = field(default_factory=dict)
     """The items that the body refers to."""
     size_bytes: int = 0
-    """Of the JSON that all of it was read from."""
+    """Of its JSON."""
 
 
 NO_HISTORY = History()
@@ -68,15 +63,15 @@ NO_HISTORY = History()
 
 @dataclass(frozen=True, slots=True)
 class ResponsesRequest:
-    """What a client asked for."""
+    """A client's request."""
 
     generation: GenerationRequest
     echo: JsonObject
-    """The fields of the response object that the request decides: all of them."""
+    """The request's fields in the response."""
     input_items: tuple[JsonObject, ...]
-    """What the body itself brought, in the form in which it is stored and listed, without ids where it has none."""
+    """The body's own items in their stored form, with the ids that were sent."""
     tools: Mapping[str, NamedTool]
-    """By the name that the model calls."""
+    """By the model's name of each."""
     store: bool
     background: bool
     include: frozenset[str]
@@ -87,7 +82,7 @@ class ResponsesRequest:
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names by which the model calls custom tools."""
+        """By the model's names."""
         return frozenset(name for name, tool in self.tools.items() if tool.kind == "custom")
 
     @property
@@ -101,7 +96,7 @@ _FIELD_NAMES = {
     "messages": "input",
     **dict.fromkeys(("return_prompt_text", "return_token_ids"), "enable_response_messages"),
 }
-"""What the model and the rest of this frontend call what has another name here."""
+"""Names of the model and of chats → the names here."""
 _TOOLS: TypeAdapter[Any] = TypeAdapter(Tools)
 _WITH_PROMPT = PromptForm(has_rendered_text=True, has_token_ids=True)
 _LOGGED_CLIENT_METADATA_BYTES = 256
@@ -111,12 +106,11 @@ _SUMMARY_HEAD = "Summary of our conversation so far:\n\n"
 
 @dataclass(frozen=True, slots=True)
 class ReadBody:
-    """A body whose fields are valid each by itself."""
+    """A body whose fields are valid by themselves."""
 
     fields: ResponsesBody
     body: JsonObject
     wanted: WantedHistory
-    """To be fetched before the next step."""
 
 
 def read_responses(body: JsonObject) -> ReadBody:
@@ -130,8 +124,7 @@ def read_responses(body: JsonObject) -> ReadBody:
 
 
 def parse_responses(read: ReadBody, history: History = NO_HISTORY, key: SealingKey = FIXED_KEY) -> ResponsesRequest:
-    """The second step. history: what was fetched; key: seals reasoning. Raises OpenAIError naming what is wrong, or
-    what the store does not have."""
+    """The second step. Raises OpenAIError naming what is wrong, or what the store does not have."""
     fields, wanted = read.fields, read.wanted
     own = _own_items(read, history)
     tools = _tools(fields, history)
@@ -156,8 +149,7 @@ def _items(body: JsonObject) -> list[JsonObject]:
 
 
 def _own_items(read: ReadBody, history: History) -> list[JsonObject]:
-    """What the body brought, complete: items that it refers to in their place. Raises OpenAIError for one that is not
-    there."""
+    """The body's items, with references replaced. Raises OpenAIError for an unknown one."""
     text = read.body.get("input")
     if isinstance(text, str):
         return [full_item({"role": "user", "content": text})]
@@ -284,8 +276,8 @@ def _labels(fields: ResponsesBody) -> dict[str, Any]:
 
 
 def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
-    """The body's own fields in the response, with OpenAI's defaults for those that were not sent. `temperature` and
-    `top_p`, whose defaults are the model's, are told by `effective_sampling`."""
+    """The request's fields in the response, with OpenAI's defaults; for `temperature` and `top_p`, whose defaults are
+    the model's, see `effective_sampling`."""
     return {
         "background": bool(fields.background),
         "conversation": None if fields.conversation is None else {"id": fields.conversation.id},
@@ -313,7 +305,7 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
 
 
 def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
-    """asked: a request's sampling parameters; defaults: its model's own"""
+    """asked: the request's; defaults: the model's"""
     return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
 
 
@@ -329,23 +321,22 @@ def _shown_text(sent: Mapping[str, Any]) -> JsonObject:
 
 
 class _Conversation(Turns):
-    """Collects turns, item by item. What an answer wrote as items becomes the one assistant's message that a chat's
-    history has of the same answer: an answer's items are those between two inputs. Only a message directly behind a
-    message is another answer's: no answer has two in a row."""
+    """Turns of items. The items of one answer, which are those between two inputs, become one assistant's message, as
+    in a chat's history. A message directly after a message belongs to another answer."""
 
     def __init__(self, key: SealingKey) -> None:
         super().__init__()
         self._key = key
 
     def add_system(self, text: str) -> None:
-        """System messages at the start become one: many templates read no second one."""
+        """System messages at the beginning become one, because many templates accept only one."""
         is_first = not self.all or (len(self.all) == 1 and self.all[0].role == "system")
         turn = self.of("system") if is_first else self.add(Turn("system"))
         turn.joint = _SYSTEM_JOINT
         turn.texts.append(text)
 
     def add_item(self, item: Mapping[str, Any], param: str) -> None:
-        """A valid item. param: where it stands. Raises OpenAIError for reasoning that was not sealed here."""
+        """A valid item, at `param`. Raises OpenAIError for text that was not sealed here."""
         match item_type(item):
             case "message":
                 self._add_message(item)
@@ -397,14 +388,14 @@ class _Conversation(Turns):
 
 
 def _without_former_reasoning(turns: Sequence[Turn]) -> None:
-    """Drops the reasoning of answers before the last message of the user."""
+    """Drops reasoning before the user's last message."""
     last = max((index for index, turn in enumerate(turns) if turn.role == "user"), default=0)
     for turn in turns[:last]:
         turn.reasoning = []
 
 
 def _is_unfinished(items: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the last item is an answer's text that was cut off, which the model continues (as vLLM has it)."""
+    """Whether the last item is an unfinished answer, which the model continues, as in vLLM."""
     last = items[-1] if items else {}
     is_answer = last.get("role") == "assistant" and item_type(last) == "message"
     return is_answer and last.get("status") in ("in_progress", "incomplete")

@@ -1,8 +1,7 @@
-"""One response while it comes about: the items of its output, its usage, and the response object at any time.
+"""The state of a response: the items of its output, its usage, and the response object at any time.
 
-For: events.py, whole responses, and the store of responses. Does not know: HTTP, events' bytes. Invariants: one item is
-open at a time; the response is a function of the request, the identity and the deltas, but for the time of completion,
-which comes from a clock; the object of a stream's last event is the whole response.
+Invariants: one item is open at a time; except for the time of completion, a response is a function of the request, the
+identity and the deltas; the object of a stream's last event is the whole response.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class TextAdded(msgspec.Struct, frozen=True):
     item: OutputItem
     text: str
     logprobs: bytes
-    """JSON: a list's items, b"" for none."""
+    """JSON of a list's items; b"" for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ LENGTH = "length"
 
 
 class OutputBuilder:
-    """The output of one response. Owner: its ResponseState."""
+    """The output of one response."""
 
     def __init__(
         self,
@@ -59,12 +58,10 @@ class OutputBuilder:
         logprobs: LogprobForm | None = None,
         seal: Callable[[str], str] | None = None,
     ) -> None:
-        """tools: those of the request, by the name that the model calls
-        seal: makes the sealed form of reasoning; None: it is not asked for
-        """
+        """tools: by the model's names. seal: for reasoning; None: not asked for."""
         self.items: list[OutputItem] = []
         self.finish_reason: str | None = None
-        """Once the answer has ended."""
+        """None before the answer's end."""
         self._response_id = response_id
         self._tools = tools or {}
         self._seal = seal
@@ -72,10 +69,10 @@ class OutputBuilder:
         self._is_text = not plan.reads_tokens
         self._logprobs = None if logprobs is None else ChatLogprobs(logprobs)
         self._pending: list[TokenEntries] = []
-        """Of tokens whose text has not been shown yet."""
+        """Of tokens whose text was held back."""
         self._open: OutputItem | None = None
         self._input: CustomInput | None = None
-        """Of the custom tool's call that is open."""
+        """Of an open call of a custom tool."""
         self._happenings: list[Happening] = []
 
     @property
@@ -83,7 +80,6 @@ class OutputBuilder:
         return self._reader.num_reasoning_tokens
 
     def add(self, delta: Delta) -> list[Happening]:
-        """What the next tokens do to the output."""
         if self._is_text:
             if delta.text or delta.logprobs:
                 self._add_text(MESSAGE, delta.text, delta.logprobs)
@@ -99,14 +95,14 @@ class OutputBuilder:
         return happenings
 
     def stop(self) -> None:
-        """The output ends where it is: the request failed or was cancelled."""
+        """Ends the open item: the request failed or was cancelled."""
         if self._open is not None:
             self._open.status = "incomplete"
             self._open = None
 
     def _add_token(self, token: Delta) -> None:
-        """A token whose text is content gives its log probabilities to that, with those of the tokens before it whose
-        text was held back until now. Tokens of reasoning, of calls and of markers give theirs to nothing."""
+        """The log probabilities of content include those of earlier tokens whose text was held back; those of
+        reasoning, calls and markers are dropped."""
         before = self.num_reasoning_tokens
         self._pending += token.logprobs
         for event in self._reader.read(token):
@@ -158,8 +154,7 @@ class OutputBuilder:
             self._happenings.append(TextAdded(item, text, logprobs))
 
     def _end(self, *, is_complete: bool | None = None) -> None:
-        """Ends the item that is open. is_complete: None: unless it is a call, which is complete where its end was
-        seen."""
+        """Ends the open item. is_complete: None: if it is no call."""
         if self._open is None:
             return
         if self._input is not None:
@@ -180,7 +175,7 @@ class OutputBuilder:
 
 
 def by_token(delta: Delta) -> Iterator[Delta]:
-    """`delta`, which has text tokens, as one delta for each of them; the last one has what is said of all together."""
+    """A delta with text tokens as one delta per token; the last one has what belongs to all of them."""
     last = len(delta.text_tokens) - 1
     if last < 1:
         yield delta
@@ -234,12 +229,10 @@ def _raw_message(text: str, token_ids: Sequence[int]) -> JsonObject:
 
 Status = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 _ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
-"""By HTTP status; others are server errors."""
+"""By HTTP status; others: server_error."""
 
 
 class ResponseState:
-    """Owner: the writer of its stream, or of its whole body."""
-
     def __init__(
         self,
         identity: Identity,
@@ -253,11 +246,10 @@ class ResponseState:
         has_messages: bool = False,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """echo: JSON object of the fields that a response repeats of its request
-        tools: those of the request, by the name that the model calls
-        seal: makes the sealed form of reasoning; None: it is not asked for
-        is_queued: whether it begins in the background
-        has_messages: whether it has prompt and answer as text and tokens, too
+        """echo: JSON object of the request's fields in the response
+        tools, seal: as of OutputBuilder
+        is_queued: it begins in the background
+        has_messages: it has prompt and answer as text and tokens, too
         """
         self.builder = OutputBuilder(plan, identity.id, tools=tools, logprobs=logprobs, seal=seal)
         self.id = identity.id
@@ -280,7 +272,6 @@ class ResponseState:
         return happenings
 
     def end(self) -> None:
-        """The answer is complete, or as long as it may be."""
         self.status = "incomplete" if self.builder.finish_reason == LENGTH else "completed"
         if self.status == "completed":
             self._completed_at_s = int(self._clock())
@@ -299,7 +290,6 @@ class ResponseState:
         return [item.as_json() for item in self.builder.items]
 
     def json(self) -> bytes:
-        """The response object as it is now."""
         is_over = self.status not in ("queued", "in_progress")
         tail = {
             "status": self.status,

@@ -1,8 +1,7 @@
-"""The bodies of create-response requests, and the JSON that endpoints of responses and conversations answer, as types.
+"""The body of create-response requests, and the types of answers of responses and conversations.
 
-For: parsing.py, which reads bodies, the endpoints, and /openapi.json. Does not know: templates, the store, the host.
-Invariants: as of schema.py beside this room: a field has an effect, or is a label, or is refused by name with the
-reason; an answer has the members that response_state.py writes and no others (`make fuzz` compares them).
+Invariants: a field has an effect, is a label, or is refused by name with the reason; an answer has these members and no
+others (`make fuzz` compares).
 Source: OpenAI's API reference; vLLM's ResponsesRequest for the extras; what Codex sends.
 """
 
@@ -46,13 +45,12 @@ INCLUDABLE = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""The last six are about items that no response here has."""
+"""The last six concern items that no response here has."""
 TEXT_FORMAT = "text.format"
 
 
 class TextFormat(ClosedObject):
-    """What the answer's text must be. A schema is enforced whether or not `strict` is true, which refuses a keyword
-    that cannot be."""
+    """A schema is enforced with and without `strict`, which refuses unsupported keywords."""
 
     field_aliases: ClassVar[frozenset[str]] = frozenset(("schema",))
     type: Annotated[Literal["text", "json_object", "json_schema"], Expected("one of text, json_object, json_schema")]
@@ -62,7 +60,7 @@ class TextFormat(ClosedObject):
     strict: Flag | None = None
 
     def constraint(self) -> JsonObject | None:
-        """As vLLM's `structured_outputs`. Raises OpenAIError for a field that belongs to another type."""
+        """As vLLM's `structured_outputs`. Raises OpenAIError for a field of another type."""
         if self.type == "json_schema":
             for field, value in (("name", self.name), ("schema", self.schema_)):
                 if value is None:
@@ -106,7 +104,7 @@ def _conversation(value: object) -> object:
 
 
 class UnservedByResponses(UnservedEverywhere, UnservedInConversations):
-    """Refused by name, but for values that ask for nothing."""
+    """Refused by name, except for values that ask for nothing."""
 
     prompt: Annotated[Any, Only(reason="this server stores no prompts")] = None
     context_management: Annotated[Any, Only([], reason="compact with POST /v1/responses/compact")] = None
@@ -189,7 +187,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
     )
 
     def check(self) -> None:
-        """Raises OpenAIError for fields that contradict one another."""
+        """Raises OpenAIError for contradictory fields."""
         for index, name in enumerate(self.include or ()):
             if name not in INCLUDABLE:
                 raise refuse(f"include[{index}]", f"one of {', '.join(INCLUDABLE)}", name)
@@ -208,7 +206,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         check_template_variables(self.chat_template_kwargs)
 
     def chosen_structure(self) -> tuple[JsonObject, str]:
-        """Sampling parameters for the form of the answer's text, and the field that they come from."""
+        """Sampling parameters of the constraint, and its field."""
         format = self.text.format if self.text is not None else None
         constraint = format.constraint() if format is not None else None
         if self.structured_outputs is None:

@@ -1,8 +1,6 @@
-"""/v1/responses/{id}: retrieve a stored response, whole or as its events, cancel or delete it, list its input items.
+"""/v1/responses/{id}: retrieve a stored response, whole or as events, cancel or delete it, list its input items.
 
-For: the OpenAI router. Does not know: how responses are made or kept. Invariants: a client gets at its own responses
-only, another's is a 404; documents are parsed off the event loop.
-Source: OpenAI's API reference.
+Invariants: only its owner gets a response; documents are parsed off the event loop. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
         background: BackgroundResponses | None,
         key: SealingKey,
     ) -> None:
-        """store: None: the server keeps none"""
+        """store: None: nothing is stored"""
         super().__init__(gate)
         self._kept = store
         self._background = background
@@ -125,7 +123,7 @@ class StoredResponseEndpoints(OpenAIEndpoints):
 
 
 def _included(query: Mapping[str, str]) -> set[str]:
-    """Raises OpenAIError for a query parameter that this endpoint has not."""
+    """The values of `include`. Raises OpenAIError, also for unknown parameters."""
     for name in query:
         if name not in _PARAMETERS:
             raise OpenAIError(f"unknown query parameter '{name[:80]}'", param=name[:80], code="unknown_parameter")
@@ -139,7 +137,7 @@ def _included(query: Mapping[str, str]) -> set[str]:
 
 
 def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
-    """Whether events are asked for, and behind which number."""
+    """Whether events are asked for, and after which number."""
     stream, after = query.get("stream", "false"), query.get("starting_after")
     if stream not in ("true", "false"):
         raise refuse("stream", "true or false", stream)
@@ -153,7 +151,7 @@ def _cursor(query: Mapping[str, str]) -> tuple[bool, int]:
 
 
 def _with_sealed_reasoning(body: bytes, key: SealingKey) -> JsonObject:
-    """The response as if its request had included the sealed form of its reasoning."""
+    """The response as if its request had included sealed reasoning."""
     response: JsonObject = orjson.loads(body)
     for item in response.get("output", ()):
         if item["type"] == "reasoning" and "encrypted_content" not in item:

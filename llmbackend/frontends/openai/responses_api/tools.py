@@ -1,9 +1,8 @@
-"""The tools of a Responses request: their forms, what the model gets, and the way back from the names that it calls.
+"""The tools of a Responses request, and the functions that the model gets for them.
 
-For: parsing.py, and items that bring tools. Does not know: how a model writes calls. Invariants: what OpenAI would run
-itself is refused by name; only a search of the web is left out, see docs/responses_api.md; a custom tool is a function
-with one string, `input`; a tool of a namespace is called by both names; the tools that a client's search has found, and
-those that came as items, follow the request's own. Each name that the model can call stands for one tool.
+Invariants: hosted tools are refused by name, except a web search, which is left out (docs/responses_api.md); a custom
+tool is a function with one string, `input`; a namespaced tool is called by both names; tools of items follow the
+request's own. Each name that the model can call stands for one tool.
 Source: OpenAI's API reference, `Tool`; what Codex sends.
 """
 
@@ -102,14 +101,12 @@ InputFormat = Annotated[
 
 
 class CustomToolFields(_Offered):
-    """The model writes its input as it likes, or by a grammar."""
-
     type: Literal["custom"]
     format: InputFormat | None = None
 
 
 class ToolSearchFields(ClosedObject):
-    """The client looks for further tools."""
+    """The client searches for further tools."""
 
     type: Literal["tool_search"]
     execution: Annotated[Any, Only("client", reason=f'{HOSTED}; use "client" for a search by the client')]
@@ -118,7 +115,7 @@ class ToolSearchFields(ClosedObject):
 
 
 class WebSearchFields(TypedDict):
-    """Left out: nothing of it is looked at."""
+    """Ignored, with all its fields."""
 
     type: Literal["web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"]
 
@@ -200,19 +197,19 @@ _ANY_SEARCH: JsonObject = {
 
 
 class OfferedTools:
-    """All tools of a request, in the order in which the template gets them."""
+    """All tools of a request, in the order of the template."""
 
     def __init__(self) -> None:
         self._offered: dict[str, OfferedTool] = {}
-        """By the name that the model calls."""
+        """By the model's names."""
 
     @property
     def named(self) -> dict[str, NamedTool]:
-        """By the name that the model calls."""
+        """By the model's names."""
         return {name: tool.named for name, tool in self._offered.items()}
 
     def add_own(self, tools: Sequence[Any], param: str = "tools") -> None:
-        """Those of the field `tools`. Raises OpenAIError for a name twice, and for one to be found by the server."""
+        """Of the field `tools`. Raises OpenAIError for a duplicate, and for a deferred tool."""
         for offered, is_deferred in _flat(tools, param):
             if is_deferred:
                 reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"
@@ -223,13 +220,13 @@ class OfferedTools:
             self._add(offered)
 
     def add_found(self, tools: Sequence[Any], param: str) -> None:
-        """Those of an item. One that is there already may come again."""
+        """Of an item; known ones are ignored."""
         for offered, _ in _flat(tools, param):
             if offered.function.name not in self._offered:
                 self._add(offered)
 
     def use(self, choice: ToolChoice | None, max_calls: int | None) -> ToolUse | None:
-        """What may be called. Raises OpenAIError for a choice of tools that are not there."""
+        """Raises OpenAIError for a choice of an unknown tool."""
         return tool_use([*self._offered.values()], choice, max_calls)
 
     def _add(self, offered: OfferedTool) -> None:
@@ -243,13 +240,12 @@ class OfferedTools:
 
 
 def called_name(name: str, namespace: str | None) -> str:
-    """By which the model calls a tool. As vLLM's."""
+    """The model's name of a tool, as in vLLM."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def shown_tools(tools: Iterable[Mapping[str, Any]]) -> list[JsonObject]:
-    """`tools` as the response has them: with all fields of functions and custom tools, and without a search of the web,
-    which the model does not get."""
+    """The response's `tools`: with all fields of functions and custom tools, without web searches."""
     return [_shown(tool) for tool in tools if tool["type"] not in WEB_SEARCHES]
 
 
@@ -261,7 +257,7 @@ def _shown(tool: Mapping[str, Any]) -> JsonObject:
 
 
 _Flat = tuple[OfferedTool, bool]
-"""(tool, whether it waits for a search)"""
+"""(tool, whether it is deferred to a search)"""
 
 
 def _flat(tools: Sequence[Any], param: str) -> Iterator[_Flat]:
