@@ -18,16 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .backend_api import (
-    API_VERSION,
-    BackendAttributes,
-    ExecutionPolicy,
-    MetricFamily,
-    MetricKind,
-    ModelInstance,
-    Request,
-    SendPolicy,
-)
+from .backend_api import API_VERSION, BackendAttributes, ExecutionPolicy, MetricFamily, MetricKind, SendPolicy
 from .c_api.library import CompiledBackend
 from .errors import TritonError, invalid_argument, not_found
 from .files import call_entry_point, import_file, load_library
@@ -72,9 +63,6 @@ class BackendFunctions:
         """Calls the function, if the library has it."""
         function: Callable[..., Any] | None = getattr(self._library, name, None)
         return None if function is None else call_entry_point(self._owner, function, *arguments)
-
-    def execute(self, instance: ModelInstance, requests: Sequence[Request]) -> None:
-        self.call(EXECUTE, instance, requests)
 
     def finalize(self, name: str, subject: Any) -> None:
         """Calls a Finalize function and logs its error."""

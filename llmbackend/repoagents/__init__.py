@@ -1,1 +1,1 @@
-"""Bundled repository agents, laid out as a `--repoagent-directory`; each is a user of core.repoagent_api alone."""
+"""Bundled repository agents, laid out as a `--repoagent-directory`; each uses only core.repoagent_api."""

@@ -126,7 +126,7 @@ class ModelInstanceState:
                 responder.fail(execute_error(self._instance.name, text))
 
     def _answer(self, stub: StubServices, number: int, packed: PackedResponse, parts: Sequence[Any]) -> None:
-        """Sends the response; a malformed one becomes the error of its own request alone."""
+        """Sends the response; a malformed one becomes an error of only its request."""
         responder = stub.take(number)
         if responder is None:
             return

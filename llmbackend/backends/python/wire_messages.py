@@ -1,6 +1,6 @@
 """Requests, responses, tensors and errors as plain values for a stub process, and back; errors with Triton's texts.
 
-Invariant: a tensor of a stub has the shape and size that it states, or reading it raises, which ends that stub alone.
+Invariant: a tensor of a stub has the shape and size that it states, or reading it raises, which ends only that stub.
 """
 
 from __future__ import annotations

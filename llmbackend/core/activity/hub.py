@@ -1,7 +1,7 @@
 """The viewers of the server's activity, and the events that they have not read.
 
 Invariants: a report never blocks, whatever viewers do; unread events are bounded in bytes, and the oldest are dropped
-first; instances are told which kinds of events are watched, and events of other kinds are dropped.
+first; instances are notified of the watched kinds, and events of other kinds are dropped.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class ActivityHub:
                 if count >= most:
                     raise unavailable(f"this {whose} has {count} viewers of its events, expected at most {most}")
             if key_name is not None:
-                kinds |= {"requests"}  # these tell which requests are the key's
+                kinds |= {"requests"}  # these show which requests are the key's
             viewer = Viewer(self, kinds, key_name, wake)
             self._viewers.append(viewer)
             self._watch(tells_again="blocks" in kinds)

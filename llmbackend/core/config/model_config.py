@@ -103,19 +103,14 @@ def fill_backend(config: ModelConfig, directory: Path) -> None:
     Raises TritonError INVALID_ARG when neither the configuration, the files nor the name determine the backend."""
     if config.HasField("ensemble_scheduling"):
         return
-    layout = _layout_of(config, _version_files(directory))
+    versions = [version for version in directory.glob("[1-9]*") if version.is_dir()]
+    layout = _layout_of(config, {path.name for version in versions for path in version.iterdir()})
     if layout is not None:
         config.backend = config.backend or layout.backend
         config.platform = config.platform or next(iter(layout.platforms), "")
         config.default_model_filename = config.default_model_filename or layout.filename
     elif not (config.backend or config.platform or config.default_model_filename):
         _fill_from_name(config)
-
-
-def _version_files(directory: Path) -> frozenset[str]:
-    return frozenset(
-        path.name for version in directory.glob("[1-9]*") if version.is_dir() for path in version.iterdir()
-    )
 
 
 def _layout_of(config: ModelConfig, files: Collection[str]) -> _ModelLayout | None:

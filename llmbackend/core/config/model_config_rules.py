@@ -32,10 +32,6 @@ _StepsOfTensor = dict[str, set[int]]
 """Ensemble tensor → indices of the steps that read it, or that write it."""
 
 
-def is_ensemble(config: ModelConfig) -> bool:
-    return bool(config.HasField("ensemble_scheduling") or config.platform == PLATFORM)
-
-
 def composing_models(config: ModelConfig) -> dict[str, set[int]]:
     """The models of the steps, in order, each with its versions (-1 = any)."""
     models: dict[str, set[int]] = {}
@@ -125,7 +121,7 @@ _NOT_A_DIMENSION = "must be integer >= 1, or -1 to indicate a variable-size dime
 def validate_config(config: ModelConfig) -> None:
     """Raises TritonError INVALID_ARG for a broken rule. StateRules checks initial states."""
     name = config.name
-    if is_ensemble(config):
+    if config.HasField("ensemble_scheduling") or config.platform == PLATFORM:
         validate_scheduling(config)
     elif not config.backend:
         raise invalid_argument(f"must specify 'backend' for '{name}'")

@@ -73,7 +73,7 @@ class _Node:
     """A tensor of the ensemble, as declared by the first model that names it.
 
     label: number of the decoupled step that its values come from, 0 = none; a step must not mix values with different
-        labels, since nothing tells which of them belong together
+        labels, since it is unknown which of them belong together
     sibling: shared by all outputs of a step
     """
 

@@ -55,7 +55,7 @@ def new_instances(model: InstanceOwner, config: ModelConfig) -> tuple[LoadedInst
 
 def compare(present: Sequence[LoadedInstance], wanted: Sequence[LoadedInstance]) -> InstanceChange:
     """Keeps a present instance, with its name, for each wanted one of equal `signature`, preferably of equal name.
-    Names alone make no difference, as in Triton."""
+    Names make no difference, as in Triton."""
     free: defaultdict[object, dict[str, LoadedInstance]] = defaultdict(dict)
     for instance in present:
         free[instance.signature][instance.name] = instance

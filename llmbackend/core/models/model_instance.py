@@ -30,7 +30,7 @@ from ..activity.messages import (
     RequestsReceived,
 )
 from ..backend_api import InstanceGroupKind, MemoryUsage, Model, Request, ResponseFactory
-from ..backend_manager import LoadedBackend
+from ..backend_manager import EXECUTE, LoadedBackend
 from ..errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
 from ..metrics.model_metrics import FailureReason, PhaseTimes
 from ..requests.queued_request import BackendResponseFactory, QueuedRequest
@@ -249,7 +249,7 @@ class LoadedInstance:
         if self.activity.kinds and not self._reports:
             self.activity.report(RequestsReceived(tuple(_request_of(request.channel) for request in requests)))
         try:
-            self._functions.execute(self, requests)
+            self._functions.call(EXECUTE, self, requests)
         except TritonError as error:
             for request in requests:
                 request.fail(error, FailureReason.BACKEND)

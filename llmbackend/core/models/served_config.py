@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -121,29 +121,23 @@ class ServedConfig:
         validate_instance_groups(config, self._gpus.ids, self._gpus.min_compute_capability)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A model's metadata in the KServe protocol, except for its versions; and more.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description(ModelMetadata):
+    """A model's metadata without versions, and what else requests need of its configuration.
 
     batches: whether max_batch_size is above 0
     parameters: string values of the configuration's `parameters`
-    fingerprint: see `fingerprint`
     """
 
-    name: str
-    platform: str
-    inputs: tuple[TensorMetadata, ...]
-    outputs: tuple[TensorMetadata, ...]
     batches: bool
     is_decoupled: bool
     parameters: Mapping[str, str]
-    optional_inputs: frozenset[str]
-    fingerprint: str
 
     @classmethod
     def of(cls, name: str, config: ModelConfig, version_directory: Path) -> Description:
         return cls(
             name=name,
+            versions=(),
             platform=config.platform or config.backend,
             inputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.input),
             outputs=tuple(_tensor_metadata(tensor, config.max_batch_size) for tensor in config.output),
@@ -155,15 +149,7 @@ class Description:
         )
 
     def metadata(self, versions: Iterable[int]) -> ModelMetadata:
-        return ModelMetadata(
-            name=self.name,
-            versions=tuple(map(str, versions)),
-            platform=self.platform,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            optional_inputs=self.optional_inputs,
-            fingerprint=self.fingerprint,
-        )
+        return replace(self, versions=tuple(map(str, versions)))
 
 
 def fingerprint(config: ModelConfig, version_directory: Path) -> str:

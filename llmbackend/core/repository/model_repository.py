@@ -145,7 +145,7 @@ class ModelRepository:
         override, else INTERNAL with Triton's text (the cause is logged)."""
         try:
             check_load_parameters(name, parameters or {})
-            if is_upload(parameters):
+            if any(key.startswith(FILE_PREFIX) for key in parameters or {}):  # the model's files
                 check_model_name(name)
                 return {name: self._upload(name, parameters or {})}
             sources = self._find(name)
@@ -266,10 +266,6 @@ class ModelRepository:
             if self._uploads is None:
                 self._uploads = OwnedFolder("models")
             return self._uploads.path
-
-
-def is_upload(parameters: LoadParameters | None) -> bool:
-    return any(key.startswith(FILE_PREFIX) for key in parameters or {})
 
 
 @contextmanager

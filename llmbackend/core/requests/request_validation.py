@@ -105,8 +105,8 @@ class RequestValidator:
         inputs: Mapping[str, Tensor] = {
             name: self._decoded(tensor, batch_size, shown_name or name, tag) for name, tensor in tensors.items()
         }
-        if self._reshapes:
-            inputs = reshaped_inputs(self._reshapes, inputs)
+        if reshapes := self._reshapes:
+            inputs = {name: reshapes[name].apply(each) if name in reshapes else each for name, each in inputs.items()}
         return ValidRequest(inputs, outputs, batch_size)
 
     def _tensors_by_name(self, request: InferenceRequest, tag: str) -> dict[str, AnyTensor]:
@@ -387,10 +387,6 @@ def output_reshapes(config: ModelConfig) -> dict[str, Reshape]:
     return {
         item.name: Reshape(item.reshape.shape, item.dims, batches) for item in config.output if item.HasField("reshape")
     }
-
-
-def reshaped_inputs(reshapes: Mapping[str, Reshape], inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    return {name: reshapes[name].apply(tensor) if name in reshapes else tensor for name, tensor in inputs.items()}
 
 
 def reshape_fault(dims: Sequence[int], shape: Sequence[int], batches: bool) -> str:

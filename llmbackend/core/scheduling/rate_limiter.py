@@ -235,7 +235,9 @@ class _LimitedSource:
         self._lease: Registration | None = None
 
     def next_batch(self) -> list[QueuedRequest] | None:
-        self._end_lease()
+        if self._lease is not None:
+            self._limiter.release(self._lease, has_executed=True)
+            self._lease = None
         instance = next(self._instances)
         while self._source.wait_for_batch():
             lease = self._limiter.acquire(instance)
@@ -246,8 +248,3 @@ class _LimitedSource:
                 return batch
             self._limiter.release(lease, has_executed=False)  # taken by another instance, or cancelled
         return None
-
-    def _end_lease(self) -> None:
-        if self._lease is not None:
-            self._limiter.release(self._lease, has_executed=True)
-            self._lease = None

@@ -1,7 +1,7 @@
 """The stub's side of its events socket: messages to the host at any time, and the host's answers.
 
 Processes that the model forks reach the host through the model's process. Invariants: `post` keeps the order of one
-thread's messages; each question is answered once, or the process ends because the host is gone; no model code runs on
+thread's messages; each question is answered once, or the process ends because the host has ended; no model code runs on
 the reading thread. A forked process never touches its parent's sockets or locks, which other threads may have held at
 the fork; its open questions are cancelled when it ends; the host sees the end of the model's process even while forked
 ones live.

@@ -1,8 +1,8 @@
 """`pb_utils.InferenceResponse` and `InferenceResponseSender`, and the check of parameters.
 
-Invariants: after FINAL nothing is sent; the host is told of a request's end exactly once, also when the model drops the
-request, so that no client waits forever. Models set str, bool and int parameters, as in Triton; other backends' float
-parameters can be read.
+Invariants: after FINAL nothing is sent; a request's end is reported to the host exactly once, also when the model drops
+the request, so that no client waits forever. Models set str, bool and int parameters, as in Triton; other backends'
+float parameters can be read.
 Source: Triton python_backend documentation, PyParametersToJSON, Triton's response sender, and their texts; the limit of
 64 bits is checked here, where Triton fails later.
 """
@@ -121,7 +121,7 @@ class Exchange:
         self._lock = threading.RLock()
         self._is_closed = False  # the model has sent FINAL
         self._is_cancelled = False  # set at the end
-        self._is_over = False  # the host was told of the end, or the runner will tell it
+        self._is_over = False  # the end was reported to the host, or the runner will report it
         link.cancellations.begin(number)
 
     @property

@@ -213,11 +213,11 @@ class SequenceBatcher:
         with self.locked():
             self._alarm_ns = None
             now_ns = time.monotonic_ns()
-            for sequence in self._table.take_idle(now_ns):
+            for sequence in self._table.idle.pop_due(now_ns):
                 log.debug("model '%s': a sequence was idle for too long", self._model.name)
                 self._end(sequence)
                 self.free_if_over(sequence)
-            for sequence in self._table.take_backlog_timeouts(now_ns):
+            for sequence in self._table.backlog_deadlines.pop_due(now_ns):
                 self._end_after(sequence, 0, unavailable(TIMED_OUT), FailureReason.REJECTED)
             self._set_alarm()
 

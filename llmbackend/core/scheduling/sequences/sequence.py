@@ -213,7 +213,10 @@ def client_key(correlation_id: int | str, tenant: Tenant) -> SequenceKey:
 class SequenceTable:
     """The sequences of one model. Only open ones are found by their ids. The backlog is in the order in which sequences
     began. By design different from Triton: a sequence's idle time begins when it gets its slot, so that sequences from
-    the backlog do not end as soon as they run."""
+    the backlog do not end as soon as they run.
+
+    idle, backlog_deadlines: the caller ends the sequences that are due
+    """
 
     def __init__(self, max_idle_us: int) -> None:
         self._max_idle_ns = max_idle_us * 1000
@@ -221,8 +224,8 @@ class SequenceTable:
         self._batches: list[SequenceBatch] = []
         self._retired: list[SequenceBatch] = []
         self._backlog: OrderedDict[Sequence, None] = OrderedDict()
-        self._idle: Deadlines[Sequence] = Deadlines()
-        self._backlog_deadlines: Deadlines[Sequence] = Deadlines()
+        self.idle: Deadlines[Sequence] = Deadlines()
+        self.backlog_deadlines: Deadlines[Sequence] = Deadlines()
 
     @property
     def open_count(self) -> int:
@@ -269,22 +272,22 @@ class SequenceTable:
         """A request of the sequence came: restarts its idle time. In the backlog the shortest request timeout
         counts."""
         if sequence.batch is not None:
-            self._idle.add(sequence, now_ns + self._max_idle_ns)
+            self.idle.add(sequence, now_ns + self._max_idle_ns)
         elif timeout_us > 0:
             due_ns = now_ns + timeout_us * 1000
             sequence.backlog_deadline_ns = min(sequence.backlog_deadline_ns or due_ns, due_ns)
-            self._backlog_deadlines.add(sequence, sequence.backlog_deadline_ns)
+            self.backlog_deadlines.add(sequence, sequence.backlog_deadline_ns)
 
     def end(self, sequence: Sequence) -> None:
         """No further request joins the sequence."""
         sequence.is_ended = True
-        self._idle.discard(sequence)
+        self.idle.discard(sequence)
         if self._open.get(sequence.key) is sequence:
             del self._open[sequence.key]
 
     def remove(self, sequence: Sequence, now_ns: int) -> list[Sequence]:
         """Removes a sequence that is over. Returns the sequences that got slots instead."""
-        self._backlog_deadlines.discard(sequence)
+        self.backlog_deadlines.discard(sequence)
         batch = sequence.batch
         if batch is None:
             self._backlog.pop(sequence, None)
@@ -293,16 +296,8 @@ class SequenceTable:
         sequence.batch = None
         return self._place_backlog(now_ns)
 
-    def take_idle(self, now_ns: int) -> list[Sequence]:
-        """Removes and returns sequences that were idle for too long; the caller ends them."""
-        return self._idle.pop_due(now_ns)
-
-    def take_backlog_timeouts(self, now_ns: int) -> list[Sequence]:
-        """Removes and returns sequences whose time in the backlog is over; the caller ends them."""
-        return self._backlog_deadlines.pop_due(now_ns)
-
     def next_due_ns(self) -> int | None:
-        due = [due for due in (self._idle.earliest_ns(), self._backlog_deadlines.earliest_ns()) if due is not None]
+        due = [due for due in (self.idle.earliest_ns(), self.backlog_deadlines.earliest_ns()) if due is not None]
         return min(due, default=None)
 
     def clear(self) -> None:
@@ -313,9 +308,9 @@ class SequenceTable:
         placed = []
         while self._backlog and self._place(first := next(iter(self._backlog))):
             del self._backlog[first]
-            self._backlog_deadlines.discard(first)
+            self.backlog_deadlines.discard(first)
             if not first.is_ended:
-                self._idle.add(first, now_ns + self._max_idle_ns)
+                self.idle.add(first, now_ns + self._max_idle_ns)
             placed.append(first)
         return placed
 
