@@ -26,6 +26,8 @@ class Hub(ThreadingHTTPServer):
         self.files |= {"pytorch_model.bin": b"pickle", "onnx/config.json": b"{}"}
         self.model = model
         self.asked: list[str] = []
+        self.tokens: set[str] = set()
+        """Values of the Authorization header that came."""
         self.num_breaks = 0
         """So many of the next downloads of weights end in their middle."""
 
@@ -46,6 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path, model = self.path.partition("?")[0], self.server.model
+        self.server.tokens |= {value for value in (self.headers.get("authorization"),) if value}
         self.server.asked.append(f"{self.command} {path} {self.headers.get('range', '')}".strip())
         if path in (f"/api/models/{model}/revision/main", f"/api/models/{model}/revision/v1"):
             siblings = [{"rfilename": name} for name in self.server.files]

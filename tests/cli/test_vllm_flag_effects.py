@@ -1,0 +1,222 @@
+"""The flags of `vllm serve` that have an effect, each with the test that shows it; and servers started with many."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from llmbackend.cli.serve import app
+from llmbackend.demo import DEMO_REPOSITORY
+from tests.helpers.hub import hub_environment, hub_of
+from tests.helpers.server_process import ROOT, ServerProcess, start_server, stop_server
+from tools import vllm_flags
+
+CHECKPOINT = DEMO_REPOSITORY / "demo" / "1"
+PAGE = "https://page.example"
+_HERE, _FLAGS = "cli/test_vllm_flag_effects.py", "cli/test_vllm_flags.py"
+_DEMO = f"{_HERE}::test_a_server_of_the_demo_model"
+_ANSWERS, _NAMES = f"{_FLAGS}::test_a_server_answers_as_its_flags_say", f"{_FLAGS}::test_a_server_by_the_names"
+_TLS = "access/test_tls_e2e.py::test"
+
+EFFECTS = {
+    "--allow-credentials": _DEMO,
+    "--allowed-headers": _DEMO,
+    "--allowed-methods": _DEMO,
+    "--allowed-origins": _DEMO,
+    "--api-key": "access/test_access_e2e.py::test",
+    "--api-server-count": "e2e/test_frontend_processes.py::test",
+    "--async-scheduling": "engine/test_overlap.py::test_steps_are_read_one_by_one_where_that_is_asked_for",
+    "--block-size": _DEMO,
+    "--chat-template": _ANSWERS,
+    "--chat-template-content-format": _ANSWERS,
+    "--config": f"{_FLAGS}::test_a_file_of_flags",
+    "--cudagraph-capture-sizes": "engine/gpu/test_gpu_memory.py::test_room_is_left_for_graphs_and_they_are_captured",
+    "--default-chat-template-kwargs": _ANSWERS,
+    "--disable-fastapi-docs": _NAMES,
+    "--download-dir": "e2e/test_hub.py::test_a_folder_for_downloads",
+    "--dtype": _DEMO,
+    "--enable-force-include-usage": _ANSWERS,
+    "--enable-log-requests": "access/test_http_access.py::test_the_access_log_has_one_line_and_no_secret",
+    "--enable-lora": "frontends/test_lora_clients.py::test",
+    "--enable-prefix-caching": _DEMO,
+    "--enable-request-id-headers": _NAMES,
+    "--enforce-eager": "engine/test_decoder_program.py::test_the_program_is_an_option",
+    "--fingerprint-mode": _ANSWERS,
+    "--fingerprint-value": _ANSWERS,
+    "--generation-config": "adapter/test_sampling_defaults.py::test_the_models_file_counts_unless_another_or_none",
+    "--gpu-memory-utilization": "engine/gpu/test_gpu_memory.py::test_blocks_get_what_is_left",
+    "--grpc-port": f"{_FLAGS}::test_with_a_model_one_port_is_opened",
+    "--h11-max-header-count": f"{_FLAGS}::test_other_names_of_own_flags",
+    "--h11-max-incomplete-event-size": f"{_FLAGS}::test_other_names_of_own_flags",
+    "--hf-token": f"{_HERE}::test_the_token_and_the_tokenizers_revision_reach_the_hub",
+    "--host": f"{_FLAGS}::test_with_a_model_one_port_is_opened",
+    "--kv-cache-dtype": "engine/gpu/test_gpu_memory.py::test_keys_and_values_of_8_bits_take_a_quarter_of_the_memory",
+    "--kv-cache-memory-bytes": f"{_HERE}::test_the_size_of_the_kv_cache",
+    "--kv-events-config": "engine/test_kv_events.py::test",
+    "--kv-offloading-size": "engine/test_host_tier.py::test_its_size_is_given_in_gib_or_in_blocks",
+    "--load-format": f"{_HERE}::test_the_size_of_the_kv_cache",
+    "--log-level": f"{_FLAGS}::test_logs_and_traces",
+    "--long-prefill-token-threshold": "engine/test_step_reports.py::test_a_long_prompt_waits_for_another_one",
+    "--lora-modules": "frontends/test_lora_clients.py::test",
+    "--max-lora-rank": "engine/test_lora.py::test_an_adapter_that_asks_for_more_is_refused",
+    "--max-loras": "engine/gpu/test_device_adapters.py::test_adapters_come_and_go_while_steps_are_in_flight",
+    "--max-logprobs": "frontends/test_openai_e2e.py::test_all_of_the_vocabulary_may_be_asked_for_where",
+    "--max-model-len": _DEMO,
+    "--max-num-batched-tokens": "engine/test_scheduler.py::test_a_long_prompt_is_chunked_and_decodes_go_first",
+    "--max-num-queued-reqs": "frontends/test_openai_e2e.py::test_each_choice_counts_as_a_request",
+    "--max-num-seqs": "engine/test_step_reports.py::test_why_a_request_waits",
+    "--model": f"{_FLAGS}::test_with_a_model_one_port_is_opened",
+    "--num-gpu-blocks-override": _DEMO,
+    "--otlp-traces-endpoint": f"{_FLAGS}::test_logs_and_traces",
+    "--override-generation-config": _DEMO,
+    "--pipeline-parallel-size": "engine/gpu/test_pipeline_engine.py::test_two_stages_give_the_tokens_of_one_process",
+    "--port": f"{_FLAGS}::test_with_a_model_one_port_is_opened",
+    "--quantization": "engine/test_decoder_program.py::test_int8",
+    "--reasoning-parser": "frontends/test_formats_over_protocols.py::test",
+    "--return-tokens-as-token-ids": _ANSWERS,
+    "--revision": "e2e/test_hub.py::test_a_model_of_the_hub_is_fetched_once",
+    "--root-path": _NAMES,
+    "--seed": f"{_HERE}::test_the_size_of_the_kv_cache",
+    "--served-model-name": _NAMES,
+    "--shutdown-timeout": "e2e/test_lifecycle_e2e.py::test_what_outlives_the_exit_timeout_is_cut_with_an_error",
+    "--spec-method": f"{_FLAGS}::test_short_flags_of_speculation",
+    "--spec-tokens": f"{_FLAGS}::test_short_flags_of_speculation",
+    "--speculative-config": "engine/test_speculation.py::test_text_that_repeats_takes_fewer_steps",
+    "--ssl-ca-certs": _TLS,
+    "--ssl-cert-reqs": _TLS,
+    "--ssl-certfile": _TLS,
+    "--ssl-keyfile": _TLS,
+    "--stream-interval": _ANSWERS,
+    "--structured-outputs-config": "engine/test_grammars.py::test_batch_chunks_and_preemption_do_not_change_tokens",
+    "--tensor-parallel-size": "engine/gpu/test_pipeline_engine.py::test_two_stages_of_two_ranks_each",
+    "--tokenizer": f"{_HERE}::test_the_size_of_the_kv_cache",
+    "--tokenizer-revision": f"{_HERE}::test_the_token_and_the_tokenizers_revision_reach_the_hub",
+    "--tool-call-parser": f"{_HERE}::test_the_parser_of_calls_is_the_one_that_the_flag_names",
+    "--trust-request-chat-template": "adapter/test_prompt_fields.py::test_a_template_of_the_request",
+    "--uds": f"{_FLAGS}::test_a_unix_socket",
+}
+"""Flag → the test, `file::beginning of its name` below tests/. A flag of the engine may be shown by the test of its
+argument: `e2e/test_engine_flags.py` shows that flags become arguments."""
+NOT_SHOWN = {"--help", "--spec-model", "--ssl-ciphers", "--trust-remote-code"}
+"""Flags that work and that no test here shows: a draft model runs on GPUs alone."""
+
+
+def test_every_flag_that_works_has_a_test_of_its_effect() -> None:
+    command: Any = get_command(app)
+    options = {name: option for option in command.params for name in (*option.opts, *option.secondary_opts)}
+    working = {f for f in vllm_flags.flags() if vllm_flags.described(f, options.get(f)).startswith("works")}
+    assert working - EFFECTS.keys() - NOT_SHOWN == set()
+    assert EFFECTS.keys() <= working and len(EFFECTS) >= 60
+    for flag, test in EFFECTS.items():
+        file, _, name = test.partition("::")
+        assert re.search(rf"^def {name}", (ROOT / "tests" / file).read_text(), re.MULTILINE), f"{flag}: {test}"
+
+
+def ask(server: ServerProcess, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
+    connection = http.client.HTTPConnection(server.http, timeout=30)
+    try:
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        content = None if body is None else json.dumps(body)
+        connection.request(method, path, content, {"content-type": "application/json", **named})
+        answer = connection.getresponse()
+        return answer.status, answer.read(), answer.headers
+    finally:
+        connection.close()
+
+
+def complete(server: ServerProcess, **fields: Any) -> Any:
+    status, content, _ = ask(server, "POST", "/v1/completions", {"prompt": "The engine", **fields})
+    assert status == 200, content
+    return json.loads(content)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[ServerProcess]:
+    server = start_server(
+        *(str(CHECKPOINT), "--served-model-name", "m", "--device", "cpu", "--dtype", "float32"),
+        *("--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "48"),
+        *("--no-enable-prefix-caching", "--override-generation-config", '{"temperature": 0}'),
+        *("--allowed-origins", f'["{PAGE}"]', "--allow-credentials"),
+        *("--allowed-methods", '["POST"]', "--allowed-headers", '["x-mine"]'),
+    )
+    yield server
+    assert stop_server(server) == 0
+
+
+@pytest.mark.slow
+def test_a_server_of_the_demo_model(demo: ServerProcess) -> None:
+    metrics = demo.get("/metrics")
+    [info] = re.findall(r"^vllm:cache_config_info\{(.*)\}", metrics, re.MULTILINE)
+    for label in ('block_size="16"', 'num_gpu_blocks="48"', 'enable_prefix_caching="False"'):
+        assert label in info
+    [model] = json.loads(ask(demo, "GET", "/v1/models")[1])["data"]
+    assert model["max_model_len"] == 256
+    status, content, _ = ask(demo, "POST", "/v1/completions", {"prompt": [5] * 300})
+    assert status == 400 and b"256" in content
+
+    greedy, other = complete(demo), complete(demo, seed=2)
+    assert greedy["choices"][0]["text"] == other["choices"][0]["text"]
+    assert complete(demo)["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    preflight = {"Origin": PAGE, "Access_Control_Request_Method": "POST", "Access_Control_Request_Headers": "x-mine"}
+    status, _, headers = ask(demo, "OPTIONS", "/v1/completions", **preflight)
+    assert (status, headers["access-control-allow-credentials"]) == (200, "true")
+    assert headers["access-control-allow-methods"] == "POST"
+    for name, value in (("Access_Control_Request_Method", "GET"), ("Access_Control_Request_Headers", "x-other")):
+        assert ask(demo, "OPTIONS", "/v1/completions", **{**preflight, name: value})[0] == 400
+
+
+@pytest.mark.slow
+def test_the_size_of_the_kv_cache(tmp_path: Path) -> None:
+    """Also: a checkpoint without weights, whose random ones come from --seed, and a tokenizer from elsewhere."""
+    folder, tokenizer = tmp_path / "model", tmp_path / "tokenizer"
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors", "tokenizer*"))
+    shutil.copytree(CHECKPOINT, tokenizer, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    texts = []
+    for seed, kv_bytes in (("1", "4M"), ("1", "8M"), ("2", "8M")):
+        server = start_server(
+            *(str(folder), "--load-format", "dummy", "--seed", seed, "--tokenizer", str(tokenizer)),
+            *("--device", "cpu", "--kv-cache-memory-bytes", kv_bytes),
+        )
+        try:
+            texts.append(complete(server, max_tokens=8, temperature=0)["choices"][0]["text"])
+            [blocks] = re.findall(r'num_gpu_blocks="(\d+)"', server.get("/metrics"))
+            texts.append(int(blocks))
+        finally:
+            assert stop_server(server) == 0
+    assert texts[0] == texts[2] != texts[4]
+    assert texts[3] == texts[5] >= 2 * texts[1] > 0
+
+
+@pytest.mark.slow
+def test_the_token_and_the_tokenizers_revision_reach_the_hub(tmp_path: Path) -> None:
+    with hub_of(CHECKPOINT, "org/tiny") as hub:
+        server = start_server(
+            *(str(CHECKPOINT), "--device", "cpu", "--tokenizer", "org/tiny", "--tokenizer-revision", "v1"),
+            *("--hf-token", "secret"),
+            variables=hub_environment(hub, tmp_path),
+        )
+        assert stop_server(server) == 0
+        assert any("/revision/v1" in line for line in hub.asked)
+        assert hub.tokens == {"Bearer secret"}
+
+
+def test_the_parser_of_calls_is_the_one_that_the_flag_names() -> None:
+    server = start_server("mock", "--tool-call-parser", "hermes", "--chat-template", "{{ tools }}")
+    try:
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+        body = {"messages": [{"role": "user", "content": "a"}], "tools": tools, "tool_choice": "required"}
+        status, content, _ = ask(server, "POST", "/v1/chat/completions", body)
+        assert status == 200, content
+        [choice] = json.loads(content)["choices"]
+        assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
+    finally:
+        assert stop_server(server) == 0
