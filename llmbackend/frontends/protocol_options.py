@@ -30,7 +30,7 @@ NO_ORIGINS: Final = CorsOptions()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """Values of fields that chat and completion requests of /v1 omit, under vLLM's names."""
+    """What chat and completion requests of /v1 leave to the server, under vLLM's names."""
 
     return_tokens_as_token_ids: bool = False
     """In log probabilities."""
@@ -38,6 +38,8 @@ class RequestDefaults:
     """Whether every chunk of every stream has the usage so far."""
     stream_interval_tokens: int = 1
     """Tokens of a choice per chunk."""
+    sse_keep_alive_s: float | None = 15.0
+    """Seconds of silence after which a stream sends a comment; None: never."""
 
 
 NO_DEFAULTS: Final = RequestDefaults()

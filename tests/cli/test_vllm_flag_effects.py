@@ -94,6 +94,7 @@ EFFECTS = {
     "--ssl-cert-reqs": _TLS,
     "--ssl-certfile": _TLS,
     "--ssl-keyfile": _TLS,
+    "--sse-keep-alive-interval": f"{_HERE}::test_a_quiet_stream_sends_comments_as_often_as_the_flag_says",
     "--stream-interval": _ANSWERS,
     "--structured-outputs-config": "engine/test_grammars.py::test_batch_chunks_and_preemption_do_not_change_tokens",
     "--tensor-parallel-size": "engine/gpu/test_pipeline_engine.py::test_two_stages_of_two_ranks_each",
@@ -207,6 +208,16 @@ def test_the_token_and_the_tokenizers_revision_reach_the_hub(tmp_path: Path) -> 
         assert stop_server(server) == 0
         assert any("/revision/v1" in line for line in hub.asked)
         assert hub.tokens == {"Bearer secret"}
+
+
+def test_a_quiet_stream_sends_comments_as_often_as_the_flag_says() -> None:
+    server = start_server("mock", "--mock-step-ms", "500", "--sse-keep-alive-interval", "0.1")
+    try:
+        _, content, _ = ask(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
+        assert content.count(b": ping\n") >= 4, content
+        assert content.endswith(b"data: [DONE]\n\n")
+    finally:
+        assert stop_server(server) == 0
 
 
 def test_the_parser_of_calls_is_the_one_that_the_flag_names() -> None:

@@ -70,7 +70,6 @@ VLLM_VALUES: Final[Mapping[str, str]] = {
     "dp_supervisor_probe_interval_s": _SUPERVISOR,
     "dp_supervisor_probe_timeout_s": _SUPERVISOR,
     "max_log_len": _LOG,
-    "sse_keep_alive_interval": "a stream that is quiet for 15 s sends a comment",
     "uvicorn_log_level": "HTTP writes to the server's log: see --log-level",
 }
 REASONS: Final[Mapping[str, str]] = {**TRITON, **VLLM_SWITCHES, **VLLM_VALUES}

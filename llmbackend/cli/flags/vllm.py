@@ -61,6 +61,9 @@ class VllmServerFlags:
     stream_interval: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")
     ] = 1
+    sse_keep_alive_interval: Annotated[
+        float, typer.Option(min=0, help="Seconds of silence after which a stream of /v1 sends a comment; 0 = never.")
+    ] = 15.0
     fingerprint_mode: Annotated[
         str, typer.Option(help="Of system_fingerprint: full or hash (of release and model), custom, or none.")
     ] = "full"
@@ -105,6 +108,7 @@ class VllmServerFlags:
                 return_tokens_as_token_ids=self.return_tokens_as_token_ids,
                 force_include_usage=self.enable_force_include_usage,
                 stream_interval_tokens=self.stream_interval,
+                sse_keep_alive_s=self.sse_keep_alive_interval or None,
             ),
         )
 

@@ -58,10 +58,10 @@ def stream_headers(more: Mapping[str, str]) -> dict[str, str]:
     return {**_HEADERS, **more, **_CONTENT_TYPE}
 
 
-async def first_arrival(http: Request, generation: Generation) -> Arrival | None:
-    """The first response of a stream, None after QUIET_S. Awaited before the status line is sent; raises its error, and
-    ClientDisconnect."""
-    await unless_disconnected(http, generation.wait(QUIET_S))
+async def first_arrival(http: Request, generation: Generation, quiet_s: float | None = QUIET_S) -> Arrival | None:
+    """The first response of a stream, None after `quiet_s`. Awaited before the status line is sent; raises its error,
+    and ClientDisconnect."""
+    await unless_disconnected(http, generation.wait(quiet_s))
     return generation.pop()
 
 
@@ -74,10 +74,11 @@ class AnswerEvents:
         first: Arrival | None,
         writer: Writer,
         before_end: Callable[[], Awaitable[None]] | None = None,
+        quiet_s: float | None = QUIET_S,
     ) -> None:
         """first: an arrival that was popped already. before_end: awaited before the last events are sent; if it fails,
         the answer fails."""
-        self.quiet_s: float | None = QUIET_S
+        self.quiet_s = quiet_s
         self.is_over = False
         self.needs_task = True
         self._generation = generation
@@ -211,12 +212,13 @@ async def streamed_answer(
     headers: Callable[[], Mapping[str, str]],
     before_end: Callable[[], Awaitable[None]] | None = None,
     make: MakeStream | None = None,
+    quiet_s: float | None = QUIET_S,
 ) -> Response:
     """A stream, once the first response has arrived; raises its error. before_end: as of AnswerEvents. make: None: an
-    EventStream."""
+    EventStream. quiet_s: as of EventSource."""
     try:
-        first = await first_arrival(http, generation)
-        events = AnswerEvents(generation, first, writer, before_end)
+        first = await first_arrival(http, generation, quiet_s)
+        events = AnswerEvents(generation, first, writer, before_end, quiet_s)
         sent = stream_headers({**headers(), **generation.headers()})
         if make is None:
             return EventStream(pieces_of(events, DirectBody.of(http.scope)), sent, on_close=generation.close)

@@ -191,7 +191,9 @@ class ModelEndpoints(OpenAIEndpoints):
         if keeper is not None:
             writer, before_end = _kept(writer, generation, WholeAnswer(request, identity, plan), keeper)
         make = partial(self._resumable, http) if is_resumable(http) else None
-        return await streamed_answer(http, generation, writer, headers, before_end, make)
+        return await streamed_answer(
+            http, generation, writer, headers, before_end, make, self._defaults.sse_keep_alive_s
+        )
 
     def _keeper(self, request: GenerationRequest, identity: Identity, target: Target) -> ChatKeeper | None:
         if self._store is None or request.stored is None:
