@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import entry_points
@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .backend_api import API_VERSION, BackendAttributes, ExecutionPolicy, MetricFamily, MetricKind, SendPolicy
+from .backend_api import API_VERSION, BackendAttributes, ExecutionPolicy, SendPolicy
 from .c_api.library import CompiledBackend
 from .errors import TritonError, invalid_argument, not_found
 from .files import call_entry_point, import_file, load_library
@@ -98,18 +98,7 @@ class LoadedBackend:
         self.config = config
         self.functions = functions
         self.runtime = runtime
-        self._families = families
-
-    def metric_family(
-        self,
-        kind: MetricKind,
-        name: str,
-        description: str,
-        label_names: Sequence[str] | None = (),
-        buckets: Sequence[float] | None = None,
-    ) -> MetricFamily:
-        names = None if label_names is None else tuple(label_names)
-        return self._families.get(kind, name, description, names, buckets)
+        self.metric_family = families.get
 
     def attributes(self) -> BackendAttributes:
         """The result of GetBackendAttribute; the defaults if it fails."""

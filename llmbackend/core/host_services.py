@@ -52,7 +52,7 @@ class LeakLog:
                     "invariant violated: model '%s' version %d is idle, but has %d %s", model, version, count, what
                 )
                 labels = ("model", "version")
-                metric = self._families.get(MetricKind.COUNTER, LEAKS_METRIC, LEAKS_DESCRIPTION, labels, None)
+                metric = self._families.get(MetricKind.COUNTER, LEAKS_METRIC, LEAKS_DESCRIPTION, labels)
                 metric.increment(model=model, version=str(version))
 
     def forget(self, model: str, version: int) -> None:

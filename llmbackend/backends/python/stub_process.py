@@ -147,10 +147,6 @@ class StubProcess:
         threading.Thread(target=self._live, name=f"python-{name}", daemon=True).start()
 
     @property
-    def is_over(self) -> bool:
-        return self._is_over.is_set()
-
-    @property
     def pid(self) -> int:
         """Blocks until the process is forked; 0 when that failed."""
         return self._process.pid

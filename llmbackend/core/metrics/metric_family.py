@@ -172,26 +172,27 @@ class MetricFamilies:
         kind: MetricKind,
         name: str,
         description: str,
-        label_names: tuple[str, ...] | None,
-        buckets: Sequence[float] | None,
+        label_names: Sequence[str] | None = (),
+        buckets: Sequence[float] | None = None,
     ) -> Family:
         """See Backend.metric_family. Raises TritonError INVALID_ARG also for a name that Prometheus does not allow."""
         if not _METRIC_NAME.fullmatch(name):
             raise invalid_argument(f"Invalid metric name: '{name}'")
+        labels = None if label_names is None else tuple(label_names)
         with self._lock:
             family = self._families.get(name)
             if family is None:
                 bounds = tuple(sorted(buckets)) if buckets else DEFAULT_BUCKETS
-                family = Family(kind, name, description, label_names, bounds)
+                family = Family(kind, name, description, labels, bounds)
                 self._families[name] = family
             elif family.kind is not kind:
                 raise TritonError(
                     f"Family name already exists with different type: '{name}' is a {family.kind.value}",
                     ErrorCode.ALREADY_EXISTS,
                 )
-            elif label_names is None:
+            elif labels is None:
                 family.label_names = None
-            elif family.label_names not in (None, label_names):
+            elif family.label_names not in (None, labels):
                 raise TritonError(
                     f"metric family '{name}' already exists with labels {list(family.label_names or ())}",
                     ErrorCode.ALREADY_EXISTS,

@@ -78,15 +78,11 @@ class HostLink:
         self._socket = events
         self._sending = threading.RLock()  # reentrant: the garbage collector may run code that posts
         self._is_foreign = False
-        self._posted = 0
+        self.posted = 0
+        """Messages sent to the host."""
         self._numbers = itertools.count()
         self._waiting: dict[int, AnswerCallback] = {}
         threading.Thread(target=self._read, name="host-link", daemon=True).start()
-
-    @property
-    def posted(self) -> int:
-        """How many messages were sent to the host."""
-        return self._posted
 
     def post(self, message: tuple[Any, ...], parts: Sequence[Any] = ()) -> None:
         """Blocks while the socket is full. Raises OSError when the host has ended, or the link is another process's."""
@@ -96,7 +92,7 @@ class HostLink:
         try:
             with self._sending:
                 packet.send(self._socket)
-                self._posted += 1
+                self.posted += 1
         finally:
             packet.close()
 
