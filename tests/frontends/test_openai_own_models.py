@@ -47,6 +47,11 @@ class TritonPythonModel:
             while piece == " forever" and not sender.is_cancelled():
                 self.send(sender, piece)
                 time.sleep(0.01)
+            if piece == " twice":
+                time.sleep(0.2)
+                self.send(sender, piece)
+                while not sender.is_cancelled():
+                    time.sleep(0.01)
         if sender.is_cancelled():
             self.noted.touch()
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -158,9 +163,12 @@ def test_text_that_is_not_utf8_is_the_models_error(client: openai.OpenAI) -> Non
         complete(client, "latin", stream=True)
 
 
-def test_a_client_that_leaves_cancels_the_model(client: openai.OpenAI, repository: Path) -> None:
-    with complete(client, "forever", stream=True) as stream:
-        assert next(stream).choices[0].text == " forever"
+@pytest.mark.parametrize("word", ["forever", "twice"])
+def test_a_client_that_leaves_cancels_the_model(client: openai.OpenAI, repository: Path, word: str) -> None:
+    """At the first text that it does not read, also if the model sends no other one."""
+    (repository / "words" / "cancelled").unlink(missing_ok=True)
+    with complete(client, word, stream=True) as stream:
+        assert next(stream).choices[0].text == f" {word}"
     eventually((repository / "words" / "cancelled").exists)
 
 

@@ -169,8 +169,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]  # asyncio's meaning: whether the transport stays open
         """A client that closes its sending half still gets its answer. If it closed the connection instead, only
-        sending shows it: an interim response, which clients ignore. The client of a feed (GET), which may send nothing
-        for long, counts as gone."""
+        sending shows it: an interim response, which clients ignore, or the next piece. The client of a feed (GET),
+        which may send nothing for long, counts as gone."""
         running = self._running
         if self._receiving is not None or running is None or running.response_complete or self.scheme == "https":
             return False
@@ -179,7 +179,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.cycle.keep_alive = False
         if not running.response_started and running.scope["http_version"] == "1.1":
             self.transport.write(_INTERIM_RESPONSE)
-            self._clock.start(_RESET_LOOKED_FOR_AFTER_S, self._look_for_reset)
+        self._clock.start(_RESET_LOOKED_FOR_AFTER_S, self._look_for_reset)
         return True
 
     def _look_for_reset(self) -> None:
