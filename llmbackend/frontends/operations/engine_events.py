@@ -214,32 +214,21 @@ _HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 _KIND_NAMES: Final = ", ".join(sorted(EVENT_KINDS))
+_MODELS: Final = {"type": "array", "items": {"type": "string", "minLength": 1}}
+_KINDS: Final = {"type": "array", "items": {"enum": sorted(EVENT_KINDS)}, "minItems": 1}
+_INTERVAL: Final = {"minimum": MIN_INTERVAL_MS, "maximum": MAX_INTERVAL_MS, "default": DEFAULT_INTERVAL_MS}
+_KINDS_TEXT: Final = f"Events, separated by commas: {_KIND_NAMES}. Default: all but `blocks` and `log`."
 _PARAMETERS: Final[list[Json]] = [
-    {
-        "name": "model",
-        "in": "query",
-        "description": "Models to show; default: all.",
-        "schema": {"type": "array", "items": {"type": "string", "minLength": 1}},
-    },
-    {
-        "name": "kinds",
-        "in": "query",
-        "description": f"Events, separated by commas: {_KIND_NAMES}. Default: all but `blocks` and `log`.",
-        "schema": {"type": "array", "items": {"enum": sorted(EVENT_KINDS)}, "minItems": 1},
-        "style": "form",
-        "explode": False,
-    },
-    {
-        "name": "interval_ms",
-        "in": "query",
-        "description": "Interval in which events are collected.",
-        "schema": {
-            "type": "integer",
-            "minimum": MIN_INTERVAL_MS,
-            "maximum": MAX_INTERVAL_MS,
-            "default": DEFAULT_INTERVAL_MS,
+    {"in": "query", **parameter}
+    for parameter in (
+        {"name": "model", "description": "Models to show; default: all.", "schema": _MODELS},
+        {"name": "kinds", "description": _KINDS_TEXT, "schema": _KINDS, "style": "form", "explode": False},
+        {
+            "name": "interval_ms",
+            "description": "Interval in which events are collected.",
+            "schema": {"type": "integer", **_INTERVAL},
         },
-    },
+    )
 ]
 
 
@@ -311,7 +300,8 @@ class EngineEventsEndpoint(Endpoints):
             raise PermissionDeniedError(
                 "query parameter 'kinds' has 'log', which requires an API key with role 'operator'"
             )
-        feed = _Feed(self._server, self._log, viewer, wakeup, query, self._allows_kill)
+        writer = EventWriter(query.kinds, query.models, viewer.key_name)
+        feed = _Feed(self._server, self._log, viewer, wakeup, writer, query.interval_s, self._allows_kill)
         return EventStream(feed.pieces(), _HEADERS, on_close=viewer.close)
 
 
@@ -337,54 +327,46 @@ class _Wakeup:
         return True
 
 
+@dataclass(frozen=True, slots=True)
 class _Feed:
-    def __init__(
-        self,
-        server: InferenceServer,
-        log: RecentLog,
-        viewer: Viewer,
-        wakeup: _Wakeup,
-        query: EventsQuery,
-        allows_kill: bool,
-    ) -> None:
-        self._server = server
-        self._log = log
-        self._viewer = viewer
-        self._wakeup = wakeup
-        self._interval_s = query.interval_s
-        self._writer = EventWriter(query.kinds, query.models, viewer.key_name)
-        self._allows_kill = allows_kill
+    server: InferenceServer
+    log: RecentLog
+    viewer: Viewer
+    wakeup: _Wakeup
+    writer: EventWriter
+    interval_s: float
+    allows_kill: bool
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        viewer = self._viewer
+        viewer, writer = self.viewer, self.writer
         yield await asyncio.to_thread(self._snapshot)
         while not viewer.is_over:
             viewer.sleep()
-            if not await self._wakeup.wait(QUIET_S):
+            if not await self.wakeup.wait(QUIET_S):
                 yield _PING
                 continue
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(self.interval_s)
             entries, num_dropped = viewer.read()
             if num_dropped:
                 viewer.skip()
-                yield self._writer.dropped(viewer.position, num_dropped + len(entries))
+                yield writer.dropped(viewer.position, num_dropped + len(entries))
                 yield await asyncio.to_thread(self._snapshot)
             elif len(entries) > MANY_ENTRIES:
-                yield await asyncio.to_thread(self._writer.events, viewer.position, entries)
-            elif piece := self._writer.events(viewer.position, entries):
+                yield await asyncio.to_thread(writer.events, viewer.position, entries)
+            elif piece := writer.events(viewer.position, entries):
                 yield piece
         entries, _ = viewer.read()
-        yield self._writer.events(viewer.position, entries)
+        yield writer.events(viewer.position, entries)
 
     def _snapshot(self) -> bytes:
         """With the log's lines so far after it. Events reported meanwhile follow, though the snapshot may count
         them."""
-        position, server = self._viewer.position, self._server.server_metadata()
+        position, server = self.viewer.position, self.server.server_metadata()
         facts: dict[str, Any] = {
             "time": time.time(),
             "server": {"name": server.name, "version": server.version},
-            "scope": "all" if self._viewer.key_name is None else "own",
-            "allows_kill": self._allows_kill,
+            "scope": "all" if self.viewer.key_name is None else "own",
+            "allows_kill": self.allows_kill,
         }
-        snapshot = self._writer.snapshot(position, facts, self._server.describe_instances())
-        return snapshot + self._writer.log_lines(position, self._log.lines())
+        snapshot = self.writer.snapshot(position, facts, self.server.describe_instances())
+        return snapshot + self.writer.log_lines(position, self.log.lines())
