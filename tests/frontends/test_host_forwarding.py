@@ -1,5 +1,5 @@
-"""What a frontend process passes on to its host: the end of a host within a response is the end of the connection, and
-one that is away is a 503, or answered for."""
+"""What a frontend process forwards to its host: a host that ends within a response ends the connection; in place of one
+that is away, the client gets a 503 or the process's own answer."""
 
 from __future__ import annotations
 

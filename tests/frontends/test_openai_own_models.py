@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,15 @@ output { name: "text_output" data_type: TYPE_STRING dims: [ 1 ] }
 """
 
 
+CALLING = COMPLETING.replace('value("text_input").decode()', 'json.loads(value("messages"))["messages"][-1]["content"]')
+CALLING_CONFIG = (
+    COMPLETING_CONFIG.replace("text_input", "messages")
+    + """
+parameters { key: "tool_call_parser" value { string_value: "hermes" } }
+"""
+)
+
+
 def shown_in_docs() -> tuple[str, str]:
     """The model and its configuration."""
     section = DOCS.read_text().partition("## A model of your own")[2]
@@ -89,7 +99,12 @@ def shown_in_docs() -> tuple[str, str]:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository: Path = tmp_path_factory.mktemp("repository")
-    for name, (code, config) in {"echo": shown_in_docs(), "words": (COMPLETING, COMPLETING_CONFIG)}.items():
+    models = {
+        "echo": shown_in_docs(),
+        "words": (COMPLETING, COMPLETING_CONFIG),
+        "caller": (CALLING, CALLING_CONFIG),
+    }
+    for name, (code, config) in models.items():
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)
         (repository / name / "1" / "model.py").write_text(code)
@@ -113,8 +128,8 @@ def complete(client: openai.OpenAI, prompt: Any, **fields: Any) -> Any:
     return client.completions.create(model="words", prompt=prompt, **fields)
 
 
-def test_both_are_listed(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["echo", "words"]
+def test_all_are_listed(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["caller", "echo", "words"]
 
 
 def test_a_whole_chat_and_its_usage(client: openai.OpenAI) -> None:
@@ -140,6 +155,26 @@ def test_completions_of_several_prompts_in_batches(client: openai.OpenAI, stream
     for choice in (choice for chunk in chunks for choice in chunk.choices):
         texts[choice.index] += choice.text
     assert texts == {0: " a b", 1: " d e"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_are_read_by_the_parser_that_the_configuration_names(client: openai.OpenAI, stream: bool) -> None:
+    text = 'well <tool_call> {"name": "f", "arguments": {"a": 1}} </tool_call>'
+    tools: Any = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    answer: Any = client.chat.completions.create(
+        model="caller", messages=[{"role": "user", "content": text}], tools=tools, max_tokens=9, stream=stream
+    )
+    choices = [chunk.choices[0] for chunk in (answer if stream else [answer])]
+    calls = [call for one in choices for call in (one.delta if stream else one.message).tool_calls or ()]
+    assert "".join(call.function.name or "" for call in calls) == "f"
+    assert json.loads("".join(call.function.arguments for call in calls)) == {"a": 1}
+    assert choices[-1].finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("fields", [{"stop": ["x"]}, {"response_format": {"type": "json_object"}}, {"temperature": 1}])
+def test_the_model_in_the_docs_refuses_what_it_does_not_know(client: openai.OpenAI, fields: dict[str, Any]) -> None:
+    with pytest.raises(openai.BadRequestError, match="this model has only 'max_tokens'"):
+        chat(client, "a", **fields)
 
 
 def test_errors_of_the_model(client: openai.OpenAI) -> None:

@@ -1,10 +1,11 @@
 """Access control on HTTP and gRPC: API keys, restricted APIs, roles and rate limits.
 
-Does not know: flags, what paths and RPCs do. Invariants: checks without a purpose are not installed; a request is
-refused before its body or message is read; the access log has method, path, status, key name, time, and the request's
-own labels (`user`), never headers, queries or other parts of bodies; refusals do not repeat what the client sent.
-Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's RespondIfRestricted;
-UNAVAILABLE for restricted protocols is Triton's, the other codes are those of gRPC's documentation.
+Does not know: flags, what paths and RPCs do. Invariants: checks that no setting requires are not installed; a request
+is refused before its body or message is read; the access log has method, path, status, key name, time, and the
+request's own labels (`user`), never headers, queries or other parts of bodies; refusals do not repeat what the client
+sent. Source: OpenAI's API errors (401 invalid_api_key, 429 rate_limit_exceeded), RFC 6750, Triton's
+RespondIfRestricted; UNAVAILABLE for restricted protocols is Triton's, the other codes are those of gRPC's
+documentation.
 """
 
 from __future__ import annotations

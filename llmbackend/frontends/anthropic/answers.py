@@ -1,7 +1,8 @@
 """Answers of the Messages API: content blocks, whole messages, and events of streams.
 
 Invariants: blocks, signatures and ids are functions of the request, the message's id and the tokens; one block is open
-at a time; Anthropic's clients make the whole message from the events. A piece of text costs one orjson call.
+at a time; a stream's events, joined as Anthropic's clients do it, give the whole message. A piece of text costs one
+orjson call.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Does not know: templates, how a model writes calls. Invariants: an answer's blocks are accepted as an assistant's
 message, and give the same prompt as the answer in a chat; a tool_result follows every tool_use; tools that Anthropic's
 servers run, and those that its models know without a schema, are refused. A field without effect is refused by name;
-with an `anthropic-beta` header it is ignored, with a log line, but blocks and tools that the model would not see are
-refused. Source: Anthropic's API reference.
+with an `anthropic-beta` header it is ignored and logged, but blocks and tools that the model would not see are refused.
+Source: Anthropic's API reference.
 """
 
 from __future__ import annotations

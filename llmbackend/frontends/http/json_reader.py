@@ -1,9 +1,8 @@
-"""Reading JSON requests with Triton's strictness and Triton's error texts.
+"""Reads JSON with Triton's strictness and error texts.
 
-For: every handler that takes a JSON body. Does not know: tensors, HTTP. Invariants: a value is returned only if it has
-exactly the JSON type that was asked for (true is not 1, 1.0 is not 1); no input makes a parser recurse deeper than
-MAX_DEPTH. orjson parses. A body that it refuses is parsed again by RapidJSON (Triton's parser, which python-rapidjson
-binds): NaN and Infinity are accepted as in Triton, everything else fails with RapidJSON's text and byte offset.
+Does not know: tensors, HTTP. Invariants: a value has exactly the required JSON type (true is not 1, 1.0 is not 1); no
+input makes a parser recurse deeper than MAX_DEPTH. orjson parses; what it refuses is parsed again by RapidJSON,
+Triton's parser: NaN and Infinity are accepted, everything else fails with RapidJSON's text and byte offset.
 """
 
 from __future__ import annotations
@@ -26,17 +25,14 @@ MAX_DEPTH: Final = 100
 _SCAN_BLOCK: Final = 1 << 20
 
 _STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-"""A JSON string, closed or not: matching unclosed ones as well keeps the scan linear on hostile bodies."""
+"""A JSON string; also an unclosed one, so that the scan of hostile bodies is linear."""
 _NOT_BRACKETS: Final = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _RAPIDJSON_ERROR: Final = re.compile(r"Parse error at offset (\d+): (.*)", re.DOTALL)
 
 
 def parse(body: bytes) -> Any:
-    """The value of a JSON text.
-
-    Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset when it
-    is not JSON.
-    """
+    """Raises TritonError INVALID_ARG for nesting beyond MAX_DEPTH, INTERNAL with RapidJSON's reason and offset if
+    `body` is not JSON."""
     check_depth(body)
     try:
         return orjson.loads(body)
@@ -60,9 +56,9 @@ def check_depth(body: bytes) -> None:
 
 
 def check_objects(body: bytes, most: int) -> None:
-    """Raises TritonError INVALID_ARG for more than `most` objects and lists, each of which takes a parser a hundred
-    times as long as a character."""
-    if body.count(b"[") + body.count(b"{") <= most:  # an upper bound, with those in strings
+    """Raises TritonError INVALID_ARG for more than `most` objects and lists, each of which takes as long to parse as a
+    hundred characters."""
+    if body.count(b"[") + body.count(b"{") <= most:  # an upper bound: includes those in strings
         return
     num_objects = count_outside_strings(body, b"{[")
     if num_objects > most:
@@ -79,7 +75,7 @@ def _parse_as_rapidjson(body: bytes) -> Any:
         if match is None:
             raise _parse_error(str(error), 0) from None
         raise _parse_error(match[2], int(match[1])) from None
-    except ValueError:  # an integer of more digits than Python reads; the binding gives no offset
+    except ValueError:  # an integer of too many digits for Python; there is no offset
         raise _parse_error("Number too big to be stored in double.", 0) from None
 
 
@@ -88,8 +84,7 @@ def _parse_error(reason: str, offset: int) -> TritonError:
 
 
 def repeated_keys(body: bytes) -> list[str]:
-    """Keys that some object of the (valid) JSON text holds twice, in the order of their second occurrence; parsers
-    silently keep the last one."""
+    """Keys that some object of the valid JSON text has twice; parsers silently keep the last value."""
     repeated: dict[str, None] = {}
 
     def look(pairs: list[tuple[str, Any]]) -> None:
@@ -104,7 +99,7 @@ def repeated_keys(body: bytes) -> list[str]:
 
 
 def dump(value: Any, *, sort_keys: bool = False, has_nan_or_inf: bool = False) -> bytes:
-    """Compact JSON. With `has_nan_or_inf`, NaN and infinities are written as such, which orjson would make null."""
+    """Compact JSON. has_nan_or_inf: NaN and infinities are written as such; otherwise they become null"""
     if has_nan_or_inf:
         text: str = rapidjson.dumps(value, ensure_ascii=False, sort_keys=sort_keys)
         return text.encode()
@@ -112,14 +107,14 @@ def dump(value: Any, *, sort_keys: bool = False, has_nan_or_inf: bool = False) -
 
 
 def member(value: Any, key: str) -> Any:
-    """Raises TritonError INTERNAL unless `value` is an object with that key."""
+    """Raises TritonError INTERNAL unless `value` is an object with `key`."""
     if not isinstance(value, dict) or key not in value:
         raise internal(f"attempt to access non-existing object member '{key}'")
     return value[key]
 
 
 def string_member(value: Any, key: str) -> str:
-    """Raises TritonError INTERNAL "Unable to parse '<key>': …" unless `value` is an object with a string there."""
+    """Raises TritonError INTERNAL "Unable to parse '<key>': …" unless `value` is an object with a string `key`."""
     found = value.get(key) if type(value) is dict else None
     if type(found) is str:
         return found
@@ -137,7 +132,7 @@ def array_member(value: Any, key: str) -> list[Any]:
 
 
 def as_string(value: Any) -> str:
-    """`value`, if it is a string; this and the functions below raise TritonError INTERNAL for another JSON type."""
+    """Raises TritonError INTERNAL for another JSON type, as the functions below."""
     if isinstance(value, str):
         return value
     raise internal("attempt to access JSON non-string as string")
@@ -167,7 +162,7 @@ def as_object(value: Any) -> Mapping[str, Any]:
     raise internal("attempt to access JSON non-object as object")
 
 
-@cache  # of fields that this package names
+@cache  # its arguments are constants
 def parsing(field: str, action: str = "parse") -> AbstractContextManager[None]:
     """Puts "Unable to parse '<field>': " before the text of a TritonError raised inside: `with parsing("shape"):`."""
     return _Prefixing(f"Unable to {action} '{field}': ")

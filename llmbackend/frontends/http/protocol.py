@@ -2,8 +2,7 @@
 
 Invariants: a connection without progress ends in each of its states (header, body, an unread response, silence between
 requests); the memory that it takes is bounded; a request, pipelined or not, sees the disconnect of its client. Uses
-names of uvicorn that are not public: tests/frontends/test_uvicorn_seams.py lists them, pyproject.toml bounds the
-version.
+private names of uvicorn: tests/frontends/test_uvicorn_seams.py lists them, pyproject.toml bounds the version.
 """
 
 from __future__ import annotations

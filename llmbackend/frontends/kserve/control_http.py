@@ -2,8 +2,7 @@
 
 Invariants: loads, and readiness of backends, do not block the event loop; the response to a POST of settings is the
 settings after it.
-Source: KServe v2 and Triton's extensions; bodies, the order of their keys and texts recorded from Triton 2.51 (golden
-40, 41).
+Source: KServe v2 and Triton's extensions; bodies and texts of Triton 2.51 (golden 40, 41).
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 Does not know: HTTP, regions of shared memory. Invariants: every raw byte of a request belongs to exactly one input;
 each input has exactly one source of data, each requested output one destination.
-Source: KServe v2, Triton's extensions for binary data, shared memory and classification; texts recorded from Triton
-2.51.
+Source: KServe v2, Triton's extensions for binary data, shared memory and classification; texts of Triton 2.51.
 """
 
 from __future__ import annotations

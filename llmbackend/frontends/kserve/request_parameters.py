@@ -2,8 +2,8 @@
 
 Does not know: tensors' data, models, regions of shared memory. Invariant: a parameter is used by the host, or given to
 the model with the client's type, or refused by name.
-Source: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts recorded
-from Triton 2.51.
+Source: KServe v2 "parameters", sequence, schedule_policy, shared memory and classification extensions; texts of Triton
+2.51.
 """
 
 from __future__ import annotations
