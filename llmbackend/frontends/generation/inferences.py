@@ -197,7 +197,9 @@ class Generation:
 def check_fields_taken(request: GenerationRequest, target: Target) -> None:
     """Raises OpenAIError for a field that the model has no input for."""
     if (field := _field_not_taken(request, target)) is not None:
-        raise request.in_own_fields(_not_taken(target, field))
+        message = f"the model '{target.name}' has no input for '{field}'"
+        param = "model" if field == "lora_name" else field
+        raise request.in_own_fields(OpenAIError(message, param=param, code="unsupported_parameter"))
 
 
 def _field_not_taken(request: GenerationRequest, target: Target) -> str | None:
@@ -220,22 +222,9 @@ def _flags(request: GenerationRequest) -> dict[str, str]:
     return flags
 
 
-_STOP_REASON = (RETURN_STOP_REASON,)
-
-
-def _can_stop(request: GenerationRequest) -> bool:
-    """Whether a stop string or token of the request can end the answer, which then names it."""
-    return bool(request.sampling.get("stop") or request.sampling.get("stop_token_ids"))
-
-
 def _has_structure(request: GenerationRequest, plan: AnswerPlan) -> bool:
     """Whether the answer is constrained."""
     return not STRUCTURE_FIELDS.isdisjoint(request.sampling) or plan.has_grammar
-
-
-def _not_taken(target: Target, field: str) -> OpenAIError:
-    message = f"the model '{target.name}' has no input for '{field}'"
-    return OpenAIError(message, param="model" if field == "lora_name" else field, code="unsupported_parameter")
 
 
 def _lora(target: Target) -> dict[str, str]:
@@ -256,6 +245,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
     wants_counts, wants_usage = _counts(request)
     has_usage = wants_usage and target.model.takes(RETURN_USAGE)
     sampling = sampling_of(request, target, plan)
+    has_stops = request.sampling.get("stop") or request.sampling.get("stop_token_ids")
     options = option_inputs(
         sampling,
         text_tokens=plan.reads_tokens,
@@ -264,7 +254,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
         counts=wants_counts or (wants_usage and not has_usage),
         more=(
             *_flags(request),
-            *(_STOP_REASON if _can_stop(request) else ()),
+            *((RETURN_STOP_REASON,) if has_stops else ()),
             *((RETURN_USAGE,) if has_usage else ()),
             *((RETURN_NOT_ENFORCED,) if _has_structure(request, plan) else ()),
         ),

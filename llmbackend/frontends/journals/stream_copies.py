@@ -291,7 +291,8 @@ class StreamCopies:
         is_all = self._peers.are_all_live()
         answers = await asyncio.gather(*(self._asked(peer, asked) for peer in self._peers.live()))
         found = [taken.record for taken in (_Taken(self._held.take(key, owner, path)), *answers) if taken is not None]
-        newest = max((one for one in found if one is not None), key=_age, default=None)
+        records = (one for one in found if one is not None)
+        newest = max(records, key=lambda one: (one.head.epoch, len(one.deltas)), default=None)
         if newest is None and not (is_all and all(answers)):
             raise unavailable(f"the host that has the stream '{key}' cannot be reached; try again later")
         return newest
@@ -403,10 +404,6 @@ class _Taken(NamedTuple):
     """The answer of a host that was asked for a record; truthy also without one."""
 
     record: StreamRecord | None
-
-
-def _age(record: StreamRecord) -> tuple[int, int]:
-    return record.head.epoch, len(record.deltas)
 
 
 def _call(then: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from ..conversation.tools import MAX_TOOLS, ChosenTool, ToolChoice
-from ..generation.request import FORMER_FIELDS, STRUCTURED_OUTPUTS, ReasoningUse
+from ..generation.request import FORMER_FIELDS, STRUCTURED_OUTPUTS
 from ..generation.validation import AnyObject, ClosedObject, Expected, Flag, Items, NonEmpty, Range, refuse_unknown
 from ..http.errors import JsonObject, OpenAIError, missing, refuse
 
@@ -68,9 +68,6 @@ class ReasoningFields(ClosedObject):
     thinking_token_budget: Annotated[int, Range(0)] | None = Field(
         None, description="Maximum number of reasoning tokens."
     )
-
-    def reasoning_use(self) -> ReasoningUse:
-        return ReasoningUse(self.include_reasoning is not False, self.thinking_token_budget)
 
 
 RESPONSE_FORMAT = "response_format"

@@ -22,7 +22,7 @@ from ..generation.answer import Identity
 from ..generation.inferences import PromptDescription, check_fields_taken, describe_prompt, in_own_fields, sampling_of
 from ..generation.models import ModelCatalog, Target
 from ..generation.plan import AnswerPlan, plan_answer
-from ..generation.request import GenerationRequest, StreamForm
+from ..generation.request import GenerationRequest
 from ..generation.tensors import (
     INPUT_IDS,
     RETURN_MAX_MODEL_LEN,
@@ -204,7 +204,8 @@ class PromptEndpoints(OpenAIEndpoints):
 
 
 def _written(request: GenerationRequest, request_id: str, found: PromptDescription) -> bytes:
-    options = _stream_options(request.stream)
+    names = ("include_usage", "continuous_usage_stats")
+    options = {name: value for name in names if (value := getattr(request.stream, name, None)) is not None}
     fields = {
         "request_id": request_id,
         "token_ids": found.token_ids,
@@ -218,8 +219,3 @@ def _written(request: GenerationRequest, request_id: str, found: PromptDescripti
         "kv_transfer_params": None,
     }
     return orjson.dumps(fields, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def _stream_options(form: StreamForm | None) -> JsonObject:
-    names = ("include_usage", "continuous_usage_stats")
-    return {name: value for name in names if (value := getattr(form, name, None)) is not None}

@@ -13,6 +13,7 @@ from ..generation.request import (
     GenerationRequest,
     LogprobForm,
     PromptForm,
+    ReasoningUse,
     StoredParts,
     StreamForm,
 )
@@ -69,10 +70,11 @@ def parse_chat(body: JsonObject) -> GenerationRequest:
         has_token_ids=bool(fields.return_token_ids),
         logprobs=fields.prompt_logprobs,
     )
-    echo = _last_words(messages[-1]) if fields.echo else ""
+    echo = str(messages[-1]["content"]) if fields.echo and messages[-1]["role"] == "assistant" else ""
     request = _request(fields, body, (prompt,), (echo,), top_logprobs, form)
     stored = _stored_parts(fields, body) if fields.store else None
-    return dataclasses.replace(request, tool_use=tool_use, reasoning=fields.reasoning_use(), stored=stored)
+    reasoning = ReasoningUse(fields.include_reasoning is not False, fields.thinking_token_budget)
+    return dataclasses.replace(request, tool_use=tool_use, reasoning=reasoning, stored=stored)
 
 
 def _stored_parts(fields: ChatCompletionRequest, body: JsonObject) -> StoredParts:
@@ -98,11 +100,6 @@ def chat_prompt(
     if tool_use is not None:
         options["tools"] = tool_use.tools
     return messages_tensor(messages, options), messages
-
-
-def _last_words(message: JsonObject) -> str:
-    """The text of an assistant's message, else ""."""
-    return str(message["content"]) if message["role"] == "assistant" else ""
 
 
 def parse_completion(body: JsonObject) -> GenerationRequest:

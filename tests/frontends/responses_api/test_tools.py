@@ -61,7 +61,7 @@ def test_custom_tools_are_functions_with_one_text() -> None:
     found = use(tools=[NOTE, PATCH])
     assert [one.input_grammar for one in found.functions] == [None, InputGrammar("lark", LARK["definition"])]
     assert found.functions[1].param == "tools[1].format.definition" and found.needs_grammar
-    assert request.custom_tools == {"note", "patch"}
+    assert {name for name, tool in request.tools.items() if tool.kind == "custom"} == {"note", "patch"}
 
 
 def test_tools_of_a_namespace_are_called_by_both_names() -> None:

@@ -263,7 +263,9 @@ class JsonCallReader:
             start(reader, self._sink, self._name, self._id)  # cut off between name and arguments
             self._has_started = True
         if not self._has_started:
-            self._end_without_arguments()
+            if self._name is None:
+                raise NotACall
+            whole_arguments(reader, self._sink, self._name, self._id, self._arguments or "{}")
         reader.hold()
 
     def _read_field(self) -> Reading[bool]:
@@ -321,8 +323,3 @@ class JsonCallReader:
     def _skip_value(self) -> Reading[None]:
         if not (yield from read_value(self._reader, lambda _: None)):
             raise NotACall
-
-    def _end_without_arguments(self) -> None:
-        if self._name is None:
-            raise NotACall
-        whole_arguments(self._reader, self._sink, self._name, self._id, self._arguments or "{}")

@@ -218,19 +218,14 @@ def _json_of_word(word: str, *, is_whole: bool) -> str:
         return _WORDS[word]
     if _NUMBER.fullmatch(word):
         return word
-    for kind in (_integer, float):
+    for number in (lambda: int(word, 0), lambda: float(word)):  # also 0x10 and 1_000
         try:
-            return json.dumps(kind(word), allow_nan=False)
+            return json.dumps(number(), allow_nan=False)
         except ValueError:
             continue
     if not is_whole:
         return word
     raise NotACall
-
-
-def _integer(word: str) -> int:
-    """Also 0x10 and 1_000."""
-    return int(word, 0)
 
 
 def _escaped(text: str) -> str:

@@ -128,15 +128,12 @@ class TaggedCallReader:
         while option == call.key_begin:
             option = yield from self._read_parameter(name)
         if option is None and (reader.is_cut_off or not reader.is_at_end):
-            self._cut_off()
+            if reader.is_at_end:
+                cut_off(reader)
             return None
         self._sink.arguments("}" if self._has_any else "{}")
         end(reader, self._sink)
         return None if option in self._own_ends else option
-
-    def _cut_off(self) -> None:
-        if self._reader.is_at_end:
-            cut_off(self._reader)
 
     def _next_option(self) -> Reading[str | None]:
         yield from self._reader.skip_space()

@@ -1,8 +1,7 @@
-"""POST /v1/responses/compact: a conversation as the user's messages and a sealed summary that the model writes of it.
+"""POST /v1/responses/compact: a conversation becomes the user's messages and a sealed summary that the model writes.
 
-For: the OpenAI router. Does not know: how summaries become prompts again (parsing.py). Invariant: the summary is the
-answer of a response to the same conversation and one further message, with the limits and the usage of any other.
-Source: OpenAI's API reference.
+The summary is the answer of a response to the conversation and one further message, with the limits and the usage of
+any other. Source: OpenAI's API reference.
 """
 
 from __future__ import annotations
@@ -20,9 +19,7 @@ from llmbackend.core.tracing.trace import RequestTrace
 
 from ...generation.answer import Identity
 from ...generation.http_answers import traced_answer, whole_answer
-from ...generation.inferences import Generation
 from ...generation.models import ModelCatalog, Target
-from ...generation.plan import plan_answer
 from ...generation.sealed_reasoning import SealingKey
 from ...http.errors import JsonObject, OpenAIError, missing
 from ...http.request_body import release_body
@@ -30,7 +27,7 @@ from ...http.routing import post
 from ...inference_gate import InferenceGate
 from ...operations.probes import load_headers
 from ..endpoints import OpenAIEndpoints
-from .create import PreparedResponse, ResponseCreation, check_names, with_ids
+from .create import PreparedResponse, ResponseCreation, check_names, collect, with_ids
 from .output_items import item_id
 from .parsing import ReadBody, read_responses
 from .response_state import ResponseState
@@ -91,23 +88,15 @@ class CompactionEndpoints(OpenAIEndpoints):
     async def _answer(
         self, http: Request, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
     ) -> Response:
-        asked = prepared.request.generation
-        identity = Identity.of(asked, target.model.fingerprint, prepared.identity_suffix)
-        plan = plan_answer(asked, target)
-        state = prepared.state(identity, plan, self._key, target)
-        generation = Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
+        identity, state, generation = self._creation.begin(prepared, target, trace)
         release_body(http)
-        headers = partial(load_headers, self._gate.server, http, target.name)
-        return await whole_answer(http, generation, self._compacted(generation, prepared, identity, state), headers)
 
-    async def _compacted(
-        self, generation: Generation, prepared: PreparedResponse, identity: Identity, state: ResponseState
-    ) -> bytes:
-        while not generation.is_over:
-            _, delta = await generation.next()
-            state.add(delta)
-        state.end()
-        return await generation.in_thread(partial(_body, prepared, identity, state, self._key))
+        async def compacted() -> bytes:
+            await collect(generation, state)
+            return await generation.in_thread(partial(_body, prepared, identity, state, self._key))
+
+        headers = partial(load_headers, self._gate.server, http, target.name)
+        return await whole_answer(http, generation, compacted(), headers)
 
 
 def _read(body: JsonObject) -> ReadBody:

@@ -59,7 +59,7 @@ from .parsing import (
     read_responses,
 )
 from .response_state import ResponseState
-from .schema import InputTokens, ResponseObject, ResponsesBody
+from .schema import ENCRYPTED_REASONING, InputTokens, ResponseObject, ResponsesBody
 
 _PREVIOUS = "previous_response_id"
 _CONVERSATION = "conversation"
@@ -225,7 +225,7 @@ class PreparedResponse:
             echo=orjson.dumps(sampling)[:-1] + b"," + self.echo[1:],
             tools=request.tools,
             logprobs=request.generation.logprobs,
-            seal=key.seal if request.includes_encrypted_reasoning else None,
+            seal=key.seal if ENCRYPTED_REASONING in request.include else None,
             has_messages=request.generation.prompt_form.is_asked,
             is_queued=request.background,
         )
@@ -293,17 +293,23 @@ class ResponseCreation(OpenAIEndpoints):
                 message = "'background' is not supported: this server stores no responses"
                 raise OpenAIError(message, param="background", code="unsupported_parameter")
             return await self._background.create(http, prepared, target, trace)
+        identity, state, generation = self.begin(prepared, target, trace)
+        release_body(http)
+        keep = self._keeper(prepared, identity, state)
+        headers = partial(load_headers, self._gate.server, http, target.name)
+        if prepared.request.generation.stream is None:
+            return await whole_answer(http, generation, _whole(generation, state, keep), headers)
+        return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
+
+    def begin(
+        self, prepared: PreparedResponse, target: Target, trace: RequestTrace | None
+    ) -> tuple[Identity, ResponseState, Generation]:
+        """Raises OpenAIError."""
         asked = prepared.request.generation
         identity = Identity.of(asked, target.model.fingerprint, prepared.identity_suffix)
         plan = plan_answer(asked, target)
         state = prepared.state(identity, plan, self._key, target)
-        generation = Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
-        release_body(http)
-        keep = self._keeper(prepared, identity, state)
-        headers = partial(load_headers, self._gate.server, http, target.name)
-        if asked.stream is None:
-            return await whole_answer(http, generation, _whole(generation, state, keep), headers)
-        return await streamed_answer(http, generation, ResponseWriter(state), headers, keep)
+        return identity, state, Generation(self._gate, asked, target, identity.id, plan=plan, trace=trace)
 
     def _keeper(self, prepared: PreparedResponse, identity: Identity, state: ResponseState) -> Keep | None:
         """Stores the response and adds it to its conversation; None if neither is asked for."""
@@ -334,8 +340,8 @@ def prepare(read: ReadBody, history: History, key: SealingKey, suffix: str = "")
     return PreparedResponse(request, read.body, suffix, orjson.dumps(request.echo), items, history)
 
 
-async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
-    """Raises OpenAIError if the generation failed."""
+async def collect(generation: Generation, state: ResponseState) -> None:
+    """Adds the whole answer. Raises OpenAIError if the generation failed."""
     while not generation.is_over:
         _, delta = await generation.next()
         if delta.prompt is None:
@@ -343,6 +349,10 @@ async def _whole(generation: Generation, state: ResponseState, keep: Keep | None
         else:
             await generation.in_thread(partial(state.add, delta))
     state.end()
+
+
+async def _whole(generation: Generation, state: ResponseState, keep: Keep | None) -> bytes:
+    await collect(generation, state)
     if keep is not None:
         await keep()
     return state.json()

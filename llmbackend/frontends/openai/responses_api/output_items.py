@@ -124,12 +124,9 @@ class OutputItem:
 
     def as_json(self) -> JsonObject:
         """For orjson."""
-        parts = [self.part()] if self.kind.part_type and self._has_part else []
+        has_part = self.status != "in_progress" or bool(self.pieces)
+        parts = [self.part()] if self.kind.part_type and has_part else []
         return self._json(self.status, parts if self.kind.part_type else self.text)
-
-    @property
-    def _has_part(self) -> bool:
-        return self.status != "in_progress" or bool(self.pieces)
 
     def _json(self, status: ItemStatus, content: list[JsonObject] | str) -> JsonObject:
         item: JsonObject = {"id": self.id, "type": self.kind.type, "status": status}

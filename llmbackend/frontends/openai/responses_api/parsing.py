@@ -29,7 +29,7 @@ from ...generation.validation import read
 from ...http.errors import JsonObject, OpenAIError, missing, refuse
 from .items import check_fields, full_item, item_type
 from .output_items import ID_PREFIX
-from .schema import ENCRYPTED_REASONING, OUTPUT_LOGPROBS, TEXT_FORMAT, ResponsesBody
+from .schema import OUTPUT_LOGPROBS, TEXT_FORMAT, ResponsesBody
 from .tools import TOOL_SEARCH, OfferedTools, Tools, called_name, shown_tools
 
 
@@ -79,15 +79,6 @@ class ResponsesRequest:
     conversation: str | None
     """Its id."""
     max_tool_calls: int | None
-
-    @property
-    def custom_tools(self) -> frozenset[str]:
-        """By the model's names."""
-        return frozenset(name for name, tool in self.tools.items() if tool.kind == "custom")
-
-    @property
-    def includes_encrypted_reasoning(self) -> bool:
-        return ENCRYPTED_REASONING in self.include
 
 
 _FIELD_NAMES = {
@@ -217,7 +208,7 @@ def _generation(
     read: ReadBody, history: History, own: list[JsonObject], tools: OfferedTools, key: SealingKey
 ) -> GenerationRequest:
     fields = read.fields
-    use = tools.use(fields.tool_choice, _max_calls(fields))
+    use = tools.use(fields.tool_choice, 1 if fields.parallel_tool_calls is False else fields.max_tool_calls)
     options = _template_options(fields, own or history.items)
     conversation = _conversation(read, history, own, key)
     if conversation.has_later_system:
@@ -256,10 +247,6 @@ def _generation(
     )
 
 
-def _max_calls(fields: ResponsesBody) -> int | None:
-    return 1 if fields.parallel_tool_calls is False else fields.max_tool_calls
-
-
 def _logprobs(fields: ResponsesBody) -> LogprobForm | None:
     if OUTPUT_LOGPROBS not in (fields.include or ()):
         return None
@@ -291,7 +278,7 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
         "previous_response_id": fields.previous_response_id,
         "prompt_cache_key": fields.prompt_cache_key,
         "prompt_cache_retention": fields.prompt_cache_retention,
-        "reasoning": _shown_reasoning(body.get("reasoning") or {}),
+        "reasoning": {"effort": (body.get("reasoning") or {}).get("effort"), "summary": None},
         "safety_identifier": fields.safety_identifier,
         "service_tier": "default",
         "store": fields.store is not False,
@@ -307,10 +294,6 @@ def _echo(fields: ResponsesBody, body: JsonObject) -> JsonObject:
 def effective_sampling(asked: Mapping[str, Any], defaults: Mapping[str, float]) -> JsonObject:
     """asked: the request's; defaults: the model's"""
     return {name: asked.get(name, defaults.get(name, 1.0)) for name in ("temperature", "top_p")}
-
-
-def _shown_reasoning(sent: Mapping[str, Any]) -> JsonObject:
-    return {"effort": sent.get("effort"), "summary": None}
 
 
 def _shown_text(sent: Mapping[str, Any]) -> JsonObject:

@@ -213,7 +213,7 @@ class OfferedTools:
         for offered, is_deferred in _flat(tools, param):
             if is_deferred:
                 reason = f"this server has no tool search; a client's own search is a tool '{TOOL_SEARCH}'"
-                path = _sibling(offered.name_param, "defer_loading")
+                path = offered.name_param.removesuffix("name") + "defer_loading"
                 raise OpenAIError(f"'{path}' is not supported: {reason}", param=path, code="unsupported_parameter")
             if offered.function.name in self._offered:
                 raise refuse(offered.name_param, "a name that is unique among the tools", offered.function.name)
@@ -303,7 +303,3 @@ def _search(tool: ToolSearchFields, path: str) -> OfferedTool:
     parameters = _ANY_SEARCH if tool.parameters is None else tool.parameters
     function = Function(TOOL_SEARCH, parameters, is_strict=False, param=f"{path}.parameters")
     return OfferedTool(function, tool.description or "", f"{path}.type", NamedTool("tool_search", TOOL_SEARCH))
-
-
-def _sibling(param: str, field: str) -> str:
-    return f"{param.rpartition('.')[0]}.{field}"
