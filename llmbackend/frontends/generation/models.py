@@ -294,7 +294,14 @@ class ModelCatalog:
             return _not_now(f"the model '{name}' could not be loaded: {'; '.join(dict.fromkeys(reasons))}")
         if self._server.is_exiting or any(row.state == "LOADING" for row in rows):
             return _not_now(f"the model '{name}' is not ready")
-        return model_not_found(name)
+        absent = model_not_found(name)
+        if any(row.state == "READY" for row in rows):
+            absent.message += (
+                f" for this API, which needs the output '{TEXT_OUTPUT}', "
+                f"one of the inputs {' and '.join(_ENDPOINT_OF_INPUT)}, "
+                "and no other required input that it does not send"
+            )
+        return absent
 
     def _context_lengths(self) -> dict[str, int]:
         """In tokens, by model, for those that report it."""
