@@ -54,7 +54,7 @@ _READABLE_HEADERS: Final = (
 )
 """Response headers that a page of another site may read, besides those that the Fetch standard always allows."""
 Handler = Callable[[Request], Awaitable[Response]]
-_MODEL_PATH: Final = re.compile(r"/v2/models/(?P<name>[^/]+)(?:/versions/(?P<version>[^/]+))?/([^/]+)")
+_MODEL_PATH: Final = re.compile("/v2/models/([^/]+)(?:/versions/([^/]+))?/([^/]+)").fullmatch
 
 
 def create_http_app(
@@ -139,10 +139,13 @@ class DirectRoutes:
         """The handler, after the path's parameters were put into `scope`; None: use the routers."""
         if scope["type"] != "http" or scope["method"] != "POST" or scope.get("root_path"):
             return None
-        match = _MODEL_PATH.fullmatch(scope["path"])
-        handler = None if match is None else self._handlers.get(match[3])
-        if match is not None and handler is not None:
-            scope["path_params"] = {name: value for name, value in match.groupdict().items() if value is not None}
+        match = _MODEL_PATH(scope["path"])
+        if match is None:
+            return None
+        name, version, action = match.groups()
+        handler = self._handlers.get(action)
+        if handler is not None:
+            scope["path_params"] = {"name": name} if version is None else {"name": name, "version": version}
         return handler
 
 

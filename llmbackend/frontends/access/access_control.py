@@ -110,7 +110,8 @@ class HttpAccess:
         """Checks the role first. Rate limits apply to requests that begin an inference."""
         if account.role is not Role.OPERATOR and needs_operator(request.path, category):
             self._metrics.decided(account, "http", "forbidden")
-            return _forbidden(request, account)
+            message = role_needed(account.name, account.role)
+            return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
         identity = RequestIdentity(account, "http", self._metrics)
         if category is not Category.INFERENCE or request.method in _READING or begins_no_inference(request.path):
             self._metrics.decided(account, "http", "accepted")
@@ -164,11 +165,6 @@ def _restricted(request: _CheckedRequest, header: str) -> Response:
     if is_openai(request.path):
         return _error(request, 403, message, "authentication_error", "invalid_auth")
     return plain(error_body(message), 403, TEXT)
-
-
-def _forbidden(request: _CheckedRequest, account: Account) -> Response:
-    message = role_needed(account.name, account.role)
-    return _error(request, 403, message, INVALID_REQUEST, "insufficient_permissions")
 
 
 def _rate_limited(request: _CheckedRequest, refusal: Refusal, account: Account) -> Response:
