@@ -159,8 +159,14 @@ class Inference:
 
     async def next(self) -> Item | None:
         """Waits for one response. None after FINAL."""
-        if not self._ready and not await self._arrival():
-            return None
+        while not self._ready:
+            if self._takes_no_more:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
         return self.pop()
 
     async def collect(self, at_most: int) -> list[InferenceResponse]:
@@ -170,18 +176,6 @@ class Inference:
             if item[0] is not None and len(responses) < at_most:
                 responses.append(item[0])
         return responses
-
-    async def _arrival(self) -> bool:
-        """Waits for a response; False after FINAL."""
-        while not self._ready:
-            if self._takes_no_more:
-                return False
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        return True
 
     # --- end --------------------------------------------------------------------------------------------------------
 

@@ -87,9 +87,4 @@ def _is_of_another_site(method: str, host: str, site: str, origins: list[str]) -
     GET without an Origin is a link from another site, which is served."""
     if site:
         return site not in _OWN_SITE and (bool(origins) or method not in _SAFE_METHODS)
-    return any(_authority(origin) != host for origin in origins)
-
-
-def _authority(origin: str) -> str:
-    """`host:port` as in Host; "" for an opaque origin ('null')."""
-    return origin.partition("://")[2]
+    return any(origin.partition("://")[2] != host for origin in origins)  # "" for an opaque origin ('null')

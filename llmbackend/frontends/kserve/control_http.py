@@ -174,7 +174,8 @@ class RepositoryEndpoints(Endpoints):
     ) -> list[dict[str, str]]:
         """The models of the repository and their states"""
         ready_only = "ready" in body and as_bool(body["ready"])
-        return [_index_json(row) for row in await self._probes.repository_index(ready_only)]
+        rows = map(asdict, await self._probes.repository_index(ready_only))
+        return [{key: value for key, value in row.items() if value or key == "name"} for row in rows]
 
     @post(
         *_repository_paths("/models/{name}/load"),
@@ -231,10 +232,6 @@ def _load_parameter(key: str, value: Any) -> tuple[str, str | bytes]:
         except ValueError as error:  # binascii.Error, or a character that is not ASCII
             raise invalid_argument(f"load parameter '{key}' is not base64: {error}") from None
     raise internal("unexpected error on creating Triton parameter")
-
-
-def _index_json(row: ModelIndex) -> dict[str, str]:
-    return {key: value for key, value in asdict(row).items() if value or key == "name"}
 
 
 class SettingsEndpoints(Endpoints):

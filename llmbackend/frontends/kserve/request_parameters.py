@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from tritonclient.grpc.service_pb2 import InferParameter
 
 from llmbackend.core.backend_api import ParameterValue, RequestFlag
-from llmbackend.core.errors import TritonError, internal, invalid_argument
+from llmbackend.core.errors import internal, invalid_argument
 from llmbackend.core.tensors import SharedRange
 
 from ..http.json_reader import as_bool, as_string, as_unsigned, parsing
@@ -111,8 +111,10 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
                 f"Only the following keys starting with 'triton_' are allowed: {EMPTY_FINAL}"
             )
         choice = parameter.WhichOneof("parameter_choice")
-        if choice is None or choice not in _GRPC_TYPES.get(key, _GRPC_CUSTOM_TYPES):
-            raise _wrong_proto_type(key)
+        known = _GRPC_TYPES.get(key)
+        if choice is None or choice not in (known or _GRPC_CUSTOM_TYPES):
+            expected = " or ".join(known) if known else "int64_param, bool_param, or string_param"
+            raise invalid_argument(f"invalid value type for '{key}' parameter, expected {expected}.")
         values[key] = getattr(parameter, choice)
     if values.keys() == _EMPTY_FINAL_ALONE:  # NVIDIA's C++ client always sends it
         return _EMPTY_FINAL_RESPONSE if values[EMPTY_FINAL] else _NO_OPTIONS
@@ -121,12 +123,6 @@ def options_from_proto(parameters: Mapping[str, InferParameter]) -> RequestOptio
     if int(values.get("timeout", 0)) < 0:
         raise invalid_argument(f"invalid value {values['timeout']} for 'timeout' parameter, expected >= 0.")
     return _options(values, empty_final_response=bool(values.pop(EMPTY_FINAL, False)))
-
-
-def _wrong_proto_type(key: str) -> TritonError:
-    known = _GRPC_TYPES.get(key)
-    expected = " or ".join(known) if known else "int64_param, bool_param, or string_param"
-    return invalid_argument(f"invalid value type for '{key}' parameter, expected {expected}.")
 
 
 def _options(
