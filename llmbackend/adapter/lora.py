@@ -215,11 +215,35 @@ class AdapterHandle:
 NO_ADAPTER = AdapterHandle("")
 
 
+LORA_CHANGE: Final = "triton_lora_change"
+"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: clients'
+parameters never begin with `triton_`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraChange:
+    action: Literal["load", "unload"]
+    name: str
+    folder: str = ""
+    """The operator's folder of adapters."""
+    path: str = ""
+    """As the operator gave it, below the folder."""
+    in_place: bool = False
+    """Whether it may replace a loaded adapter of this name."""
+
+
+_decode_change = msgspec.json.Decoder(LoraChange).decode
+
+
+def lora_change(request: Request) -> LoraChange | None:
+    """None for a request for inference."""
+    value = request.parameters.get(LORA_CHANGE)
+    return None if value is None else _decode_change(str(value))
+
+
 @dataclass(eq=False, slots=True)
 class _Loading:
-    name: str
-    path: str
-    """As the operator gave it."""
+    change: LoraChange
     answer: Answer
     alarm: Alarm
     """At its deadline."""
@@ -276,16 +300,7 @@ class LoraRegistry:
                 raise LoraError(f"LoRA {name} is not supported, we currently support {list(self._served)}")
             return handle
 
-    def load(
-        self,
-        name: str,
-        folder: str,
-        path: str,
-        *,
-        in_place: bool,
-        engines: Callable[[], Iterable[int]],
-        answer: Answer,
-    ) -> None:
+    def load(self, change: LoraChange, engines: Callable[[], Iterable[int]], answer: Answer) -> None:
         """Begins to copy the adapter and load it in the engines; `answer` is called when all engines have it, when it
         cannot be loaded, or with UNAVAILABLE at the deadline.
 
@@ -293,25 +308,23 @@ class LoraRegistry:
         Raises TritonError when the load cannot begin; then `answer` is not called.
         """
         with self._lock:
-            self._check_name(name, in_place)
+            self._check_name(change.name, change.in_place)
             if self._num_reads >= _MAX_READS:
                 raise unavailable(
-                    f"The lora adapter '{name}' cannot be loaded now: {_MAX_READS} others are being read."
+                    f"The lora adapter '{change.name}' cannot be loaded now: {_MAX_READS} others are being read."
                 )
-            key = f"{name}#{next(self._keys)}"
-            loading = _Loading(name, path, answer, partial(self._expire, key))
-            threading.Thread(
-                target=self._read, args=(key, folder, path, engines), name="lora-read", daemon=True
-            ).start()
+            key = f"{change.name}#{next(self._keys)}"
+            loading = _Loading(change, answer, partial(self._expire, key))
+            threading.Thread(target=self._read, args=(key, change, engines), name="lora-read", daemon=True).start()
             self._num_reads += 1
             self._loading[key] = loading
         self._timer.start()
         self._timer.set(loading.alarm, time.monotonic_ns() + int(self._load_timeout_s * 1e9))
 
-    def _read(self, key: str, folder: str, path: str, engines: Callable[[], Iterable[int]]) -> None:
+    def _read(self, key: str, change: LoraChange, engines: Callable[[], Iterable[int]]) -> None:
         """On a separate thread."""
         try:
-            copy = self._copies.copy(folder, path)
+            copy = self._copies.copy(change.folder, change.path)
         except TritonError as error:
             self._give_up(key, error)
         except Exception as error:
@@ -330,7 +343,7 @@ class LoraRegistry:
             if loading is None or not engines:
                 self._copies.remove(copy)
             else:
-                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key, loading.name), engines
+                loading.copy, loading.handle, loading.engines = copy, AdapterHandle(key, loading.change.name), engines
                 weakref.finalize(loading.handle, self._retire, key, copy).atexit = False
                 self._wanted = {**self._wanted, key: copy}
         if not engines:
@@ -350,8 +363,9 @@ class LoraRegistry:
             loading = self._loading.get(key)
             if loading is None:
                 return
-            doing = f"its engines did not load '{loading.path}'" if loading.copy else f"'{loading.path}' was not read"
-            text = f"The lora adapter '{loading.name}' was not loaded: {doing} within {self._load_timeout_s:g} s."
+            change = loading.change
+            doing = f"its engines did not load '{change.path}'" if loading.copy else f"'{change.path}' was not read"
+            text = f"The lora adapter '{change.name}' was not loaded: {doing} within {self._load_timeout_s:g} s."
         logger.error("%s", text)
         self._give_up(key, unavailable(text))
 
@@ -384,11 +398,11 @@ class LoraRegistry:
                 return
             del self._loading[result.name]
             if not result.error:
-                self._served[loading.name] = loading.handle
-                self._on_names(loading.name, True)
+                self._served[loading.change.name] = loading.handle
+                self._on_names(loading.change.name, True)
         self._timer.clear(loading.alarm)
-        text = result.error.replace(f"LoRA '{result.name}'", f"LoRA adapter '{loading.name}'")
-        text = text.replace(loading.copy, loading.path)
+        text = result.error.replace(f"LoRA '{result.name}'", f"LoRA adapter '{loading.change.name}'")
+        text = text.replace(loading.copy, loading.change.path)
         loading.answer(invalid_argument(text, param="lora_path") if text else None)
 
     def engine_ended(self, engine: int) -> None:
@@ -414,7 +428,7 @@ class LoraRegistry:
         with self._lock:
             if name in self._configured:
                 raise invalid_argument(f"The lora adapter '{name}' is part of the model's configuration.")
-            if any(one.name == name for one in self._loading.values()):
+            if any(one.change.name == name for one in self._loading.values()):
                 raise invalid_argument(f"The lora adapter '{name}' is being loaded.")
             if name in self._served and not in_place:
                 raise invalid_argument(
@@ -432,28 +446,3 @@ class LoraRegistry:
 
 NO_LORAS = LoraRegistry(None, Timer(), lambda: None)
 """The registry of a model without adapters."""
-
-
-LORA_CHANGE: Final = "triton_lora_change"
-"""A request parameter: JSON of a LoraChange. Only a frontend that has checked the API key's role can send it: clients'
-parameters never begin with `triton_`."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoraChange:
-    action: Literal["load", "unload"]
-    name: str
-    folder: str = ""
-    """The operator's folder of adapters."""
-    path: str = ""
-    in_place: bool = False
-    """Whether it may replace a loaded adapter of this name."""
-
-
-_decode_change = msgspec.json.Decoder(LoraChange).decode
-
-
-def lora_change(request: Request) -> LoraChange | None:
-    """None for a request for inference."""
-    value = request.parameters.get(LORA_CHANGE)
-    return None if value is None else _decode_change(str(value))

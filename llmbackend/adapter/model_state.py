@@ -215,12 +215,7 @@ class ModelState:
             return
         if reason := self.why_no_engine():
             raise self._refused(reason)
-        self.loras.load(
-            *(change.name, change.folder, change.path),
-            in_place=change.in_place,
-            engines=lambda: [engine.index for engine in tuple(self._engines)],
-            answer=answer,
-        )
+        self.loras.load(change, lambda: [engine.index for engine in tuple(self._engines)], answer)
 
     def needs_engine(self) -> bool:
         """Whether an engine that ended because it was idle must start again."""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from llmbackend.adapter import lora
-from llmbackend.adapter.lora import WEIGHTS, AdapterCopies, LoraRegistry
+from llmbackend.adapter.lora import WEIGHTS, AdapterCopies, LoraChange, LoraRegistry
 from llmbackend.core.backend_api import ErrorCode, TritonError
 from llmbackend.engine.messages import AdapterResult
 from llmbackend.waiting.timer import Timer
@@ -44,8 +44,8 @@ class Registry(LoraRegistry):
         (self.names.add if is_served else self.names.discard)(name)
 
     def begin(self, name: str, *, in_place: bool = False, engines: tuple[int, ...] = (0, 1)) -> None:
-        folder, answer = str(self.folder), self.answers.append
-        self.load(name, folder, "cat", in_place=in_place, engines=lambda: engines, answer=answer)
+        change = LoraChange("load", name, str(self.folder), "cat", in_place)
+        self.load(change, lambda: engines, self.answers.append)
 
     def ask(self, name: str, *, in_place: bool = False, engines: tuple[int, ...] = (0, 1)) -> str:
         """Its key, once its files are copied. Raises TritonError when they cannot be."""
