@@ -146,11 +146,11 @@ class LlmMetrics:
         def family(
             kind: MetricKind, name: str, description: str, more: Sequence[str] = (), *buckets: Sequence[float]
         ) -> MetricFamily:
-            if not name.startswith("vllm:"):
-                return backend.metric_family(kind, name, description, (*_LABELS, *more), *buckets)
-            if not reports_vllm:
+            is_vllm = name.startswith("vllm:")
+            if is_vllm and not reports_vllm:
                 return _Unreported()
-            return backend.metric_family(kind, name, description, (*_VLLM_LABELS, *more), *buckets)
+            labels = _VLLM_LABELS if is_vllm else _LABELS
+            return backend.metric_family(kind, name, description, (*labels, *more), *buckets)
 
         self._labels = {"model": model, "version": str(version)}
         self._vllm_labels = {**self._labels, "model_name": client_name, "engine": "0"}
@@ -172,11 +172,11 @@ class LlmMetrics:
         self._lora_requests = family(
             MetricKind.GAUGE, _LORA_REQUESTS, "Unix time of the last change: adapters with requests.", _LORA_LABELS
         )
-        self._restarts = backend.metric_family(
-            MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", (*_LABELS, "cause")
+        self._restarts = family(
+            MetricKind.COUNTER, _RESTARTS, "Engines that were replaced, by how they were lost.", ("cause",)
         )
-        self._adapters = backend.metric_family(
-            MetricKind.GAUGE, _ADAPTERS, "1: LoRA adapters that were loaded at run time.", (*_LABELS, "lora_name")
+        self._adapters = family(
+            MetricKind.GAUGE, _ADAPTERS, "1: LoRA adapters that were loaded at run time.", ("lora_name",)
         )
         self._first_token = self._families["vllm:time_to_first_token_seconds"]
         self._next_token = [self._families[name] for name in ("vllm:inter_token_latency_seconds", _PER_TOKEN)]
