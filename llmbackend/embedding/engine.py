@@ -1,9 +1,8 @@
 """Engine: a model in this program, without ports.
 
-For: programs that generate text in Python. Does not know: how a request is checked or computed: it is a host with one
-model of the `llm` backend, as a server's, so that parameters, defaults and errors are a server's, too. The model is
-computed in its own process: it has a core to itself, and when it dies another one continues after the last token.
-Invariant: after `close` no process, thread or file is left.
+For: programs that generate text in Python. Does not know: how requests are checked or computed. It is a host with one
+model of the `llm` backend, so that parameters, defaults and errors are those of a server. The model runs in its own
+process; if that dies, another one continues after the last token. Invariant: `close` leaves no process, thread or file.
 """
 
 from __future__ import annotations
@@ -15,12 +14,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Final
 
 from llmbackend.core.errors import StartupError, internal
 from llmbackend.core.inference_server import InferenceServer
-from llmbackend.core.messages import InferenceResponse, ResponseCallback, ResponseFlag, is_final
+from llmbackend.core.messages import InferenceResponse, ResponseFlag, is_final
 from llmbackend.core.server_options import ServerOptions
 
 from ..server.settings import SingleModel
@@ -30,7 +28,7 @@ from .sampling_params import SamplingParams
 STOP_TIMEOUT_S: Final = 30.0
 """How long `close` waits for generations that still run."""
 MAX_WAITING: Final = 512
-"""Outputs of one call that are asked for at the same time: a part of what the model's queue holds."""
+"""Concurrent outputs of one call; fewer than the model's queue holds."""
 _DEFAULTS: Final = SamplingParams()
 _Response = tuple[InferenceResponse | None, ResponseFlag]
 
@@ -42,9 +40,9 @@ class Engine:
         """Returns when the model is loaded.
 
         model      a checkpoint's directory, or a hub id
-        arguments  engine arguments, by vLLM's names (docs/llm_backend.md): dtype="bfloat16", max_model_len=4096, …
+        arguments  engine arguments with vLLM's names (docs/llm_backend.md): dtype="bfloat16", max_model_len=4096, …
 
-        Raises TritonError, whose text names the argument and what was expected, or says why the model cannot be loaded.
+        Raises TritonError that names the argument and what was expected, or says why the model cannot be loaded.
         """
         single = SingleModel.checked(str(model), (MODEL,), arguments)
         self._max_waiting = min(MAX_WAITING, int(single.parameters.get("max_queue_size", MAX_WAITING)))
@@ -57,9 +55,9 @@ class Engine:
                 raise internal(error.reasons.get(MODEL, error.message)) from None
 
     def generate(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
-        """All outputs of all prompts, in the order of the prompts, which are computed together.
+        """All outputs of the prompts, in their order; the prompts are computed together.
 
-        Raises TritonError for a prompt or a parameter that is refused; the other prompts are ended then.
+        Raises TritonError for a refused prompt or parameter, and then cancels the other prompts.
         """
         _check_prompts(prompts)
         room = self._room(sampling)
@@ -78,11 +76,12 @@ class Engine:
         return found
 
     def stream(self, prompt: Prompt, sampling: SamplingParams = _DEFAULTS) -> Iterator[Completion]:
-        """What is new of the output, part by part. Closing the iterator ends the generation. Raises TritonError."""
+        """The output's new parts as they are generated. Closing the iterator ends the generation. Raises
+        TritonError."""
         yield from _Call(self._host, prompt, sampling, stream=True)
 
     async def generate_async(self, prompts: Iterable[Prompt], sampling: SamplingParams = _DEFAULTS) -> list[Generation]:
-        """`generate` for an event loop. A task that is cancelled ends its generations."""
+        """`generate` for an event loop. Cancelling the task ends its generations."""
         _check_prompts(prompts)
         room = self._room(sampling)
         found: list[Generation] = []
@@ -105,31 +104,28 @@ class Engine:
             yield completion
 
     def _room(self, sampling: SamplingParams) -> int:
-        """How many prompts may be sent before the first of them has its outputs."""
+        """How many prompts are computed at the same time."""
         return max(self._max_waiting // max(sampling.n or 1, sampling.best_of or 1), 1)
 
     def close(self) -> None:
-        """Waits for generations that still run, then ends the model's process. May be called again."""
+        """Waits for running generations, then ends the model's process. Idempotent."""
         self._host.stop(STOP_TIMEOUT_S)
 
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
 class _Call:
-    """A request whose responses one thread waits for."""
+    """A request whose responses a thread waits for."""
 
     def __init__(self, host: InferenceServer, prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> None:
         self._responses: SimpleQueue[_Response] = SimpleQueue()
-        self._handle = host.infer_async(request_of(prompt, sampling, stream=stream), self._callback())
-
-    def _callback(self) -> ResponseCallback:
-        return lambda response, flags: self._responses.put((response, flags))
+        self._handle = host.infer_async(
+            request_of(prompt, sampling, stream=stream), lambda response, flags: self._responses.put((response, flags))
+        )
 
     def cancel(self) -> None:
         self._handle.cancel()

@@ -1,7 +1,6 @@
-"""A prompt as the request of a model, and its responses as plain objects.
+"""Prompts as requests, and responses as plain objects without tensors.
 
-For: engine.py. Does not know: engines, threads. Invariant: everything that a response says is in a Completion; tensors
-go no further.
+For: engine.py. Does not know: engines, threads.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from llmbackend.core.tensors import JsonTensor, Tensor
 from .sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""A text as it is; token ids; the messages of a conversation, for the model's chat template; or an object with
-`messages`, `tools` and what else a template reads (docs/llm_backend.md, input `messages`)."""
+"""A text; token ids; a conversation's messages, for the model's chat template; or an object with `messages`, `tools`
+and other variables of the template (docs/llm_backend.md, input `messages`)."""
 
 MODEL: Final = "model"
-"""The name of an engine's one model."""
+"""The name of an engine's model."""
 _ASKED: Final = ("finish_reason", "stop_reason", "output_ids", "usage", "sequence_index")
 _TRUE: Final = np.array([True])
 _MAX_INT32: Final = 0x7FFFFFFF
@@ -36,10 +35,10 @@ class Logprob:
     logprob: float | None
     """None: minus infinity."""
     rank: int | None
-    """From 1 on; None for a token of `logprob_token_ids`."""
+    """From 1; None for a token of `logprob_token_ids`."""
     decoded_token: str
     bytes: Sequence[int] | None = None
-    """Of a token that is part of a character."""
+    """The bytes of a token that is a part of a character."""
 
 
 Position = Mapping[int, Logprob]
@@ -52,12 +51,12 @@ class Usage:
     completion_tokens: int
     """So far."""
     cached_tokens: int
-    """Of the prompt, those that the prefix cache had."""
+    """Prompt tokens that the prefix cache had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One output of a prompt; in a stream what is new of it."""
+    """One output of a prompt; in a stream, its new part."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -66,13 +65,13 @@ class Completion:
     finish_reason: str | None = None
     """"stop" or "length"; None: more follows."""
     stop_reason: str | int | None = None
-    """The stop text or stop token of the request that ended it."""
+    """The requested stop text or stop token that ended it."""
     usage: Usage | None = None
-    """In a stream with the first and the last part."""
+    """In a stream, only in the first and the last part."""
     logprobs: tuple[Position, ...] = ()
-    """One for each token, where they were asked for."""
+    """One for each token, if requested."""
     prompt_logprobs: tuple[Position | None, ...] = ()
-    """The same for the prompt, with the first part; None for its first token."""
+    """One for each prompt token, if requested, in the first part; None for the first token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +82,7 @@ class Generation:
 
     @property
     def text(self) -> str:
-        """Of the first output, as the others below."""
+        """Of the first output, as the two below."""
         return self.completions[0].text
 
     @property
@@ -96,9 +95,10 @@ class Generation:
 
 
 def request_of(prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> InferenceRequest:
-    """Raises TypeError for what is no prompt, or cannot be written as JSON."""
+    """Raises TypeError for an object that is no Prompt or cannot be encoded as JSON."""
     flags = {f"return_{name}": True for name in _ASKED}
-    flags |= {"stream": stream, "exclude_input_in_output": True, "return_logprobs": _wants_logprobs(sampling)}
+    wants_logprobs = sampling.logprobs is not None or sampling.logprob_token_ids is not None
+    flags |= {"stream": stream, "exclude_input_in_output": True, "return_logprobs": wants_logprobs}
     return InferenceRequest(
         MODEL,
         inputs=(
@@ -107,10 +107,6 @@ def request_of(prompt: Prompt, sampling: SamplingParams, *, stream: bool) -> Inf
             *(Tensor.of(name, _TRUE) for name, value in flags.items() if value),
         ),
     )
-
-
-def _wants_logprobs(sampling: SamplingParams) -> bool:
-    return sampling.logprobs is not None or sampling.logprob_token_ids is not None
 
 
 def _prompt_tensor(prompt: Prompt) -> Tensor:
@@ -143,12 +139,12 @@ def completion_of(response: InferenceResponse) -> Completion:
 
 
 def generation_of(completions: Iterable[Completion]) -> Generation:
-    """Of outputs that came whole."""
+    """completions: complete outputs, in any order."""
     return Generation(tuple(sorted(completions, key=lambda completion: completion.index)))
 
 
 def _values(outputs: Sequence[Tensor]) -> dict[str, Any]:
-    """The outputs' values by name: of JSON the value, of others a list, or a text."""
+    """Values by output name: JSON values, lists or texts."""
     if isinstance(outputs, Outputs):
         return outputs.named()
     return {tensor.name: tensor.value if isinstance(tensor, JsonTensor) else tensor.data.tolist() for tensor in outputs}

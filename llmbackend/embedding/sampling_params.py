@@ -1,8 +1,7 @@
-"""SamplingParams: what a program asks of a generation, with vLLM's names.
+"""SamplingParams: sampling parameters with vLLM's names, for programs that embed an engine.
 
-For: programs that embed an engine. Does not know: ranges and meanings, which the adapter checks as for any client
-(adapter/schemas/sampling.py). Invariant: each field is a sampling parameter of a server, and what is not set is left to
-the model's defaults.
+Does not know: ranges, which the adapter checks as for any client (adapter/schemas/sampling.py). Invariant: each field
+is a sampling parameter of a server, and unset fields have the model's defaults.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import msgspec
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A field that is not set has the default of the model's generation_config.json, else the one named here.
+    """An unset field has the default of the model's generation_config.json, else the one that ends its line.
 
     max_tokens                     of the output; None = the rest of the context; 16
-    min_tokens                     of the output, before which it does not end; 0
+    min_tokens                     of the output, which does not end before; 0
     temperature                    0 = always the most likely token; 1
     top_k                          only so many most likely tokens; 0 = all
     top_p                          only the most likely tokens that together have this probability; 1
     min_p                          only tokens with this share of the most likely one's probability; 0
     seed                           the same seed gives the same tokens; None = drawn
     n                              outputs of a prompt; 1
-    best_of                        outputs that are generated, of which the n most likely ones are returned; n
+    best_of                        generated outputs, of which the n most likely ones are returned; n
     stop                           texts that end the output
     stop_token_ids                 tokens that end the output, beside the model's own
     include_stop_str_in_output     False
@@ -36,18 +35,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids              the only tokens that may be generated
     bad_words                      texts that must not be generated
     logprobs                       None = none; n = of the token and of the n most likely ones
-    logprob_token_ids              tokens whose logprobs are given, too
-    prompt_logprobs                the same for the prompt
-    structured_outputs             what the output must be: {"json": schema}, {"regex": "…"}, {"choice": […]}, …
+    logprob_token_ids              further tokens whose logprobs are returned
+    prompt_logprobs                as logprobs, for the prompt
+    structured_outputs             form of the output: {"json": schema}, {"regex": "…"}, {"choice": […]}, …
     skip_special_tokens            True
     spaces_between_special_tokens  True
     add_special_tokens             whether the tokenizer adds its own to a text; by default to a prompt, not to messages
-    truncate_prompt_tokens         keeps so many tokens of the prompt
-    truncation_side                which end of it is cut off: "left", or "right"
-    suffix                         the text behind the one that is generated, with models for filling in
+    truncate_prompt_tokens         number of prompt tokens to keep
+    truncation_side                the end of the prompt that is cut: "left" or "right"
+    suffix                         text after the generated one, for fill-in-the-middle models
     lora_name                      the adapter
-    cache_salt                     only requests with the same one share cached prefixes
-    priority                       a level of the model, 1 first
+    cache_salt                     only requests with the same salt share cached prefixes
+    priority                       priority level of the model, 1 first
     """
 
     max_tokens: int | None = 16

@@ -1,9 +1,8 @@
 """Server: `llmbackend serve` as an object of this program.
 
 For: programs, notebooks and tests that need a server's protocols. Does not know: what flags mean. The server is a child
-process: its event loop does not compete with the program for Python's lock, signals stay the program's, and a crash on
-one side is none on the other. Invariants: a Server that exists is ready; after `close`, or when the program ends,
-however it does, no process is left.
+process: it does not compete for the program's interpreter lock or handle its signals, and neither crashes with the
+other. Invariants: a Server object is ready; after `close`, or any end of the program, no process is left.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Final
 
 from llmbackend.server.process import READY_DESCRIPTOR
 
 STOP_GRACE_S: Final = 15.0
-"""How long a server may take to end after the time that running requests get."""
+"""How long a server may take to end after its exit timeout."""
 _TAIL_BYTES: Final = 4000
 _MAX_LINE_BYTES: Final = 65536
 
@@ -46,28 +44,28 @@ class Server:
         start_timeout_s: float = 600.0,
         stop_timeout_s: int = 30,
     ) -> None:
-        """Starts the server, and returns when its models are loaded and its ports listen.
+        """Starts the server; returns when its models are loaded and its ports listen.
 
         model             a checkpoint's directory or a hub id, served without a repository
         model_repository  a folder of models in Triton's layout
-        demo              serve the bundled demo model
-        address           that all endpoints listen on
-        http_port         0 = a free one; also of the two below
+        demo              whether to serve the bundled demo model
+        address           of all endpoints
+        http_port         0 = any free port, also for the two below
         grpc_port         None = no gRPC
         metrics_port      None = no port for metrics
         arguments         further flags of `llmbackend serve`: ("--dtype=bfloat16", "--max-model-len=4096")
-        log_file          what the server writes is added to it; None = a temporary file
-        start_timeout_s   a start that takes longer fails
-        stop_timeout_s    time that running requests get when the server is closed
+        log_file          the server's output is appended to it; None = a temporary file
+        start_timeout_s   limit of the start
+        stop_timeout_s    limit of running requests in `close`
 
         Raises RuntimeError with the end of the server's log when it does not start.
         """
         self._stop_timeout_s = stop_timeout_s
         self._log: IO[bytes] = tempfile.TemporaryFile("a+b") if log_file is None else open(log_file, "a+b")  # noqa: SIM115
-        flags = [
-            *_model_flags(model, model_repository, demo),
-            *_port_flags(address, http_port, grpc_port, metrics_port),
-        ]
+        flags = [] if model is None else [f"--model={model}"]
+        flags += [] if model_repository is None else [f"--model-repository={model_repository}"]
+        flags += ["--demo"] * demo
+        flags += _port_flags(address, http_port, grpc_port, metrics_port)
         flags += [f"--exit-timeout-secs={stop_timeout_s}", *arguments]
         ready, told = os.pipe()
         try:
@@ -84,27 +82,26 @@ class Server:
 
     @property
     def http_url(self) -> str:
-        """As http://127.0.0.1:8000; the OpenAI API is under /v1."""
+        """Like http://127.0.0.1:8000; the OpenAI API is under /v1."""
         return self._urls["http"]
 
     @property
     def grpc_url(self) -> str:
-        """As 127.0.0.1:8001, the form that tritonclient takes. Raises KeyError without gRPC."""
+        """Like 127.0.0.1:8001, for tritonclient. Raises KeyError without gRPC."""
         return self._urls["grpc"]
 
     @property
     def metrics_url(self) -> str:
-        """Raises KeyError without a port for metrics."""
+        """Raises KeyError without a metrics port."""
         return self._urls["metrics"]
 
     @property
     def exit_code(self) -> int | None:
-        """None: the server runs."""
+        """None while the server runs."""
         return self._process.poll()
 
     def close(self) -> int:
-        """Lets running requests end, stops the server, and returns its exit code; 0 = it ended well. May be called
-        again."""
+        """Waits for running requests, stops the server and returns its exit code; 0 = a clean end. Idempotent."""
         self._process.terminate()
         try:
             self._process.wait(self._stop_timeout_s + STOP_GRACE_S)
@@ -116,9 +113,7 @@ class Server:
     def __enter__(self) -> Server:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _wait_until_ready(self, ready: int, timeout_s: float) -> Mapping[str, str]:
@@ -161,12 +156,6 @@ def _start(flags: Sequence[str], log: IO[bytes], told: int) -> subprocess.Popen[
     settings: Any = {"stdout": log, "stderr": log, "pass_fds": (told,), "start_new_session": True}
     environment = {**os.environ, READY_DESCRIPTOR: str(told)}
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, **settings)
-
-
-def _model_flags(model: str | Path | None, model_repository: str | Path | None, demo: bool) -> list[str]:
-    flags = [] if model is None else [f"--model={model}"]
-    flags += [] if model_repository is None else [f"--model-repository={model_repository}"]
-    return flags + ["--demo"] * demo
 
 
 def _port_flags(address: str, http: int, grpc: int | None, metrics: int | None) -> list[str]:

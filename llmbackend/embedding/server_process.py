@@ -1,5 +1,5 @@
 """`python -m llmbackend.embedding.server_process FLAGS`: `llmbackend serve` that drains and ends when its standard
-input, a pipe of the program that started it, closes."""
+input closes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Runs `MODULE.main(*arguments)` of a package given by its directory (`<python> boot.py PACKAGE DIRECTORY MODULE
-ARGUMENT…`), whatever is installed under the package's name."""
+"""`<python> boot.py PACKAGE DIRECTORY MODULE ARGUMENT…`: runs `MODULE.main(*arguments)` of the package in DIRECTORY,
+even if another package of that name is installed."""
 
 from __future__ import annotations
 

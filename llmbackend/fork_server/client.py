@@ -1,10 +1,9 @@
-"""The host's end of fork servers: one ForkServer for each kind of child, and a ForkedProcess for each child.
+"""The host's end of fork servers: a ForkServer for each kind of child, and a ForkedProcess for each child.
 
-For: engines and stubs of python models. Does not know: what children do, messages. Why: imports take up to seconds,
-which every client would wait for when a child dies; a fork takes milliseconds and shares the imported memory.
-Invariants: the server process is started when it is first needed, and again when it has ended; a thread waits for it
-all its life, because the kernel kills it with the thread that made it; after `close` no process, thread or descriptor
-of it is left.
+For: engines and stubs of python models. Does not know: what children do. Why: when a child dies, its clients would wait
+seconds for imports; a fork takes milliseconds and shares the imported memory. Invariants: the server process is started
+at its first use, and again after its end; the thread that started it waits for it, because the kernel kills it together
+with that thread; `close` leaves no process, thread or descriptor.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S: Final = 5.0
 SERVER_END_TIMEOUT_S: Final = 2.0
-"""How long after the end of file of a child's status socket the server's own end may take."""
+"""How long the server may take to end after the end of file on a child's status socket."""
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 60.0
 _SERVER_PACKAGE = ("llmbackend_fork_server", str(Path(__file__).parent))
 
 THIS_PYTHON = ""
-"""Stands for the interpreter that runs this."""
+"""The interpreter of this process."""
 HOST_PACKAGE = ("llmbackend", str(Path(llmbackend.__file__).parent))
 """Name and directory of this package."""
 _NOT_FOR_OTHERS = ("PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
@@ -54,24 +53,25 @@ def is_this(interpreter: str) -> bool:
 
 
 def command(interpreter: str, module: str, package: tuple[str, str] = HOST_PACKAGE) -> list[str]:
-    """The beginning of a command that calls `main` of a module of `package`; its arguments follow."""
+    """A command that calls `main` of a module of `package`; the caller appends the arguments."""
     return [interpreter or sys.executable, "-u", boot.__file__, *package, module]
 
 
 def environment(interpreter: str) -> dict[str, str]:
-    """The variables for a process of that interpreter."""
+    """The environment variables for a process of that interpreter."""
     if is_this(interpreter):
         return dict(os.environ)
     return {name: value for name, value in os.environ.items() if name not in _NOT_FOR_OTHERS}
 
 
 def restart_pause_s(num_failures: int) -> float:
-    """How long to wait before the next start, after so many in a row that achieved nothing: 0, then doubling."""
+    """Pause before the next start, which doubles with each consecutive failure; 0 without failures."""
     return min(FIRST_PAUSE_S * 2.0 ** (num_failures - 1), MAX_PAUSE_S) if num_failures > 0 else 0.0
 
 
 def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
-    """Whether `descriptor` became readable in time; None waits for ever. Takes any number, which select() does not."""
+    """Whether `descriptor` became readable in time; None = no limit. Unlike select(), takes descriptors of any
+    number."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3))
@@ -81,13 +81,13 @@ def wait_readable(descriptor: int, timeout_s: float | None) -> bool:
 class Program:
     """What a fork server runs.
 
-    children       what they are, for the log: "engines"
-    module         full name of the module that has `prepare(*arguments)`; see server.py
-    arguments      for `prepare`
-    interpreter    path of the Python; "" = the one that runs this
+    children       name of the children in the log: "engines"
+    module         full name of the module with `prepare(*arguments)`; see server.py
+    arguments      of `prepare`
+    interpreter    path of the Python; "" = the one of this process
     environment    variables; None = those of this process
-    package        name and directory of the package that `module` is in
-    ends_children  whether children end when the server does; else they go on
+    package        name and directory of the package of `module`
+    ends_children  whether children end when the server ends
     """
 
     children: str
@@ -114,9 +114,11 @@ class ForkServer:
         return self._program.interpreter or sys.executable
 
     def fork(self, order: str, output_fd: int, *descriptors: int, policy: HostPolicy = NO_POLICY) -> ForkedProcess:
-        """Begins to start a child that is given `order` and copies of the descriptors; returns at once.
+        """Begins to start a child with `order` and copies of the descriptors; returns at once.
 
-        output_fd: where the child's output goes. policy: what the child binds itself to.
+        output_fd  gets the child's output
+        policy     cores and NUMA node of the child
+
         Raises OSError, ValueError or RuntimeError when no server can be started.
         """
         self.replace()
@@ -126,27 +128,23 @@ class ForkServer:
             return self._server.fork(order, policy, output_fd, *descriptors)
 
     def replace(self) -> None:
-        """Starts another server where ours has ended. One that cannot be started is tried again by `fork`."""
+        """Starts another server if the current one has ended. If that fails, `fork` tries again."""
         with self._lock:
             if self._server is None or not self._server.is_over:
                 return
-            process = self._server.process
+            children, process = self._program.children, self._server.process
             logger.warning(
                 "the process that %s are forked from (process id %d) exited with %d: starting another one",
-                self._program.children,
-                process.pid,
-                process.returncode,
+                *(children, process.pid, process.returncode),
             )
             self._server = None
             try:
                 self._server = _Server(self._program, self._write)
             except (OSError, RuntimeError) as error:
-                logger.warning(
-                    "the process that %s are forked from cannot be started yet: %s", self._program.children, error
-                )
+                logger.warning("the process that %s are forked from cannot be started yet: %s", children, error)
 
     def close(self) -> None:
-        """Ends the server; its children have ended."""
+        """Ends the server. Call it after its children have ended."""
         with self._lock:
             if self._server is not None:
                 self._server.close()
@@ -249,13 +247,13 @@ class ForkedProcess:
         self._lock = threading.RLock()
         self._pid = 0
         self._pidfd = -1
-        """Of a child that outlives its server, which would have reported its end."""
+        """Of a child that has outlived its server; -1 = none."""
         self.returncode: int | None = None
-        """The exit code, or minus the signal that ended it; -SIGKILL where the server has ended before."""
+        """The exit code, or minus the signal that ended it; -SIGKILL if the server ended first."""
         self.cause = ""
         """How it ended, as a sentence; "" before."""
         self.fork_errno = 0
-        """Of a fork that failed; 0 = none."""
+        """Of a failed fork; 0 = none."""
 
     def fileno(self) -> int:
         """Readable when there is something for `take_status`."""
@@ -267,14 +265,14 @@ class ForkedProcess:
 
     @property
     def pid(self) -> int:
-        """Blocks until the child was forked. 0 when that has failed."""
+        """Blocks until the child is forked. 0 when that failed."""
         while not self._pid and self.returncode is None:
             wait_readable(self._descriptor, None)
             self.take_status()
         return self._pid
 
     def wait(self, timeout_s: float | None) -> bool:
-        """Whether the child, and what it started, ends in time."""
+        """Whether the child and its process group end in time."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.returncode is None:
             if not wait_readable(self._descriptor, None if deadline_s is None else deadline_s - time.monotonic()):
@@ -288,7 +286,8 @@ class ForkedProcess:
         return True
 
     def kill(self, fork_timeout_s: float = 0.0) -> None:
-        """Ends the child and what it started; its server where that does not fork it within `fork_timeout_s`."""
+        """Kills the child and its process group; kills the server if it does not fork the child within
+        `fork_timeout_s`."""
         with self._lock:
             if self.returncode is None and wait_readable(self._descriptor, 0.0 if self._pid else fork_timeout_s):
                 self.take_status()
@@ -302,11 +301,11 @@ class ForkedProcess:
                 self._kill_group()
 
     def kill_server(self) -> None:
-        """For a fork server that hangs. Its children go on, unless they were started to end with it."""
+        """For a fork server that hangs. Its children continue, unless the program `ends_children`."""
         self._server.kill()
 
     def take_status(self) -> None:
-        """Takes one message of the server, if there is one: the process id, later the returncode."""
+        """Reads one message of the server, if there is one: first the process id, then the returncode."""
         with self._lock:
             if self.returncode is not None or not wait_readable(self._descriptor, 0.0):
                 return
@@ -342,24 +341,24 @@ class ForkedProcess:
         self._end(1)
 
     def _lose_server(self) -> None:
-        """The child goes on, or ends with the server; its exit status cannot be known any more."""
+        """The server has ended: the child's exit status will stay unknown."""
         if not self._server.wait(None if self._pid else SERVER_END_TIMEOUT_S):
             self._fail(errno.EMFILE)  # the status socket itself did not arrive
         elif not self._pid:
             self.cause = self._server.cause
             self._end(self._server.process.returncode)
         elif self._server.ends_children:
-            self._kill_group()  # the kernel has killed it, but not what it started
+            self._kill_group()  # the kernel has killed only the child itself
             self.cause = self._server.cause
             self._end(-signal.SIGKILL)
         else:
             try:
                 self._pidfd = os.pidfd_open(self._pid)
-            except OSError:  # it has ended, too
+            except OSError:  # it has ended
                 self._end(-signal.SIGKILL)
 
     def _kill_group(self) -> None:
-        for kill in (os.killpg, os.kill):  # by itself, too: it may not have made its group yet
+        for kill in (os.killpg, os.kill):  # also alone: it may not have made its group yet
             with contextlib.suppress(OSError):
                 kill(self._pid, signal.SIGKILL)
 
@@ -379,11 +378,11 @@ MAX_LINE_BYTES = 1 << 16
 
 
 class OutputReader:
-    """Reads the pipe `output_fd`, which it owns, on a thread of its own."""
+    """Owns the pipe `output_fd` and reads it on its own thread."""
 
     def __init__(self, output_fd: int, write: Callable[[str], object], thread_name: str) -> None:
-        """`write` is called on the thread with each line, its end of line included. Raises RuntimeError when there can
-        be no more threads; `output_fd` is closed then."""
+        """write: called on the thread with each line, including its end. Raises RuntimeError when no thread can be
+        started; then `output_fd` is closed."""
         self._output = os.fdopen(output_fd, "rb")
         self._write = write
         self._last_lines: collections.deque[str] = collections.deque(maxlen=NUM_LINES_KEPT)
@@ -399,7 +398,8 @@ class OutputReader:
         return "\n".join(self._last_lines)
 
     def wait(self) -> None:
-        """Until all that an ended process has printed is passed on; not for another process that holds its pipe."""
+        """Waits until the output of an ended process is passed on, at most END_TIMEOUT_S: another process may hold the
+        pipe."""
         self._thread.join(END_TIMEOUT_S)
 
     def _read(self) -> None:

@@ -1,9 +1,8 @@
-"""Host policies: the cores and the NUMA node that an instance's threads, and the process it may run in, are bound to.
+"""Host policies: the cores and the NUMA node to which an instance's threads and process are bound.
 
-For: the host, which reads them from --host-policy, and fork servers, whose children bind themselves. Does not know:
-instances, engines, stubs; imports the standard library alone, because a child may run in another interpreter.
-Invariant: `bind` binds what the calling thread starts from then on; a policy that cannot be applied raises OSError.
-Source: Triton's --host-policy (`numa-node`, `cpu-cores`) and the thread settings of its core.
+For: the host, which reads them from --host-policy, and fork servers, whose children bind themselves. Invariant: `bind`
+also binds what the calling thread starts later; a policy that cannot be applied raises OSError. Source: Triton's
+--host-policy (`numa-node`, `cpu-cores`) and the thread settings of its core.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ NUMA_NODE: Final = "numa-node"
 CPU_CORES: Final = "cpu-cores"
 _NODES: Final = Path("/sys/devices/system/node")
 _SET_MEMPOLICY: Final = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call, which the C library has no function for."""
+"""Number of the system call, for which the C library has no function."""
 _MPOL_DEFAULT, _MPOL_BIND = 0, 2
 _MASK_BITS: Final = 1024
 _UNCHANGED: Final = -1
@@ -28,10 +27,10 @@ _ANY_NODE: Final = -2
 
 
 class HostPolicy(NamedTuple):
-    """What a thread or process is bound to.
+    """The binding of a thread or process.
 
     cores      empty = unchanged
-    numa_node  that memory comes from; _ANY_NODE = the kernel chooses, _UNCHANGED = as for the starting thread
+    numa_node  node for memory; _ANY_NODE = the kernel chooses, _UNCHANGED = as the starting thread
     """
 
     cores: tuple[int, ...] = ()
@@ -39,10 +38,8 @@ class HostPolicy(NamedTuple):
 
     @classmethod
     def of(cls, settings: Mapping[str, str]) -> HostPolicy:
-        """What has no setting is unbound, even where the starting process is bound.
-
-        Raises ValueError naming the setting, its value and what was expected.
-        """
+        """Resources without a setting are unbound, even if the starting process is bound. Raises ValueError that names
+        the setting, its value and what was expected."""
         for name in settings:
             if name not in (NUMA_NODE, CPU_CORES):
                 raise ValueError(f"setting '{name}' is unknown, expected {NUMA_NODE} or {CPU_CORES}")
@@ -58,13 +55,13 @@ class HostPolicy(NamedTuple):
         return f"{','.join(map(str, self.cores))};{self.numa_node}"
 
     def bind(self) -> None:
-        """Binds the calling thread and what it starts from now on. Raises OSError."""
+        """Binds the calling thread and what it starts later. Raises OSError."""
         if self.cores:
             os.sched_setaffinity(0, self.cores)
         if self.numa_node >= 0:
             _set_memory_policy(_MPOL_BIND, self.numa_node)
         elif self.numa_node == _ANY_NODE:
-            with contextlib.suppress(OSError):  # where it cannot be set, nothing has set it before
+            with contextlib.suppress(OSError):  # if it cannot be set, it was never set
                 _set_memory_policy(_MPOL_DEFAULT)
 
     @contextlib.contextmanager
@@ -85,19 +82,19 @@ NO_POLICY: Final = HostPolicy()
 
 
 def policy_of(policies: Mapping[str, HostPolicy], name: str) -> HostPolicy:
-    """A name without a policy is unbound; without any policy nothing is changed."""
+    """A name without a policy is unbound; without any policies nothing is changed."""
     if not policies:
         return NO_POLICY
     return policies.get(name) or HostPolicy.of({})
 
 
 def _host_cores() -> set[int]:
-    """Those of the main thread, which no policy binds."""
+    """The cores of the main thread, which no policy binds."""
     return os.sched_getaffinity(os.getpid())
 
 
 def _cores(text: str) -> set[int]:
-    """`0-3,8-11`. Raises ValueError."""
+    """Parses `0-3,8-11`. Raises ValueError."""
     cores: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -122,7 +119,7 @@ def _node(text: str) -> int:
 
 
 def _ranges(numbers: Iterable[int]) -> str:
-    """In the format of `cpu-cores`: `0-3,8-8`."""
+    """Formats as `cpu-cores`: `0-3,8-8`."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
@@ -133,7 +130,7 @@ def _ranges(numbers: Iterable[int]) -> str:
 
 
 def _set_memory_policy(mode: int, node: int = -1) -> None:
-    """Of the calling thread and those that it starts. Raises OSError."""
+    """For the calling thread and threads that it starts. Raises OSError."""
     call = _SET_MEMPOLICY.get(platform.machine())
     if call is None:
         raise OSError(f"setting 'numa-node' has no effect on processors of the kind {platform.machine()}")

@@ -1,4 +1,4 @@
-"""What any process has beside its work: its age, temporary folders that end with it, freed memory."""
+"""Resources of any process: temporary folders that end with it, its age, freed memory."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ _PREFIX: Final = "llmbackend-"
 
 
 class OwnedFolder:
-    """Accessible to this user only. Removed by `remove`, or when the interpreter exits."""
+    """A temporary folder of this user alone. Removed by `remove`, or when the interpreter exits."""
 
     def __init__(self, kind: str) -> None:
-        """kind: part of its name. Raises OSError."""
+        """kind: a part of its name. Raises OSError."""
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-"))
         self.remove = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the disk is full: then only this process can remove it
+        with contextlib.suppress(OSError):  # the disk is full; then only this process removes it
             new = self.path / f"{_OWNER}.new"
             new.write_text(_identity(os.getpid()))
-            new.rename(self.path / _OWNER)  # complete whenever it is read
+            new.rename(self.path / _OWNER)  # so that readers never see an incomplete file
 
 
 def remove_abandoned() -> None:
-    """Removes this user's folders whose owner has ended without removing them."""
+    """Removes this user's folders that ended processes have left."""
     for owner in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_OWNER}"):
         with contextlib.suppress(OSError, ValueError):  # another user's, or removed meanwhile
             if owner.lstat().st_uid == os.getuid() and _has_ended(owner.read_text()):
@@ -38,13 +38,13 @@ def remove_abandoned() -> None:
 
 
 def _has_ended(identity: str) -> bool:
-    """False also for a process of another PID namespace, which is invisible here."""
+    """False also for processes of other PID namespaces, which are invisible here."""
     namespace, pid, _ = identity.split()
     return namespace == _namespace() != "" and _identity(int(pid)) != identity
 
 
 def _identity(pid: int) -> str:
-    """Of the process that has this id now; differs from that of any earlier process with the same id."""
+    """Differs from that of any earlier process with the same id."""
     return f"{_namespace() or '-'} {pid} {started_ticks(pid)}"
 
 
@@ -57,11 +57,11 @@ def _namespace() -> str:
 
 _IMPORTED_S = time.perf_counter()
 _START_TIME: Final = 19
-"""Field of /proc/<pid>/stat, counted from behind the process's name."""
+"""Index among the fields of /proc/<pid>/stat after the process's name."""
 
 
 def started_ticks(pid: int) -> int:
-    """When the process was started, in the system's clock ticks since boot; 0 = there is none, or no /proc."""
+    """Start of the process in clock ticks since boot; 0 = no such process, or no /proc."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[_START_TIME])
     except (OSError, IndexError, ValueError):
@@ -69,7 +69,7 @@ def started_ticks(pid: int) -> int:
 
 
 def process_age_s() -> float:
-    """Of this process; without /proc, since this module was imported."""
+    """Age of this process; without /proc, of this module's import."""
     if ticks := started_ticks(os.getpid()):
         return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.perf_counter() - _IMPORTED_S
@@ -81,10 +81,10 @@ _M_MMAP_THRESHOLD = -3
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep large freed buffers for the next allocation; does nothing where there is no mallopt.
+    """Tells glibc, if the process has it, to keep large freed buffers for the next allocation.
 
-    By default a buffer of more than 32 MiB, such as a step's logits, goes back to the kernel when it is freed, and the
-    next one costs a page fault per 4 KiB.
+    By default freed buffers above 32 MiB, such as a step's logits, return to the kernel, and the next one costs a page
+    fault for each 4 KiB.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -93,7 +93,7 @@ def keep_freed_memory() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """After work that leaves much garbage behind, which would stay in the process. Takes some milliseconds."""
+    """Returns memory to the kernel after work that freed much of it. Takes some milliseconds."""
     malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

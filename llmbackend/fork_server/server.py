@@ -1,13 +1,12 @@
-"""The server process: it has imported what its children need, and forks one for each order.
+"""The server process: imports what its children need, and forks a child for each order.
 
-For: boot.py. Does not know: what children do. A module of their package says it: `prepare(*arguments)` imports what
-they share, and returns `run(order, *descriptors)`, which a child runs. Where `run` has a method `before_fork(order)`,
-the server calls it before it forks the child of that order: what this makes, all later children share. Invariants: the
-server runs no thread when it forks, and none of its children's work; each child has a session of its own and no
-descriptor of another child; the host is told each child's process id and, once the child has ended and its process
-group is killed, how it ended; the server ends with the host, or when the host closes the control socket, and then kills
-the children that are left. Signals that stop the host (SIGINT, SIGTERM, SIGHUP) are ignored by handlers, which a
-program that a child starts does not inherit.
+For: boot.py. Does not know: what children do. A module of their package provides `prepare(*arguments)`, which imports
+what they share and returns `run(order, *descriptors)`, which a child runs. If `run` has a method `before_fork(order)`,
+the server calls it before it forks the child of that order; all later children share its results. Invariants: the
+server has no other thread when it forks; each child has its own session and no descriptor of another child; the host is
+told each child's process id and, after the child's end and the kill of its process group, how it ended; the server ends
+with the host or with the control socket, and then kills its children. Handlers ignore the signals that stop the host
+(SIGINT, SIGTERM, SIGHUP); programs that a child starts do not inherit them.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from .boot import load_package
 from .host_policy import HostPolicy
 
 NUMBER = struct.Struct("<i")
-"""A message on a child's status socket: its process id, or minus the errno of a failed fork; and at its end the exit
-code, or minus the signal."""
+"""A message on a child's status socket: its process id, or minus the errno of a failed fork; at its end the exit code,
+or minus the signal."""
 MAX_ORDER_BYTES = 128 << 10
-"""As long as an argument of a command may be: an order may have an engine's configuration, with its chat template."""
+"""The kernel's limit of a command's argument. An order may hold an engine's configuration with its chat template."""
 MAX_DESCRIPTORS = 8
 ENDS_WITH_SERVER = "ends-with-server"
 _HOST_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,11 +39,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class _Child(NamedTuple):
-    """A child as its server knows it.
-
-    pid        process id
-    status_fd  the socket on which the host is told about it
-    """
+    """status_fd: the socket on which the host is told about the child."""
 
     pid: int
     status_fd: int
@@ -53,10 +48,10 @@ class _Child(NamedTuple):
 class _Order(NamedTuple):
     """The task of a new child.
 
-    policy       what it is bound to
-    text         for its `run`
-    descriptors  of its output, then those for its `run`
-    server_pid   its parent
+    policy       its binding
+    text         order for its `run`
+    descriptors  its output, then those for its `run`
+    server_pid   process id of its parent
     """
 
     policy: HostPolicy
@@ -66,7 +61,7 @@ class _Order(NamedTuple):
 
 
 def main(control_fd: str, host_pid: str, end: str, package: str, directory: str, module: str, *arguments: str) -> None:
-    """`end`: ENDS_WITH_SERVER = the kernel kills the children when the server ends."""
+    """end: ENDS_WITH_SERVER = the kernel kills the children when the server ends."""
     end_with(int(host_pid))
     for number in _HOST_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -90,15 +85,15 @@ def main(control_fd: str, host_pid: str, end: str, package: str, directory: str,
 
 
 def end_with(parent_pid: int) -> None:
-    """The kernel kills this process when the thread that made it ends, even while it cannot run Python code."""
-    with contextlib.suppress(OSError, AttributeError):  # not on this system: then end of file must do
+    """Has the kernel kill this process when the thread that started it ends, even while no Python code can run."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems rely on the end of file
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before
+    if os.getppid() != parent_pid:  # the parent has ended already
         os._exit(1)
 
 
 def _preparation(run: Any) -> Callable[[bytes], None]:
-    """What the server does before each fork."""
+    """`before_fork` of `run`, or a function that does nothing."""
     before_fork = getattr(run, "before_fork", None)
     if before_fork is None:
         return lambda order: None
@@ -111,13 +106,14 @@ def _preparation(run: Any) -> Callable[[bytes], None]:
 
 
 def _freeze() -> None:
-    """A child's collector must not touch, and so copy, what is shared."""
+    """Keeps the collectors of children from touching, and so copying, shared memory."""
     gc.collect()
     gc.freeze()
 
 
 def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order | None:
-    """Forks and reaps until the host closes the control socket; then None. Returns its order in each child."""
+    """Forks and reaps children until the host closes the control socket, then returns None. In each child, returns its
+    order."""
     children: dict[int, _Child] = {}  # by pidfd
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -141,9 +137,9 @@ def _serve(control: socket.socket, prepare: Callable[[bytes], None]) -> _Order |
 
 
 def _fork(message: bytes, descriptors: list[int], control: socket.socket, children: dict[int, _Child]) -> _Order | None:
-    """The order in the child; None in the server, which adds the child and tells the host."""
+    """Returns the order in the child; None in the server, after it has told the host."""
     count, server_pid = message[0], os.getpid()
-    has_all = len(descriptors) == count  # those that cannot be opened here do not arrive
+    has_all = len(descriptors) == count  # at the limit of open files, some do not arrive
     pid = _try_fork() if has_all else -errno.EMFILE
     if pid == 0:
         control.close()
@@ -163,13 +159,13 @@ def _fork(message: bytes, descriptors: list[int], control: socket.socket, childr
 
 
 def _policy_and_text(message: bytes) -> tuple[HostPolicy, bytes]:
-    """The parts of an order after its first byte, which is the number of descriptors."""
+    """The parts of an order after its first byte, the number of descriptors."""
     policy, _, text = message[1:].partition(b"\0")
     return HostPolicy.decode(policy.decode()), text
 
 
 def _try_fork() -> int:
-    """The process id, 0 in the child, minus an errno when there is none."""
+    """The process id; 0 in the child; minus an errno when the fork failed."""
     try:
         return os.fork()
     except OSError as error:
@@ -177,7 +173,7 @@ def _try_fork() -> int:
 
 
 def _reap(pidfd: int, child: _Child) -> None:
-    _kill_group(child.pid)  # before the wait, while its group's number cannot be another's
+    _kill_group(child.pid)  # before the wait, as its group's number may be reused afterwards
     _tell(child.status_fd, os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1]))
     os.close(child.status_fd)
     os.close(pidfd)

@@ -1,9 +1,9 @@
-"""Faults on demand: engines that die, hang or send malformed messages when a test asks for it.
+"""Fault injection: engines that die, hang or send malformed messages on request.
 
-For: tests and `make chaos`, through the engine argument `fault_directory`. Does not know: how faults are handled.
-Invariant: without the argument none of this runs. Before each step a file in the directory, named after a fault, makes
-the engine commit it once: the file is removed first, so the next engine is sound. A file `poison` stays: it holds a
-token id, and a step that computes a request with this token in its prompt kills the process.
+For: tests and `make chaos`, through the engine argument `fault_directory`, without which none of this runs. A file in
+the directory, named after a fault, triggers the fault once, at the next step; it is removed first, so that the next
+engine works. The file `poison` stays: it holds a token id, and a step with a request that has this token in its prompt
+kills the process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -39,20 +38,20 @@ POISON: Final = "poison"
 
 
 class Link(Protocol):
-    """The engine's end of its socket, as its loop uses it."""
+    """The engine's end of its socket."""
 
     def recv(self, flags: int = 0) -> bytes: ...
     def send(self, data: bytes, flags: int = 0) -> object: ...
 
 
 class Faults:
-    """The faults that one directory asks for."""
+    """The faults requested in one directory."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
 
     def take(self, name: str) -> bool:
-        """Whether this fault is due; its file is removed."""
+        """Whether this fault was requested; removes the request."""
         try:
             (self._directory / name).unlink()
         except FileNotFoundError:
@@ -60,7 +59,7 @@ class Faults:
         return True
 
     def poison(self) -> int | None:
-        """The token id that kills."""
+        """The token id that kills the process."""
         try:
             text = (self._directory / POISON).read_text()
         except FileNotFoundError:
@@ -69,7 +68,7 @@ class Faults:
 
 
 class FaultyRunner:
-    """A runner that fails where a fault is due, and else does what `runner` does."""
+    """Wraps `runner` and commits requested faults."""
 
     def __init__(self, runner: Runner, faults: Faults) -> None:
         self._runner = runner
@@ -119,7 +118,7 @@ class FaultyRunner:
         if self._faults.take("escape"):
             return replace(sampled, token_ids=np.zeros(plan.num_samples + 1, np.int32))
         if rows and self._faults.take("nan-logits"):
-            return self._without_logits(sampled, rows[0])
+            return replace(sampled, errors=MappingProxyType({**sampled.errors, rows[0]: BROKEN_LOGITS}))
         return sampled
 
     def _die(self, plan: StepPlan) -> None:
@@ -133,14 +132,10 @@ class FaultyRunner:
         if any(poison in self._requests[row].prompt_token_ids for row in plan.rows.tolist()):
             os.kill(os.getpid(), signal.SIGSEGV)
 
-    def _without_logits(self, sampled: SampledTokens, row: int) -> SampledTokens:
-        errors: Mapping[int, str] = MappingProxyType({**sampled.errors, row: BROKEN_LOGITS})
-        return replace(sampled, errors=errors)
-
 
 class FaultyOverlappingRunner(FaultyRunner):
-    """The same for a runner whose steps overlap: faults raise at the launch, or, when a step is `lost` on the device,
-    in `collect`, which ends the runner."""
+    """For a runner with overlapping steps: faults raise at the launch; `lost` raises in `collect`, which ends the
+    runner."""
 
     def __init__(self, runner: OverlappingRunner, faults: Faults) -> None:
         super().__init__(runner, faults)
@@ -168,20 +163,20 @@ class FaultyOverlappingRunner(FaultyRunner):
 
 
 def _break_device() -> None:
-    """An index out of bounds in a kernel: CUDA fails the calls of this process that come when it has run."""
-    torch: Any = sys.modules["torch"]  # an engine on a GPU has it; one on a CPU may do without
+    """Indexes out of bounds in a kernel, after which all CUDA calls of this process fail."""
+    torch: Any = sys.modules["torch"]  # every engine on a GPU has imported it
     torch.zeros(1, device="cuda")[torch.full((1,), 1 << 30, device="cuda")]
 
 
 def with_faults(runner: Runner, faults: Faults) -> Runner:
-    """The runner with faults; it overlaps steps if `runner` does."""
+    """Overlaps steps if `runner` does."""
     if isinstance(runner, OverlappingRunner):
         return FaultyOverlappingRunner(runner, faults)
     return FaultyRunner(runner, faults)
 
 
 class FaultyLink:
-    """A socket that sends bytes that are no message when the fault `malformed` is due."""
+    """A socket that sends malformed bytes on the fault `malformed`."""
 
     def __init__(self, link: Link, faults: Faults) -> None:
         self._link = link

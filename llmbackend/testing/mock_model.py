@@ -1,12 +1,12 @@
-"""A model without weights: its logits are a hash of all tokens so far, read back through the paged KV.
+"""`--model mock`: a model without weights, whose logits are a hash of all tokens so far, read through the paged KV.
 
-For: tests of scheduler, adapter and every protocol in milliseconds, with an exact oracle (`mock_generate`). Does not
-know: torch, steps in flight (overlapping_mock.py). Invariants: it keeps nothing about a sequence but what lies in its
-KV slots, so a wrong block table, a lost block or a bad recompute changes the tokens; a token depends on logits,
-parameters, the row's own tokens and (seed, position) alone.
+For: tests of the scheduler, the adapter and protocols in milliseconds, with an exact oracle
+(tests/helpers/mock_oracle). Does not know: torch, steps in flight (overlapping_mock.py). Invariants: all state of a
+sequence is in its KV slots, so that a wrong block table, a lost block or a wrong recomputation changes the tokens; a
+token depends only on logits, parameters, the row's tokens and (seed, position).
 
-The vocabulary ends with bos, eos, pad (256, 257, 258 of 259: ids below are bytes). Printable ASCII is likelier than
-other ids, and about one position in 32 has eos as its clear favourite.
+The vocabulary ends with bos, eos, pad (256, 257, 258 of 259; smaller ids are bytes). Printable ASCII is more likely
+than other ids; eos is by far the most likely token at about one position in 32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from llmbackend.engine.config import EngineConfig
-from llmbackend.engine.messages import BANNED_BIAS, FinishReason, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
+from llmbackend.engine.messages import BANNED_BIAS, InferRequest, ModelInfo, SamplingParams, TokenLogprobs
 from llmbackend.engine.sampling.rows import splitmix64, uniform
 from llmbackend.engine.sampling.sampler import prompt_spans
 from llmbackend.engine.step import Int32Array, KVCopies, RowTable, SampledTokens, StepPlan
 from llmbackend.engine.token_masks import FORBIDDEN, BadWords, TokenMasks, Words, as_bools
 
+FloatArray = npt.NDArray[np.float64]
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_VOCAB_SIZE = 130
 EOS_PERIOD = 32
@@ -35,7 +36,7 @@ class MockRunner:
     """A Runner over an int32 array of slots that hold token ids."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Raises ValueError for a vocabulary that does not hold ASCII, bos, eos and pad."""
+        """Raises ValueError for a vocabulary without room for ASCII, bos, eos and pad."""
         if config.mock_vocab_size < MIN_VOCAB_SIZE:
             raise ValueError(
                 f"engine argument 'mock_vocab_size' is {config.mock_vocab_size}, expected at least {MIN_VOCAB_SIZE}"
@@ -91,7 +92,7 @@ class MockRunner:
         return SampledTokens(np.array(token_ids, np.int32), logprobs, prompt_logprobs=prompt_logprobs)
 
     def copy_blocks(self, copies: KVCopies) -> None:
-        """As an OffloadingRunner. A copied block's source is overwritten, because it must not be read any more."""
+        """As an OffloadingRunner. The source is overwritten, so that reading it again changes tokens."""
         blocks = self._slots.reshape(-1, self.info.block_size)
         if copies.to_host:
             self._host_blocks[copies.host_blocks] = blocks[copies.blocks]
@@ -107,14 +108,14 @@ class MockRunner:
         found: dict[int, list[TokenLogprobs]] = {}
         for one in tokens:
             logits = mock_logits(self._slots[one.context_slots], self.info.vocab_size)
-            if (logprobs := _logprobs(logits, one.token_id, one.count)) is not None:
+            if (logprobs := logprobs_of(logits, one.token_id, one.count)) is not None:
                 found.setdefault(one.row, []).append(logprobs)
         return found
 
     def _sample(
         self, context: Int32Array, request: InferRequest, allowed: Words | None
     ) -> tuple[int, TokenLogprobs | None]:
-        """The token behind `context`, int32 [n]."""
+        """The token after `context`, int32 [n]."""
         logits = mock_logits(context, self.info.vocab_size)
         eos = self.info.eos_token_ids
         return sample(logits, context, len(request.prompt_token_ids), request.sampling, eos, allowed)
@@ -125,7 +126,7 @@ def allowed_tokens(masks: TokenMasks | None, sample: int) -> Words | None:
 
 
 def scheduled_slots(plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Row, position and slot of each token that the step computes, int32 [plan.num_tokens] each."""
+    """Row, position and slot of each token of the step, int32 [plan.num_tokens] each."""
     counts = plan.num_scheduled_tokens
     rows = np.repeat(plan.rows, counts)
     offsets = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts, dtype=np.int32) - counts, counts)
@@ -135,7 +136,7 @@ def scheduled_slots(plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32A
 
 
 def context_slots(row: int, num_tokens: int, table: RowTable) -> Int32Array:
-    """The slots of the row's first `num_tokens` tokens, int32 [num_tokens]."""
+    """Slots of the row's first `num_tokens` tokens, int32 [num_tokens]."""
     positions = np.arange(num_tokens, dtype=np.int32)
     slots: Int32Array = table.block_table[row, positions // table.block_size] * table.block_size
     return slots + positions % table.block_size
@@ -153,48 +154,6 @@ def mock_logits(token_ids: Int32Array, vocab_size: int) -> FloatArray:
     logits[32:127] += 4.0
     logits[mock_eos_token_id(vocab_size)] = 24.0 if digest % EOS_PERIOD == 0 else 0.0
     return logits
-
-
-@dataclass(frozen=True, slots=True)
-class MockGeneration:
-    """What a request must give."""
-
-    token_ids: tuple[int, ...]
-    """All output tokens, those that a resumed request came with included."""
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprobs, ...]
-
-
-def mock_generate(
-    request: InferRequest, vocab_size: int = 259, max_model_len: int = DEFAULT_MAX_MODEL_LEN
-) -> MockGeneration:
-    """The oracle: the same tokens without rows, blocks or steps. `request` must be one that can run."""
-    sampling, prompt = request.sampling, request.prompt_token_ids
-    eos = (mock_eos_token_id(vocab_size),)
-    stop_token_ids = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos)}
-    output = list(request.output_token_ids)
-    logprobs: list[TokenLogprobs] = []
-    while True:
-        if output and output[-1] in stop_token_ids and len(output) > sampling.min_tokens:
-            return MockGeneration(tuple(output), "stop", tuple(logprobs))
-        if len(output) >= min(sampling.max_tokens, max_model_len - len(prompt)):
-            return MockGeneration(tuple(output), "length", tuple(logprobs))
-        context = np.array([*prompt, *output], np.int32)
-        token_id, token_logprobs = sample(mock_logits(context, vocab_size), context, len(prompt), sampling, eos)
-        output.append(token_id)
-        if token_logprobs is not None:
-            logprobs.append(token_logprobs)
-
-
-def mock_prompt_logprobs(request: InferRequest, vocab_size: int = 259) -> tuple[TokenLogprobs, ...]:
-    """The oracle of prompt_logprobs."""
-    prompt, count = np.array(request.prompt_token_ids, np.int32), request.sampling.prompt_logprobs
-    wanted = vocab_size if count is not None and count < 0 else count
-    entries = (_logprobs(mock_logits(prompt[:i], vocab_size), int(prompt[i]), wanted) for i in range(1, len(prompt)))
-    return tuple(entry for entry in entries if entry is not None)
-
-
-FloatArray = npt.NDArray[np.float64]
 
 
 def _uniform(seed: int, position: int) -> float:
@@ -227,7 +186,7 @@ def sample(
         token_id = int(processed.argmax())
     else:
         token_id = _draw(processed / sampling.temperature, sampling, _uniform(sampling.seed, len(token_ids)))
-    return token_id, _logprobs(logits, token_id, sampling.logprobs, sampling.logprob_token_ids)
+    return token_id, logprobs_of(logits, token_id, sampling.logprobs, sampling.logprob_token_ids)
 
 
 def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int, sampling: SamplingParams) -> None:
@@ -242,7 +201,7 @@ def _penalise(logits: FloatArray, token_ids: Int32Array, num_prompt_tokens: int,
 
 
 def _draw(logits: FloatArray, sampling: SamplingParams, u: float) -> int:
-    """The token whose share of the cumulated probability holds `u`, most likely tokens first."""
+    """The token at share `u` of the cumulated probability, most likely tokens first."""
     order = np.argsort(-logits, kind="stable")
     probs = np.exp(logits[order] - logits[order[0]])
     probs[probs < sampling.min_p] = 0.0
@@ -254,7 +213,7 @@ def _draw(logits: FloatArray, sampling: SamplingParams, u: float) -> int:
     return int(order[min(np.searchsorted(cumulated, u * cumulated[-1], side="right"), np.count_nonzero(probs) - 1)])
 
 
-def _logprobs(
+def logprobs_of(
     logits: FloatArray, token_id: int, count: int | None, token_ids: tuple[int, ...] = ()
 ) -> TokenLogprobs | None:
     if count is None:
@@ -269,12 +228,14 @@ def _logprobs(
 
 @dataclass(frozen=True, slots=True)
 class PromptToken:
-    """A token of a prompt whose logprobs are asked for, with the `count` likeliest ones."""
+    """A prompt token whose logprobs are requested, with those of the `count` most likely ones.
+
+    context_slots: of all tokens before it.
+    """
 
     row: int
     token_id: int
     context_slots: Int32Array
-    """Of all tokens before it."""
     count: int
 
 

@@ -1,8 +1,8 @@
-"""The mock model on a device of its own: a thread that runs launched steps in order, while the host continues.
+"""The mock model on a simulated device: a thread that runs launched steps in order while the host continues.
 
-For: tests of steps in flight without an accelerator. Does not know: how fast its device is. Invariants: a step copies
-all it needs when it is launched, and never reads the host's table, which has changed by the time it runs; of a row the
-device keeps how long it is and which token it sampled last, and what it needs beside those lies in KV slots.
+For: tests of steps in flight without an accelerator. Invariants: a step copies all it needs at its launch, and never
+reads the host's table, which may have changed when it runs; of a row, the device keeps only the position and id of the
+last sampled token, everything else is in KV slots.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .mock_model import MockRunner, PromptToken, allowed_tokens, context_slots, 
 
 @dataclass(frozen=True, slots=True)
 class _DeviceRow:
-    """A row of a step, as the host sees it at its launch.
+    """A row of a step at its launch.
 
-    num_tokens  as if all drafts of earlier steps were accepted, without this step's
-    may_differ  whether some of those are not read yet
-    token_ids   int32 [n]: to compute, this step's drafts last; some may be PENDING_TOKEN
-    slots       int32: of all its positions, from the first one on
-    allowed     of each of its samples; none where it does not sample
+    num_tokens  without this step's drafts, and as if all earlier drafts were accepted
+    may_differ  whether the host does not know yet which earlier drafts were accepted
+    token_ids   int32 [n]: tokens to compute, this step's drafts last; some may be PENDING_TOKEN
+    slots       int32: of all positions from 0
+    allowed     allowed tokens of each sample; empty for a row that does not sample
     """
 
     row: int
@@ -60,7 +60,7 @@ class DeviceStep:
 
 
 class OverlappingMockRunner(MockRunner):
-    """An OverlappingRunner. `execute` reads the host's table, which does not change while the host waits."""
+    """An OverlappingRunner. `execute` may read the host's table, because the host waits for it."""
 
     launches_drafts = True
 
@@ -72,7 +72,7 @@ class OverlappingMockRunner(MockRunner):
         self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="llm-mock-device")
         self._launched: deque[tuple[int, Future[SampledTokens]]] = deque()
         self._newest: dict[int, tuple[int, int]] = {}
-        """Kept by the device: for each row, position and id of its last token, which was sampled by a launched step."""
+        """State of the device: position and id of each row's last sampled token."""
 
     def execute(self, plan: StepPlan, table: RowTable) -> SampledTokens:
         assert not self._launched, "a step is executed while others are in flight"
@@ -144,7 +144,7 @@ class OverlappingMockRunner(MockRunner):
         )
 
     def _write(self, one: _DeviceRow) -> tuple[int, list[int]]:
-        """Writes the row's tokens to their slots; returns how many it has before this step, and its drafts."""
+        """Writes the row's tokens to their slots; returns their number before this step, and the drafts."""
         length = self._newest[one.row][0] + 1 if one.may_differ else one.num_tokens
         first = one.num_computed_tokens - (one.num_tokens - length)
         tokens, num_known = one.token_ids.copy(), len(one.token_ids) - one.num_drafts
@@ -171,12 +171,12 @@ class OverlappingMockRunner(MockRunner):
 
 
 def _copied(masks: TokenMasks | None, sample: int) -> Words | None:
-    """The masks' memory is the host's, which uses it again."""
+    """A copy, because the host reuses the masks' memory."""
     allowed = allowed_tokens(masks, sample)
     return None if allowed is None else allowed.copy()
 
 
 def _num_equal(token_ids: list[int], drafts: list[int]) -> int:
-    """How many tokens are equal to their drafts, up to the first that is not."""
+    """How many tokens equal their drafts before the first that does not."""
     pairs = zip(token_ids, drafts, strict=False)
     return next((i for i, (token_id, draft) in enumerate(pairs) if token_id != draft), len(drafts))

@@ -14,7 +14,7 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import AdapterLoad, InferRequest
-from llmbackend.testing.mock_model import MockRunner, mock_generate
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,
@@ -25,6 +25,7 @@ from tests.helpers.mock_engine import (
     random_requests,
     run_to_end,
 )
+from tests.helpers.mock_oracle import mock_generate
 
 OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32]))
 

@@ -18,9 +18,10 @@ from llmbackend.engine.memory.host_tier import HostTier
 from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.messages import InferRequest
 from llmbackend.engine.step import KVCopies, RowTable, SampledTokens, StepPlan
-from llmbackend.testing.mock_model import MockRunner, mock_generate
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_devices import FailingDevice, device_of, devices_closed, make_overlapping
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_core, make_request, random_requests, run_to_end
+from tests.helpers.mock_oracle import mock_generate
 
 BLOCK = 4
 

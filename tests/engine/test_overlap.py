@@ -16,7 +16,6 @@ from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, StepOutput
 from llmbackend.engine.step import OverlappingRunner, RowTable, SampledTokens, StepPlan
 from llmbackend.testing.faults import Faults, with_faults
-from llmbackend.testing.mock_model import mock_generate
 from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
 from tests.helpers.mock_engine import (
     Outcomes,
@@ -27,6 +26,7 @@ from tests.helpers.mock_engine import (
     random_requests,
     run_to_end,
 )
+from tests.helpers.mock_oracle import mock_generate
 
 PACE_NAMES = ("fast", "slow", "drawn")
 OPTIONS = list(product([1, 7, 512], [1, 4, 32], [None, 96], [1, 3, 32], [False, True]))[::5]

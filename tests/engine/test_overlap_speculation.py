@@ -16,9 +16,9 @@ from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest
 from llmbackend.engine.step import LookupLengths, SampledTokens, look_up
-from llmbackend.testing.mock_model import mock_generate
 from tests.helpers.mock_devices import FailingDevice, PacedDevice, device_of, devices_closed, make_overlapping
 from tests.helpers.mock_engine import Outcomes, expect_oracle, make_request, random_requests, run_counted
+from tests.helpers.mock_oracle import mock_generate
 from tests.helpers.repeating_text import repeat_text
 
 EAGER = SpeculativeConfig(num_speculative_tokens=5, prompt_lookup_max=3, prompt_lookup_min=1, max_step_tokens=24)

@@ -22,7 +22,7 @@ from llmbackend.engine.memory.prefix_cache import PrefixCache
 from llmbackend.engine.messages import EngineInput, InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.scheduling.scheduler import MAX_OVERTAKEN
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
-from llmbackend.testing.mock_model import MockRunner, mock_generate
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.mock_engine import (
     FaultyRunner,
     Outcomes,
@@ -32,6 +32,7 @@ from tests.helpers.mock_engine import (
     run_counted,
     run_to_end,
 )
+from tests.helpers.mock_oracle import mock_generate
 
 BLOCK = 4
 COMMON = tuple(range(10, 30))

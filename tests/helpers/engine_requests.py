@@ -6,7 +6,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from llmbackend.engine.messages import InferRequest, SamplingParams
-from llmbackend.testing.mock_model import mock_generate
+from tests.helpers.mock_oracle import mock_generate
 
 VOCAB_SIZE = 259
 

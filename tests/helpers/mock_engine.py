@@ -12,7 +12,8 @@ from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import EngineStats, InferRequest, SamplingParams, StepOutput, StepResult, TokenLogprobs
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
-from llmbackend.testing.mock_model import MockRunner, mock_generate
+from llmbackend.testing.mock_model import MockRunner
+from tests.helpers.mock_oracle import mock_generate
 
 
 def make_core(runner_class: type[MockRunner] = MockRunner, **arguments: Any) -> EngineCore:

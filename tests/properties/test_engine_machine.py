@@ -20,11 +20,12 @@ from llmbackend.engine.config import EngineConfig, SpeculativeConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.messages import InferRequest, SamplingParams, StepOutput
 from llmbackend.engine.step import RowTable, SampledTokens, StepPlan
-from llmbackend.testing.mock_model import MockRunner, mock_generate, mock_prompt_logprobs
+from llmbackend.testing.mock_model import MockRunner
 from tests.helpers.engine_requests import VOCAB_SIZE, priorities, prompts, resumed, salts, sampling_params, shares
 from tests.helpers.machine_settings import machine_settings
 from tests.helpers.mock_devices import FailingDevice
 from tests.helpers.mock_engine import Outcome, make_request
+from tests.helpers.mock_oracle import mock_generate, mock_prompt_logprobs
 from tests.helpers.repeating_text import repeat_text
 
 MAX_MODEL_LEN = 40
