@@ -31,7 +31,7 @@ from llmbackend.core.server_log import ServerLog
 from llmbackend.links.secrets import ClusterSecrets
 from llmbackend.server.frontend_processes import FrontendProcesses, FrontendsFailedError
 from llmbackend.server.frontend_settings import open_host_folder
-from llmbackend.server.ports import ClaimedPorts, PortWish, port_of
+from llmbackend.server.ports import ClaimedPorts, port_of
 from llmbackend.server.process import in_thread, reload_on_hangup, stop_on_signal, take_ready_descriptor, tell_ready
 from llmbackend.server.process_frontends import frontend_settings_of
 from llmbackend.server.settings import ServerSettings
@@ -58,9 +58,10 @@ class MachineFrontends:
         folder.mkdir(mode=0o700)
         self.host_settings = replace(settings, host_folder=folder)
         self._claims = claims = ClaimedPorts.claim(
-            http=PortWish(settings.http.address, settings.http.port_or_none, settings.http.reuse_port, True),
-            metrics=PortWish(settings.metrics.address, None),
-            grpc=PortWish(settings.grpc.address, settings.grpc.port_or_none, settings.protocols.grpc_reuse_port, True),
+            http=settings.http,
+            metrics=replace(settings.metrics, enabled=False),
+            grpc=replace(settings.grpc, reuse_port=settings.protocols.grpc_reuse_port),
+            for_processes=True,
         )
         self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         shared_folder, self._counts = open_host_folder(self.host_settings)
@@ -125,7 +126,7 @@ class _Launcher:
         except (OSError, ValueError) as error:
             print_error(f"cannot listen: {error}. Stop the process that uses the port, or choose another port.")
             return 1
-        reload_on_hangup(stop, self._reload)
+        reload_on_hangup(stop, (self._reload,))
         stopped = asyncio.create_task(stop.wait())
         starting = asyncio.create_task(self._start())
         await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)

@@ -1,7 +1,7 @@
-"""What a frontend process serves: its own requests, and the host's application behind them.
+"""The endpoints of a frontend process: inference APIs, with everything else forwarded to the host.
 
-For: frontend_process.py, which imports this module once its log is there: what it imports takes half a second. Does not
-know: its parent, models. Invariant: it keeps nothing that another process would have to know.
+For: frontend_process.py, which imports this module, in half a second, after its log is set up. Does not know: its
+parent, models. Invariant: it has no state that another process needs.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from llmbackend.remote.remote_server import RemoteServer
 
 from .frontend_server import FrontendServer
 from .frontend_settings import FrontendSettings
+from .ports import Endpoint
 
 
 class KeyedRemoteServer(RemoteServer):
-    """Without keys, requests are sent as they are."""
+    """Counts requests by API key, as KeyedServer."""
 
     metrics_registry: CollectorRegistry
 
     def infer_async(self, request: InferenceRequest, callback: ResponseCallback) -> InferenceHandle:
-        """As KeyedServer's."""
         return super().infer_async(*of_key(self, request, callback))
 
     async def infer_accepted(
         self, request: InferenceRequest, callback: ResponseCallback, in_thread: InThread | None = None
     ) -> InferenceHandle:
-        """As KeyedServer's `infer_async`."""
         return await super().infer_accepted(*of_key(self, request, callback), in_thread)
 
 
 _HOST_TIMEOUT_S: Final = 30.0
-"""Until the host must have answered."""
+"""Timeout of the host's first answer."""
 _FAMILIES: Final = (KV_CACHE_FAMILY, ADAPTERS_FAMILY, MAX_MODEL_LEN_FAMILY)
-"""Of the host's metrics that frontends look at."""
+"""The host's metrics that frontends read."""
 
 
 class FrontendEndpoints:
+    """Created and used on the event loop."""
+
     def __init__(self, settings: FrontendSettings) -> None:
-        """On the event loop."""
         host, protocols = settings.host, settings.protocols
         counts = SharedCounts(host.counts, settings.number)
         self._access = AccessControl(settings.access, counts)
@@ -67,12 +67,9 @@ class FrontendEndpoints:
         key = sealing_key(protocols.reasoning_secret)
         self._endpoints = FrontendServer(
             self._server,
-            http_address=settings.http.address,
-            http_port=settings.http.port_or_none,
-            grpc_address=settings.grpc.address,
-            grpc_port=settings.grpc.port_or_none,
-            metrics_port=None,
-            http_reuse_port=True,
+            http=replace(settings.http, reuse_port=True),
+            grpc=settings.grpc,
+            metrics=Endpoint("", 0, enabled=False),
             http_app=create_inference_app(
                 gate,
                 max_input_size_bytes=settings.http_max_input_size_bytes,
@@ -101,14 +98,14 @@ class FrontendEndpoints:
         await self._endpoints.start()
 
     def reload(self) -> None:
-        """Reads API keys and certificates again."""
+        """Rereads API keys and certificates."""
         self._access.reload()
 
     async def leave(self) -> None:
-        """gRPC accepts nothing more; what runs continues until `stop`."""
+        """gRPC refuses new connections and calls; running ones continue until `stop`."""
         await self._endpoints.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """Accepts nothing more, and gives what runs `grace_s` seconds."""
+        """Refuses new work; running work gets `grace_s` seconds."""
         await self._endpoints.stop(grace_s)
         self._server.close()

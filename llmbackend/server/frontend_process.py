@@ -1,7 +1,7 @@
-"""A frontend process: `python -m llmbackend.server.frontend_process`, started by a host or the launcher of a cluster.
+"""`python -m llmbackend.server.frontend_process`: a frontend process of a host or a cluster's launcher.
 
-For: several event loops on one port. Does not know: models, backends, engines, whose child it is. Invariants: it
-listens once it is told to; it ends when its parent is gone, at once, and when it is told to, after what runs.
+Several of them share a port, each with its event loop. Does not know: models, backends, its parent. Invariants: it
+listens when told to; it ends at once with its parent, or when told to, after its running requests.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD_OBJECTS: Final = 10_000
-"""As in the server process (serve.py)."""
+"""As in serve.py."""
 GONE: Final = 1
-"""Exit code where the parent is gone or the ports cannot be bound."""
+"""Exit code when the parent has ended or the ports cannot be bound."""
 
 
 def main() -> int:
-    end_with(os.getppid())  # even while SIGSTOPped, so that the next server can bind the ports
+    end_with(os.getppid())  # even while stopped by SIGSTOP, so that the next server can bind the ports
     channel = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     try:
         settings = receive_settings(channel)
     except EOFError:
         return GONE
     write_records((RepeatFilter(RepeatedErrors()),), settings.is_verbose)
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal; the parent says what they mean
+    for number in (signal.SIGINT, signal.SIGHUP):  # the parent handles signals of a terminal
         signal.signal(number, signal.SIG_IGN)
     raise_limit(settings.limits.connections)
     gc.set_threshold(GC_THRESHOLD_OBJECTS)
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 async def _run(settings: FrontendSettings, channel: socket.socket) -> int:
-    from .frontend_endpoints import FrontendEndpoints  # half a second, in which the parent can already say more
+    from .frontend_endpoints import FrontendEndpoints  # takes half a second
 
     control = await ControlChannel.over(channel)
     endpoints = FrontendEndpoints(settings)
@@ -92,7 +92,7 @@ def _say_alive(control: ControlChannel) -> None:
 
 
 class _Inbox:
-    """What the parent says, and SIGTERM, which means a Drain."""
+    """The parent's messages, and a Drain for each SIGTERM."""
 
     def __init__(self, control: ControlChannel, exit_timeout_s: float) -> None:
         self._messages: asyncio.Queue[Message | None] = asyncio.Queue()
@@ -100,7 +100,7 @@ class _Inbox:
         self._reading = asyncio.create_task(self._read(control))
 
     async def next(self) -> Message | None:
-        """None: the parent is gone."""
+        """None: the parent has ended."""
         return await self._messages.get()
 
     async def _read(self, control: ControlChannel) -> None:
@@ -110,7 +110,7 @@ class _Inbox:
 
 
 async def _drain(endpoints: FrontendEndpoints, inbox: _Inbox, grace_s: float) -> int:
-    """Ends at once when the parent is gone, and earlier when it says Drain again."""
+    """Returns at once when the parent has ended; a second Drain sets a new limit."""
     stopping = asyncio.create_task(endpoints.stop(grace_s))
     while not stopping.done():
         hearing = asyncio.create_task(inbox.next())

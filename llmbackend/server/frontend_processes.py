@@ -1,8 +1,8 @@
-"""The frontend processes of one machine: started, told what to do, started again when they die, drained.
+"""FrontendProcesses: starts, controls, restarts and drains the frontend processes of one machine.
 
-For: the host, and the launcher of a cluster. Does not know: what a frontend does, whether this process is its host.
-Invariants: one that dies is restarted, after pauses that grow while it dies soon; what a process logs is in this
-process's log; with this process all of them end. Used only on the event loop.
+For: the host, and the launcher of a cluster. Does not know: what a frontend does. Invariants: a frontend that dies is
+restarted, after growing pauses if it dies soon; its log is part of this process's log; all frontends end with this
+process. Used only on the event loop.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ log = logging.getLogger(__name__)
 
 _MODULE: Final = "llmbackend.server.frontend_process"
 METRICS_VARIABLE: Final = "PROMETHEUS_MULTIPROC_DIR"
-"""Read by prometheus_client when it is imported: counters are then in files of this folder
-(access/request_identity.py)."""
+"""At its import, prometheus_client reads from it the folder for files with counters (access/request_identity.py)."""
 _FIRST_PAUSE_S: Final = 0.25
 _LONGEST_PAUSE_S: Final = 5.0
 SILENCE_S: Final = 30.0
 _LASTED_S: Final = 5.0
-"""One that served so long is restarted without a pause."""
+"""A process that ran so long is restarted after the shortest pause."""
 _END_TIMEOUT_S: Final = 5.0
 _LAST_LINES_S: Final = 1.0
 _LINE_BYTES: Final = 1 << 20
 
 
 class FrontendsFailedError(Exception):
-    """The text says which frontend process did not begin to serve."""
+    """The text names the frontend process that did not begin to serve."""
 
 
 class FrontendProcesses:
@@ -58,44 +57,44 @@ class FrontendProcesses:
         on_end: Callable[[int], None] = lambda number: None,
         silence_s: float = SILENCE_S,
     ) -> None:
-        """on_end: called with the number of a frontend whose process has ended, before the next one is started.
-        silence_s: one that says nothing for so long hangs, and is killed."""
+        """on_end: called with the number of a frontend after its process has ended, before the next one is started.
+        silence_s: a frontend that sends nothing for so long is killed."""
         self._keepers = [_Keeper(one, on_end, silence_s) for one in settings]
 
     @property
     def pids(self) -> list[int]:
-        """Of those that run."""
+        """Of running frontends."""
         return [keeper.process.pid for keeper in self._keepers if keeper.process is not None]
 
     def start(self) -> None:
-        """Starts all; they import what they need, and do not listen yet."""
+        """Starts all processes, which do not listen yet."""
         for keeper in self._keepers:
             keeper.start()
 
     async def serve(self) -> None:
-        """Returns when all listen. Raises FrontendsFailedError when one of them ends first."""
+        """Returns when all listen. Raises FrontendsFailedError when one ends first."""
         for keeper in self._keepers:
             keeper.serve()
         for keeper in self._keepers:
-            await keeper.first_serves()
+            await keeper.first_serves
 
     def reload(self) -> None:
-        """They read API keys and certificates again."""
+        """All reread API keys and certificates."""
         for keeper in self._keepers:
             keeper.tell(Reload())
 
     def leave(self) -> None:
-        """gRPC accepts no more connections and calls, as the host is stopping; what runs continues until `stop`."""
+        """The host is stopping: gRPC refuses new connections and calls; running ones continue until `stop`."""
         for keeper in self._keepers:
             keeper.leave()
 
     async def stop(self, grace_s: float) -> None:
-        """They accept nothing more, and what runs gets `grace_s` seconds; then none is left."""
+        """All refuse new work and end after running work, at the latest after `grace_s` seconds."""
         await asyncio.gather(*(keeper.stop(grace_s) for keeper in self._keepers))
 
 
 class _Keeper:
-    """One frontend: its process, and the next one when it dies."""
+    """Runs one frontend's process, and restarts it."""
 
     def __init__(self, settings: FrontendSettings, on_end: Callable[[int], None], silence_s: float) -> None:
         self._settings = settings
@@ -106,7 +105,8 @@ class _Keeper:
         self._serves = False
         self._leaves = False
         self._is_stopping = False
-        self._first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.first_serves: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the first process serves."""
         self._keeping: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -119,9 +119,6 @@ class _Keeper:
     def leave(self) -> None:
         self._leaves = True
         self.tell(Leave())
-
-    async def first_serves(self) -> None:
-        await self._first
 
     def tell(self, message: Message) -> None:
         if self._control is not None:
@@ -148,10 +145,9 @@ class _Keeper:
             code = await self._run_once()
             if self._is_stopping:
                 return
-            if not self._first.done():
-                self._first.set_exception(
-                    FrontendsFailedError(f"{self._settings.name} exited with code {code} before it served")
-                )
+            if not self.first_serves.done():
+                text = f"{self._settings.name} exited with code {code} before it served"
+                self.first_serves.set_exception(FrontendsFailedError(text))
                 return
             if loop.time() - began_s >= _LASTED_S:
                 pause_s = _FIRST_PAUSE_S
@@ -164,12 +160,12 @@ class _Keeper:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def _run_once(self) -> int:
-        """The exit code of a process, which is waited for."""
+        """Runs a process; returns its exit code."""
         ours, theirs = socket.socketpair()
         ours.setblocking(True)
         with theirs:
-            # Not the event loop's own way: it forks, for which gRPC's handlers would stop its threads.
-            # A session of its own: a Ctrl+C at the server's terminal is for the server, which ends this process.
+            # Not the event loop's method, which forks and so has gRPC's handlers stop its threads.
+            # In a session of its own: only the server gets the terminal's Ctrl+C, and then stops this process.
             process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE],
                 stdin=theirs.fileno(),
@@ -179,7 +175,7 @@ class _Keeper:
                 start_new_session=True,
             )
         self.process, self._pid = process, process.pid
-        with contextlib.suppress(OSError):  # it has ended already
+        with contextlib.suppress(OSError):  # it has ended
             send_settings(ours, self._settings)
         self._control = control = await ControlChannel.over(ours)
         if self._serves:
@@ -190,18 +186,18 @@ class _Keeper:
         hearing = asyncio.create_task(self._hear(control, process))
         code = await in_thread(process.wait)
         self.process = self._control = None
-        # Its last lines; a process that it left behind may keep its standard error open for a moment longer.
+        # For its last lines; a process that it left behind may hold its standard error open.
         await asyncio.wait((logging_its_lines, hearing), timeout=_LAST_LINES_S)
         control.close()
         self._on_end(self._settings.number)
         return code
 
     async def _hear(self, control: ControlChannel, process: subprocess.Popen[bytes]) -> None:
-        """Until it ends. Before it serves it may be silent: it imports, and waits for its host."""
+        """Reads messages until the process ends. Before it serves, it may be silent for any time."""
         message = await control.receive()
         while isinstance(message, Serving):
-            if not self._first.done():
-                self._first.set_result(None)
+            if not self.first_serves.done():
+                self.first_serves.set_result(None)
             try:
                 async with asyncio.timeout(self._silence_s):
                     message = await control.receive()
@@ -218,7 +214,7 @@ class _Keeper:
         while True:
             try:
                 line = await reader.readline()
-            except ValueError:  # longer than a line may be
+            except ValueError:  # longer than _LINE_BYTES
                 continue
             if not line:
                 return

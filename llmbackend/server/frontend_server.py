@@ -1,8 +1,8 @@
-"""The network side of a server: HTTP, gRPC and metrics endpoints on one event loop.
+"""FrontendServer: the HTTP, gRPC and metrics endpoints of a server, on one event loop.
 
-For: the command line, tests, and embedding. Does not know: models, signals, processes; the caller stops the host after
-it. Invariants: after `bind` this process has every port that was asked for, after `start` they answer, and where one of
-the two raises none is open. `stop` refuses new work at once and lets running work finish within its grace.
+For: servers and tests. Does not know: models, signals, processes; the caller stops the host afterwards. Invariants:
+after `bind` this process has all ports, after `start` they answer; if one of the two raises, no port stays open. `stop`
+refuses new work at once and lets running work finish within its grace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-import grpc
+from grpc.aio import Server as GrpcServer
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 from starlette.types import ASGIApp
@@ -39,7 +39,7 @@ from llmbackend.frontends.operations.probes import create_metrics_app
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
 from llmbackend.frontends.shared_counts import Counts
 
-from .ports import ClaimedPorts, PortWish
+from .ports import ClaimedPorts, Endpoint
 from .process import DescriptorRoom, fitted
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ STREAMS_COPIED: Final = "llmbackend:resumable_streams_copied"
 def copy_streams(
     streams: ResumableStreams, app: ASGIApp, gate: InferenceGate, peers: Peers, registry: CollectorRegistry
 ) -> None:
-    """From now on resumable streams are copied to `peers`, and made again when their clients come back here. app: the
-    HTTP application, without access control."""
+    """From now on, resumable streams are copied to `peers`, and recreated when their clients return to this host. app:
+    the HTTP application without access control."""
     makers = {
         resumable.PATH: partial(resumable.make_again, gate, streams),
         "/": partial(make_again, app),
@@ -65,7 +65,7 @@ def copy_streams(
 
 
 class CopiesMetric:
-    """A collector: whether a host's streams outlive it."""
+    """A collector: whether other hosts have copies of this host's streams."""
 
     def __init__(self, are_made: Callable[[], bool]) -> None:
         self._are_made = are_made
@@ -79,34 +79,29 @@ class CopiesMetric:
 class ServedHost(Host, Protocol):
     @property
     def metrics_registry(self) -> CollectorRegistry:
-        """What the metrics port shows, and where access control counts."""
+        """Shown at the metrics port; access control adds its counters."""
 
 
 _GRPC_DRAIN_S: Final = 86_400.0
-"""Upper bound for calls in flight when the host begins to stop; the host ends them earlier, with an error."""
+"""Limit of calls in flight when the host begins to stop; the host ends them earlier, with an error."""
 
 
 class FrontendServer:
-    """The endpoints around one host, an InferenceServer unless `http_app` is given. A port of None switches its
-    endpoint off, 0 takes any free port.
+    """The endpoints of one host, an InferenceServer unless `http_app` is given.
 
-    `access` is checked before HTTP and gRPC; the metrics port is open. `gate`, `protocols`, `streams` and `log` are
-    those that `http_app` uses. `claims`: the ports, where they have been bound before. `edge`: where frontend processes
-    have the clients' connections; the host's `grpc_address` is then `unix:` and a path. `counts`: of HTTP connections,
-    with the other processes that have the port.
+    `access` guards HTTP and gRPC; the metrics port is open. `gate`, `protocols`, `streams` and `log` are those of
+    `http_app`. `claims`: ports that are bound already. `edge`: set when frontend processes have the clients'
+    connections; then the address of `grpc` is a Unix socket. `counts`: of HTTP connections, shared by the processes on
+    the port.
     """
 
     def __init__(
         self,
         server: ServedHost,
         *,
-        http_address: str = "127.0.0.1",
-        http_port: int | None = 8000,
-        grpc_address: str = "127.0.0.1",
-        grpc_port: int | None = 8001,
-        metrics_address: str = "127.0.0.1",
-        metrics_port: int | None = 8002,
-        http_reuse_port: bool = False,
+        http: Endpoint,
+        grpc: Endpoint,
+        metrics: Endpoint,
         http_app: ASGIApp | None = None,
         access: AccessControl | None = None,
         gate: InferenceGate | None = None,
@@ -127,12 +122,8 @@ class FrontendServer:
         self._protocols = protocols or DEFAULT_OPTIONS
         self._log = log or ServerLog()
         self._streams = streams
-        self._grpc_at = (grpc_address, grpc_port)
-        self._wishes = {
-            "http": PortWish(http_address, http_port, http_reuse_port),
-            "metrics": PortWish(metrics_address, metrics_port),
-            "grpc": PortWish(grpc_address, grpc_port, self._protocols.grpc_reuse_port),
-        }
+        self._grpc_endpoint = replace(grpc, reuse_port=self._protocols.grpc_reuse_port)
+        self._bind = partial(ClaimedPorts.claim, http=http, metrics=metrics, grpc=self._grpc_endpoint)
         self._claims = claims
         self._edge = edge
         self._counts = counts
@@ -143,16 +134,16 @@ class FrontendServer:
         self._is_bound = False
         self._http: HttpEndpoint | None = None
         self._metrics: HttpEndpoint | None = None
-        self._grpc: grpc.aio.Server | None = None
+        self._grpc: GrpcServer | None = None
         self._grpc_stopping: asyncio.Future[None] | None = None
         self.http_port: int | None = None
         self.grpc_port: int | None = None
         self.metrics_port: int | None = None
 
     def bind(self) -> None:
-        """Binds all ports without listening, so that a port of another process is found before anything is loaded.
+        """Binds all ports without listening, so that ports of other processes are found before anything is loaded.
         Raises OSError; then no port is kept."""
-        self._claims = self._claims or ClaimedPorts.claim(**self._wishes)
+        self._claims = self._claims or self._bind()
         self._is_bound = True
         try:
             self._make_endpoints(self._claims)
@@ -161,7 +152,7 @@ class FrontendServer:
             raise
 
     def close(self) -> None:
-        """Gives back the ports of a server that was not started."""
+        """Releases the ports of a server that was not started."""
         if self._claims is not None:
             self._claims.close()
         if self._page_api_socket is not None:
@@ -192,19 +183,18 @@ class FrontendServer:
             self.metrics_port = self._metrics.port
 
     def _sites_of(self, claim: socket.socket) -> SiteCheck | None:
-        """The check of the endpoint on `claim`. What comes over a unix socket was checked by a frontend process."""
+        """None for a Unix socket, whose requests a frontend process has checked."""
         if claim.family == socket.AF_UNIX:
             return None
         is_open = not self._access.has_keys and is_local(claim.getsockname()[0])
         return SiteCheck(self._protocols.cors.origins, self._protocols.allowed_hosts, checks_host=is_open)
 
     def _default_app(self) -> ASGIApp:
-        """Where the caller gave none, the host is one of this process."""
-        server = cast(InferenceServer, self._server)
+        server = cast(InferenceServer, self._server)  # only such a host may come without an application
         return create_http_app(server, gate=self._gate, options=self._protocols, log=self._log)
 
     def _with_pages(self, app: ASGIApp) -> ASGIApp:
-        """`app` with the web pages before it, whose process reaches `app` itself over a unix socket."""
+        """`app` behind the web pages, whose process reaches `app` over a Unix socket."""
         if not self._page_settings.enabled:
             return app
         from llmbackend.frontends.page_proxy import PageProxy
@@ -216,8 +206,8 @@ class FrontendServer:
         return self._pages.around(app)
 
     async def start(self) -> None:
-        """Listens on all ports, which it binds where `bind` was not called, for as many connections as there are
-        descriptors for. Raises OSError or RuntimeError when a port is taken; then none stays open."""
+        """Listens on all ports, after `bind` if needed, for as many connections as there are descriptors. Raises
+        OSError or RuntimeError when a port is taken; then none stays open."""
         if not self._is_bound:
             self.bind()
         room = DescriptorRoom.now()
@@ -237,8 +227,8 @@ class FrontendServer:
             raise
 
     async def _start_grpc(self, limits: GrpcLimits) -> None:
-        host, port = self._grpc_at
-        if port is None:
+        endpoint = self._grpc_endpoint
+        if not endpoint.enabled:
             return
         if self._claims is not None and self._claims.grpc is not None:
             self._claims.grpc.close()  # gRPC binds by itself
@@ -247,7 +237,7 @@ class FrontendServer:
         access = self._access.grpc_interceptors(registry)
         self._grpc, self.grpc_port = await create_grpc_server(
             self._server,
-            address=_grpc_target(host, port),
+            address=_grpc_target(endpoint.address, endpoint.port),
             gate=self._gate,
             limits=limits,
             interceptors=access if self._edge is None else self._edge.interceptors(access),
@@ -259,20 +249,20 @@ class FrontendServer:
         await self._grpc.start()
 
     def copy_streams(self, peers: Peers) -> None:
-        """Resumable streams are copied to other hosts of a cluster from now on."""
+        """From now on, resumable streams are copied to other hosts of the cluster."""
         if self._streams is not None and self._http_app is not None:
             copy_streams(self._streams, self._http_app, self._gate, peers, self._server.metrics_registry)
 
     async def leave(self) -> None:
-        """Before the host stops: resumable streams continue on the hosts that have copies. As in Triton, gRPC refuses
-        new connections and calls; calls in flight continue until `stop`."""
+        """Call before the host stops: resumable streams move to the hosts with copies. As in Triton, gRPC refuses new
+        connections and calls; calls in flight continue until `stop`."""
         if self._streams is not None:
             self._streams.leave()
         if self._grpc is not None:
             self._grpc_stopping = asyncio.ensure_future(self._grpc.stop(_GRPC_DRAIN_S))
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new work, waits up to `grace_s` seconds for what is running, then closes everything. Call it once."""
+        """Refuses new work, waits up to `grace_s` seconds for running work, then closes everything. Call it once."""
         endpoints = (self._http, self._page_api, self._metrics)
         stops: list[Awaitable[None]] = [endpoint.stop(grace_s) for endpoint in endpoints if endpoint is not None]
         if self._pages is not None:

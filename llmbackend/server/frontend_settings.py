@@ -1,8 +1,7 @@
-"""What a frontend process is told when it starts: one frozen message.
+"""The settings of a frontend process, and the messages between it and its parent.
 
-For: the frontend process and whatever starts it: the host, or the launcher of a cluster. Does not know: flags, models.
-Invariant: whoever starts a process on this machine may read what is in it, so that it travels over a pipe to the child
-and never over a network.
+For: the frontend process and its parent, the host or the launcher of a cluster. Invariant: the settings, which hold
+secrets, go only to a child process over a socket pair, never over a network.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HostFolder:
-    """What a host and the frontend processes of its machine share, in a folder that only their user may enter."""
+    """Sockets and files shared by a host and the frontend processes of its machine, in a folder of their user alone."""
 
     path: Path
 
@@ -49,17 +48,17 @@ class HostFolder:
 
     @property
     def requests(self) -> str:
-        """The endpoint that inferences are sent to (`remote/`)."""
+        """The endpoint for inference requests (`remote/`)."""
         return f"ipc://{self.path / 'requests.sock'}"
 
     @property
     def counts(self) -> Path:
-        """See SharedCounts; the host is the first of its processes, and a frontend has its number."""
+        """File of the SharedCounts; the host is process 0, a frontend has its number."""
         return self.path / "counts"
 
     @property
     def metrics(self) -> Path:
-        """Where frontends keep their counters, for the host's metrics page."""
+        """Folder of the frontends' counters, for the host's metrics."""
         return self.path / "metrics"
 
 
@@ -68,15 +67,15 @@ class FrontendSettings:
     """Of one frontend process."""
 
     number: int
-    """From 1, as in its lines of the log."""
+    """From 1; part of its name in the log."""
     host: HostFolder
     """Of the host on this machine."""
     peers: tuple[str, ...] = ()
-    """Endpoints of the hosts of other machines, in order of preference; hosts tell of more."""
+    """Endpoints of hosts on other machines, in order of preference; hosts name further ones."""
     keys: ClusterSecrets | None = None
-    """Of the cluster, for the links to all hosts; None on a single machine."""
+    """Of the cluster, for links to its hosts; None on a single machine."""
     http: Endpoint
-    """The port is shared by all frontends of the machine; it is given, not 0."""
+    """With the actual port, which all frontends of the machine share."""
     grpc: Endpoint
     limits: FrontendLimits
     access: AccessSettings
@@ -84,7 +83,7 @@ class FrontendSettings:
     http_max_input_size_bytes: int
     openai_max_input_size_bytes: int
     exit_timeout_s: float = 30
-    """What running requests get when this process alone is told to end (SIGTERM)."""
+    """Limit of running requests when this process gets a SIGTERM."""
     has_pages: bool = False
     """Whether the host serves web pages."""
     is_verbose: bool = False
@@ -97,41 +96,43 @@ class FrontendSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterMember:
+    """What a host of a cluster needs in addition to ServerSettings."""
+
     host_id: str
     endpoint: str
-    """Where frontends of other machines reach this host: tcp://ADDRESS:PORT, port 0 for any."""
+    """Where frontends of other machines reach this host: tcp://ADDRESS:PORT, port 0 = any free."""
     keys: ClusterSecrets
     """Of the cluster."""
     on_serving: Callable[[Sequence[HostEndpoint]], None]
-    """Called once the host answers, on its event loop: with the endpoint in the host's folder and the one over TCP,
-    whose `endpoint` says the port that it has. Peers are to be set on both (`set_peers`)."""
+    """Called on the event loop when the host answers, with its endpoints in the host's folder and over TCP. It should
+    set the peers of both (`set_peers`)."""
     on_stopping: Callable[[], None] = lambda: None
-    """Called when the host is told to end, before anything else: no load should wait for other machines any more."""
+    """Called first when the host is told to end, so that no load waits for other machines any longer."""
 
 
 _SIZE_BYTES: Final = 4
 
 
 class Serve(msgspec.Struct, frozen=True, tag=True):
-    """To the process: the host answers, so listen."""
+    """To the process: listen."""
 
 
 class Reload(msgspec.Struct, frozen=True, tag=True):
-    """To the process: read API keys and certificates again."""
+    """To the process: reread API keys and certificates."""
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """To the process: the host is stopping, so gRPC accepts no more connections and calls."""
+    """To the process: the host is stopping; gRPC must refuse new connections and calls."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
-    """To the process: accept nothing more, give what runs so many seconds, then end."""
+    """To the process: refuse new work, give running work so many seconds, then end."""
 
     grace_s: float
 
 
 class Serving(msgspec.Struct, frozen=True, tag=True):
-    """From the process: it listens. Sent again every ALIVE_EVERY_S, so that one that hangs is noticed."""
+    """From the process: it listens. Repeated every ALIVE_EVERY_S, so that a process that hangs is noticed."""
 
 
 ALIVE_EVERY_S: Final = 5.0
@@ -139,13 +140,13 @@ Message = Serve | Reload | Leave | Drain | Serving
 
 
 def send_settings(channel: socket.socket, settings: FrontendSettings) -> None:
-    """The parent's first message. (Pickled, as it goes to a child of this process alone.)"""
+    """The parent's first message. (Pickled, as only a child process reads it.)"""
     content = pickle.dumps(settings)
     channel.sendall(len(content).to_bytes(_SIZE_BYTES) + content)
 
 
 def receive_settings(channel: socket.socket) -> FrontendSettings:
-    """Raises EOFError when the parent is gone."""
+    """Raises EOFError when the parent has ended."""
     size = int.from_bytes(_receive(channel, _SIZE_BYTES))
     settings: FrontendSettings = pickle.loads(_receive(channel, size))
     return settings
@@ -156,13 +157,13 @@ def _receive(channel: socket.socket, size_bytes: int) -> bytes:
     while len(content) < size_bytes:
         piece = channel.recv(size_bytes - len(content))
         if not piece:
-            raise EOFError("the parent process is gone")
+            raise EOFError("the parent process has ended")
         content += piece
     return bytes(content)
 
 
 class ControlChannel:
-    """The messages after the settings."""
+    """Carries the messages after the settings."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -173,11 +174,11 @@ class ControlChannel:
         return cls(*await asyncio.open_connection(sock=channel))
 
     def send(self, message: Message) -> None:
-        """To a process that is gone: does nothing."""
+        """Does nothing when the other process has ended."""
         self._writer.write(msgspec.json.encode(message) + b"\n")
 
     async def receive(self) -> Message | None:
-        """None: the other process is gone."""
+        """None: the other process has ended."""
         try:
             line = await self._reader.readline()
         except OSError:
@@ -189,7 +190,7 @@ class ControlChannel:
 
 
 def open_host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts]:
-    """A host that is the next one of its folder begins with no counts of its own. Raises OSError."""
+    """Creates the folder's files; in the folder of a previous host, removes that host's counts. Raises OSError."""
     folder = HostFolder(settings.host_folder or temporary_directory("host"))
     folder.metrics.mkdir(exist_ok=True)
     if not folder.counts.exists():

@@ -1,14 +1,13 @@
 """All frontends of a server process, made from its settings.
 
-For: serve.py, which imports this module while the engines load: what it imports takes half a second. Does not know: the
-life of the process. Invariant: frontends of one server share one gate, one store and one access control.
+For: serve.py, which imports this module, in half a second, while engines load. Does not know: the life of the process.
+Invariant: the frontends share one gate, one store and one access control.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-from fastapi import APIRouter
 
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
@@ -25,7 +24,7 @@ from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import ServerFacts, create_operations_router
 
 from .frontend_server import FrontendServer
-from .ports import ClaimedPorts
+from .ports import UNIX, ClaimedPorts
 from .settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -46,29 +45,46 @@ def make_frontends(
     counts: Counts | None = None,
     edge: Edge | None = None,
 ) -> FrontendServer:
-    """Frontends that are ready to start, on the ports that were claimed.
+    """Frontends on the claimed ports, ready to start.
 
-    folder, counts, edge: of a host with frontend processes, which has a socket in `folder` for gRPC, and one for HTTP
-    among `claims`."""
+    folder, counts, edge: of a host with frontend processes; its gRPC socket is in `folder`, its HTTP socket in
+    `claims`.
+    """
+    protocols = settings.protocols
     gate = InferenceGate(server, settings.limits.inference, counts)
     kept = KeptAnswers(settings.store.resume_grace_s)
     streams = ResumableStreams(kept)
-    operations = create_operations_router(server, gate, access, _facts(settings), server_log)
+    facts = ServerFacts(
+        allows_load=settings.options.model_control_mode == "explicit",
+        allows_kill=protocols.allow_fault_injection,
+        flags=settings.flags,
+    )
+    operations = create_operations_router(server, gate, access, facts, server_log)
+    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
+    key = sealing_key(protocols.reasoning_secret)
     frontends = FrontendServer(
         server,
-        http_address=settings.http.address,
-        http_port=settings.http.port_or_none,
-        grpc_address=settings.grpc.address if folder is None else f"unix:{folder.grpc}",
-        grpc_port=settings.grpc.port_or_none,
-        metrics_address=settings.metrics.address,
-        metrics_port=settings.metrics.port_or_none,
-        http_reuse_port=settings.http.reuse_port,
+        http=settings.http,
+        grpc=settings.grpc if folder is None else replace(settings.grpc, address=f"{UNIX}{folder.grpc}"),
+        metrics=settings.metrics,
         http_app=create_http_app(
             server,
             max_input_size_bytes=settings.http_max_input_size_bytes,
-            routers=(*_model_apis(server, settings, gate, streams, store), operations),
+            routers=(
+                create_anthropic_router(*common, sealing_key=key),
+                create_openai_router(
+                    *common,
+                    streams,
+                    store=store,
+                    sealing_key=key,
+                    lora_folder=protocols.openai_lora_folder,
+                    fingerprint=protocols.openai_fingerprint,
+                    defaults=protocols.request_defaults,
+                ),
+                operations,
+            ),
             gate=gate,
-            options=settings.protocols,
+            options=protocols,
             log=server_log,
             streams=streams,
             idempotent=IdempotentRequests(settings.store.idempotency, kept),
@@ -76,7 +92,7 @@ def make_frontends(
         access=access,
         gate=gate,
         limits=settings.limits,
-        protocols=settings.protocols,
+        protocols=protocols,
         log=server_log,
         claims=claims,
         pages=settings.pages,
@@ -85,36 +101,3 @@ def make_frontends(
     )
     frontends.bind()
     return frontends
-
-
-def _model_apis(
-    server: InferenceServer,
-    settings: ServerSettings,
-    gate: InferenceGate,
-    streams: ResumableStreams,
-    store: ResponseStore,
-) -> tuple[APIRouter, ...]:
-    """The APIs that others than Triton have made."""
-    protocols = settings.protocols
-    common = (server, settings.openai_max_input_size_bytes, gate, protocols.openai_lora_separator)
-    key = sealing_key(protocols.reasoning_secret)
-    return (
-        create_anthropic_router(*common, sealing_key=key),
-        create_openai_router(
-            *common,
-            streams,
-            store=store,
-            sealing_key=key,
-            lora_folder=protocols.openai_lora_folder,
-            fingerprint=protocols.openai_fingerprint,
-            defaults=protocols.request_defaults,
-        ),
-    )
-
-
-def _facts(settings: ServerSettings) -> ServerFacts:
-    return ServerFacts(
-        allows_load=settings.options.model_control_mode == "explicit",
-        allows_kill=settings.protocols.allow_fault_injection,
-        flags=settings.flags,
-    )

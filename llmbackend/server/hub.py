@@ -1,4 +1,4 @@
-"""Downloads what a server reads of a Hugging Face hub checkpoint. Files in the cache are not fetched again."""
+"""Downloads the files of a Hugging Face hub checkpoint that a server reads and its cache does not have."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Final
 
 TOKENIZER: Final = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 CHECKPOINT: Final = (*TOKENIZER, "*.safetensors")
-"""Patterns of the files that are read. Code is only read with --trust-remote-code: `*.py`."""
+"""Patterns of files to read. CODE is read only with --trust-remote-code."""
 CODE: Final = "*.py"
 _LEFT_OUT: Final = ("*/*", "consolidated*")
-"""Other forms of the same weights, and files of other programs."""
+"""Other formats of the weights, and files of other programs."""
 _ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[A-Za-z0-9][\w.-]*)?")
 _NOT_IDS: Final = frozenset({"mock"})
 
@@ -22,7 +22,7 @@ class HubError(Exception):
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether `model` can only be the id of a hub: it is no path that exists, and has the form of an id."""
+    """Whether `model` has the form of a hub id and is no existing path."""
     return model not in _NOT_IDS and _ID.fullmatch(model) is not None and not Path(model).exists()
 
 

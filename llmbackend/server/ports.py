@@ -1,8 +1,7 @@
-"""The ports of a server: bound before anything is loaded, so that one that another process has is found at once.
+"""The ports of a server: bound before anything is loaded, so that ports of other processes are found at once.
 
-For: the server process and its frontends. Does not know: protocols; nothing is imported for it. Invariants: a claimed
-port is bound and does not listen, so that clients are refused, and so is another server; where one port cannot be
-claimed, none is kept.
+For: the server process and its frontends. Does not know: protocols. Invariants: a claimed port is bound but does not
+listen, so that it refuses clients and other servers; if one port cannot be claimed, none is kept.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 UNIX: Final = "unix:"
-"""Begins an address that is the path of a Unix socket."""
+"""Prefix of an address that is the path of a Unix socket."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,7 @@ class Endpoint:
     """0: any free one."""
     enabled: bool = True
     reuse_port: bool = False
-    """Other servers that allow it too may listen on the port."""
-
-    @property
-    def port_or_none(self) -> int | None:
-        return self.port if self.enabled else None
+    """Whether other servers that allow it too may listen on the port."""
 
     @property
     def is_unix(self) -> bool:
@@ -45,8 +40,8 @@ class Endpoint:
 
 
 def check_port_collision(endpoints: Mapping[str, Endpoint]) -> None:
-    """Raises ValueError with Triton's text, naming the protocols. Port 0 is any free one, and never collides; a port
-    that another process has is found when it is bound. Source: CheckPortCollision in Triton's command_line_parser."""
+    """Raises ValueError with Triton's text, naming the protocols. Port 0 never collides. Source: CheckPortCollision in
+    Triton's command_line_parser."""
     used = [(name, endpoint) for name, endpoint in endpoints.items() if endpoint.enabled and endpoint.port]
     for (one, first), (other, second) in combinations(used, 2):
         if (first.address, first.port) == (second.address, second.port):
@@ -96,50 +91,40 @@ def _described(process: Path) -> str:
 class PortTakenError(OSError):
     """Names the process that has the port, if known. service: Triton's name of the endpoint that needs it."""
 
-    def __init__(self, error: OSError, service: str, wish: PortWish) -> None:
-        holder = holder_of(wish.port or 0)
+    def __init__(self, error: OSError, service: str, endpoint: Endpoint) -> None:
+        holder = holder_of(endpoint.port)
         super().__init__(error.errno, f"{error.strerror}{f', held by {holder}' if holder else ''}")
         self.service = service
-        self.socket = f"{wish.address}:{wish.port}"
-
-
-@dataclass(frozen=True, slots=True)
-class PortWish:
-    """Where an endpoint shall listen."""
-
-    address: str
-    port: int | None
-    """0: any free one; None: the endpoint is switched off."""
-    may_share: bool = False
-    """Whether other servers that allow it too may have the port."""
-    for_processes: bool = False
-    """Whether it is for the frontend processes of this server, which all listen on it."""
+        self.socket = f"{endpoint.address}:{endpoint.port}"
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimedPorts:
-    """Bound sockets; None where an endpoint is switched off."""
+    """Bound sockets; None for disabled endpoints."""
 
     http: socket.socket | None
     metrics: socket.socket | None
     grpc: socket.socket | None
-    """None also where gRPC picks a free port, because it binds by itself."""
+    """None also for a free port of a gRPC server in this process, which binds by itself."""
 
     @classmethod
-    def claim(cls, *, http: PortWish, metrics: PortWish, grpc: PortWish) -> ClaimedPorts:
-        """Raises PortTakenError for a port in use, OSError for other failures; then no port is kept."""
+    def claim(cls, *, http: Endpoint, metrics: Endpoint, grpc: Endpoint, for_processes: bool = False) -> ClaimedPorts:
+        """for_processes: whether the server's frontend processes listen on the ports of HTTP and gRPC.
+
+        Raises PortTakenError for a port in use, OSError for other failures; then no port is kept."""
         claims: dict[str, socket.socket | None] = {}
         try:
-            for service, wish in (("GRPC", grpc), ("HTTP", http), ("Metrics", metrics)):  # in Triton's order
-                is_left_out = wish.port is None or (wish is grpc and not wish.port and not wish.for_processes)
-                claims[service] = None if is_left_out else _claimed_as(wish)
+            for service, endpoint in (("GRPC", grpc), ("HTTP", http), ("Metrics", metrics)):  # in Triton's order
+                is_free_grpc = service == "GRPC" and not endpoint.port and not for_processes
+                is_shared = for_processes and service != "Metrics"
+                claims[service] = _claimed_as(endpoint, is_shared) if endpoint.enabled and not is_free_grpc else None
         except OSError as error:
             _close(claims.values())
-            raise PortTakenError(error, service, wish) if error.errno == errno.EADDRINUSE else error from None
+            raise PortTakenError(error, service, endpoint) if error.errno == errno.EADDRINUSE else error from None
         return cls(claims["HTTP"], claims["Metrics"], claims["GRPC"])
 
     def close(self) -> None:
-        """Gives the ports back. Closing twice does nothing."""
+        """Releases the ports. Idempotent."""
         _close((self.http, self.metrics, self.grpc))
 
 
@@ -147,14 +132,13 @@ def port_of(claim: socket.socket | None) -> int | None:
     return None if claim is None else int(claim.getsockname()[1])
 
 
-def _claimed_as(wish: PortWish) -> socket.socket:
-    """With `for_processes` the claim keeps the port for this server, and takes no connections from its processes."""
-    port = wish.port or 0
-    if not wish.for_processes:
-        return _claimed(wish.address, port, wish.may_share)
-    if port and not wish.may_share:  # a shared claim alone would also succeed beside another server's processes
-        _claimed(wish.address, port, False).close()
-    return _claimed(wish.address, port, True)
+def _claimed_as(endpoint: Endpoint, for_processes: bool) -> socket.socket:
+    """A claim for processes keeps the port for this server without taking their connections."""
+    if not for_processes:
+        return _claimed(endpoint.address, endpoint.port, endpoint.reuse_port)
+    if endpoint.port and not endpoint.reuse_port:  # a shared claim would succeed beside another server's processes
+        _claimed(endpoint.address, endpoint.port, False).close()
+    return _claimed(endpoint.address, endpoint.port, True)
 
 
 def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
@@ -175,7 +159,7 @@ def _claimed(host: str, port: int, reuse_port: bool) -> socket.socket:
 
 
 def _claimed_path(path: Path) -> socket.socket:
-    """A socket file that no server listens on any more is replaced."""
+    """Replaces a socket file on which no server listens."""
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         if path.is_socket() and not _is_listening(path):

@@ -1,4 +1,4 @@
-"""What the processes of a server do with themselves: descriptors, memory, log records, readiness, and how they end."""
+"""Helpers of server processes: memory, signals, threads, end, log records, file descriptors, readiness."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NoReturn, ParamSpec, TypeVar
@@ -23,27 +23,27 @@ from llmbackend.frontends.limits import FrontendLimits
 
 
 def pss_mb(pid: int | None = None) -> float:
-    """Of one process, by default this one. Raises OSError where the system does not tell."""
+    """Of one process, by default this one. Raises OSError on systems without this figure."""
     text = Path(f"/proc/{pid or os.getpid()}/smaps_rollup").read_text()
     return int(text.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
 
 
 def peak_rss_mb() -> float:
-    """The most that this process has had in memory since it began to run its program."""
+    """Peak memory of this process since its exec."""
     with contextlib.suppress(OSError, IndexError):
         text = Path("/proc/self/status").read_text()
         return int(text.partition("\nVmHWM:")[2].split()[0]) * 1024 / 1e6
-    # Not on Linux, where this is the parent's peak if that was higher.
+    # On Linux this could be the parent's peak.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e6
 
 
 def descendants(pid: int | None = None) -> list[int]:
-    """A process's children and their children; [] where the system does not say."""
+    """The process's children, recursively; [] on systems without this information."""
     found: list[int] = []
     waiting = [pid or os.getpid()]
     while waiting:
         for path in Path(f"/proc/{waiting.pop()}/task").glob("*/children"):
-            with contextlib.suppress(OSError):  # ended meanwhile
+            with contextlib.suppress(OSError):  # it has ended
                 children = [int(child) for child in path.read_text().split()]
                 found += children
                 waiting += children
@@ -51,10 +51,10 @@ def descendants(pid: int | None = None) -> list[int]:
 
 
 def tree_pss_mb(pid: int | None = None) -> dict[int, float]:
-    """Of a process and its descendants, by process id; {} where the system does not tell."""
+    """Of a process and its descendants, by process id; {} on systems without these figures."""
     sizes_mb: dict[int, float] = {}
     for each in (pid or os.getpid(), *descendants(pid)):
-        with contextlib.suppress(OSError, IndexError):  # ended meanwhile
+        with contextlib.suppress(OSError, IndexError):  # it has ended
             sizes_mb[each] = pss_mb(each)
     return sizes_mb
 
@@ -68,7 +68,7 @@ _directories: list[OwnedFolder] = []
 
 
 def stop_on_signal() -> asyncio.Event:
-    """The event that the first SIGTERM or SIGINT sets; the second one ends the process at once with exit code 1."""
+    """The first SIGTERM or SIGINT sets the event; a second one ends the process at once with exit code 1."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: int) -> None:
@@ -83,8 +83,8 @@ def stop_on_signal() -> asyncio.Event:
     return stop
 
 
-def reload_on_hangup(stop: asyncio.Event, reload: Callable[[], None]) -> None:
-    """SIGHUP calls `reload`. Where it means that this process's terminal was closed, it sets `stop` instead."""
+def reload_on_hangup(stop: asyncio.Event, reloads: Sequence[Callable[[], None]]) -> None:
+    """SIGHUP calls `reloads`; if it means that this process's terminal was closed, it sets `stop` instead."""
     loop = asyncio.get_running_loop()
     had_terminal = _has_terminal()
 
@@ -94,7 +94,8 @@ def reload_on_hangup(stop: asyncio.Event, reload: Callable[[], None]) -> None:
             stop.set()
         else:
             log.info("Signal (%d) received.", signal.SIGHUP)
-            reload()
+            for reload in reloads:
+                reload()
 
     loop.add_signal_handler(signal.SIGHUP, on_signal)
 
@@ -108,8 +109,8 @@ def _has_terminal() -> bool:
 
 
 def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Runs `function` on a new daemon thread. (asyncio.to_thread has a pool, which calls that hang may fill, and which
-    the process waits for when it exits.)"""
+    """Runs `function` on a new daemon thread. (The threads of asyncio.to_thread are limited, so that hanging calls
+    would block others, and the process waits for them at its exit.)"""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
@@ -134,7 +135,7 @@ def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> as
 
 
 def temporary_directory(kind: str) -> Path:
-    """A directory that lives as long as the process. kind: a word of its name."""
+    """A directory that is removed with the process. kind: part of its name."""
     _directories.append(OwnedFolder(kind))
     return _directories[-1].path
 
@@ -146,7 +147,7 @@ def kill_children() -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Ends the process without waiting for its threads, since one of them may hang."""
+    """Ends the process without waiting for its threads, one of which may hang."""
     kill_children()
     for directory in _directories:
         directory.remove()
@@ -158,7 +159,7 @@ def exit_now(code: int) -> NoReturn:
 
 
 class LogRecordLine(msgspec.Struct, frozen=True):
-    """What is kept of a record."""
+    """A log record that a process writes to its parent."""
 
     logger: str
     level: int
@@ -175,12 +176,12 @@ class _RecordWriter(logging.Handler):
         try:
             sys.stderr.buffer.write(msgspec.json.encode(kept) + b"\n")
             sys.stderr.buffer.flush()
-        except (OSError, ValueError):  # the reader is gone, and this process will be soon
+        except (OSError, ValueError):  # the parent has ended, and this process will soon
             return
 
 
 def write_records(filters: tuple[logging.Filter, ...], is_verbose: bool) -> None:
-    """From now on this process's records go to standard error: this package's, other libraries' from WARNING on."""
+    """From now on, log records go to standard error as LogRecordLines; other libraries' only from WARNING."""
     handler = _RecordWriter()
     for each in filters:
         handler.addFilter(each)
@@ -190,7 +191,7 @@ def write_records(filters: tuple[logging.Filter, ...], is_verbose: bool) -> None
 
 
 def log_line(line: bytes, process_name: str, pid: int) -> None:
-    """Logs a line that a process has written, as its own, with the process's name before the text."""
+    """Logs a line that another process has written, prefixed with its name."""
     try:
         kept = msgspec.json.decode(line, type=LogRecordLine)
     except msgspec.DecodeError:
@@ -208,17 +209,15 @@ def log_line(line: bytes, process_name: str, pid: int) -> None:
 _MIN_RESERVE: Final = 20
 _MAX_RESERVE: Final = 512
 _OWN_DESCRIPTORS: Final = 1024
-"""Wanted in addition to connections and the reserve: models, engines, libraries."""
+"""For models, engines and libraries, in addition to connections and the reserve."""
 
 
 @dataclass(frozen=True)
 class DescriptorRoom:
-    """How many connections there are descriptors for."""
+    """File descriptors of this process. limit: how many it may open; in_use: how many are open."""
 
     limit: int
-    """Descriptors that this process may open."""
     in_use: int
-    """Those that are open."""
 
     @classmethod
     def now(cls) -> DescriptorRoom:
@@ -226,7 +225,7 @@ class DescriptorRoom:
 
     @property
     def first_reserved(self) -> int:
-        """The first descriptor that no connection gets."""
+        """The lowest descriptor that connections may not use."""
         return self.limit - max(_MIN_RESERVE, min(self.limit // 8, _MAX_RESERVE))
 
     @property
@@ -235,7 +234,7 @@ class DescriptorRoom:
 
 
 def raise_limit(connections: int) -> None:
-    """Raises the soft limit of open descriptors to what so many connections need, as far as the hard limit allows."""
+    """Raises the soft limit of open files for so many connections, within the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = min(connections + _MAX_RESERVE + _OWN_DESCRIPTORS, _finite(hard))
     if _finite(soft) < wanted:
@@ -243,8 +242,8 @@ def raise_limit(connections: int) -> None:
 
 
 def fitted(limits: FrontendLimits, room: DescriptorRoom) -> FrontendLimits:
-    """`limits` with as many connections as there are descriptors for, reduced in proportion; logs one warning when
-    that is fewer than `limits` permit."""
+    """`limits` with the numbers of connections reduced in proportion to fit the descriptors; logs a warning if they
+    are."""
     permitted = limits.connections
     if room.connections >= permitted:
         return limits
@@ -279,11 +278,11 @@ def _count_open() -> int:
 
 
 READY_DESCRIPTOR: Final = "LLMBACKEND_READY_FD"
-"""The variable with the descriptor's number."""
+"""Environment variable with the number of a descriptor for `tell_ready`."""
 
 
 def take_ready_descriptor() -> int | None:
-    """The descriptor that this process was given, once."""
+    """The descriptor that this process was given; None in later calls."""
     text = os.environ.pop(READY_DESCRIPTOR, "")
     if not text:
         return None

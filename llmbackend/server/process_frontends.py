@@ -1,8 +1,7 @@
-"""A host whose clients' connections are held by frontend processes: private sockets here, processes on the ports.
+"""A host with frontend processes: they have the clients' ports, the host has private sockets.
 
 For: the serve process with `--frontend-processes` above 1, and a host of a cluster. Does not know: how a frontend
-works. Invariants: frontends listen after the host answers, and end after its requests; who uses this object sees one
-server with its ports.
+works. Invariant: frontends listen after the host answers, and end after its requests.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from .process import in_thread
 from .settings import ServerSettings
 
 _ANNOUNCED_WITHIN_S = 5.0
-"""One that hangs for longer hears of a change when it continues."""
+"""A frontend that hangs for longer learns of a change later."""
 _MANY = (1 << 31) - 1
 
 
 class ProcessFrontends:
-    """Has the ports and methods of a FrontendServer that the serve process uses."""
+    """Has those ports and methods of a FrontendServer that serve.py uses."""
 
     def __init__(
         self,
@@ -49,8 +48,8 @@ class ProcessFrontends:
         shared: SharedCounts,
         member: ClusterMember | None = None,
     ) -> None:
-        """On the event loop. access: without TLS, which ends in the frontends. Starts the processes, which import what
-        they need while models load; none where another process does."""
+        """On the event loop. Starts the processes, unless `settings.host_folder` means that another process does; their
+        imports run while models load. access: without TLS, which the frontends terminate."""
         self._claims = claims
         self.http_port, self.grpc_port = port_of(claims.http), port_of(claims.grpc)
         starts = () if settings.host_folder is not None else frontend_settings_of(settings, folder, claims)
@@ -93,15 +92,15 @@ class ProcessFrontends:
         await asyncio.gather(*(in_thread(endpoint.announce, _ANNOUNCED_WITHIN_S) for endpoint in self._requests))
 
     async def leave(self) -> None:
-        """Frontends move to other hosts, where there are any, with what these can continue with; so do the clients of
-        resumable streams. gRPC accepts no more connections and calls on any port of this host."""
+        """Frontends move the requests that other hosts can continue; clients of resumable streams move, too. gRPC
+        refuses new connections and calls."""
         self._processes.leave()
         await self._private.leave()
         if self._member is not None:
             await asyncio.gather(*(in_thread(endpoint.leave) for endpoint in self._requests))
 
     async def stop(self, grace_s: float) -> None:
-        """The frontends first: they pass on what the host still answers."""
+        """Stops the frontends first, because they forward the host's last answers."""
         await self._processes.stop(grace_s)
         await self._private.stop(grace_s)
         if self._peer_calls is not None:
@@ -118,7 +117,7 @@ def frontend_settings_of(
     peers: tuple[str, ...] = (),
     keys: ClusterSecrets | None = None,
 ) -> list[FrontendSettings]:
-    """What each frontend process of the host in `folder` is told. claims: of ports that the processes listen on. peers,
+    """Settings of the frontend processes of the host in `folder`. claims: ports on which the processes listen. peers,
     keys: see FrontendSettings."""
     return [
         FrontendSettings(
@@ -144,19 +143,19 @@ def frontend_settings_of(
 def _bound(folder: HostFolder, settings: ServerSettings) -> socket.socket | None:
     if not settings.http.enabled:
         return None
-    folder.http.unlink(missing_ok=True)  # of a host before this one
+    folder.http.unlink(missing_ok=True)  # left by a previous host
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     bound.bind(str(folder.http))
     return bound
 
 
 def _inside(limits: FrontendLimits) -> FrontendLimits:
-    """Of the private sockets: one HTTP connection for each request, one gRPC connection for each frontend."""
+    """Limits of the private sockets: one HTTP connection for each request, one gRPC connection for each frontend."""
     return replace(limits, grpc=replace(limits.grpc, max_streams_per_connection=_MANY))
 
 
 def _share(limits: FrontendLimits, processes: int) -> FrontendLimits:
-    """Of one frontend: gRPC counts its connections by itself, so that each has an equal part of them. All else is
-    counted together (SharedCounts)."""
+    """Limits of one frontend. Each has an equal part of the gRPC connections, which gRPC counts by itself; everything
+    else is counted together (SharedCounts)."""
     connections = -(-limits.grpc.max_connections // processes)
     return replace(limits, grpc=replace(limits.grpc, max_connections=connections))

@@ -1,8 +1,8 @@
 """The life of a server process: start, announce, drain, stop.
 
-For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM and SIGINT lead to one drain that
-refuses new work, lets running requests finish within the exit timeout, stops every engine and exits 0 (1 when requests
-were cut off or something did not end), also while models still load; a second signal ends the process at once.
+For: `llmbackend serve`. Does not know: protocols or models. Invariant: SIGTERM or SIGINT begins a drain, also while
+models load: new work is refused, running requests may finish within the exit timeout, every engine is stopped, and the
+exit code is 0, or 1 if requests were cut off or something did not end. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import contextlib
 import gc
 import logging
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,7 @@ from llmbackend.frontends.access.settings import AccessSettings, exposure
 from llmbackend.frontends.journals.documents import StoreError
 
 from ..core.server_log import ServerLog
-from .ports import ClaimedPorts, PortTakenError, PortWish
+from .ports import ClaimedPorts, PortTakenError
 from .process import (
     exit_now,
     in_thread,
@@ -55,16 +55,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOAD_GRACE_S = 2.0
-"""Time for a running load to end by itself when the server is stopped; then its engine is killed."""
+"""When the server is stopped, a load that does not end by itself in this time is ended by killing its engine."""
 GC_THRESHOLD_OBJECTS = 10_000
-"""How many new objects start a collection of the youngest generation. Objects of requests are freed without it;
-Python's default of 700 costs a thirtieth of a small request's time."""
+"""New objects that start a collection of the youngest generation. Objects of requests are freed without it; Python's
+default of 700 costs a thirtieth of a small request's time."""
 CLOSE_GRACE_S = 1.0
-"""Time for clients to read their last bytes after every request has ended."""
+"""Time for clients to read their last bytes after the end of all requests."""
 
 
 def run_server(settings: ServerSettings, member: ClusterMember | None = None) -> int:
-    """Serves until a signal; returns the process's exit code. member: of a cluster, whose launcher has given
+    """Serves until a signal; returns the process's exit code. member: of a cluster, whose launcher sets
     `settings.host_folder`."""
     server_log = ServerLog(settings.log)
     try:
@@ -87,14 +87,14 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         apart = _host_folder(settings)
         access = _access_control(settings.access, apart)
         reloads = [access.reload]
-        reload_on_hangup(stop, lambda: _call_all(reloads))
+        reload_on_hangup(stop, reloads)
         storage, claims = _open_storage(settings), _claim_ports(settings)
     except _StartRefusedError as error:
         print_error(str(error))
         return 1
     server = access.host(settings.options)
     loading = await begin_load(server.start)
-    from .terminal import load_bars  # with the frontends half a second, while the engines start
+    from .terminal import load_bars  # this and the frontends take half a second, while the engines start
 
     with load_bars():
         store = settings.store.around(storage)
@@ -108,7 +108,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
 
             frontends = ProcessFrontends(server, settings, access, server_log, store, claims, *apart, member)
             reloads.append(frontends.reload)
-        gc.freeze()  # what was imported stays: no collection looks at it again
+        gc.freeze()  # collections skip the imported objects
         gc.enable()
         is_over = await _ends_before(loading, stop)
     if not is_over:
@@ -135,7 +135,7 @@ def _say_stopping(member: ClusterMember | None) -> None:
 
 
 async def _has_loaded(loading: asyncio.Future[None], flag_model: str) -> bool:
-    """Of a load that has ended; says why where it has failed."""
+    """Whether a load that has ended succeeded; prints why not."""
     try:
         await loading
     except TritonError as error:
@@ -147,14 +147,14 @@ async def _has_loaded(loading: asyncio.Future[None], flag_model: str) -> bool:
 
 
 async def _listens(frontends: Frontends, server: InferenceServer, timeout_s: float) -> bool:
-    """Starts the frontends; stops the server where they can not."""
+    """Starts the frontends; stops the server if that fails."""
     try:
         await frontends.start()
     except (OSError, RuntimeError) as error:
         log.error("cannot listen: %s", error)
         try:
             await in_thread(server.stop, timeout_s)
-        except RuntimeError:  # there is no room for its threads
+        except RuntimeError:  # no thread can be started
             exit_now(1)
         return False
     return True
@@ -163,14 +163,14 @@ async def _listens(frontends: Frontends, server: InferenceServer, timeout_s: flo
 def _announce(
     server: InferenceServer, frontends: Frontends, settings: ServerSettings, ready_descriptor: int | None
 ) -> None:
-    """The server is there: in the log, on the terminal, to the parent."""
+    """Reports readiness in the log, on the terminal, and to the parent process."""
     from .terminal import announce
 
     log_endpoints(frontends, settings)
     urls = urls_of(frontends, settings)
     announce(server, page_url(urls, settings) | urls, process_age_s(), settings.is_on_one_port)
     tell_ready(ready_descriptor, urls)
-    with contextlib.suppress(RuntimeError):  # out of threads: the server works without it
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the server works without it
         in_thread(give_back_freed_memory)
     http, grpc = settings.http.address_or_none, settings.grpc.address_or_none
     if warning := exposure(settings.access, http_address=http, grpc_address=grpc):
@@ -189,17 +189,13 @@ def _open_storage(settings: ServerSettings) -> Storage:
 
 def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
     """Raises _StartRefusedError."""
-    http, grpc, metrics = settings.http, settings.grpc, settings.metrics
-    are_many = settings.frontend_processes > 1
-    if settings.host_folder is not None:  # who gave it has the ports of clients
+    http, grpc = settings.http, replace(settings.grpc, reuse_port=settings.protocols.grpc_reuse_port)
+    if settings.host_folder is not None:  # the launcher has the clients' ports
         http, grpc = replace(http, enabled=False), replace(grpc, enabled=False)
-    wishes = {
-        "http": PortWish(http.address, http.port_or_none, http.reuse_port, are_many),
-        "metrics": PortWish(metrics.address, metrics.port_or_none),
-        "grpc": PortWish(grpc.address, grpc.port_or_none, settings.protocols.grpc_reuse_port, are_many),
-    }
     try:
-        return ClaimedPorts.claim(**wishes)
+        return ClaimedPorts.claim(
+            http=http, metrics=settings.metrics, grpc=grpc, for_processes=settings.frontend_processes > 1
+        )
     except OSError as error:
         if isinstance(error, PortTakenError):  # also in Triton's words
             text = "failed to start %s service: Unavailable - Socket '%s' already in use"
@@ -209,7 +205,7 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
 
 
 def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:
-    """None where this process does everything. Raises _StartRefusedError."""
+    """None for a host without frontend processes. Raises _StartRefusedError."""
     if settings.frontend_processes == 1 and settings.host_folder is None:
         return None
     from .frontend_settings import open_host_folder
@@ -231,18 +227,13 @@ def _access_control(settings: AccessSettings, apart: tuple[HostFolder, SharedCou
         raise _StartRefusedError(str(error)) from error
 
 
-def _call_all(functions: Iterable[Callable[[], None]]) -> None:
-    for function in functions:
-        function()
-
-
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:
-    """The reasons, where that of the model of `--model` names flags instead of engine arguments."""
+    """The reasons; that of the model of `--model` names flags instead of engine arguments."""
     return {name: as_flags(reason) if name == flag_model else reason for name, reason in reasons.items()}
 
 
 async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bool:
-    """Waits for the end of loading or for a signal. True: loading ended first."""
+    """Waits for the end of loading or a signal. True: loading ended first."""
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -250,7 +241,7 @@ async def _ends_before(loading: asyncio.Future[None], stop: asyncio.Event) -> bo
 
 
 async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[None], timeout_s: float) -> int:
-    """Nothing is served yet: the engine of a load that does not end soon is killed, which ends the load."""
+    """Stops a server that does not serve yet; kills the engines of loads that do not end within LOAD_GRACE_S."""
     log.info("stopping while models are loading")
     stopping = in_thread(server.stop, timeout_s)
     await asyncio.wait((stopping, loading), timeout=LOAD_GRACE_S, return_when=asyncio.ALL_COMPLETED)
@@ -259,15 +250,15 @@ async def _stop_while_loading(server: InferenceServer, loading: asyncio.Future[N
         kill_children()
     if not await stopping:
         exit_now(1)
-    with contextlib.suppress(TritonError):  # it says that the server is stopping
+    with contextlib.suppress(TritonError):  # the server is stopping
         await loading
     log.info("server stopped")
     return 0
 
 
 async def _drain(server: InferenceServer, frontends: Frontends, store: ResponseStore, timeout_s: float) -> int:
-    """Refuses new work, waits for running requests, unloads, closes the ports. Background responses in a store
-    that stays are not waited for: the next server goes on with them."""
+    """Refuses new work, waits for running requests, unloads models, closes the ports. Background responses in a
+    persistent store are not waited for: the next server continues them."""
     log.info("shutting down: waiting up to %g s for running requests", timeout_s)
     await frontends.leave()
     stopping = in_thread(server.stop, timeout_s)

@@ -1,8 +1,7 @@
-"""The settings of one server process: frozen objects, made by the command line, read by everything above the host.
+"""ServerSettings: the frozen settings of one server process. SingleModel: a repository for the one model of `--model`.
 
-For: `llmbackend serve`. Does not know: how flags are spelled, what the engine's arguments mean. Invariant: settings
-that exist are consistent; names and defaults are Triton's. The repository that is made for a single model holds what a
-person would have written, and lives as long as the process.
+For: the command line, which makes them, and the server. Does not know: the spelling of flags, the meaning of engine
+arguments. Invariants: existing settings are consistent; names and defaults are Triton's.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _NOT_IN_NAMES = re.compile(r"[^\w.+@=-]")
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Everything that `llmbackend serve` needs."""
+    """All settings of `llmbackend serve`."""
 
     options: ServerOptions
     http: Endpoint
@@ -50,41 +49,40 @@ class ServerSettings:
     openai_max_input_size_bytes: int = 4 << 20
     exit_timeout_s: int = 30
     frontend_processes: int = 1
-    """1: the process of the host has the clients' connections; more: so many processes beside it."""
+    """1: the host's process has the clients' connections; more: so many separate processes have them."""
     host_folder: Path | None = None
-    """Set by who starts the frontend processes of this host, whatever their number: where it meets them."""
+    """Set by a process that itself starts the host's frontend processes: the folder that the host shares with them."""
     limits: FrontendLimits = field(default_factory=FrontendLimits)
     store: StoreSettings = IN_MEMORY
     access: AccessSettings = NO_ACCESS_CONTROL
     log: LogSettings = field(default_factory=LogSettings)
     protocols: ProtocolOptions = DEFAULT_OPTIONS
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The flags that were given, as operators may see them."""
+    """The given flags, as shown to operators."""
     pages: PageSettings = NO_PAGES
     is_on_one_port: bool = False
-    """Whether gRPC and a port of metrics alone are closed unless they were asked for."""
+    """Whether gRPC and a separate metrics port are closed unless requested."""
     flag_model: str = ""
-    """The name of the model that flags describe (`--model`), "" for none."""
+    """Name of the model of `--model`; "" = none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SingleModel:
-    """The one model that `llmbackend serve --model` serves."""
+    """The one model of `llmbackend serve --model`."""
 
     model: str
     """A checkpoint's directory or a hub id."""
     names: Sequence[str] = ()
-    """What clients call it, the canonical name first, with slashes and colons if need be; (): the last part of
-    `model`."""
+    """Names for clients, the canonical one first; may contain slashes and colons; () = the last part of `model`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """The engine's arguments, checked: JSON values by name."""
+    """Checked engine arguments: JSON values by name."""
     parameters: Mapping[str, str] = field(default_factory=dict)
     """Parameters of config.pbtxt."""
 
     @classmethod
     def checked(cls, model: str, names: Sequence[str], given: Mapping[str, Any]) -> SingleModel:
-        """given: engine arguments and bounds on requests (OWN_PARAMETERS) by name. Raises TritonError or ValueError,
-        naming the argument."""
+        """given: engine arguments and bounds on requests (OWN_PARAMETERS) by name. Raises TritonError or ValueError
+        that names the argument."""
         parameters = {key: str(value) for key, value in given.items() if key in OWN_PARAMETERS}
         others = {key: value for key, value in given.items() if key not in OWN_PARAMETERS}
         arguments = read_given_arguments({"model": model, **others}, Path.cwd())
@@ -97,7 +95,7 @@ class SingleModel:
 
     @property
     def name(self) -> str:
-        """In the repository, whose names are those of directories."""
+        """The model's directory in the repository."""
         path = Path(self.model)
         if self.names or not path.exists():
             last = (self.names[0] if self.names else self.model).rstrip("/").rsplit("/", 1)[-1]
@@ -105,13 +103,13 @@ class SingleModel:
         return path.resolve().name
 
     def make_repository(self) -> Path:
-        """A temporary repository with this model."""
+        """A repository with this model, which is removed with the process."""
         repository = temporary_directory("repository")
         self.write_into(repository)
         return repository
 
     def write_into(self, repository: Path) -> None:
-        """Writes what a person would: config.pbtxt, and a model.json that points to the checkpoint."""
+        """Writes config.pbtxt, and model.json with the engine arguments."""
         version = repository / self.name / "1"
         version.mkdir(parents=True)
         arguments = dict(self.arguments)

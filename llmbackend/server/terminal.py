@@ -1,8 +1,7 @@
-"""What a starting server shows on the terminal: bars while models load, then what is served, where, and how to try it.
+"""Terminal output of a starting server: progress bars of loads, then models, URLs and an example.
 
-For: `llmbackend serve`. Does not know: engines. Invariants: without a terminal on standard error there are no bars, but
-log lines: one for each stage of a load, more for a long stage; log lines appear above the bars; the bars disappear when
-loading ends.
+For: `llmbackend serve`. Does not know: engines. Invariants: if standard error is no terminal, log lines replace the
+bars, at least one for each stage of a load; log lines appear above the bars; the bars disappear when loading ends.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:  # rich is imported while the engines start
     from rich.progress import Progress, TaskID
 
 ORDER_TIMEOUT_S = 2.0
-"""Models without an engine report nothing."""
+"""Limit of the wait, because models without an engine report nothing."""
 
 
 @contextlib.contextmanager
 def handled_by(handler: logging.Handler) -> Iterator[None]:
-    """Gives each report to `handler` until the block ends."""
+    """Passes progress reports to `handler` until the block ends."""
     level = progress_log.level
     progress_log.addHandler(handler)
     progress_log.setLevel(logging.DEBUG)
@@ -49,7 +48,7 @@ def handled_by(handler: logging.Handler) -> Iterator[None]:
 
 
 class _FirstReport(logging.Handler):
-    """Sets `event`, from any thread."""
+    """Sets `event` at the first report, from any thread."""
 
     def __init__(self, event: asyncio.Event) -> None:
         super().__init__()
@@ -62,9 +61,9 @@ class _FirstReport(logging.Handler):
 
 
 async def begin_load(load: Callable[[], None]) -> asyncio.Future[None]:
-    """Runs `load` on a thread; returns when it has ordered an engine or has ended, or when ORDER_TIMEOUT_S are over.
+    """Runs `load` on a thread; returns when it has ordered an engine or has ended, or after ORDER_TIMEOUT_S.
 
-    Until then the interpreter lock is the load's: what the caller does next would delay the engine's start."""
+    Until then, other work of the caller would hold the interpreter lock and delay the engine's start."""
     ordered = asyncio.Event()
     with handled_by(_FirstReport(ordered)):
         loading = in_thread(load)
@@ -89,7 +88,7 @@ class Listening(Protocol):
 
 
 def log_endpoints(listening: Listening, settings: ServerSettings) -> None:
-    """Triton's lines, which tools wait for."""
+    """Writes Triton's log lines, for which tools wait."""
     started = (
         ("GRPCInferenceService", settings.grpc.address, listening.grpc_port),
         ("HTTPService", settings.http.address, listening.http_port),
@@ -101,7 +100,7 @@ def log_endpoints(listening: Listening, settings: ServerSettings) -> None:
 
 
 def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
-    """Each open endpoint's, by protocol."""
+    """URLs of the enabled endpoints, by protocol."""
     scheme = "http" if settings.access.http_tls is None else "https"
     found = {
         "http": (scheme + "://{}:{}", settings.http.address, listening.http_port),
@@ -113,7 +112,7 @@ def urls_of(listening: Listening, settings: ServerSettings) -> dict[str, str]:
 
 
 def page_url(urls: Mapping[str, str], settings: ServerSettings) -> dict[str, str]:
-    """Where a browser on this machine finds the pages."""
+    """The pages' URL for a browser on this machine, if there are pages."""
     if not settings.pages.enabled or "http" not in urls or settings.http.is_unix:
         return {}
     return {"pages": f"{urls['http'].replace('0.0.0.0', 'localhost')}/"}
@@ -132,13 +131,13 @@ LINE_INTERVAL_S: Final = 10.0
 
 
 class LoadLines(logging.Handler):
-    """Log lines in the place of bars."""
+    """Logs progress instead of showing bars."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
         self._clock = clock
         self._last: dict[int, tuple[str, float]] = {}
-        """Per loading engine: the stage that was logged last, and when."""
+        """By loading engine: the last logged stage, and when."""
 
     def emit(self, record: logging.LogRecord) -> None:
         engine: int = record.__dict__["engine"]
@@ -179,7 +178,7 @@ class _Bars(logging.Handler):
 
 @contextlib.contextmanager
 def load_bars(console: Console | None = None) -> Iterator[None]:
-    """Shows bars until the block ends, by default on standard error; where that is no terminal, log lines."""
+    """Shows bars until the block ends, by default on standard error; if that is no terminal, log lines."""
     if console is None and not sys.stderr.isatty():
         with handled_by(LoadLines()):
             yield
@@ -201,7 +200,7 @@ def load_bars(console: Console | None = None) -> Iterator[None]:
 
 
 def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is_on_one_port: bool = False) -> None:
-    """Says on standard output what is served and where, and how to try it."""
+    """Prints models, URLs and an example on standard output."""
     from rich.console import Console
 
     console = Console(highlight=False, soft_wrap=True)
@@ -223,7 +222,7 @@ def announce(server: InferenceServer, urls: dict[str, str], startup_s: float, is
 
 
 def _paths(server: InferenceServer) -> dict[tuple[str, str], str]:
-    """What computes each model, by name and version."""
+    """Execution paths of the models, by name and version."""
     found: dict[tuple[str, str], dict[str, None]] = {}
     for source, instance in server.describe_instances():
         if instance.path:

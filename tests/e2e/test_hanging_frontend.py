@@ -20,11 +20,11 @@ from llmbackend.frontends.shared_counts import SharedCounts
 from llmbackend.remote.host_endpoint import HostEndpoint
 from llmbackend.server.frontend_processes import FrontendProcesses
 from llmbackend.server.frontend_settings import FrontendSettings, HostFolder
-from llmbackend.server.ports import ClaimedPorts, Endpoint, PortWish
+from llmbackend.server.ports import ClaimedPorts, Endpoint
 from tests.helpers.mock_llm_host import MODEL, mock_llm_host
 
 pytestmark = pytest.mark.slow
-NONE = PortWish("127.0.0.1", None)
+NONE = Endpoint("127.0.0.1", 0, enabled=False)
 
 
 def settings_of(folder: HostFolder, port: int) -> FrontendSettings:
@@ -48,7 +48,7 @@ def test_a_frontend_that_hangs_is_killed_and_started_again(tmp_path: Path, caplo
     server = mock_llm_host(tmp_path)
     endpoint = HostEndpoint(server, folder.requests)
     endpoint.start()
-    claims = ClaimedPorts.claim(http=PortWish("127.0.0.1", 0, for_processes=True), metrics=NONE, grpc=NONE)
+    claims = ClaimedPorts.claim(http=Endpoint("127.0.0.1", 0), metrics=NONE, grpc=NONE, for_processes=True)
     assert claims.http is not None
     port = claims.http.getsockname()[1]
 

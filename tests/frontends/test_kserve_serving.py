@@ -21,7 +21,8 @@ from tritonclient.grpc import service_pb2_grpc
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.server.frontend_server import FrontendServer
-from tests.helpers.kserve_runner import Running
+from llmbackend.server.ports import Endpoint
+from tests.helpers.kserve_runner import FREE_PORT, NO_PORT, Running
 from tests.helpers.kserve_scripted import RECORD
 from tests.helpers.waiting import eventually
 
@@ -103,9 +104,9 @@ def test_idle_connections_do_not_hold_up_a_stop(running: Running) -> None:
         assert silent.recv(1) == b""
 
 
-@pytest.mark.parametrize("taken", ["http_port", "grpc_port", "metrics_port"])
+@pytest.mark.parametrize("taken", ["http", "grpc", "metrics"])
 def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
-    async def run(ports: dict[str, Any]) -> None:
+    async def run(ports: dict[str, Endpoint]) -> None:
         frontend = FrontendServer(InferenceServer(ServerOptions()), **ports)
         with pytest.raises((OSError, RuntimeError)):
             await frontend.start()
@@ -115,13 +116,19 @@ def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
                     pass
 
     with socket.create_server(("127.0.0.1", 0)) as holder:
-        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0} | {taken: holder.getsockname()[1]}
+        ports = dict.fromkeys(("http", "grpc", "metrics"), FREE_PORT)
+        ports[taken] = Endpoint("127.0.0.1", holder.getsockname()[1])
         asyncio.run(run(ports))
 
 
 def test_ports_are_taken_before_they_are_opened() -> None:
     async def run() -> None:
-        frontend = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=free_port(), metrics_port=0)
+        frontend = FrontendServer(
+            InferenceServer(ServerOptions()),
+            http=FREE_PORT,
+            grpc=Endpoint("127.0.0.1", free_port()),
+            metrics=FREE_PORT,
+        )
         frontend.bind()
         address = ("127.0.0.1", frontend.http_port or 0)
         with pytest.raises(ConnectionRefusedError):
@@ -129,7 +136,9 @@ def test_ports_are_taken_before_they_are_opened() -> None:
         await frontend.start()
         socket.create_connection(address).close()
         for port in (frontend.http_port, frontend.grpc_port, frontend.metrics_port):
-            late = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=port, metrics_port=None)
+            late = FrontendServer(
+                InferenceServer(ServerOptions()), http=FREE_PORT, grpc=Endpoint("127.0.0.1", port or 0), metrics=NO_PORT
+            )
             with pytest.raises(OSError, match=rf"Address already in use: 127\.0\.0\.1:{port}"):
                 late.bind()
         await frontend.stop(1)
@@ -144,7 +153,7 @@ def free_port() -> int:
 
 def test_endpoints_can_be_left_out() -> None:
     async def run() -> None:
-        frontend = FrontendServer(InferenceServer(ServerOptions()), http_port=0, grpc_port=None, metrics_port=None)
+        frontend = FrontendServer(InferenceServer(ServerOptions()), http=FREE_PORT, grpc=NO_PORT, metrics=NO_PORT)
         await frontend.start()
         assert frontend.http_port and frontend.grpc_port is None and frontend.metrics_port is None
         await frontend.stop(1)
@@ -195,7 +204,7 @@ def test_a_bug_of_ours_is_a_500_without_detail_on_http_and_grpc(caplog: pytest.L
             metrics_registry=CollectorRegistry(),
             server_metadata=Mock(side_effect=AttributeError("it has no attribute")),
         )
-        frontend = FrontendServer(no_host, http_port=0, grpc_port=0, metrics_port=None)
+        frontend = FrontendServer(no_host, http=FREE_PORT, grpc=FREE_PORT, metrics=NO_PORT)
         await frontend.start()
         async with httpx.AsyncClient() as client:
             answer = await client.get(f"http://127.0.0.1:{frontend.http_port}/v2")

@@ -26,8 +26,12 @@ from llmbackend.frontends.openai.router import create_openai_router
 from llmbackend.frontends.operations.router import create_operations_router
 from llmbackend.frontends.protocol_options import ProtocolOptions
 from llmbackend.server.frontend_server import FrontendServer
+from llmbackend.server.ports import Endpoint
 from tests.helpers.kserve_scripted import start_host
 from tests.helpers.waiting import eventually
+
+FREE_PORT = Endpoint("127.0.0.1", 0)
+NO_PORT = Endpoint("127.0.0.1", 0, enabled=False)
 
 
 class Running:
@@ -83,9 +87,9 @@ class Running:
         self.app = app
         frontend = FrontendServer(
             self.host,
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
+            http=FREE_PORT,
+            grpc=FREE_PORT,
+            metrics=FREE_PORT,
             http_app=app,
             access=self.access,
             gate=self.gate,
