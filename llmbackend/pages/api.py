@@ -1,8 +1,7 @@
-"""The server's HTTP API as the pages use it, with the key of the viewer.
+"""Api: the server's HTTP API, called with the viewer's key.
 
-For: every page. Does not know: what is shown. Invariants: one pool of connections for all viewers, over the unix
-socket that the server opened for this process; a key is sent with each request and kept nowhere else; an error has the
-API's own text.
+For: every page. Does not know: what is shown. Invariants: all viewers share a pool of connections over the Unix socket
+that the server opened for this process; a key is only sent with requests, never stored; errors have the API's own text.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _pool: httpx.AsyncClient | None = None
 
 
 class ApiError(Exception):
-    """The text is the API's, `status` that of HTTP; 0: there was no response."""
+    """The text is the API's. status: of HTTP; 0 = there was no response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -36,14 +35,14 @@ class ServerEvent:
     """One server-sent event."""
 
     name: str
-    """ "message" where the stream names none."""
+    """ "message" if the stream names none."""
     data: str
     id: str = ""
 
 
 @asynccontextmanager
 async def connected(api_socket: Path) -> AsyncIterator[None]:
-    """Within it the API can be used."""
+    """Opens the pool of connections; Api works only within this context."""
     global _pool
     transport = httpx.AsyncHTTPTransport(uds=str(api_socket), limits=httpx.Limits(max_connections=None))
     async with httpx.AsyncClient(transport=transport, base_url="http://server", trust_env=False) as _pool:
@@ -51,25 +50,25 @@ async def connected(api_socket: Path) -> AsyncIterator[None]:
 
 
 class Api:
-    """Of one viewer; `key` is called for each request, "" for none."""
+    """For one viewer. key: called for each request; "" = no key."""
 
     def __init__(self, key: Callable[[], str]) -> None:
         self._key = key
 
     async def get(self, path: str) -> Any:
-        """The JSON of the answer. Raises ApiError."""
+        """The answer's JSON. Raises ApiError."""
         return await self._json("GET", path, None, _TIMEOUT_S)
 
     async def post(self, path: str, body: Any = None, timeout_s: float | None = _TIMEOUT_S) -> Any:
-        """The JSON of the answer, None for an empty one. Raises ApiError."""
+        """The answer's JSON, None for an empty answer. Raises ApiError."""
         return await self._json("POST", path, body, timeout_s)
 
     async def stream(
         self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
     ) -> AsyncGenerator[ServerEvent]:
-        """The events of a stream until its end. Raises ApiError. To close it cancels the request, unless `headers` ask
-        for a stream that can be resumed."""
-        request = self._request(method, path, body, None)  # it may be silent for as long as its request waits
+        """The events of a stream until its end. Raises ApiError. Closing the generator cancels the request, unless
+        `headers` ask for a resumable stream."""
+        request = self._request(method, path, body, None)  # without a timeout: its request may wait for long
         request.headers.update(headers or {})
         try:
             response = await _opened().send(request, stream=True)
@@ -134,7 +133,7 @@ async def _beginning(response: httpx.Response) -> bytes:
 
 
 def _error(status: int, body: bytes) -> ApiError:
-    """The text of OpenAI's, Triton's and other bodies."""
+    """Reads the error bodies of OpenAI's and Triton's APIs; any other body is the text."""
     text = body[:_MAX_ERROR_BYTES].decode("utf-8", "replace")
     try:
         found = json.loads(text)["error"]

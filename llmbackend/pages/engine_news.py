@@ -1,4 +1,4 @@
-"""EngineNews: what the server's feed says about engines, one stream per key for all answers in progress."""
+"""Events of engines from the server's feed; answers in progress with the same key share a stream."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _PATH: Final = "/v2/engine/events?kinds=engine&interval_ms=50"
 Listener = Callable[[dict[str, Any]], None]
 
 _of_key: dict[str, _Stream] = {}
-"""Those that somebody listens to."""
+"""Streams with listeners, by API key."""
 
 
 @contextlib.contextmanager
 def listening(key: str, listener: Listener) -> Iterator[None]:
-    """Within it `listener` gets the data of each event `engine`."""
+    """Calls `listener` with the data of each event `engine` until the context ends."""
     stream = _of_key.get(key)
     if stream is None:
         stream = _of_key[key] = _Stream(key)
@@ -48,8 +48,6 @@ class _Stream:
             async with contextlib.aclosing(self._api.stream("GET", _PATH)) as events:
                 async for event in events:
                     if event.name == "engine":
-                        self._tell(json.loads(event.data))
-
-    def _tell(self, news: dict[str, Any]) -> None:
-        for listener in tuple(self.listeners):
-            listener(news)
+                        news = json.loads(event.data)
+                        for listener in tuple(self.listeners):
+                            listener(news)

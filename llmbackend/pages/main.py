@@ -1,7 +1,7 @@
-"""The page process: `python -m llmbackend.pages.main`, started by the server for the first viewer.
+"""`python -m llmbackend.pages.main`: the page process, which the server starts for the first viewer.
 
-For: frontends/page_proxy. Does not know: the server's insides; it has a socket to listen on and one that leads to the
-API. Invariants: it ends when its standard input closes, which its server holds open; it writes no files.
+For: frontends/page_proxy. Does not know: the server; it has a socket to listen on and one to the API. Invariants: it
+ends when its standard input closes, which the server keeps open; it writes no files.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 
 _RECONNECT_TIMEOUT_S = 20.0
-"""How long a page that has lost its connection is kept for its viewer."""
+"""How long a page without connection is kept."""
 _MAX_MESSAGE_BYTES = 4 << 20
-"""Of a message from a browser: a chat that it has stored."""
+"""Limit of a browser's message, which may be a stored chat."""
 
 
 def main() -> None:
@@ -37,10 +37,10 @@ def main() -> None:
 
 
 def _before_nicegui(folder: Path) -> None:
-    """NiceGUI reads its environment when it is imported. Nothing is stored, so that any folder will do: asking for a
-    temporary one writes a file, and would end this process where that folder is full."""
+    """Sets what NiceGUI reads at its import. Nothing is stored, so that any folder is suitable; looking for a temporary
+    one would write a file, and fail on a full disk."""
     tempfile.tempdir = str(folder)
-    os.environ.pop("PYTEST_CURRENT_TEST", None)  # a server that a test started must behave as any other
+    os.environ.pop("PYTEST_CURRENT_TEST", None)  # NiceGUI would behave differently under a test
     os.environ["NICEGUI_STORAGE_PATH"] = str(folder)  # the default is the working folder
 
 
@@ -54,7 +54,7 @@ async def _serve(descriptor: int, api_socket: Path) -> None:
 
 
 def _end_with_input() -> None:
-    """At once: nothing here has to be put away, and requests to the API are cancelled with their connections."""
+    """Ends the process at once: nothing needs saving, and requests to the API end with their connections."""
     if not os.read(sys.stdin.fileno(), 1):
         os._exit(0)
 
@@ -82,7 +82,7 @@ def make_app(api_socket: Path) -> FastAPI:
         language="en-US",
         tailwind=False,
         reconnect_timeout=_RECONNECT_TIMEOUT_S,
-        gzip_middleware_factory=None,  # ours is outside of the one that reads pages
+        gzip_middleware_factory=None,  # the one above is outside of SecurityHeaders, which reads pages
         show_welcome_message=False,
     )
     nicegui_app.config.socket_io_js_transports = ["websocket"]

@@ -1,4 +1,4 @@
-"""Which page is at which path, each imported when it is first opened, and the files that all pages share."""
+"""Routes of the pages, each imported when it is first opened, and of the files that all pages share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nicegui import App, ui
 from .shell import FILES_URL, PAGES, Page, shell
 
 KATEX_URL: Final = "/_nicegui/katex.js"
-"""What static/math.js imports."""
+"""Imported by static/math.js."""
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ def add_to(app: App) -> None:
 
 
 def _add_katex(app: App) -> None:
-    """The copy that NiceGUI ships for its diagrams; its file's name has a hash."""
+    """Serves the copy that NiceGUI has for its diagrams; the file's name contains a hash."""
     found = sorted(Path(nicegui.__file__).parent.glob("elements/mermaid/dist/katex-*.js"))
     if found:
         app.add_static_file(local_file=found[0], url_path=KATEX_URL)
@@ -45,6 +45,6 @@ def _add(page: Page, path: str) -> None:
 
 
 def _show_failure(error: Exception) -> None:
-    """The log has the details; NiceGUI's own page would show them to every viewer."""
+    """Logs the details, which NiceGUI's own page would show to every viewer."""
     log.error("a page cannot be shown", exc_info=error)
     ui.label("This page cannot be shown. See the server's log.").classes("page")

@@ -1,11 +1,11 @@
-"""SecurityHeaders: what a browser may do with a page, on every response of the page process.
+"""SecurityHeaders: the content security policy and related headers of every response of the page process.
 
-For: main.py. Does not know: what a page shows. Invariants: only scripts of this server run: files of its own, and the
-inline scripts of the page itself, each marked with a nonce of that response; so a script that a model's text would
-bring into the page does not run, even where the sanitiser had a gap. Nothing is loaded from or sent to another host.
+For: main.py. Does not know: what a page shows. Invariants: only this server's scripts run: its files, and the page's
+inline scripts, which carry a nonce of the response; a script in a model's text would not run even if the sanitiser
+missed it. Nothing is loaded from or sent to other hosts.
 
-`unsafe-eval` is needed: NiceGUI compiles its components' templates in the browser and runs the scripts that the page
-process sends over the websocket. `unsafe-inline` holds for styles alone, which Quasar sets on elements.
+NiceGUI needs `unsafe-eval`: it compiles templates in the browser and runs scripts that the page process sends over the
+websocket. `unsafe-inline` is only for styles, which Quasar sets on elements.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _SCRIPT: Final = re.compile(rb"<script(?=[\s>])")
 
 
 class SecurityHeaders:
-    """An ASGI application around another one. HTML, which is a page's shell of some 100 kB, is held until complete;
-    it holds nothing that a model or another viewer has written."""
+    """ASGI middleware. Buffers HTML, a page's shell of about 100 kB without text of models or viewers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -53,7 +52,7 @@ class _Marked:
         self._send = send
         self._nonce = secrets.token_urlsafe(16)
         self._start: dict[str, Any] | None = None
-        """Of a page, whose length is not known yet."""
+        """Delayed start of an HTML response, whose length is unknown yet."""
         self._body = b""
 
     async def send(self, message: Message) -> None:

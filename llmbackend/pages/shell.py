@@ -1,7 +1,7 @@
-"""What every page has around it: the header with its navigation, the theme, the viewer's key.
+"""The common parts of all pages: header with navigation, theme, the viewer's key.
 
-For: routes.py, and the pages' builders, which get a Viewer. Does not know: what a page shows. Invariant: key and theme
-are kept in the browser's storage alone (static/shell.js); here a key lives as long as its page.
+For: routes.py, and the pages' builders, which get a Viewer. Does not know: what a page shows. Invariant: only the
+browser stores key and theme (static/shell.js); in this process, a key lives as long as its page.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ class Viewer:
         self._on_key: list[OnKey] = []
         self._dialog = _KeyDialog(self)
         self.header_start: ui.element | None = None
-        """Left of the navigation, where a page may put the button of its drawer."""
+        """Left of the navigation, for the button of a page's drawer."""
         self.header_end: ui.element | None = None
-        """Right of it, for buttons of the page."""
+        """Right of the navigation, for a page's buttons."""
 
     def on_key(self, callback: OnKey) -> None:
-        """`callback` is called once the browser is connected and its key is known, and whenever the key changes."""
+        """`callback` is called when the browser is connected and its key is known, and when the key changes."""
         self._on_key.append(callback)
 
     def ask_for_key(self, why: str = "") -> None:
-        """Opens the dialog for the key; `why` is shown in it."""
+        """Opens the key dialog, which shows `why`."""
         self._dialog.open(why)
 
     def need_key(self) -> None:
-        """Opens the dialog because the API has refused the viewer's key, or that there is none."""
+        """Opens the key dialog because the API has refused the viewer's key, or a request without one."""
         self.ask_for_key(_WRONG_KEY if self.key else _NEEDS_KEY)
 
     async def arrive(self) -> None:
-        """Waits for the browser, then reads the key out of its storage."""
+        """Waits for the browser, then reads the key from its storage."""
         await context.client.connected()
         self.key = str(await ui.run_javascript("return llmbackend.key()", timeout=_STORAGE_TIMEOUT_S) or "")
         await self._tell()
 
     async def change_key(self, key: str) -> None:
         self.key = key
-        await ui.run_javascript(f"llmbackend.setKey({_js(key)})", timeout=_STORAGE_TIMEOUT_S)
+        await ui.run_javascript(f"llmbackend.setKey({json.dumps(key)})", timeout=_STORAGE_TIMEOUT_S)
         await self._tell()
 
     async def _tell(self) -> None:
@@ -82,7 +82,7 @@ class Viewer:
 
 
 class _KeyDialog:
-    """Where a viewer types the API key."""
+    """The dialog for the API key."""
 
     def __init__(self, viewer: Viewer) -> None:
         self._viewer = viewer
@@ -111,12 +111,12 @@ class _KeyDialog:
 
     async def _close_with(self, key: str) -> None:
         self._dialog.close()
-        self._input.set_value("")  # it does not stay in the page
+        self._input.set_value("")  # the key does not stay in the page
         await self._viewer.change_key(key)
 
 
 def shell(page: Page) -> Viewer:
-    """The header of `page`, in the page that is being built."""
+    """Builds the header of `page`."""
     ui.colors(primary="#0b7a5e", dark_page="#101316", dark="#171b20")
     ui.add_head_html(
         f'<link rel="stylesheet" href="{FILES_URL}/pages.css"><script src="{FILES_URL}/shell.js"></script>'
@@ -146,7 +146,7 @@ def shell(page: Page) -> Viewer:
 
 
 def _ask(viewer: Viewer, why: str) -> None:
-    """A script of the page wants a key."""
+    """Handles a page script's request for a key."""
     if why:
         viewer.ask_for_key(why)
     else:
@@ -159,8 +159,3 @@ def _link(page: Page, *, is_current: bool) -> None:
         ui.label(page.title)
     if is_current:
         link.classes("nav-link--current").props("aria-current=page")
-
-
-def _js(text: str) -> str:
-    """`text` as an expression of JavaScript."""
-    return json.dumps(text)

@@ -1,7 +1,7 @@
-"""Answer: one answer of a model while it arrives, read out of the chunks of a chat completion.
+"""Answer: a model's answer while it arrives, assembled from the chunks of a chat completion.
 
-For: the chat page. Does not know: HTTP, what is shown. Invariant: after any number of chunks `turn` is what has arrived
-so far, so that an answer that is stopped or breaks off keeps all of it, and one that is continued what it had before.
+For: the chat page. Does not know: HTTP, what is shown. Invariant: `turn` always holds everything that has arrived,
+including the text that a continued answer had before.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import msgspec
 from .conversation import STOPPED, Timing, TokenProbability, ToolCall, Turn
 
 _MAX_PROBABILITIES: Final = 4096
-"""Tokens of an answer whose probabilities are kept."""
+"""How many tokens of an answer have their probabilities kept."""
 
 _MIN_STREAMED_S: Final = 0.05
-"""Shorter answers come in a piece or two, and have no speed."""
+"""No speed is shown for answers that arrive faster, which come in one or two pieces."""
 
 
 class Answer:
     def __init__(self, base: Turn, now_s: Callable[[], float] = time.monotonic) -> None:
-        """base: what the answer had before."""
+        """base: the answer before this request."""
         self._base = base
         self._now_s = now_s
         self._began_s = now_s()
@@ -84,7 +84,7 @@ class Answer:
         return tuple(ToolCall(*parts) for _, parts in sorted(self._calls.items()))
 
     def turn(self, *, is_stopped: bool = False) -> Turn:
-        """What has arrived; `is_stopped`: the viewer stopped it."""
+        """The answer so far. is_stopped: whether the viewer stopped it."""
         return msgspec.structs.replace(
             self._base,
             content=self.content,

@@ -1,7 +1,7 @@
 """BrowserStore: the chats of one browser, in its localStorage.
 
-For: the chat page. Does not know: what is shown. Invariants: chats are kept in the browser alone; what cannot be read
-any more is left out, and stays where it is.
+For: the chat page. Does not know: what is shown. Invariants: only the browser stores chats; unreadable ones are left
+out but not deleted.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class ChatEntry(msgspec.Struct, frozen=True):
 
 
 class BrowserStore:
-    """Each method waits for the browser (static/chat.js); one that does not answer has nothing."""
+    """Each method waits for the browser (static/chat.js); without an answer, it behaves as if the storage were
+    empty."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def entries(self) -> list[ChatEntry]:
-        """The chats, the one that was changed last first."""
+        """The chats, most recently changed first."""
         try:
             return msgspec.convert(await self._call("list"), list[ChatEntry])
         except msgspec.ValidationError:
@@ -44,11 +45,11 @@ class BrowserStore:
             return None
 
     async def save(self, chat: Chat) -> bool:
-        """False: the browser's storage has no room."""
+        """False: the browser's storage is full."""
         return bool(await self._call("save", chat.id, chat.shown_title, chat.to_json()))
 
     async def unfinished(self, chat: Chat) -> UnfinishedAnswer | None:
-        """The answer that comes behind the chat's last turn, if one was being generated."""
+        """The answer after the chat's last turn, if one was being generated."""
         try:
             found = UnfinishedAnswer.of_json(str(await self._call("answer", chat.id) or ""))
         except ValueError:
@@ -62,14 +63,14 @@ class BrowserStore:
         await self._call("forgetAnswer", chat_id)
 
     async def search(self, text: str) -> set[str] | None:
-        """The ids of the chats in which `text` stands, in any case; None for all."""
+        """Ids of the chats that contain `text`, ignoring case; None = all chats."""
         return set(await self._call("search", text) or ()) if text.strip() else None
 
     async def remove(self, chat_id: str) -> None:
         await self._call("remove", chat_id)
 
     async def settings(self) -> ChatSettings:
-        """Those of the chat that was last changed: new chats begin with them."""
+        """The settings that were changed last; new chats begin with them."""
         try:
             return msgspec.json.decode(str(await self._call("settings") or "{}"), type=ChatSettings)
         except msgspec.DecodeError:
@@ -82,5 +83,5 @@ class BrowserStore:
         values = ", ".join(json.dumps(argument) for argument in arguments)
         try:
             return await self._client.run_javascript(f"return llmbackendChat.{name}({values})", timeout=_TIMEOUT_S)
-        except TimeoutError:  # the browser is away for the moment, or for good
+        except TimeoutError:  # the browser is disconnected
             return None

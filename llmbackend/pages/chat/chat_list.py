@@ -1,6 +1,6 @@
-"""ChatList: the chats of this browser, in a drawer: search, open, rename, export, import, delete.
+"""ChatList: a drawer with this browser's chats: search, open, rename, export, import, delete.
 
-For: page.py. Does not know: what is in a chat. Invariant: it shows what it was given last.
+For: page.py. Does not know: what is in a chat.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class ChatActions:
     rename: Callable[[str, str], Awaitable[None]]
     remove: Callable[[str], Awaitable[None]]
     search: Callable[[], Awaitable[None]]
-    """What is searched for has changed."""
+    """Called when the searched text has changed."""
     import_text: Callable[[str], Awaitable[None]]
-    """A file's text."""
+    """Called with the text of a file."""
 
 
 class ChatList:
@@ -89,5 +89,5 @@ class ChatList:
 
 
 def _plain(chat_id: str) -> str:
-    """An id as it can stand in a script; ids that are not ours lose what could end the string."""
+    """A chat's id for use in a script, without characters that could end the string."""
     return "".join(character for character in chat_id if character.isalnum())

@@ -1,4 +1,4 @@
-"""Composer: where the viewer writes, chooses the model, sends and stops."""
+"""Composer: the message field with the choice of the model and the button to send and stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ON_ENTER: Final = """(event) => {
   event.preventDefault();
   emit(event.target.value);
 }"""
-"""Handler of a text field's `keydown`: what was written, when Enter asks to send it."""
+"""Handler of a text field's `keydown`: emits the text when Enter is pressed."""
 
 
 class Composer:
@@ -51,7 +51,7 @@ class Composer:
         self._button.classes(**{"add" if is_busy else "remove": "composer__stop"})
 
     def show_problem(self, text: str) -> None:
-        """Why nothing can be sent; "" = it can."""
+        """text: why nothing can be sent; "" = something can."""
         self._problem.set_text(text)
 
     async def _on_enter(self, event: events.GenericEventArguments) -> None:

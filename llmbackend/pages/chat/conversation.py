@@ -1,7 +1,7 @@
-"""What a chat consists of: its turns and the settings that its requests are made with.
+"""Chat: the turns of a chat and the settings of its requests.
 
-For: the chat page. Does not know: what is shown, HTTP. Invariant: turns are frozen, and a chat that was read out of a
-browser's storage, where anyone may have changed it, has the declared types, or reading it raises ValueError.
+For: the chat page. Does not know: what is shown, HTTP. Invariants: turns are frozen; a chat from a browser's storage,
+which anyone may have changed, has the declared types, else reading it raises ValueError.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 TITLE_CHARACTERS: Final = 60
 _MAX_VERSIONS: Final = 10
-"""Of one turn, each with the turns that followed it; the oldest are dropped."""
+"""Versions of one turn, each with the turns after it; the oldest are dropped."""
 _SAMPLING: Final = (
     "temperature",
     "top_p",
@@ -26,7 +26,7 @@ _SAMPLING: Final = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Fields of a request that are sent as they are, where they are set."""
+"""Settings that are copied into requests when they are set."""
 _TOP_LOGPROBS: Final = 5
 
 
@@ -41,15 +41,15 @@ class TokenProbability(msgspec.Struct, frozen=True):
     token: str
     logprob: float
     top: tuple[tuple[str, float], ...] = ()
-    """The likeliest tokens at this place, with their logprobs."""
+    """The most likely tokens at this position, with their logprobs."""
 
 
 class Timing(msgspec.Struct, frozen=True):
-    """How long an answer took, as seen by the page process."""
+    """Durations of an answer, measured by the page process."""
 
     first_token_ms: float
     tokens_per_s: float
-    """After the first token; 0: not measured, the answer was too short."""
+    """After the first token; 0: the answer was too short to measure."""
     output_tokens: int
     prompt_tokens: int
     cached_tokens: int = 0
@@ -62,27 +62,27 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
-    """Of a tool's result: the call that it answers."""
+    """The call that a tool's result answers."""
     finish_reason: str = ""
     error: str = ""
-    """The API's text, of an answer that failed."""
+    """The API's text for a failed answer."""
     timing: Timing | None = None
     recovery_ms: float | None = None
-    """How long the answer paused because its engine had died; None: it had not."""
+    """Pause of the answer after its engine died; None: the engine did not die."""
     probabilities: tuple[TokenProbability, ...] = ()
     others: tuple[tuple[Turn, ...], ...] = ()
-    """The other versions of this turn, each with the turns that followed it, oldest first."""
+    """The other versions of this turn, each with the turns after it, oldest first."""
     place: int = 0
-    """Index of this version among all of them."""
+    """Index of this version among all versions."""
 
     @property
     def is_empty(self) -> bool:
-        """Whether this is an answer of which nothing has arrived."""
+        """Whether this is an answer without content."""
         return self.role == "assistant" and not (self.content or self.reasoning or self.tool_calls)
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether this is an answer that broke off before the model ended it."""
+        """Whether this is an answer that ended before the model ended it."""
         ended_early = self.error or self.finish_reason in ("length", STOPPED, INTERRUPTED)
         return bool(self.role == "assistant" and self.content and not self.tool_calls and ended_early)
 
@@ -93,18 +93,18 @@ INTERRUPTED: Final = "interrupted"
 
 
 class UnfinishedAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """An answer while it is generated, as the browser stores it, so that a reloaded page can continue it."""
+    """An answer that is being generated, as stored in the browser, so that a reloaded page can continue it."""
 
     key: str
-    """Idempotency key of the request: a second request with it gets the answer of the first."""
+    """Idempotency key of the request; a second request with it gets the first one's answer."""
     index: int
-    """Of the answer among the turns."""
+    """Index of the answer among the turns."""
     base: Turn
-    """The answer before this request: the text that is continued, other versions."""
+    """The answer before this request: the text to continue, other versions."""
     turn: Turn
-    """What has arrived so far."""
+    """The answer so far."""
     stream_id: str = ""
-    """Of the resumable stream; "" = nothing has arrived."""
+    """Id of the resumable stream; "" = nothing has arrived."""
 
     @classmethod
     def new(cls, index: int, base: Turn) -> UnfinishedAnswer:
@@ -135,9 +135,9 @@ class ChatSettings(msgspec.Struct, frozen=True, kw_only=True):
     stop: str = ""
     """One stop string per line."""
     tools: str = ""
-    """JSON: a list as in OpenAI's `tools`."""
+    """JSON: a list as OpenAI's `tools`."""
     schema: str = ""
-    """JSON: the schema that answers follow."""
+    """JSON: the schema of answers."""
     with_probabilities: bool = False
 
 
@@ -164,31 +164,31 @@ class Chat(msgspec.Struct, kw_only=True):
         return self.title or "New chat"
 
     def add_user(self, text: str, version: Turn | None = None) -> None:
-        """version: from `cut`: the place of the turn that the new one replaces."""
+        """version: returned by `cut`, if the new turn replaces another one."""
         version = version or Turn(role="user")
         self.turns.append(msgspec.structs.replace(version, content=text))
         self.title = self.title or " ".join(text.split())[:TITLE_CHARACTERS]
 
     def cut(self, index: int) -> Turn:
-        """Removes the turns from `index` on. Returns an empty turn to replace them, with them as its other versions."""
+        """Removes the turns from `index`. Returns an empty turn to replace them, with them among its other versions."""
         tail = self.turns[index:]
         del self.turns[index:]
         others = (tail[0].others if tail[0].is_empty else _versions(tail))[-_MAX_VERSIONS:]
         return Turn(role=tail[0].role, others=others, place=len(others))
 
     def show_version(self, index: int, place: int) -> None:
-        """Replaces the turn at `index`, and what followed it, by another version."""
+        """Replaces the turn at `index` and the turns after it by another version."""
         versions = list(_versions(self.turns[index:]))
         first, *following = versions.pop(place)
         self.turns[index:] = [msgspec.structs.replace(first, others=tuple(versions), place=place), *following]
 
     def open_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of the last answer, if they wait for their results."""
+        """The last answer's calls that wait for results."""
         return self.turns[-1].tool_calls if self.turns and self.turns[-1].role == "assistant" else ()
 
     def request(self, begun: Turn) -> dict[str, Any]:
-        """The body of the chat completion that answers the last turn. begun: the answer so far, which the model
-        continues. Raises ValueError for invalid tools or an invalid schema."""
+        """The body of the chat completion that answers the last turn. begun: the answer so far, to be continued. Raises
+        ValueError for invalid tools or an invalid schema."""
         settings = self.settings
         body: dict[str, Any] = {
             "model": settings.model,
@@ -229,14 +229,14 @@ def _message(turn: Turn) -> dict[str, Any]:
 
 
 def _versions(tail: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
-    """All versions of the first turn of `tail`, each with the turns behind it."""
+    """All versions of the first turn of `tail`, each with the turns after it."""
     first, *following = tail
     own = (msgspec.structs.replace(first, others=(), place=0), *following)
     return (*first.others[: first.place], own, *first.others[first.place :])
 
 
 def tools_of(text: str) -> list[Any]:
-    """Raises ValueError, with a text for the viewer."""
+    """Raises ValueError with a text for the viewer."""
     tools = _json("Tools", text)
     if not isinstance(tools, list):
         raise ValueError(f"Tools is a JSON {_KINDS[type(tools)]}, expected a list as in OpenAI's API")
@@ -244,7 +244,7 @@ def tools_of(text: str) -> list[Any]:
 
 
 def schema_of(text: str) -> dict[str, Any]:
-    """Raises ValueError, with a text for the viewer."""
+    """Raises ValueError with a text for the viewer."""
     schema = _json("JSON schema", text)
     if not isinstance(schema, dict):
         raise ValueError(f"JSON schema is a JSON {_KINDS[type(schema)]}, expected an object")

@@ -1,9 +1,9 @@
-"""Generation: one answer, from its request to its end, shown as it arrives.
+"""Generation: requests an answer, reads its stream and shows it as it arrives.
 
-For: page.py. Does not know: the chat around it. Invariants: the page is updated at most about ten times a second, and
-less often where an update takes long, so that long answers of several viewers do not saturate the page process; what
-has arrived is kept however the answer ends. The stream is resumable: after a lost connection it is read on from the
-last event, and a reloaded page reads it from its beginning.
+For: page.py. Does not know: the chat around it. Invariants: the page is updated at most about 16 times a second, and
+updates take at most a fifth of the time, so that long answers do not saturate the page process; the text that has
+arrived is kept however the answer ends. The stream is resumable: after a lost connection, reading continues after the
+last event; a reloaded page reads the stream from its beginning.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .turn_views import AnswerView
 
 _SHOW_EVERY_S: Final = 0.06
 _SHARE_OF_TIME: Final = 0.2
-"""The largest share of the time that is spent on updating the page."""
+"""Largest share of the time for updates of the page."""
 _SILENCE_S: Final = 3.0
-"""Without a token the page says that it waits."""
+"""After so long without a token, the page says that it waits."""
 _PATH: Final = "/v1/chat/completions"
 _ID_PREFIX: Final = "chatcmpl-"
-"""What the server puts before the client's request id in the id of a chat completion."""
+"""The server's prefix to the client's request id in the id of a chat completion."""
 _COME_BACK_S: Final = 30.0
 """How long the server keeps a stream without a connection (--resume-grace)."""
 _RETRY_EVERY_S: Final = 1.0
@@ -52,8 +52,8 @@ class Generation:
         client: Client,
         host_model: str,
     ) -> None:
-        """unfinished: the answer so far, read from its stream if it has one
-        host_model: the host's model behind the `model` of the request
+        """unfinished  the answer so far; read from its stream if it has one
+        host_model  name of the request's `model` on the host
         """
         self._api = viewer.api
         self._key = viewer.key
@@ -65,23 +65,22 @@ class Generation:
         self._answer = Answer(unfinished.base)
         self._event_id = unfinished.stream_id
         """Id of the last event, or of the stream; "" = nothing has arrived."""
-        self._is_away = False
-        """Whether the connection is lost."""
+        self._is_disconnected = False
         self._engine_state = ""
         self._recovery_ms: float | None = None
         self._news_s = time.monotonic()
         self._longest_pause_s = 0.0
-        """Between two pieces of the answer."""
+        """Longest time between two parts of the answer."""
         self._is_dirty = bool(unfinished.turn.content)
         self._reading: asyncio.Task[None] | None = None
         self._is_stopped = False
         self.is_dropped = False
-        """This page no longer wants the answer, not even what has arrived."""
+        """Whether this page discards the answer."""
         self.needs_key = False
-        """The API has refused the request because of its key."""
+        """Whether the API refused the request's key."""
 
     def stop(self) -> None:
-        """Ends it here and in the server; what has arrived is kept."""
+        """Ends the answer here and on the server; the text so far is kept."""
         self._is_stopped = True
         background_tasks.create(self._stop_request(), name="stop an answer")
         self._end_reading()
@@ -91,12 +90,12 @@ class Generation:
         self.stop()
 
     def leave(self) -> None:
-        """The browser has disconnected: the server continues for a while, because the page may be reloaded."""
+        """The browser has disconnected. The server continues for a while, as the page may be reloaded."""
         self.is_dropped = True
         self._end_reading()
 
     def so_far(self) -> UnfinishedAnswer:
-        """What another page needs to continue."""
+        """The state from which another page can continue."""
         stream_id = self._event_id.partition(":")[0]
         return msgspec.structs.replace(self._unfinished, turn=self._kept(), stream_id=stream_id)
 
@@ -121,7 +120,7 @@ class Generation:
 
     async def _stop_request(self) -> None:
         path = f"/v2/models/{quote(self._host_model, safe='')}/stop"
-        with contextlib.suppress(ApiError):  # it may just have ended; else it ends after the grace period
+        with contextlib.suppress(ApiError):  # it may have ended; else it ends after the grace period
             await self._api.post(path, {"id": f"{_ID_PREFIX}{self._unfinished.key}"})
 
     def turn(self) -> Turn:
@@ -132,27 +131,27 @@ class Generation:
         return kept
 
     def _kept(self) -> Turn:
-        """What has arrived here, or what the previous page had received, if that is more."""
+        """The answer as received here or, if that is longer, by the previous page."""
         turn = self._answer.turn(is_stopped=self._is_stopped)
         known = self._unfinished.turn
         if len(known.content) + len(known.reasoning) > len(turn.content) + len(turn.reasoning):
             turn = msgspec.structs.replace(known, finish_reason=turn.finish_reason, error=turn.error)
-        timing = None if self._unfinished.stream_id else turn.timing  # a stream that is read again arrives at once
+        timing = None if self._unfinished.stream_id else turn.timing  # a stream that is reread arrives at once
         return msgspec.structs.replace(turn, recovery_ms=self._recovery_ms, timing=timing)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
     async def _read(self) -> None:
-        """Reads until the answer has ended, over several connections if need be."""
+        """Reads until the answer has ended, if necessary over several connections."""
         try:
             while not await self._read_connection():
-                self._is_away = True
+                self._is_disconnected = True
                 await asyncio.sleep(_RETRY_EVERY_S)
         except ValueError as error:
             self._answer.error = f"the stream cannot be read: {error}"
 
     async def _read_connection(self) -> bool:
-        """True = there is nothing more to read. Raises ValueError for an event that is not JSON."""
+        """True: the answer has ended. Raises ValueError for an event that is not JSON."""
         try:
             async with contextlib.aclosing(self._api.stream("POST", _PATH, self._request, self._headers())) as events:
                 async for event in events:
@@ -165,17 +164,17 @@ class Generation:
         return self._fail(ApiError(0, "the server has closed the connection"))
 
     def _headers(self) -> dict[str, str]:
-        """Ask for the rest of a stream that has begun; else begin one, or join the one that the same key has begun."""
+        """For the rest of the known stream, else for a new stream or the one that has the same key."""
         if self._event_id:
             return {"last-event-id": self._event_id}
         return {"x-resumable-stream": "true", "idempotency-key": self._unfinished.key}
 
     def _fail(self, error: ApiError) -> bool:
-        """Records the error; False = the connection is to be tried again."""
+        """Records the error; False: reconnect instead."""
         silence_s = time.monotonic() - self._news_s
         if self._event_id and error.status in _LOST_CONNECTION and silence_s < _COME_BACK_S:
             return False
-        if not (self._event_id and error.status == _NOT_FOUND):  # an expired stream: what has arrived is kept
+        if not (self._event_id and error.status == _NOT_FOUND):  # an expired stream ends without an error
             self._answer.error = str(error)
         self.needs_key = error.status == _UNAUTHORIZED
         return True
@@ -187,11 +186,11 @@ class Generation:
         self._news_s = now_s
         self._answer.take(chunk)
         self._is_dirty = True
-        self._is_away = False
+        self._is_disconnected = False
         self._engine_state = ""
 
     def _take_news(self, news: dict[str, Any]) -> None:
-        """A model may have several engines: a recovery in which the answer did not pause was that of another one."""
+        """A recovery during which the answer did not pause belongs to another engine of the model."""
         if news.get("model") != self._request["model"]:
             return
         self._engine_state = str(news.get("state", ""))
@@ -220,7 +219,7 @@ class Generation:
             return f"The engine is {self._engine_state}; the answer continues as soon as it is back."
         if self._engine_state in ("failed", "stopped"):
             return f"The engine has {self._engine_state}."
-        if self._is_away:
+        if self._is_disconnected:
             return "Lost the connection to the server. Trying again."
         if silence_s > _SILENCE_S:
             return f"No token for {silence_s:.0f} s; still connected."

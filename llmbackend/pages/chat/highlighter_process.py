@@ -1,9 +1,8 @@
-"""Colours code for the pages: `python -m llmbackend.pages.chat.highlighter_process`, started by highlighting.py.
+"""`python -m llmbackend.pages.chat.highlighter_process`: highlights code for highlighting.py.
 
-For: the page process, which must not run Pygments itself: some of its patterns take exponential time on text that a
-model may write. Invariants: each line of input is JSON, `[language, code]`; each line of output is the HTML, or null
-for an unknown language; code that exceeds its bound of CPU time or memory ends this process, and so does the end of
-input.
+A separate process, because some of Pygments' patterns take exponential time on text that a model may write. Each input
+line is JSON, `[language, code]`; each output line is the HTML as JSON, or null for an unknown language. Code that
+exceeds its limit of CPU time or memory ends this process; so does the end of input.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from pygments.util import ClassNotFound
 
 CLASS_PREFIX: Final = "hl-"
 MAX_CPU_S: Final = 0.4
-"""Of one piece of code."""
+"""Limit for one piece of code."""
 _MAX_MEMORY_BYTES: Final = 512 << 20
 _NICENESS: Final = 10
-"""Engines on the same cores come first."""
+"""Gives engines on the same cores precedence."""
 _FORMATTER: Final = HtmlFormatter(nowrap=True, classprefix=CLASS_PREFIX)
 
 
 def main() -> None:
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY_BYTES, _MAX_MEMORY_BYTES))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a handler of Python's would wait for the pattern
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; a Python handler would wait for the pattern
     for line in sys.stdin.buffer:
         language, code = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, MAX_CPU_S)

@@ -1,10 +1,9 @@
-"""A model's Markdown as HTML that is safe to show: the text is untrusted.
+"""Markdown: a model's untrusted Markdown as safe HTML.
 
-For: the chat page. Does not know: pages. Invariants: the HTML holds only the tags that Markdown has; HTML in the text
-is shown as text; nothing in it loads anything by itself (an image becomes a link); links lead to http, https and mail
-alone, and tell their target nothing about this page. Blocks are rendered one by one: while an answer grows, what
-stands before its last block does not change. (The browser sanitises the HTML once more: DOMPurify, and the page's
-policy.)
+For: the chat page. Does not know: pages. Invariants: the HTML has only tags of Markdown; HTML in the text is shown as
+text; nothing is loaded automatically (an image becomes a link); links go only to http, https and mailto, without
+referrer. While an answer grows, only its last block changes. (The browser sanitises the HTML again: DOMPurify, and the
+page's policy.)
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ _MAX_BLOCK_CHARACTERS: Final = 64 << 10
 _LINK: Final = re.compile(r"(https?|mailto):", re.IGNORECASE)
 _MAX_LANGUAGE_CHARACTERS: Final = 32
 _REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069\u200e\u200f\u061c]")
-"""Characters that make code read otherwise than it runs."""
+"""Characters that can make code look different from what it does."""
 _COLOURED: Final = "coloured"
-"""Key of a rendering's environment: the HTML of code, by Code."""
+"""Key in the renderer's environment: HTML by Code."""
 
 
 class _Renderer(RendererHTML):
-    """Images as links, code with its language and a button to copy it."""
+    """Renders images as links, and code with its language and a copy button."""
 
     def image(self, tokens: Sequence[Token], idx: int, options: OptionsDict, env: EnvType) -> str:
         token = tokens[idx]
@@ -64,7 +63,7 @@ _PARSER: Final = _make_parser()
 
 
 def last_block(text: str) -> int:
-    """Where the last block of `text` begins: what stands before it stays as it is when the text continues."""
+    """Start of the last block of `text`; the text before it renders the same when the text grows."""
     tokens = [token for token in _PARSER.parse(text) if token.map is not None and token.level == 0]
     line = tokens[-1].map[0] if tokens and tokens[-1].map else 0
     begin = 0
@@ -77,16 +76,16 @@ class Markdown:
     """A text, parsed once."""
 
     def __init__(self, text: str, *, is_plain: bool = False) -> None:
-        """is_plain: the text is shown as it is, and so is one that is too long."""
+        """is_plain: shows the text without rendering, as is done for texts above _MAX_BLOCK_CHARACTERS."""
         self.text = text
         is_plain |= len(text) > _MAX_BLOCK_CHARACTERS
         self._tokens = None if is_plain else _PARSER.parse(text)
         codes = (_code(token) for token in self._tokens or () if token.type == "fence")
         self.codes = [code for code in codes if code.language]
-        """Those whose language is named, as they are shown."""
+        """Pieces of code whose language is named."""
 
     def html(self, coloured: Mapping[Code, str]) -> str:
-        """coloured: the HTML of those of `codes` that have colours."""
+        """coloured: HTML of highlighted `codes`."""
         if self._tokens is None:
             return f'<p class="plain" dir="auto">{escape(self.text)}</p>'
         return str(_PARSER.renderer.render(self._tokens, _PARSER.options, {_COLOURED: coloured}))

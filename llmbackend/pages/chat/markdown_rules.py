@@ -1,10 +1,9 @@
-r"""What models write beyond CommonMark: formulas and task lists, as rules of markdown-it.
+r"""Rules of markdown-it for formulas and task lists.
 
-For: markdown.py. Does not know: how formulas look (static/math.js has KaTeX render them). Invariants: a formula reaches
-the HTML as escaped text; `\(…\)`, `\[…\]`, `$…$` and `$$…$$` begin and end one, but "$5 and $6" does not; a blank line
-ends an unclosed formula, which is then text, so that earlier blocks do not change while the text grows; the end of an
-inline formula is searched for within MAX_CHARACTERS.
-Source: Pandoc's `tex_math_dollars` (what may stand beside a `$`); GitHub's task lists.
+For: markdown.py. Does not know: how formulas look (static/math.js renders them with KaTeX). Invariants: formulas are
+escaped text in the HTML; `\(…\)`, `\[…\]`, `$…$` and `$$…$$` are formulas, "$5 and $6" is none; an unclosed formula
+ends at a blank line and is text, so that earlier blocks do not change while the text grows; an inline formula ends
+within MAX_CHARACTERS. Source: Pandoc's `tex_math_dollars` (characters beside a `$`); GitHub's task lists.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _opening(text: str, position: int) -> str | None:
 
 
 def _end(text: str, begin: int, limit: int, closing: str) -> int:
-    """Index of the closing delimiter; -1 = there is none."""
+    """Index of the closing delimiter; -1 = none."""
     end = text.find(closing, begin, limit)
     while end > 0 and closing[0] == "$" and text[end - 1] == "\\":
         end = text.find(closing, end + 1, limit)
@@ -82,7 +81,7 @@ def _formula_block(state: StateBlock, start_line: int, end_line: int, silent: bo
     line, text = start_line, state.src[begin + 2 : state.eMarks[start_line]].rstrip()
     while not text.endswith(_CLOSING[opening]):
         line += 1
-        if _CLOSING[opening] in text or (line < end_line and not _goes_on(state, line)):
+        if _CLOSING[opening] in text or (line < end_line and not _continues_block(state, line)):
             return False
         if line >= end_line:
             return line >= len(state.bMarks) - 1 and _take(state, "math_open", start_line, line, silent)
@@ -90,8 +89,8 @@ def _formula_block(state: StateBlock, start_line: int, end_line: int, silent: bo
     return _take(state, "math_block", start_line, line + 1, silent)
 
 
-def _goes_on(state: StateBlock, line: int) -> bool:
-    """Whether a line continues the block of the line before it."""
+def _continues_block(state: StateBlock, line: int) -> bool:
+    """Whether a line belongs to the block of the line before it."""
     return not state.isEmpty(line) and state.sCount[line] >= state.blkIndent
 
 

@@ -1,8 +1,8 @@
 """ChatPage: one viewer's chat with a model.
 
-For: routes.py. Does not know: how turns look, where chats are stored, how a request is written. Invariants: at most one
-answer is generated at a time on one page; a chat is stored after each change, and an answer every second while it is
-generated, so that a page that is loaded again shows it and continues with it.
+For: routes.py. Does not know: how turns look, where chats are stored, the format of requests. Invariants: a page
+generates at most one answer at a time; a chat is saved after each change, and an answer every second while it is
+generated, so that a reloaded page shows and continues it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ChatPage:
         self._generation: Generation | None = None
         self._has_begun = False
         self._host_models: dict[str, str] = {}
-        """By the names that a chat may have: the host's model, which is another one for an adapter."""
+        """The host's model by the name that a chat uses; they differ for LoRA adapters."""
         self._turn_actions = TurnActions(
             self._edit, self._regenerate, self._continue, self._show_version, self._answer_calls
         )
@@ -82,7 +82,7 @@ class ChatPage:
     # --- beginning --------------------------------------------------------------------------------------------------
 
     async def begin(self) -> None:
-        """Called when the browser has connected, and again when its key has changed."""
+        """Called when the browser has connected and when its key has changed."""
         if not self._has_begun:
             self._has_begun = True
             entries = await self._store.entries()
@@ -159,7 +159,7 @@ class ChatPage:
             await self._show_list()
 
     async def _import(self, text: str) -> None:
-        """A chat that was exported, here or in another browser; it gets an id of its own."""
+        """Imports an exported chat under a new id."""
         try:
             chat = Chat.of_json(text)
         except ValueError as error:
@@ -197,7 +197,7 @@ class ChatPage:
         button.props("outline no-caps").classes("thread__example")
 
     def _show_turns(self, begin: int) -> None:
-        """Shows the turns from `begin` again. Each is one element of the thread, at its index."""
+        """Shows the turns from `begin` again. Each turn is the element of the thread at its index."""
         for element in self._thread.default_slot.children[begin:]:
             element.delete()
         with self._thread:
@@ -214,7 +214,7 @@ class ChatPage:
             AnswerView(index, self._turn_actions).finish(turn, is_last=is_last)
 
     def _may_send(self) -> bool:
-        """Not while a setting is wrong, which is said beside the button."""
+        """False while a setting is invalid; then shows the problem beside the button."""
         self._composer.show_problem(self._settings.problem)
         return not self._settings.problem
 
@@ -254,7 +254,7 @@ class ChatPage:
             await self._answer(begin)
 
     def _cut(self, index: int) -> Turn:
-        """Takes the turns from `index` on away, and an answer that is being generated: they become another version."""
+        """Removes the turns from `index` and any answer that is being generated; they become another version."""
         if self._generation is not None:
             self._chat.turns.append(self._generation.turn())
             self._drop()
@@ -276,8 +276,8 @@ class ChatPage:
             self._generation.leave()
 
     async def _answer(self, begin: int, base: Turn | None = None) -> None:
-        """Has the model answer the last turn, or continue with `base`. begin: of the new turns; the one before may look
-        otherwise."""
+        """Requests an answer to the last turn, or a continuation of `base`. begin: index of the first new turn; the
+        turn before it is shown again, too."""
         self._show_turns(max(begin - 1, 0))
         self._generate(UnfinishedAnswer.new(len(self._chat.turns), base or Turn(role="assistant")))
         self._client.run_javascript("llmbackendChat.toEnd()")
@@ -285,7 +285,7 @@ class ChatPage:
         await self._show_list()
 
     async def _resume(self) -> None:
-        """Goes on with the answer that was being generated when the page was left."""
+        """Continues the answer that was being generated when the page was left."""
         unfinished = await self._store.unfinished(self._chat)
         if unfinished is not None:
             self._generate(unfinished)
@@ -293,7 +293,7 @@ class ChatPage:
             self._offer_answer()
 
     def _offer_answer(self) -> None:
-        """For a turn that has none: the page was left before it was asked for."""
+        """Shows an empty answer that can be generated again, if the page was left before its request."""
         index = len(self._chat.turns)
         turn = Turn(role="assistant", finish_reason=INTERRUPTED)
         self._chat.turns.append(turn)
@@ -303,7 +303,7 @@ class ChatPage:
     def _generate(self, unfinished: UnfinishedAnswer) -> None:
         try:
             request = self._chat.request(unfinished.base)
-        except ValueError as error:  # the settings of a chat that was changed elsewhere
+        except ValueError as error:  # settings that were changed outside of the page
             ui.notify(str(error), type="negative")
             return
         with self._thread:
@@ -344,7 +344,7 @@ class ChatPage:
 
 
 def _spoken(turn: Turn) -> str:
-    """What a screen reader says at the end of an answer."""
+    """Text for screen readers at the end of an answer."""
     if turn.error:
         return f"The answer failed. {turn.error}"
     if turn.finish_reason in (STOPPED, INTERRUPTED):

@@ -1,7 +1,7 @@
-"""SettingsPanel: what the requests of a chat are made with: system prompt, sampling, tools.
+"""SettingsPanel: a chat's settings: system prompt, sampling, tools.
 
-For: page.py. Does not know: requests. Invariant: a field that is empty leaves its value to the server; a value that is
-not of the field's kind is marked as wrong and does not change the settings, and nothing is sent until it is fixed.
+For: page.py. Does not know: requests. Invariant: an empty field leaves its value to the server; an invalid value is
+marked, does not change the settings, and blocks sending.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _TOOLS_EXAMPLE: Final = """[{"type": "function", "function": {"name": "get_weath
 "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]"""
 _SCHEMA_EXAMPLE: Final = '{"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}'
 _READERS: Final[Mapping[str, Callable[[str], object]]] = {"tools": tools_of, "schema": schema_of}
-"""Of the fields that hold JSON; each raises ValueError."""
+"""Parsers of the JSON fields; they raise ValueError."""
 
 
 class SettingsPanel:
@@ -78,7 +78,7 @@ class SettingsPanel:
 
     @property
     def problem(self) -> str:
-        """What is wrong with the first invalid field; "" = nothing."""
+        """Error of the first invalid field; "" = all are valid."""
         problems = (_problem_of(name, self._fields[name].value) for name in _READERS)
         return next((problem for problem in problems if problem), "")
 
@@ -95,7 +95,7 @@ class SettingsPanel:
         return field
 
     def _json(self, title: str, name: str, rows: int, example: str) -> ui.textarea:
-        """With its title above: a label inside the field would cover scrolled text."""
+        """With the title above, because a label inside the field would cover scrolled text."""
         ui.label(title).classes("settings__section")
         field = self._text("", name, rows).classes("mono")
         field.props(f"aria-label='{title}' placeholder='{example}'")
@@ -127,7 +127,7 @@ class SettingsPanel:
 
 
 def _problem_of(name: str, text: Any) -> str | None:
-    """What is wrong with the JSON of a field; None = nothing, or not a field of JSON."""
+    """Error of a JSON field; None for valid JSON and for other fields."""
     if name not in _READERS or not text or not text.strip():
         return None
     try:

@@ -1,7 +1,7 @@
-"""How turns look: what the viewer wrote, a tool's result, a finished or growing answer.
+"""Views of turns: the viewer's text, a tool's result, a finished or growing answer.
 
-For: page.py. Does not know: where turns come from. Invariants: a model's text reaches the page through markdown.py
-alone; a growing answer costs its last block at each change, not the whole.
+For: page.py. Does not know: where turns come from. Invariants: a model's text reaches the page only through markdown.py
+or as plain text; a change of a growing answer renders only its last block.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ _MAX_GROWING_CHARACTERS: Final = 32 << 10
 
 @dataclass(frozen=True, slots=True)
 class TurnActions:
-    """What a viewer can do with the turn at an index."""
+    """Actions of a viewer on the turn at an index."""
 
     edit: Callable[[int, str], Awaitable[None]]
     regenerate: Callable[[int], Awaitable[None]]
-    go_on: Callable[[int], Awaitable[None]]
-    """Has the model continue its answer."""
+    continue_answer: Callable[[int], Awaitable[None]]
     show_version: Callable[[int, int], Awaitable[None]]
-    """Shows another version of the turn, by its place among them."""
+    """Shows the version with the given index."""
     answer_calls: Callable[[dict[str, str]], Awaitable[None]]
-    """Results by the ids of the calls."""
+    """Takes results by call id."""
 
 
 def show_user(turn: Turn, index: int, actions: TurnActions) -> None:
@@ -75,13 +74,13 @@ def show_tool_result(turn: Turn) -> None:
 
 
 class AnswerView:
-    """A model's answer. `index`: of the turn in its chat."""
+    """A model's answer. index: of the turn in its chat."""
 
     def __init__(self, index: int, actions: TurnActions) -> None:
         self._index = index
         self._actions = actions
         self._rendered = 0
-        """Characters of the content that are in blocks which stay."""
+        """How many characters of the content are in finished blocks."""
         self._tail: MarkdownView | None = None
         with ui.element("section").classes("turn turn--answer").props('aria-label="Answer"') as self._section:
             with ui.element("details").classes("fold") as self._reasoning_fold:
@@ -95,13 +94,13 @@ class AnswerView:
             self._foot = ui.element("div").classes("turn__foot")
 
     def show_state(self, text: str) -> None:
-        """What the answer waits for; "" for nothing."""
+        """text: what the answer waits for; "" = nothing."""
         if self._state.text != text:
             self._state.set_text(text)
             self._state.set_visibility(bool(text))
 
     def grow(self, content: str, reasoning: str, calls: tuple[ToolCall, ...]) -> None:
-        """Shows what has arrived so far."""
+        """Shows the answer so far."""
         self._show_reasoning(reasoning, "Reasoning …" if not content else "Reasoning")
         tail = content[self._rendered :]
         if len(tail) > _MAX_GROWING_CHARACTERS:
@@ -117,7 +116,7 @@ class AnswerView:
             self._show_calls(calls)
 
     def finish(self, turn: Turn, *, is_last: bool) -> None:
-        """Shows the whole answer, and what can be done with it. is_last: of its chat's turns."""
+        """Shows the whole answer and its actions. is_last: whether it is its chat's last turn."""
         self.show_state("")
         self._show_reasoning(turn.reasoning, "Reasoning")
         self._blocks.clear()
@@ -133,8 +132,8 @@ class AnswerView:
         self._foot.move(target_index=-1)
         with self._foot:
             if is_last and turn.can_be_continued:
-                go_on = ui.button("Continue", icon="play_arrow", color=None).props("outline no-caps dense size=sm")
-                go_on.on("click", lambda: self._actions.go_on(self._index))
+                button = ui.button("Continue", icon="play_arrow", color=None).props("outline no-caps dense size=sm")
+                button.on("click", lambda: self._actions.continue_answer(self._index))
             self._show_foot(turn)
 
     def _show_tail(self, text: str, *, is_plain: bool = False) -> None:
@@ -189,7 +188,7 @@ class AnswerView:
             nonlocal tokens
             if tokens is None:
                 with self._blocks.parent_slot.parent:  # type: ignore[union-attr]  # it has one
-                    tokens = ui.html(_tokens_html(turn.probabilities), sanitize=True).classes("tokens")
+                    tokens = ui.html("".join(map(_token_html, turn.probabilities)), sanitize=True).classes("tokens")
                 tokens.move(self._blocks.parent_slot.parent, 1)  # type: ignore[union-attr]
             else:
                 tokens.delete()
@@ -218,12 +217,8 @@ def _timing(timing: Timing) -> list[str]:
     return [*speed, f"first token {timing.first_token_ms:.0f} ms", counts]
 
 
-def _tokens_html(probabilities: tuple[TokenProbability, ...]) -> str:
-    return "".join(_token_html(entry) for entry in probabilities)
-
-
 def _token_html(entry: TokenProbability) -> str:
-    """One token; its underline says how likely it was, in five steps, and its title what else was."""
+    """One token; its underline shows its probability in five steps, its title the most likely tokens."""
     step = min(4, int(exp(min(0.0, entry.logprob)) * 5))
     lines = [f"{token!r} {exp(min(0.0, logprob)):.1%}" for token, logprob in entry.top]
     title = "\n".join([f"{entry.token!r} {exp(min(0.0, entry.logprob)):.1%}", *(["", *lines] if lines else [])])
@@ -239,7 +234,7 @@ def _small_button(icon: str, label: str) -> ui.button:
 
 
 def _offer_versions(turn: Turn, index: int, actions: TurnActions) -> None:
-    """Buttons for the version before and behind this one, if there are others."""
+    """Buttons for the previous and next version, if there are others."""
     if not turn.others:
         return
     count = len(turn.others) + 1

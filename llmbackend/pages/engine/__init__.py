@@ -1,1 +1,1 @@
-"""The Engine page: what each engine does with each request, live. Begin with page.py, then view/live_view.js."""
+"""The Engine page: live view of each engine's work on each request. Begin with page.py, then view/live_view.js."""

@@ -1,5 +1,4 @@
-"""The Engine page, whose script (view/) reads /v2/engine/events itself and draws, so that this process does nothing
-while the page is open."""
+"""The Engine page. Its script (view/) reads /v2/engine/events and draws, without work for this process."""
 
 from __future__ import annotations
 
@@ -14,10 +13,10 @@ _VIEW: Final = Path(__file__).parent / "view"
 
 
 class EngineView(ui.element, component=_VIEW / "engine_view.js", esm={"llmbackend-engine": str(_VIEW)}):
-    """The view in the browser: view/engine_view.js."""
+    """Runs view/engine_view.js in the browser."""
 
 
 def build(viewer: Viewer) -> None:
-    """viewer: not needed; the view reads the key where the browser keeps it (static/shell.js)."""
+    """viewer: unused; the view reads the key from the browser's storage (static/shell.js)."""
     ui.add_head_html(f'<link rel="stylesheet" href="{FILES_URL}/engine.css">')
     EngineView()

@@ -1,5 +1,5 @@
-// A table of texts, states, progress and buttons, whose rows change often: Vue patches what differs, so that a focused
-// button keeps its focus. Does not know: what rows are about. Invariant: values are text, never HTML.
+// A table of texts, states, progress bars and buttons. Vue patches only changes, so that a button keeps its focus.
+// Invariant: values are shown as text, never as HTML.
 export default {
   template: `
     <div class="ops-table">

@@ -1,8 +1,7 @@
-"""The section of the server's log: its lines as they come, by level and text.
+"""LogSection: the server's log with filters by level and text.
 
-For: page.py. Does not know: where lines come from. Invariants: a line is shown as text, never as HTML; so many lines
-are in the browser and no more, and a fast log costs one `show` after the other, not one for each line; the filters work
-on all lines that are kept, not only on those to come.
+For: page.py. Does not know: where lines come from. Invariants: lines are shown as text, never as HTML; the browser has
+at most MAX_LINES_SHOWN lines; `show` sends all new lines at once; filters apply to all kept lines.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class LogSection:
     def __init__(self) -> None:
         self._lines: deque[LogLine] = deque(maxlen=MAX_LINES_KEPT)
         self._new: deque[LogLine] = deque(maxlen=MAX_LINES_SHOWN)
-        """That came since the last `show`."""
+        """Lines since the last `show`."""
         made, self._note = card("Server log")
         with made, ui.element("div") as self._body:
             with ui.element("div").classes("ops-filter"):
@@ -59,20 +58,20 @@ class LogSection:
         self._body.set_visibility(True)
 
     def clear(self) -> None:
-        """For a feed that begins again, with the lines that the server keeps."""
+        """For a feed that restarts with the lines that the server keeps."""
         self._lines.clear()
         self._new.clear()
         self._log.clear()
 
     def add(self, line: LogLine) -> None:
-        """A line may come twice: with those so far, and by itself."""
+        """Ignores repetitions: a line may come among the kept lines and as an event."""
         if line in itertools.islice(reversed(self._lines), _MAX_REPEATED):
             return
         self._lines.append(line)
         self._new.append(line)
 
     def show(self) -> None:
-        """Brings new lines to the browser."""
+        """Sends new lines to the browser."""
         if self._new:
             new = list(self._new)
             self._new.clear()

@@ -1,9 +1,8 @@
-"""The Operations page: reads the feed of the open page's viewer, and does what the viewer asks for.
+"""The Operations page: reads the server's feed with the viewer's key, and executes the viewer's actions.
 
-For: routes.py. Does not know: how sections show things. Invariants: the page works with whatever the viewer's key may
-see, and says what it may not; when the server cannot be reached it says so and tries again at growing intervals; one
-feed is open for each page that is seen, and none for one that was closed or whose tab is hidden: the engines make no
-reports for it.
+For: routes.py. Does not know: how sections show data. Invariants: the page shows what the viewer's key may see, and
+says what it may not; when the server cannot be reached, the page says so and retries at growing intervals; only visible
+pages have a feed, so that engines make no reports for hidden or closed ones.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _EVENTS: Final = "/v2/engine/events?interval_ms=500&kinds=requests,steps,engine,load,model"
 _SHOWN: Final = "operations_shown"
-"""Event of the browser: whether the page's tab is seen now."""
+"""Browser event: whether the page's tab is visible."""
 _SHOW_EVERY_S: Final = 0.5
 _ASK_KEYS_EVERY_S: Final = 3.0
 _RETRY_S: Final = (1.0, 2.0, 5.0, 10.0)
@@ -53,7 +52,7 @@ class _OperationsPage:
         self._server = ServerState()
         self._settings: Mapping[str, Any] = {}
         self._refusal = ""
-        """Why the settings may not be read; "" = they may."""
+        """Why the key may not read the settings; "" = it may."""
         self._following: asyncio.Task[None] | None = None
         with ui.element("div").classes("page ops"):
             with ui.element("h1").classes("ops-title"):
@@ -69,7 +68,7 @@ class _OperationsPage:
         ui.timer(_ASK_KEYS_EVERY_S, self._ask_keys)
 
     async def arrive(self) -> None:
-        """With the viewer's key of now."""
+        """Called when the viewer's key is known or has changed."""
         ui.run_javascript(f"document.onvisibilitychange = () => emitEvent('{_SHOWN}', !document.hidden)")
         self.start()
 
@@ -81,14 +80,14 @@ class _OperationsPage:
         if self._following is not None:
             self._following.cancel()
 
-    # --- what the server says -----------------------------------------------------------------------------------------
+    # --- from the server ----------------------------------------------------------------------------------------------
 
     async def _follow(self) -> None:
-        """Until the page is closed, or the key is wrong."""
+        """Reads the feed until the page is closed or the key is refused."""
         failures = 0
         while True:
             try:
-                await self._look_around()
+                await self._read_state()
                 path = _EVENTS + ("" if self._refusal else ",log")
                 async with contextlib.aclosing(self._viewer.api.stream("GET", path)) as events:
                     async for event in events:
@@ -109,8 +108,8 @@ class _OperationsPage:
             self._say(f"{why} Trying again in {pause_s:g} s.")
             await asyncio.sleep(pause_s)
 
-    async def _look_around(self) -> None:
-        """Asks for all that the feed does not tell. Raises ApiError, but not for what the key may not see."""
+    async def _read_state(self) -> None:
+        """Reads what the feed does not contain. Raises ApiError, except for data that the key may not see."""
         self._server.take_index(await self._viewer.api.post("/v2/repository/index"))
         try:
             self._settings, self._refusal = await self._viewer.api.get("/v2/engine/settings"), ""
@@ -126,7 +125,7 @@ class _OperationsPage:
         self._server.apply(name, data)
         if name == "snapshot":
             with self._client:
-                self._log.clear()  # the lines so far follow it
+                self._log.clear()  # the kept lines follow
         elif name == "log":
             self._log.add(LogLine(data["time"], data["level"], data["text"]))
         elif name == "model":
@@ -134,15 +133,15 @@ class _OperationsPage:
 
     async def _ask_keys(self) -> None:
         if self._refusal or not self._settings or self._following is None or self._following.done():
-            return  # nobody looks, or may look
+            return  # the page is hidden, or its key may not see the keys
         try:
             report = await self._viewer.api.get("/v2/engine/access")
         except ApiError:
-            return  # the feed says what is wrong
+            return  # reading the feed reports the error
         with self._client:
             self._keys.show(report)
 
-    # --- what is shown ------------------------------------------------------------------------------------------------
+    # --- to the browser -----------------------------------------------------------------------------------------------
 
     def _show(self) -> None:
         why_not = self._refusal
@@ -164,7 +163,7 @@ class _OperationsPage:
         if self._banner.text != text:
             self._banner.text = text
 
-    # --- what the viewer does -----------------------------------------------------------------------------------------
+    # --- the viewer's actions -----------------------------------------------------------------------------------------
 
     async def _change_model(self, row_id: str, verb: str) -> None:
         name = row_id.rpartition("/")[0]
@@ -177,7 +176,7 @@ class _OperationsPage:
         except ApiError as error:
             close = {"label": "Close", "color": "white"}
             ui.notify(str(error), type="negative", multi_line=True, timeout=0, actions=[close])
-        with contextlib.suppress(ApiError):  # the feed says what is wrong
+        with contextlib.suppress(ApiError):  # reading the feed reports the error
             self._server.take_index(await self._viewer.api.post("/v2/repository/index"))
 
     async def _cancel(self, row_id: str, verb: str) -> None:

@@ -1,7 +1,6 @@
-"""The sections that show what the server has: models, requests in flight, keys, settings.
+"""Sections of the Operations page: models, requests in flight, API keys, settings.
 
-For: page.py. Does not know: the feed. Invariants: a section changes its rows only where they differ from those that the
-browser has; what is refused is said in the server's own words.
+For: page.py. Does not know: the feed. Invariant: a section sends rows to the browser only when they have changed.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ MAX_REQUESTS_SHOWN: Final = 100
 MAX_KEYS_SHOWN: Final = 100
 _MODEL_TONES: Final[dict[str, Tone]] = {"READY": "ok", "LOADING": "busy", "UNLOADING": "busy", "UNAVAILABLE": "bad"}
 _UNLOADED: Final = "unloaded"
-"""Triton's reason of a model that was unloaded by request."""
+"""Triton's reason for a model that was unloaded by request."""
 
 
 def card(title: str, note: str = "") -> tuple[ui.element, ui.label]:
-    """A section with a heading; the label under it is hidden while it is empty."""
+    """A section with a heading, and a label that is hidden while it is empty."""
     with ui.element("section").classes("ops-card").props(f'aria-label="{title}"') as made:
         with ui.element("h2").classes("ops-card__title"):
             ui.label(title)
@@ -59,7 +58,8 @@ def _model_row(row: ModelVersion, server: ServerState, may_load: bool) -> dict[s
     is_busy = row.state in ("LOADING", "UNLOADING")
     tone: Tone = "quiet" if is_unloaded else _MODEL_TONES.get(row.state, "quiet")
     stage = server.loads.get(row.name) if row.state == "LOADING" else None
-    detail = progress(stage.text, stage.share, is_busy=True) if stage else progress(_reason(row), is_busy=is_busy)
+    reason = "" if row.reason == _UNLOADED else row.reason
+    detail = progress(stage.text, stage.share, is_busy=True) if stage else progress(reason, is_busy=is_busy)
     word = "not loaded" if is_unloaded else "not known" if row.state == UNKNOWN else row.state.lower()
     load = action("load", "Reload" if row.state == "READY" else "Load", row.name, is_disabled=not may_load or is_busy)
     unload = action("unload", "Unload", row.name, is_disabled=not may_load or is_busy or is_unloaded)
@@ -72,10 +72,6 @@ def _model_row(row: ModelVersion, server: ServerState, may_load: bool) -> dict[s
         "instances": _instances_text(row, server),
         "actions": [load, unload],
     }
-
-
-def _reason(row: ModelVersion) -> str:
-    return "" if row.reason == _UNLOADED else row.reason
 
 
 def _instances_text(row: ModelVersion, server: ServerState) -> str:
@@ -209,7 +205,7 @@ def _left(left: int | None, per_minute: int | None) -> dict[str, Any]:
 
 
 class SettingsSection:
-    """Which version runs, since when, with which flags."""
+    """The server's version, its age and its flags."""
 
     def __init__(self) -> None:
         made, self._note = card("Version and settings")

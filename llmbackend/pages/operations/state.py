@@ -1,7 +1,7 @@
-"""What the Operations page knows of a server: the answers of its endpoints, and the events since.
+"""ServerState: the server's state as the Operations page knows it, from its endpoints and feed.
 
 For: page.py, which reads the feed, and the sections, which show it. Does not know: how anything is shown. Invariants:
-an event of an unknown kind changes nothing; a snapshot replaces what the events before it said.
+unknown events change nothing; a snapshot replaces the effects of earlier events.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ UNKNOWN: Final = "UNKNOWN"
 class RequestInFlight:
     number: int
     id: str
-    """The client's; "" = none."""
+    """Set by the client; "" = none."""
     key: str
     """Name of its API key; "" = none."""
     model: str
     state: str
     reason: str
-    """Why it waits; "" = it does not."""
+    """Why it waits; "" = it does not wait."""
     received: float
     """Unix seconds."""
     prompt_tokens: int | None
@@ -58,7 +58,7 @@ class LoadStage:
     text: str
     done: int = 0
     total: int = 0
-    """0 = not known."""
+    """0 = unknown."""
 
     @property
     def share(self) -> float | None:
@@ -67,7 +67,7 @@ class LoadStage:
 
 @dataclass
 class ServerState:
-    """Of one open page; used only on its event loop."""
+    """For one open page."""
 
     models: list[ModelVersion] = field(default_factory=list)
     instances: dict[tuple[str, str, str], Instance] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class ServerState:
     """By model, while one of its versions loads."""
     requests: dict[int, RequestInFlight] = field(default_factory=dict)
     scope: str = ""
-    """Of the feed: "all" or "own" requests; "" = there is none yet."""
+    """Of the feed: "all" or "own" requests; "" = no feed yet."""
 
     def take_index(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The answer of /v2/repository/index."""
@@ -88,7 +88,7 @@ class ServerState:
         self.loads = {name: stage for name, stage in self.loads.items() if name in loading}
 
     def lose(self) -> None:
-        """The server cannot be reached: what it does is not known, until the next index and snapshot."""
+        """The server cannot be reached: its state is unknown until the next index and snapshot."""
         self.models = [replace(row, state=UNKNOWN, reason="") for row in self.models]
         self.loads, self.instances, self.requests = {}, {}, {}
 
@@ -135,7 +135,7 @@ class ServerState:
             self.requests.pop(row["request"], None)
 
     def _on_steps(self, data: Mapping[str, Any]) -> None:
-        """Counts tokens, and tells running requests from waiting ones."""
+        """Counts tokens, and updates which requests run and which wait."""
         gained: dict[int, int] = {}
         for step in data["steps"]:
             for number, _, _, _, num_tokens in step["rows"]:

@@ -25,12 +25,12 @@ def state(text: str, tone: Tone) -> dict[str, str]:
 
 
 def progress(text: str, share: float | None = None, *, is_busy: bool = False) -> dict[str, Any]:
-    """The value of a cell of kind progress; `share` None: no bar, or one that only moves."""
+    """The value of a cell of kind progress. share: of the bar; None = no bar, or a moving one if `is_busy`."""
     return {"text": text, "share": share, "busy": is_busy}
 
 
 def action(name: str, label: str, subject: str, *, is_disabled: bool = False) -> dict[str, Any]:
-    """One button; `subject`: what it is done to."""
+    """A button. subject: the object of the action."""
     return {"name": name, "label": label, "subject": subject, "disabled": is_disabled}
 
 
@@ -38,14 +38,14 @@ class DataTable(ui.element, component="data_table.js"):
     """Shows rows: dicts with an `id` and a value for each column."""
 
     def __init__(self, label: str, columns: Sequence[dict[str, Any]], empty: str, on_action: OnAction | None = None):
-        """label: what is in it; empty: what is said while it has no rows."""
+        """label: names the table; empty: text of a table without rows."""
         super().__init__()
         self._props |= {"label": label, "columns": list(columns), "rows": [], "empty": empty}
         if on_action is not None:
             self.on("action", lambda event: on_action(str(event.args[0]), str(event.args[1])))
 
     def show(self, rows: list[dict[str, Any]]) -> None:
-        """Sends them to the browser if they differ from what it has."""
+        """Sends the rows to the browser if they have changed."""
         if self._props["rows"] != rows:
             self._props["rows"] = rows
             self.update()

@@ -1,4 +1,4 @@
-// What the chat page does in the browser alone: chats in localStorage, scrolling, copying, keys.
+// Browser side of the chat page: chats in localStorage, scrolling, copying, keyboard shortcuts.
 // Does not know: what a chat holds. A chat is one entry of the storage; the list of chats is another.
 "use strict";
 
@@ -72,7 +72,7 @@ window.llmbackendChat = (() => {
     input.click();
   }
 
-  // navigator.clipboard exists on https and localhost alone.
+  // navigator.clipboard exists only on https and localhost.
   async function copy(text) {
     if (navigator.clipboard) return navigator.clipboard.writeText(text);
     const area = document.createElement("textarea");
@@ -119,7 +119,7 @@ window.llmbackendChat = (() => {
     }
   });
 
-  // A viewer who reads the end of the thread goes on reading it; one who has scrolled up stays there.
+  // Follows the end of the thread while it is visible; a viewer who has scrolled up stays there.
   let follows = true;
   const isNearEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - NEAR_END_PIXELS;
   const toEnd = () => {

@@ -1,6 +1,6 @@
-// Formulas in answers: each `.math` element, whose text is TeX, becomes MathML, which browsers lay out themselves.
-// Does not know: Markdown. KaTeX is the copy in NiceGUI; without it, and where it refuses a formula, the TeX stays.
-// Nothing is loaded or run by a formula: commands that would are not trusted, and expansions are bounded.
+// Converts the TeX of each `.math` element to MathML, which browsers display.
+// Does not know: Markdown. KaTeX is NiceGUI's copy; without it, or if it refuses a formula, the TeX stays.
+// Formulas cannot load or run anything: such commands are not trusted, and expansions are limited.
 import katex from "/_nicegui/katex.js";
 
 const OPTIONS = { output: "mathml", strict: "ignore", trust: false, maxExpand: 500, maxSize: 20 };

@@ -1,4 +1,4 @@
-// What every page does in the browser alone: the theme and the API key in its storage, and links out of model text.
+// Browser side of every page: the theme and the API key in its storage, and links in model text.
 // Does not know: what a page shows. Key and theme are in localStorage; a change of the key is the event 'llmbackend-key'.
 "use strict";
 
@@ -39,7 +39,7 @@ window.llmbackend = (() => {
     document.querySelector(".ask-for-key").dispatchEvent(new CustomEvent("ask", { detail: why || "" }));
   }
 
-  // The first in the order of Tab, which what Vue mounts can not be.
+  // The first element in tab order, which elements mounted by Vue cannot be.
   function addSkipLink() {
     const link = Object.assign(document.createElement("a"), { href: "#content", textContent: "Skip to content" });
     link.className = "skip-link";

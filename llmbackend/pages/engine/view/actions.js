@@ -1,8 +1,8 @@
-/** What a viewer can do from the page, over the server's public endpoints. Each returns "" or what went wrong. */
+/** The page's actions, over the server's public endpoints. Each returns "" or an error text. */
 
 import { refusalText } from "./feed_client.js";
 
-/** Requests of the page at a time: browsers open at most six connections to a server, and one is the feed's. */
+/** Concurrent requests: browsers open at most six connections to a server, one of which the feed uses. */
 const NUM_CALLS = 4;
 const PROMPTS_PER_CALL = 4;
 
@@ -26,7 +26,7 @@ export async function cancelRequest(request, headers) {
   return post(`/v2/engine/requests/${encodeURIComponent(request)}/cancel`, undefined, headers);
 }
 
-/** Sends 16 requests of different lengths at once; their answers are read and dropped. */
+/** Sends 16 requests of different lengths; their answers are discarded. */
 export async function sendDemoRequests({ model, limits }, headers) {
   const room = Math.max(32, (limits?.max_model_len ?? 1024) - 16);
   const bodies = Array.from({ length: NUM_CALLS }, (_, call) => demoCall(model, call, room));

@@ -1,7 +1,7 @@
 /**
- * Where the blocks of a KV map stand in a rectangle: pure arithmetic.
+ * Layout of the blocks of a KV map in a rectangle.
  *
- * Invariant: every block has one cell; a cell stands for one block, or for the same number of neighbours where there are too many.
+ * Invariant: every block has one cell; all cells show the same number of neighbouring blocks, one if there is room.
  */
 
 const CELL_SIZES = [14, 12, 10, 9, 8, 7, 6, 5, 4, 3];

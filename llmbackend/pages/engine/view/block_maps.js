@@ -1,5 +1,5 @@
 /**
- * The latest maps of one engine's KV blocks, and what the blocks were at a time.
+ * The latest maps of one engine's KV blocks, for lookups by time.
  *
  * Invariant: at most `maxMaps` maps are kept.
  */
@@ -26,7 +26,7 @@ export class BlockMaps {
     if (kept > 0) this.#maps.splice(0, kept);
   }
 
-  /** The last map at or before `time`, or the first there is; null where there is none. */
+  /** The last map at or before `time`, else the first map; null if there is none. */
   at(time) {
     for (let index = this.#maps.length - 1; index >= 0; index--) {
       if (this.#maps[index].time <= time) return this.#maps[index];

@@ -1,5 +1,5 @@
 /**
- * Sums of one engine's steps over intervals of 100 ms: what the charts show when single steps are too narrow.
+ * Sums of one engine's steps over intervals of 100 ms, for charts in which single steps are too narrow.
  *
  * Knows no request. Invariant: a bucket that is reused for a later interval starts at zero.
  */
@@ -13,7 +13,7 @@ const FIELDS = [...SUMMED, ...HIGHEST, ...LATEST];
 const NOTHING = Object.freeze(Object.fromEntries(FIELDS.map((field) => [field, 0])));
 
 export class Buckets {
-  /** seconds: how far back they reach */
+  /** seconds: how far back the intervals reach */
   constructor(seconds = 300) {
     this.size = Math.ceil(seconds / BUCKET_S) + 1;
     this.interval = new Float64Array(this.size).fill(-1);
@@ -54,7 +54,7 @@ export class Buckets {
     return at;
   }
 
-  /** The cell of the interval that holds `time`, or -1 where no step was in it. */
+  /** The cell of the interval that contains `time`, or -1 if no step was in it. */
   cellAt(time) {
     const interval = Math.floor(time / BUCKET_S);
     const at = interval % this.size;

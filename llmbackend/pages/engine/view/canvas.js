@@ -1,4 +1,4 @@
-/** A canvas that is sharp on every screen, and text that fits its room. */
+/** Canvases that are sharp on every screen, and text that fits its space. */
 
 export const FONT = "Inter, Roboto, system-ui, sans-serif";
 
@@ -22,7 +22,7 @@ export function prepare(canvas, width, height, background) {
 const MAX_WIDTHS = 5000;
 const widths = new Map(); // by font and text
 
-/** The width of a text in the context's font; remembered, because the same texts are drawn again and again. */
+/** The width of a text in the context's font; cached, because the same texts are drawn repeatedly. */
 export function textWidth(context, text) {
   const key = `${context.font} ${text}`;
   let width = widths.get(key);
@@ -34,7 +34,7 @@ export function textWidth(context, text) {
   return width;
 }
 
-/** The text, or its beginning with "…" where it is too wide; "" where not even that fits. */
+/** The text, shortened with "…" if it is too wide; "" if not even that fits. */
 export function fitText(context, text, room) {
   if (textWidth(context, text) <= room) return text;
   let length = Math.floor((text.length * room) / Math.max(1, textWidth(context, text))) - 1;
@@ -42,7 +42,7 @@ export function fitText(context, text, room) {
   return length > 0 ? `${text.slice(0, length)}…` : "";
 }
 
-/** Marks that go over all lanes or charts: when nobody watched, and when the engine was away. */
+/** Marks across all lanes or charts: times without a feed, and times without the engine. */
 export function drawBands(context, scale, top, height, engine, theme, hatching, labels) {
   for (const { start, end } of engine.unwatched) {
     const [x, width] = span(scale, start, end);

@@ -1,5 +1,5 @@
 /**
- * The columns of the charts: what each stretch of time has to show, single steps where they are wide enough, sums otherwise.
+ * The columns of the charts: single steps if they are wide enough, else sums over intervals.
  *
  * Knows no canvas. Invariant: columns of sums are aligned to absolute time, so that they do not flicker while they scroll.
  */
@@ -75,14 +75,14 @@ function rates(buckets, start, end) {
   return { prefillRate: prefillTokens / (end - from), outputRate: outputTokens / (end - from) };
 }
 
-/** The top of a chart: a single column that is much higher than the others does not make those invisible, it is cut off. */
+/** The maximum of a chart; a single column that is much higher than the others is cut off. */
 export function usualHighest(values) {
   if (values.length === 0) return 1;
   const sorted = [...values].sort((a, b) => a - b);
   return niceCeiling(Math.min(sorted.at(-1), 2.5 * sorted[Math.floor(0.95 * (sorted.length - 1))]));
 }
 
-/** The least of 1, 2, 5, 10, 20, 50, … that is not below the value. */
+/** The smallest of 1, 2, 5, 10, 20, 50, … that is not below the value. */
 export function niceCeiling(value) {
   if (value <= 0) return 1;
   const power = 10 ** Math.floor(Math.log10(value));

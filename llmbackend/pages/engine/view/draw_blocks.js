@@ -14,7 +14,7 @@ export const MAX_MAP_HEIGHT = 300;
 export function drawBlocks(canvas, map, { width, theme, selected }) {
   const grid = blockGrid(map.numBlocks, width, MAX_MAP_HEIGHT);
   const context = prepare(canvas, width, grid.rows * grid.cell, theme.background);
-  // Where a cell stands for several blocks, used ones are drawn last, because they are what one looks for.
+  // If a cell stands for several blocks, used ones are drawn last, so that they are visible.
   for (const state of ["free", "cached", "used"]) {
     for (const run of map.runs) if (run[2] === state) drawRun(context, grid, run, theme, selected);
   }

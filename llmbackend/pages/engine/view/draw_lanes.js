@@ -1,5 +1,5 @@
 /**
- * Draws the lanes: one row per request, a box for each thing it did.
+ * Draws the lanes: one row per request, with a box for each activity.
  *
  * Knows where everything is only through lane_layout.js. Invariant: draws the state that it is given, changes none.
  */
@@ -146,7 +146,7 @@ function drawPreempted(context, box, y, height, laneHeight, theme) {
   );
 }
 
-/** Words on a stretch without work, with the lane's colour behind them so that they can be read. */
+/** Text on a stretch without work, on the lane's background colour. */
 function chip(context, text, box, middle, laneHeight, theme, colour) {
   context.font = `${laneHeight > 16 ? 10.5 : 9}px ${FONT}`;
   const shown = fitText(context, text, box.width - 12);
@@ -179,7 +179,7 @@ function drawEnds(context, { shown, scale, laneHeight, theme }) {
   context.globalAlpha = 1;
 }
 
-/** The names of the rows, on a canvas of their own beside the lanes: they change seldom, and text is what costs most. */
+/** The names of the rows, on a separate canvas beside the lanes, because they change seldom and text is expensive. */
 export function drawLaneLabels(canvas, { shown, numLanes, scale, laneHeight, theme, selected }) {
   const small = laneHeight <= 16;
   const width = scale.left - 4;

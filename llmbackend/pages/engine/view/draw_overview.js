@@ -1,4 +1,4 @@
-/** Draws the strip of the whole history: tokens per second, recoveries, and the stretch that is shown below. */
+/** Draws the strip of the whole history: tokens per second, recoveries, and the time window that is shown below. */
 
 import { drawBands, prepare } from "./canvas.js";
 import { loadColumns } from "./chart_columns.js";

@@ -1,14 +1,14 @@
 /**
  * The Engine page as a Vue component: choice of engine, controls, canvases, and words around them.
  *
- * Knows the feed only through LiveView. Text that comes from clients (ids of requests) is only ever put in as text.
+ * Knows the feed only through LiveView. Text from clients (ids of requests) is inserted only as text.
  */
 
 import { LiveView, TABLE_COLUMNS, WIDTHS_S, blockTip, laneTip } from "llmbackend-engine";
 import { cancelRequest, killEngine, sendDemoRequests } from "llmbackend-engine/actions.js";
 import { TEMPLATE } from "llmbackend-engine/template.js";
 
-/** Of requests to the server: the viewer's key, which static/shell.js keeps. */
+/** Headers of requests to the server, with the viewer's key, which static/shell.js stores. */
 function headers() {
   const key = window.llmbackend.key();
   return key ? { Authorization: `Bearer ${key}` } : {};
@@ -208,7 +208,7 @@ export default {
   },
 };
 
-/** Where a tip stands: beside the pointer, on the side with room. */
+/** Position of a tooltip: beside the pointer, on the side with more space. */
 function at(event) {
   const left = event.clientX > window.innerWidth - 300;
   const above = event.clientY > window.innerHeight - 140;

@@ -1,5 +1,5 @@
 /**
- * Reads /v2/engine/events while it is wanted, and connects again when the connection is lost.
+ * Reads /v2/engine/events until it is closed, and reconnects when the connection is lost.
  *
  * Knows nothing of what the events mean. Invariant: after close() no callback is called.
  */
@@ -41,7 +41,7 @@ export class FeedClient {
     }
   }
 
-  /** Returns the reason where the server refuses for good; throws or returns "" where the connection ended. */
+  /** Returns the reason if the server refuses for good; throws or returns "" when the connection has ended. */
   async #readOnce(signal) {
     const answer = await fetch(this.url, { headers: this.headers(), signal, cache: "no-store" });
     if (answer.status >= 400 && answer.status < 500 && answer.status !== 429) return refusalText(answer);
@@ -58,7 +58,7 @@ export class FeedClient {
   }
 }
 
-/** What an answer with an error status says, in one line. */
+/** The text of an error response, in one line. */
 export async function refusalText(answer) {
   const body = await answer.text().catch(() => "");
   let reason = body;
@@ -66,7 +66,7 @@ export async function refusalText(answer) {
     const error = JSON.parse(body).error;
     reason = typeof error === "string" ? error : error.message;
   } catch {
-    // Not every error is JSON: then its text is shown as it is.
+    // Not every error is JSON.
   }
   return `${answer.status}: ${String(reason || answer.statusText).slice(0, 300)}`;
 }

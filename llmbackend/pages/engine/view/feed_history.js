@@ -1,5 +1,5 @@
 /**
- * What the feed told in the last minutes, per engine: the one owner of everything the page draws.
+ * The last minutes of the feed, per engine; the page draws only this data.
  *
  * Knows no drawing. Invariant: bounded memory, whatever the feed sends (the bounds of its parts, and `MAX_INSTANCES`).
  */
@@ -128,12 +128,12 @@ export class FeedHistory {
 
   #unreadSince;
 
-  /** The feed is not read any more, until the next snapshot. */
+  /** The feed is not read until the next snapshot. */
   feedEnds(time) {
     this.#unreadSince ??= time;
   }
 
-  /** Takes one event of the feed. Returns the time that it tells, or null. */
+  /** Applies one event of the feed. Returns the event's time, or null. */
   apply(event, data) {
     if (event === "snapshot") this.#snapshot(data);
     else if (event === "dropped") this.droppedEvents += data.events;
@@ -164,7 +164,7 @@ export class FeedHistory {
     engine.requests(data);
   }
 
-  /** A request whose rows come from another instance than the one that was told to have it: they may be told out of order. */
+  /** For a request whose rows come from another instance than was announced: events may be out of order. */
   #steps(engine, data) {
     if (this.engines.size > 1) {
       for (const { rows } of data.steps) for (const [request] of rows) this.#goesOnIn(engine, request);
@@ -212,7 +212,7 @@ export function instanceKey({ model, version, instance }) {
   return `${model}/${version}/${instance}`;
 }
 
-/** A track as the feed tells a request. */
+/** A track as a request of the feed. */
 function toldAgain({ request, id, key, received, promptTokens, maxTokens, outputTokens }) {
   const tokens = { prompt_tokens: promptTokens, max_tokens: maxTokens, output_tokens: outputTokens };
   return { request, id, key, received, ...tokens, state: "running", reason: "" };

@@ -1,11 +1,11 @@
 /**
- * Which boxes stand in which lane between two times: pure arithmetic from tracks and steps to pixels.
+ * Layout of the lanes between two times: from tracks and steps to boxes in pixels.
  *
  * Knows no canvas and no colours. Invariant: a box lies within the scale's pixels; boxes of a lane come in order of time.
  */
 
 export const MAX_LANES = 128;
-/** From this width per step on (pixels), every step is a box of its own. */
+/** From this width per step (pixels), every step has its own box. */
 const MIN_STEP_PX = 4;
 
 /** The tracks to draw: [{track, lane}] without lanes beyond MAX_LANES, and how many those were. */
@@ -24,7 +24,7 @@ export function visibleTracks(tracks, scale) {
   return { shown, numLanes, numHidden };
 }
 
-/** Pixels per lane: as high as is comfortable for their number. */
+/** Pixels per lane, by the number of lanes. */
 export function laneHeight(numLanes) {
   if (numLanes <= 8) return 30;
   if (numLanes <= 20) return 22;
@@ -82,7 +82,7 @@ export function stepBoxes(shown, steps, scale) {
   return boxes;
 }
 
-/** What is at a point of the lanes: {track, segment} or null. */
+/** The track and segment at a point of the lanes: {track, segment} or null. */
 export function hit(shown, lane, time) {
   for (const track of shown) {
     if (track.lane !== lane || track.received > time || (track.ended && track.ended.time < time)) continue;

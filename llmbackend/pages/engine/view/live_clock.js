@@ -1,5 +1,5 @@
 /**
- * The server's time as the browser knows it, from the times in events and when they came.
+ * The server's time, estimated from the times in events and their arrival.
  *
  * The server's clock may differ from the browser's. Each event bounds the difference, because it cannot have come before it
  * happened; the tightest bound of the last seconds counts.

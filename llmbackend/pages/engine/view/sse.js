@@ -1,7 +1,7 @@
 /**
- * Server-sent events out of the text of a stream, chunk by chunk. Knows no event by name.
+ * Parses server-sent events from the chunks of a stream.
  *
- * Invariant: the same events come out, however the text is cut into chunks.
+ * Invariant: the events do not depend on how the text is divided into chunks.
  */
 
 export class SseParser {

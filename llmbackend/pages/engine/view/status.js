@@ -1,4 +1,4 @@
-/** What the page says in words beside the drawing: figures, states, the table of requests, what is under the pointer. */
+/** The page's text beside the drawing: figures, states, the table of requests, details at the pointer. */
 
 import { countBlocks } from "./block_maps.js";
 import { BUCKET_S } from "./buckets.js";
@@ -141,7 +141,7 @@ function tableRows(engine, end) {
   ]);
 }
 
-/** Lines about what is under the pointer in the lanes. found: of LiveView.atLanes */
+/** Details at the pointer in the lanes, as lines. found: of LiveView.atLanes */
 export function laneTip(engine, { track, segment, time }) {
   const lines = [`#${track.request}${track.id ? ` ${track.id}` : ""}`];
   const row = engine.steps.rowAt(track.request, time);

@@ -1,5 +1,5 @@
 /**
- * Which stretch of time is shown: live, or paused at a moment of the history; and how wide.
+ * The time window that is shown: live, or paused in the history; and its width.
  *
  * Knows no pixels beyond the width it is asked about. Invariant: the right edge of a paused window lies within the history.
  */
@@ -35,7 +35,7 @@ export class TimeWindow {
     else this.pause(live);
   }
 
-  /** Moves by seconds and pauses; at the live edge it goes on live. */
+  /** Moves by seconds and pauses; at the live edge the window is live again. */
   scrub(seconds, first, live) {
     this.moveTo(this.end(live) + seconds, first, live);
   }
@@ -56,7 +56,7 @@ export class TimeWindow {
   }
 }
 
-/** What a key does to the window; false where it does nothing. keys as KeyboardEvent.key has them */
+/** Applies a key (KeyboardEvent.key) to the window; false if the key does nothing. */
 export function applyKey(window, key, shift, first, live) {
   const stride = window.widthS * (shift ? 1 : 0.1);
   if (key === " ") window.toggle(live);

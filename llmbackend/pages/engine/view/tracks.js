@@ -1,5 +1,5 @@
 /**
- * The requests of one engine as tracks: what each did from when to when, and the lane it is drawn in.
+ * The requests of one engine as tracks: each one's activities over time, and its lane.
  *
  * Knows no pixels. Invariants: a track's segments follow each other in time; two tracks share a lane only one after the other; at
  * most `maxTracks` tracks are kept, ended ones go first.
@@ -9,14 +9,14 @@
  * output tokens of the request at its end.
  */
 
-/** Seconds that a lane stays empty behind a request, so that its finish reason can be read there. */
+/** Seconds that a lane stays empty after a request, so that its finish reason can be read. */
 const LANE_GAP_S = 0.4;
 /** A longer pause between two steps of a request is shown as a gap. */
 const MAX_MERGED_GAP_S = 0.05;
 /** Steps without accepted drafts for longer than this end a stretch of accepted drafts. */
 const DRAFTS_STRETCH_S = 0.1;
 
-/** How a request ends here that another instance has taken; it may come back. */
+/** Finish reason of a request that another instance has taken; it may return. */
 const MOVED = "moved";
 
 const OPEN_KINDS = new Set(["waiting", "preempted", "recovering"]);
@@ -32,7 +32,7 @@ export class Tracks {
     this.numLive = 0;
   }
 
-  /** Takes up a request of the feed, or what has changed of one. */
+  /** Adds or updates a request of the feed. */
   add(request, time) {
     const known = this.byRequest.get(request.request);
     if (known && !known.ended) return this.#putBack(known, request, time);
@@ -58,7 +58,7 @@ export class Tracks {
     this.#bound();
   }
 
-  /** A request that is told again: it waits anew where its engine gave it back. */
+  /** Updates a known request; it waits again if its engine gave it back. */
   #putBack(track, { state, reason, output_tokens: outputTokens }, time) {
     track.outputTokens = Math.max(track.outputTokens, outputTokens ?? 0);
     if (state === "waiting" && track.segments.at(-1)?.end !== Infinity) open(track, "waiting", time, reason);
@@ -100,12 +100,12 @@ export class Tracks {
     else last.reason = reason;
   }
 
-  /** The engine died: nothing goes on until it is back. */
+  /** The engine died: no request continues until it is back. */
   recovering(time) {
     for (const track of this.live()) open(track, "recovering", time, "engine");
   }
 
-  /** The engine is back: what it has not taken up yet waits. */
+  /** The engine is back: requests that it has not continued yet wait. */
   recovered(time) {
     for (const track of this.live()) {
       const last = track.segments.at(-1);
@@ -129,7 +129,7 @@ export class Tracks {
     this.numLive--;
   }
 
-  /** Another instance has taken the request: it ends here, or was never here where nothing of it was computed. */
+  /** Another instance has taken the request: it ends here, or is removed if nothing of it was computed here. */
   moved(request, time) {
     const track = this.byRequest.get(request);
     const wasHere = track.segments.some(({ steps }) => steps > 0);
@@ -154,7 +154,7 @@ export class Tracks {
     }
   }
 
-  /** Forgets what ended before the history, and the segments of long requests that lie before it. */
+  /** Removes requests and segments that ended before the history. */
   forget(now) {
     const horizon = now - this.historyS;
     for (const track of this.byRequest.values()) {
@@ -181,7 +181,7 @@ export class Tracks {
   }
 }
 
-/** What a request does at `time`, or did last before it; undefined where that is not known. */
+/** The request's activity at `time`, else its last one before; undefined if unknown. */
 export function segmentAt(track, time) {
   return track.segments.findLast((segment) => segment.start <= time);
 }
@@ -223,7 +223,7 @@ function append(track, kind, start, end, tokens, drafts) {
   const segment = { kind, start, end, steps: 1, tokens, drafts, reason: "", output: track.outputTokens };
   if (drafts > 0) segment.lastDraft = end;
   const last = track.segments.at(-1);
-  // The last steps of an engine may be told after its death: they come before the wait for the next one.
+  // The last steps of an engine may be reported after its death; they precede the wait for the next engine.
   if (last?.kind === "recovering" && last.end === Infinity && start < last.start) {
     segment.end = Math.min(end, last.start);
     track.segments.splice(-1, 0, segment);

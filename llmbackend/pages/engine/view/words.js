@@ -1,4 +1,4 @@
-/** The words for what the feed names by short names: kinds of work, reasons to wait, ends of requests. */
+/** Texts for the feed's short names: kinds of work, reasons to wait, finish reasons. */
 
 import { outputAt, segmentAt } from "./tracks.js";
 
@@ -13,7 +13,7 @@ export const KIND_WORDS = {
   recovering: "engine recovering",
 };
 
-/** Letters that mark a stretch where it is wide enough, so that no colour is needed to read it. */
+/** Letters that mark a wide enough stretch, so that it can be read without colours. */
 export const KIND_LETTERS = { prefill: "P", decode: "D", drafts: "+", recompute: "R", preempted: "X", recovering: "E" };
 
 const REASON_WORDS = {
