@@ -106,7 +106,7 @@ def test_idle_connections_do_not_hold_up_a_stop(running: Running) -> None:
 
 @pytest.mark.parametrize("taken", ["http", "grpc", "metrics"])
 def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
-    async def run(ports: dict[str, Endpoint]) -> None:
+    async def run(ports: dict[str, Any]) -> None:
         frontend = FrontendServer(InferenceServer(ServerOptions()), **ports)
         with pytest.raises((OSError, RuntimeError)):
             await frontend.start()
@@ -116,7 +116,7 @@ def test_a_port_that_is_taken_leaves_nothing_open(taken: str) -> None:
                     pass
 
     with socket.create_server(("127.0.0.1", 0)) as holder:
-        ports = dict.fromkeys(("http", "grpc", "metrics"), FREE_PORT)
+        ports: dict[str, Any] = dict.fromkeys(("http", "grpc", "metrics"), FREE_PORT)
         ports[taken] = Endpoint("127.0.0.1", holder.getsockname()[1])
         asyncio.run(run(ports))
 
