@@ -203,4 +203,6 @@ def test_what_is_open_is_health_alone() -> None:
 
 def test_reading_a_response_later_begins_no_inference() -> None:
     assert begins_no_inference("/v1/responses/resp_1") and begins_no_inference("/v1/responses/resp_1/cancel")
+    assert begins_no_inference("/v1/chat/completions/chatcmpl-1") and not begins_no_inference("/v1/chat/completions")
+    assert not begins_no_inference("/v1/chat/completions/render") and not begins_no_inference("/v1/responses/compact")
     assert not begins_no_inference("/v1/responses") and not begins_no_inference("/v1/responses/input_tokens")

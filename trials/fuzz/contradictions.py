@@ -30,6 +30,7 @@ _ABOUT_OTHER_FIELDS = (
     "functions",
     "previous_response_id",
     "priority",
+    "request_id",
     "suffix",
     "thinking_token_budget",
     "tool_choice",
@@ -58,6 +59,8 @@ def take_out(body: dict[str, Any]) -> None:
         if isinstance(body.get(config), dict):
             body[config].pop("format", None)
     items = body.get("input")
+    if isinstance(items, list):
+        items = body["input"] = [item for item in items if item.get("type") != "compaction"] or "x"
     for item in items if isinstance(items, list) else ():
         if isinstance(item, dict):
             item.pop("encrypted_content", None)

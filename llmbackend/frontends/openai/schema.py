@@ -322,12 +322,11 @@ class ChatCompletionRequest(_Request, ChatPromptFields, ReasoningFields, Unserve
             | needs("logprob_token_ids", is_true("logprobs"))
             | needs("functions", {"properties": {"functions": {"maxItems": 0}}}, _NO_TOOLS)
             | needs("function_call", _NO_TOOLS)
-            | needs("request_id", {"properties": {"store": {"enum": [False, None]}}})
         },
     )
     default_max_tokens: ClassVar[int | None] = None
     """The rest of the context."""
-    store: Flag | None = Field(None, description="The completion can be retrieved later.")
+    store: Flag | None = Field(None, description="The completion can be retrieved later. Not with request_id.")
     max_completion_tokens: Annotated[int, Range(0)] | None = Field(None, description="As max_tokens.")
     logprobs: Flag | None = None
     top_logprobs: Annotated[int, Range(-1)] | None = Field(

@@ -316,6 +316,23 @@ def test_a_stream_of_choices_and_calls_is_kept_whole(tmp_path: Path, script: str
         assert kept.to_dict()["tools"] == [tool]
 
 
+def test_only_making_completions_counts_in_the_rate_limit_of_a_key(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("few:sk-few rpm=2\n")
+    access = AccessControl(AccessSettings(api_key_file=tmp_path / "keys"))
+    with (
+        serve_openai(FakeLlmServer(), store=StoreSettings().open(), access=access) as base,
+        openai.OpenAI(base_url=f"{base}/v1", api_key="sk-few", max_retries=0) as client,
+    ):
+        made = [chat(client).id for _ in range(2)]
+        for _ in range(3):
+            assert ids(client) == made
+            assert client.chat.completions.retrieve(made[0]).id == made[0]
+            client.chat.completions.update(made[0], metadata={"a": "b"})
+        client.chat.completions.delete(made[0])
+        with pytest.raises(openai.RateLimitError):
+            chat(client)
+
+
 def test_a_server_without_a_store_refuses_by_name() -> None:
     with serve_openai(FakeLlmServer()) as base, openai.OpenAI(base_url=f"{base}/v1", api_key="x") as client:
         with pytest.raises(openai.BadRequestError, match="'store' is not supported: this server stores no"):

@@ -106,8 +106,8 @@ def test_what_the_document_allows_is_what_is_accepted(
 
 
 BEYOND_JSON_SCHEMA = {("max_completion_tokens", "min_tokens"), ("max_tokens", "min_tokens"), ("best_of", "n"),
-                      ("best_of", "stream")}  # fmt: skip
-"""Pairs of fields of which one bounds the other."""
+                      ("best_of", "stream"), ("request_id", "store")}  # fmt: skip
+"""Pairs of fields of which one bounds or excludes the other."""
 
 
 @pytest.mark.parametrize(

@@ -143,9 +143,7 @@ class ResponsesBody(Sampling, Labels, UnservedByResponses):
         defer_build=False,
         json_schema_extra={
             "anyOf": [_HAS_INPUT, *_HAS_HISTORY],
-            "dependentSchemas": needs("stream_options", is_true("stream"))
-            | needs("enable_response_messages", {"properties": {"background": {"enum": [False, None]}}})
-            | {"top_logprobs": _NEEDS_LOGPROBS},
+            "dependentSchemas": needs("stream_options", is_true("stream")) | {"top_logprobs": _NEEDS_LOGPROBS},
         },
     )
     model: str | None = Field(None, description="Default: the server's only model.")
