@@ -17,6 +17,7 @@ from urllib.parse import unquote
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_options import ServerOptions
 from llmbackend.frontends.anthropic.router import create_anthropic_router
+from llmbackend.frontends.http.request_scope import PRESENCE, ClientPresence
 from llmbackend.frontends.http_app import create_http_app
 from llmbackend.frontends.journals.store_settings import StoreSettings
 from llmbackend.frontends.openai.router import create_openai_router
@@ -90,19 +91,20 @@ class AppUnderTest:
         return answer, list(self._tracebacks.texts)
 
     async def _send(self, request: HttpInput) -> HttpAnswer:
-        path = request.path.partition("?")[0].partition("#")[0]
+        path, _, query = request.path.partition("#")[0].partition("?")
         scope = {
             "type": "http",
             "http_version": "1.1",
             "method": request.method,
             "path": unquote(path),
             "raw_path": path.encode(),
-            "query_string": b"",
+            "query_string": query.encode(),
             "root_path": "",
             "headers": [*request.headers, (b"content-length", str(len(request.body)).encode())],
             "client": ("test", 1),
             "server": ("test", 2),
             "scheme": "http",
+            PRESENCE: ClientPresence(),
         }
         body = [{"type": "http.request", "body": request.body, "more_body": False}]
         events: list[MutableMapping[str, Any]] = []
