@@ -89,7 +89,7 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
         reloads = [access.reload]
         reload_on_hangup(stop, reloads)
         storage, claims = _open_storage(settings), _claim_ports(settings)
-    except _StartRefusedError as error:
+    except (OSError, ValueError) as error:
         print_error(str(error))
         return 1
     server = access.host(settings.options)
@@ -123,10 +123,6 @@ async def _serve(settings: ServerSettings, server_log: ServerLog, member: Cluste
     await stop.wait()
     _say_stopping(member)
     return await _drain(server, frontends, store, settings.exit_timeout_s)
-
-
-class _StartRefusedError(Exception):
-    """The text is for the user."""
 
 
 def _say_stopping(member: ClusterMember | None) -> None:
@@ -180,15 +176,15 @@ def _announce(
 
 
 def _open_storage(settings: ServerSettings) -> Storage:
-    """Raises _StartRefusedError."""
+    """Raises ValueError."""
     try:
         return settings.store.open_storage()
     except StoreError as error:
-        raise _StartRefusedError(f"--response-store: {error}.") from error
+        raise ValueError(f"--response-store: {error}.") from error
 
 
 def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
-    """Raises _StartRefusedError."""
+    """Raises OSError."""
     http, grpc = settings.http, replace(settings.grpc, reuse_port=settings.protocols.grpc_reuse_port)
     if settings.host_folder is not None:  # the launcher has the clients' ports
         http, grpc = replace(http, enabled=False), replace(grpc, enabled=False)
@@ -201,30 +197,24 @@ def _claim_ports(settings: ServerSettings) -> ClaimedPorts:
             text = "failed to start %s service: Unavailable - Socket '%s' already in use"
             log.error(text, error.service, error.socket)
         text = f"cannot listen: {error}. Stop the process that uses the port, or choose another port."
-        raise _StartRefusedError(text) from error
+        raise OSError(text) from error
 
 
 def _host_folder(settings: ServerSettings) -> tuple[HostFolder, SharedCounts] | None:
-    """None for a host without frontend processes. Raises _StartRefusedError."""
+    """None for a host without frontend processes. Raises OSError."""
     if settings.frontend_processes == 1 and settings.host_folder is None:
         return None
     from .frontend_settings import open_host_folder
 
-    try:
-        return open_host_folder(settings)
-    except (ValueError, OSError) as error:
-        raise _StartRefusedError(str(error)) from error
+    return open_host_folder(settings)
 
 
 def _access_control(settings: AccessSettings, apart: tuple[HostFolder, SharedCounts] | None) -> AccessControl:
-    """Raises _StartRefusedError."""
-    try:
-        if apart is None:
-            return AccessControl(settings)
-        folder, shared = apart
-        return AccessControl(settings.without_tls(), shared, folder.metrics)
-    except (ValueError, OSError) as error:
-        raise _StartRefusedError(str(error)) from error
+    """Raises OSError or ValueError."""
+    if apart is None:
+        return AccessControl(settings)
+    folder, shared = apart
+    return AccessControl(settings.without_tls(), shared, folder.metrics)
 
 
 def reasons_with_flags(reasons: Mapping[str, str], flag_model: str) -> dict[str, str]:

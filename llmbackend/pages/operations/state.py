@@ -10,26 +10,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+import msgspec
+from msgspec.structs import replace as replaced
+
 UNKNOWN: Final = "UNKNOWN"
 """State of a model whose server cannot be reached."""
 
 
-@dataclass(frozen=True, slots=True)
-class RequestInFlight:
+class RequestInFlight(msgspec.Struct, frozen=True, kw_only=True, rename={"number": "request"}):
+    """A request of the feed.
+
+    id        set by the client; "" = none
+    key       name of its API key; "" = none
+    reason    why it waits; "" = it does not wait
+    received  Unix seconds
+    """
+
     number: int
-    id: str
-    """Set by the client; "" = none."""
-    key: str
-    """Name of its API key; "" = none."""
+    id: str = ""
+    key: str = ""
     model: str
-    state: str
-    reason: str
-    """Why it waits; "" = it does not wait."""
+    state: str = ""
+    reason: str = ""
     received: float
-    """Unix seconds."""
-    prompt_tokens: int | None
-    output_tokens: int
-    max_tokens: int | None
+    prompt_tokens: int | None = None
+    output_tokens: int = 0
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +86,7 @@ class ServerState:
 
     def take_index(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The answer of /v2/repository/index."""
-        self.models = [
-            ModelVersion(row["name"], row.get("version", ""), row.get("state", ""), row.get("reason", ""))
-            for row in rows
-        ]
+        self.models = msgspec.convert(rows, list[ModelVersion])
         loading = {row.name for row in self.models if row.state == "LOADING"}
         self.loads = {name: stage for name, stage in self.loads.items() if name in loading}
 
@@ -119,18 +122,7 @@ class ServerState:
 
     def _on_requests(self, data: Mapping[str, Any]) -> None:
         for row in data.get("received", ()):
-            self.requests[row["request"]] = RequestInFlight(
-                number=row["request"],
-                id=row.get("id", ""),
-                key=row.get("key", ""),
-                model=data["model"],
-                state=row.get("state", ""),
-                reason=row.get("reason", ""),
-                received=row["received"],
-                prompt_tokens=row.get("prompt_tokens"),
-                output_tokens=row.get("output_tokens", 0),
-                max_tokens=row.get("max_tokens"),
-            )
+            self.requests[row["request"]] = msgspec.convert(row | {"model": data["model"]}, RequestInFlight)
         for row in data.get("ended", ()):
             self.requests.pop(row["request"], None)
 
@@ -142,12 +134,11 @@ class ServerState:
                 gained[number] = gained.get(number, 0) + num_tokens
         for number, num_tokens in gained.items():
             if (before := self.requests.get(number)) is not None:
-                self.requests[number] = replace(
-                    before, state="running", reason="", output_tokens=before.output_tokens + num_tokens
-                )
+                output_tokens = before.output_tokens + num_tokens
+                self.requests[number] = replaced(before, state="running", reason="", output_tokens=output_tokens)
         for number, reason in data["steps"][-1]["waiting"] if data["steps"] else ():
             if (before := self.requests.get(number)) is not None:
-                self.requests[number] = replace(before, state="waiting", reason=reason)
+                self.requests[number] = replaced(before, state="waiting", reason=reason)
 
     def _on_load(self, data: Mapping[str, Any]) -> None:
         self.loads[data["model"]] = LoadStage(data["stage"], data.get("done") or 0, data.get("total") or 0)
