@@ -229,15 +229,12 @@ class EngineKeeper:
                     poll.unregister(news)
                 *complete, lines = (lines + data).split(b"\n")
                 for line in complete:
-                    error = self._hear(line) or error
+                    said = msgspec.json.decode(line, type=ServedEngineNews)
+                    error = said.error or error
+                    if not said.error:
+                        self._heard(said)
             elif descriptor in ready:
                 return error
-
-    def _hear(self, line: bytes) -> str:
-        said = msgspec.json.decode(line, type=ServedEngineNews)
-        if not said.error:
-            self._heard(said)
-        return said.error
 
 
 def end_engines(folder: Path) -> None:

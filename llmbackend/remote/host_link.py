@@ -22,7 +22,7 @@ from llmbackend.core.messages import InferenceRequest, InferenceResponse, ModelM
 from llmbackend.core.models.served_config import Description
 from llmbackend.core.outputs import OutputLayout, Outputs, layout_of
 from llmbackend.core.repository.model_files import ModelIdentifier, ModelNames
-from llmbackend.core.served_models import ModelRow, ModelTable
+from llmbackend.core.served_models import ModelRow
 from llmbackend.core.tensors import from_wire
 from llmbackend.links.secrets import ClusterSecrets
 
@@ -61,10 +61,16 @@ class KnownHost:
     def __init__(self, state: HostState, before: KnownHost | None = None) -> None:
         """before: the same host with its previous state."""
         self.state = state
+        self._rows: dict[str, ModelRow]
+        self._names: ModelNames
         if before is not None and bytes(before.state.models) == bytes(state.models):
-            self._models: _Models = before._models
-        else:
-            self._models = _Models(decode_models(state.models))
+            self._rows, self._names = before._rows, before._names
+            return
+        table = decode_models(state.models)
+        self._rows = {row.key: row for row in table.rows}
+        self._names = ModelNames(table.is_namespacing)
+        for row in table.rows:
+            self._names.add(row.name, ModelIdentifier(row.key), row.served_names)
 
     def find(self, name: str, version: int = -1) -> KnownModel | None:
         """None when the host does not serve it."""
@@ -75,23 +81,15 @@ class KnownHost:
 
     def get(self, name: str, version: int = -1) -> KnownModel:
         """Raises TritonError as ServedModels.get."""
-        row, number = self._models.find(name, version)
+        row, number = self._find(name, version)
         return KnownModel(row.descriptions[number], number in row.decoupled, row.resumes)
 
     def metadata(self, name: str, version: int = -1) -> ModelMetadata:
         """Raises TritonError as ServedModels.metadata."""
-        row, number = self._models.find(name, version)
+        row, number = self._find(name, version)
         return row.descriptions[number].metadata([number] if version >= 0 else sorted(row.descriptions))
 
-
-class _Models:
-    def __init__(self, table: ModelTable) -> None:
-        self._rows: dict[str, ModelRow] = {row.key: row for row in table.rows}
-        self._names = ModelNames(table.is_namespacing)
-        for row in table.rows:
-            self._names.add(row.name, ModelIdentifier(row.key), row.served_names)
-
-    def find(self, name: str, version: int) -> tuple[ModelRow, int]:
+    def _find(self, name: str, version: int) -> tuple[ModelRow, int]:
         key = self._names.key(name)
         row = self._rows.get(key)
         number = ready_version(key, version, None if row is None else row.states)
