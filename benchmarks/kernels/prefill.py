@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from ctypes import c_int32, c_int64
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -36,11 +37,13 @@ def seconds_of(run: Callable[[], object], threads: int) -> float:
 
 
 def peak_rate(library: KernelLibrary, weights: Type) -> float:
-    """Operations per second of one thread."""
+    """Operations per second of one thread that only multiplies registers, as for weights of this type."""
+    multiply_registers = library.functions.llmb_peak
+    multiply_registers.restype, multiply_registers.argtypes = c_int64, [c_int32, c_int64]
 
     def rate() -> float:
         begin = time.perf_counter()
-        return library.multiply_registers(weights, PEAK_STEPS) / (time.perf_counter() - begin)
+        return float(multiply_registers(weights, PEAK_STEPS)) / (time.perf_counter() - begin)
 
     return max(rate() for _ in range(PEAK_REPEATS))
 

@@ -1,9 +1,9 @@
-"""Our attention function in `transformers`' registry, and the hand-over of a step's context to it.
+"""Our attention function in the registry of `transformers`, and the context that it gets for a step.
 
-For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`; it is run with
-`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are kept, which
-only the context knows. Invariant: outside an active context of the same thread a call fails, so that a model never
-attends to the wrong batch.
+For: any `transformers` model whose layers call `ALL_ATTENTION_FUNCTIONS`, run with
+`attn_implementation=PAGED_ATTENTION` inside `active_context(...)`. Does not know: where keys and values are stored,
+which only the context knows. Invariant: a call outside an active context of the same thread fails, so that a model
+never attends to the wrong batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a layer asks of attention beyond causality."""
+    """What a layer requests from attention beyond causality."""
 
     scaling: float
     """Factor on q·k."""
@@ -45,11 +45,11 @@ class AttentionOptions:
     softcap: float | None = None
     """Scores become softcap * tanh(scores / softcap); None: off."""
     sinks: torch.Tensor | None = None
-    """[num_heads]: an extra score per head that takes part in the softmax and has no value; None: none."""
+    """[num_heads]: an extra score per head that is part of the softmax and has no value; None: none."""
     mask: torch.Tensor | None = None
-    """A mask of the layer's own, which no backend supports."""
+    """A mask of the layer's own; no backend supports one."""
     extra: Mapping[str, Any] | None = None
-    """Everything else that the layer passed."""
+    """All other arguments of the layer."""
 
 
 class AttentionContext(Protocol):
@@ -92,7 +92,7 @@ def _attention_function(
     s_aux: torch.Tensor | None = None,
     **extra: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The signature `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim],
+    """The signature that `transformers` expects: query [1, heads, tokens, head_dim]; returns ([1, tokens, heads, dim],
     None)."""
     context = _active.context
     if context is None:
@@ -110,7 +110,7 @@ def _attention_function(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """No mask: the context knows causality and where sequences begin."""
+    """The context knows causality and where sequences begin."""
 
 
 def register() -> None:

@@ -1,9 +1,9 @@
-"""Paged attention on the native kernels, under modules.
+"""Paged attention on the native kernels, for modules.
 
-For: models that run as transformers modules on CPU, when every layer fits the layout of native KV memory
-(cpu/native_memory.py). Does not know: which request owns a block, how attention is computed.
-Invariants: a step's keys and values are written before they are read, and finite (the kernel that writes replaces what
-is not); what a query gets depends on its own row alone, bit by bit.
+For: models that run as transformers modules on CPU, if every layer fits the layout of native KV memory
+(cpu/native_memory.py). Does not know: which request owns a block, how attention is computed. Invariants: the keys and
+values of a step are written before they are read, and are finite (the kernel that writes replaces others); the result
+of a query depends on its own row alone, bit by bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _POINTERS = ("positions", "slots", "query_start", "seq_lens", "block_table")
 
 
 class NativePagedAttention:
-    """The context of steps, one after the other: `begin` says which step the next calls of `attend` belong to."""
+    """The context of steps, one after the other: `begin` selects the step to which the next calls of `attend`
+    belong."""
 
     def __init__(self, kernels: NativeKernels, layers: Iterable[nn.Module], memory: NativeKVMemory) -> None:
         """layers: those of the memory, in its order"""
@@ -35,7 +36,7 @@ class NativePagedAttention:
         self._arrays: tuple[npt.NDArray[np.int32], ...] = ()
 
     def begin(self, step: FlatStep, block_table: npt.NDArray[np.int32]) -> None:
-        """block_table int32 [rows, blocks]: of the step's rows, contiguous."""
+        """block_table int32 [rows, blocks]: of the rows of the step, contiguous."""
         slots, blocks = self._memory.kernels_slots(step.slots), self._memory.kernels_blocks(block_table)
         self._arrays = (step.positions, slots, step.query_start, step.seq_lens, blocks)
         assert all(array.dtype == np.int32 and array.flags.c_contiguous for array in self._arrays)
@@ -98,8 +99,7 @@ class _LayerOps:
 def native_kv_memory(
     kernels: NativeKernels, shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> NativeKVMemory | None:
-    """Memory for the layers, in their order, or None when one of them does not fit the native layout. Raises
-    MemoryError."""
+    """Memory for the layers, in their order; None: one of them does not fit the native layout. Raises MemoryError."""
     fits = dtype in TYPE_OF and all(can_hold(each.key_dim, each.value_dim, block_size) for each in shapes.values())
     if not fits:
         return None

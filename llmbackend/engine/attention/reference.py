@@ -1,9 +1,9 @@
 """Paged attention in plain torch, for CPU and CUDA: its KV memory, the ragged layout of a step, and the computation.
 
-For: models that run as transformers modules, where no faster backend fits, and the reference that other backends are
-tested against. Does not know: which model calls it, which request owns a block. Invariants: a step's tokens are written
-to the cache before they are read, so prefill, chunked prefill and decode are one path; a row is computed with shapes
-that depend on that row alone; stored keys and values are finite, because a zero weight times a leftover NaN is NaN.
+For: models that run as transformers modules, where no faster backend fits, and the reference for tests of other
+backends. Does not know: which model calls it, which request owns a block. Invariants: the tokens of a step are written
+to the cache before they are read, so that prefill, chunked prefill and decode are one path; a row is computed with
+shapes that depend on that row alone; stored keys and values are finite, because zero times a leftover NaN is NaN.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ def _attend_group(query: torch.Tensor, cache: LayerKVCache, group: RowGroup, opt
 def _dense_attention(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """As grouped_attention, in slices of queries that bound the memory for scores; torch's fused attention on a GPU.
+    """As grouped_attention, in slices of queries that bound the memory for scores; on a GPU torch's fused attention.
 
-    Not fused on CPU, although that saves a third of the time of a long prefill: the fused kernel's result for a query
-    depends on how many others are computed with it, so a prompt's chunks would change its tokens. Plain products have
-    no such dependence.
-    """
+    Not fused on CPU, although that would save a third of the time of a long prefill: the result of the fused kernel for
+    a query depends on how many others are computed with it, so that a prompt's chunks would change its tokens. Plain
+    products have no such dependence."""
     rows, heads, query_len, _ = queries.shape
     if queries.is_cuda and query_len > 1 and options.softcap is None and options.sinks is None:
         return functional.scaled_dot_product_attention(
@@ -150,11 +149,10 @@ def padded_blocks(num_blocks: Int64Array) -> Int64Array:
 
 
 class RaggedBatch:
-    """Which rows lie where in the flattened batch, and which KV blocks they read.
+    """Where each row is in the flattened batch, and which KV blocks it reads.
 
-    How a row is padded depends on that row's own query length, context length and window, never on its neighbours, so
-    that its result does not depend on them either.
-    """
+    The padding of a row depends on its own query length, context length and window, never on its neighbours, so that
+    its result does not depend on them either."""
 
     def __init__(
         self,
@@ -249,8 +247,8 @@ class LayerKVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take no memory on CPU before they are written: numpy asks the system for zero pages, torch would write
-    them."""
+    """Zeros that take no memory on CPU before they are written: numpy requests zero pages from the system, torch would
+    write them."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size_bytes = math.prod(shape) * dtype.itemsize

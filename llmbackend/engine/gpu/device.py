@@ -1,15 +1,15 @@
-"""What the accelerator path needs of a device: ordered work beside the host, events, and whether it still works.
+"""What the accelerator path needs from a device: ordered work beside the host, events, and detection of its loss.
 
-For: whatever loads a model on a GPU, the runner and its parts. Does not know: models, steps, tensors' meaning.
-Invariants: work runs in the order in which it was enqueued; enqueued work reads no host memory that changes later,
-except pinned memory that its owner leaves unchanged until an event behind that work has passed. A process that computes
-on `cuda:3` has it as its current device from the first call on: Triton launches kernels on a thread's current device,
-and pinned memory belongs to that device's context. Ids count GPUs in the order of their bus, as the host's list does
+For: everything that loads a model on a GPU, the runner and its parts. Does not know: models, steps, what tensors mean.
+Invariants: work runs in the order in which it was enqueued; it reads no host memory that changes later, except pinned
+memory that its owner leaves unchanged until an event after that work has passed. A process that computes on `cuda:3`
+makes it its current device before anything else, because Triton launches kernels on a thread's current device and
+pinned memory belongs to the context of that device. Ids count GPUs in the order of their bus, as the host does
 (core/gpus.py), unless CUDA_DEVICE_ORDER says otherwise.
 
-A kernel that fails (an illegal address, an assertion, a hardware error) takes the device from its whole process: each
-later call fails with the same error, and only another process helps. Such an error leaves a runner as DeviceLostError,
-so that no row is blamed for it; other errors, lack of memory among them, concern one call.
+A kernel that fails (an illegal address, an assertion, a hardware error) makes the device unusable for its whole
+process: every later call fails with the same error, and only another process helps. A runner raises DeviceLostError
+then, so that no row is blamed; other errors, such as lack of memory, concern one call.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -35,11 +36,11 @@ def use_gpu(device: torch.device) -> torch.device:
 
 
 def check_gpu(device: torch.device) -> None:
-    """Raises ValueError when this torch cannot compute on it."""
+    """Raises ValueError when this torch cannot compute on the device."""
     subject = f"engine argument 'device' is '{device}', but this torch ({torch.__version__})"
     if torch.version.hip is not None:
         raise ValueError(f"{subject} is built for ROCm, expected a CUDA build: the kernels require NVIDIA GPUs")
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # read when torch first asks for devices
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # read when torch first enumerates devices
     count = torch.cuda.device_count()
     if count == 0:
         raise ValueError(f"{subject} sees no CUDA device")
@@ -48,13 +49,13 @@ def check_gpu(device: torch.device) -> None:
 
 
 _NO_MEMORY = 2
-"""cudaErrorMemoryAllocation: of what torch's allocator does not hand out, such as pinned memory."""
+"""cudaErrorMemoryAllocation, raised for memory outside of torch's allocator, such as pinned memory."""
 
 
 @contextmanager
 def noticing_loss(synchronize: Callable[[], None]) -> Iterator[None]:
-    """An exception inside is raised as it is where the device still works. synchronize: waits for the device, and
-    raises where it is lost; libraries report a lost device as errors of their own kinds."""
+    """Raises DeviceLostError for an exception inside if the device is lost, and else the exception itself. synchronize:
+    waits for the device, and raises if it is lost; libraries report a lost device as errors of their own types."""
     try:
         yield
     except DeviceLostError:
@@ -74,23 +75,20 @@ def _lost(error: Exception) -> DeviceLostError:
 
 
 class Event(Protocol):
-    """A place in the device's work."""
+    """A point in the device's work."""
 
     def wait(self) -> None:
-        """Returns when all work enqueued before it is done. Raises what that work raised."""
-
-    @property
-    def is_done(self) -> bool: ...
+        """Returns when all work enqueued before it is complete. Raises what that work raised."""
 
     def seconds_since(self, earlier: Event) -> float:
-        """Device time in seconds between two events that have both passed."""
+        """Device time in seconds between two events that have passed."""
 
 
 class Graph(Protocol):
-    """Captured work that is repeated on the same memory."""
+    """Captured work, repeated on the same memory."""
 
     def replay(self) -> None:
-        """Called inside of enqueued work."""
+        """Called inside enqueued work."""
 
 
 class Memory(NamedTuple):
@@ -99,25 +97,25 @@ class Memory(NamedTuple):
 
 
 class Mark(Protocol):
-    """A place in a lane's work that other lanes wait for, without the host."""
+    """A point in the work of a lane, for which other lanes wait without the host."""
 
 
 class Lane(Protocol):
-    """Work in its own order."""
+    """A sequence of work that runs in order."""
 
     def enqueue(self, work: Callable[[], None]) -> None: ...
 
     def mark(self) -> Mark:
-        """The end of what was enqueued so far."""
+        """The end of the work enqueued so far."""
 
     def follow(self, mark: Mark) -> None:
-        """What is enqueued from now on runs after that place of any lane of the device."""
+        """Work enqueued from now on runs after the mark, which may be of any lane of the device."""
 
 
 class Device(Lane, Protocol):
     @property
     def beside(self) -> Lane:
-        """A lane for copies, which run beside the device's other work."""
+        """A lane for copies that run concurrently with the device's other work."""
 
     @property
     def torch_device(self) -> torch.device: ...
@@ -129,16 +127,15 @@ class Device(Lane, Protocol):
     def enqueue(self, work: Callable[[], None]) -> None:
         """`work` calls operations on device tensors, and copies between them and pinned memory with non_blocking.
 
-        An exception here, such as torch.OutOfMemoryError, has stopped the work half-way.
-        """
+        An exception, such as torch.OutOfMemoryError, has stopped the work half-way."""
 
     def record(self) -> Event: ...
 
     def pinned(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that is copied to and from the device without waiting for it; [size], zeros."""
+        """Zeros [size] in host memory, which can be copied to and from the device without waiting."""
 
     def fetch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Called inside of enqueued work: a copy in host memory, complete when an event behind it has passed."""
+        """Called inside enqueued work: a copy in host memory, complete when a later event has passed."""
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Runs the work once and then records it. Nothing else may be enqueued meanwhile."""
@@ -151,12 +148,11 @@ class Device(Lane, Protocol):
         """Whether the device computes with float8_e4m3fn."""
 
     def memory(self) -> Memory:
-        """The device's memory. What this process has freed counts as used until `trim`."""
+        """The device's memory. Memory that this process freed counts as used until `trim`."""
 
     @property
     def held_bytes(self) -> int:
-        """Memory for tensors, those of graphs too, that this process has of the device; with what is freed until
-        `trim`."""
+        """Memory of this process for tensors, including those of graphs and what is freed until `trim`."""
 
     def trim(self) -> None:
         """Returns unused memory of this process to the device."""
@@ -169,10 +165,6 @@ class _CudaEvent:
 
     def wait(self) -> None:
         self.event.synchronize()
-
-    @property
-    def is_done(self) -> bool:
-        return bool(self.event.query())
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _CudaEvent)
@@ -196,8 +188,8 @@ class _CudaLane:
 
 
 class GraphPool:
-    """The memory that an engine's graphs share. A handle is valid only while one of its graphs is alive: torch's host
-    allocator erases a pool with its last graph, and a capture with that handle fails an assertion."""
+    """The memory that the graphs of an engine share. A handle is valid only while one of its graphs is alive: torch's
+    host allocator erases a pool with its last graph, and a capture with its handle fails an assertion."""
 
     def __init__(self, new_handle: Callable[[], Any]) -> None:
         self._new_handle = new_handle
@@ -205,7 +197,7 @@ class GraphPool:
         self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def handle(self) -> Any:
-        """Of the graphs alive, or a new one."""
+        """That of the graphs alive, or a new one."""
         if not self._graphs:
             self._handle = self._new_handle()
         return self._handle
@@ -215,8 +207,7 @@ class GraphPool:
 
 
 class CudaDevice:
-    """An NVIDIA GPU: all work is on the current stream of the calling thread, which keeps the order, but for copies
-    `beside`."""
+    """An NVIDIA GPU: all work is on the current stream of the calling thread, except copies in `beside`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
@@ -258,8 +249,8 @@ class CudaDevice:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
     def capture(self, work: Callable[[], None]) -> Graph:
-        """The first run compiles kernels and allocates libraries' workspaces, which a capture must not do. Graphs share
-        one pool of memory: they never run at the same time, and none reads what another left there."""
+        """The first run compiles kernels and allocates the workspaces of libraries, which a capture must not do. Graphs
+        share one memory pool: they never run concurrently, and none reads what another left there."""
         with torch.cuda.device(self._device):
             stream, current = self._capture_stream, torch.cuda.current_stream()
             stream.wait_stream(current)
@@ -271,8 +262,8 @@ class CudaDevice:
             return graph
 
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """An error of `work`, such as torch.OutOfMemoryError, is raised as it is: the capture that it broke is ended,
-        so that the allocator stops recording, and what ending it raises is of no interest."""
+        """Errors of `work`, such as torch.OutOfMemoryError, are raised as they are: the broken capture is ended so that
+        the allocator stops recording, and errors of ending it are ignored."""
         graph = torch.cuda.CUDAGraph()
         try:
             # Other engines of this process may use their devices meanwhile.
@@ -306,8 +297,7 @@ class CudaDevice:
 
 
 class CpuDevice:
-    """The processor in the place of an accelerator, for the ranks of a model that is split over processors: work is
-    done when it is enqueued."""
+    """The processor as a device, for ranks on processors: work is complete when it is enqueued."""
 
     @property
     def torch_device(self) -> torch.device:
@@ -369,18 +359,11 @@ class _Passed:
     def wait(self) -> None:
         pass
 
-    @property
-    def is_done(self) -> bool:
-        return True
-
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _Passed)
         return self._at_s - earlier._at_s
 
 
+@dataclass(frozen=True, slots=True)
 class _Repeated:
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work = work
-
-    def replay(self) -> None:
-        self._work()
+    replay: Callable[[], None]

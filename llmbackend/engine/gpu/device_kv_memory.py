@@ -1,12 +1,13 @@
-"""KV memory of a device: how many blocks it has room for, those blocks, and blocks in host memory beside them.
+"""KV memory of a device: how many blocks it has room for, those blocks, and blocks in host memory.
 
 For: the runner, when it is made. Does not know: models, steps, which text a block holds. Invariants: KV blocks leave
-room for the largest step and for the graphs, both measured before, and for the buffers of blocks in host memory; an
-engine that could not hold one sequence of max_model_len tokens does not start, and names what would help. A host block
-is one contiguous piece of pinned memory with the block's keys and values of all layers; a copy is ordered with the
-device's other work as if it were a part of it. The device's own work only gathers blocks in a buffer, or spreads them
-from there; between that and the host they go beside it, neighbours on the host as one copy. Of the two buffers one is
-filled while the other is emptied.
+room for the largest step and the graphs, both measured before, and for the staging buffers of host blocks; an engine
+that could not hold one sequence of max_model_len tokens does not start, and the error names what would help. A host
+block is one contiguous piece of pinned memory with the block's keys and values of all layers; a copy is ordered with
+the device's other work. Device kernels only gather blocks into a staging buffer or spread them from it; transfers
+between buffer and host run concurrently, neighbouring host blocks as one copy, one buffer being filled while the other
+is emptied.
+
 Source of the names: vLLM's gpu_memory_utilization, num_gpu_blocks_override, kv_cache_memory_bytes, kv_cache_dtype.
 """
 
@@ -30,7 +31,7 @@ CHUNK_BYTES = 1 << 28
 """Pinned memory is allocated in pieces of this size: torch rounds each up to a power of two."""
 
 STAGING_BYTES = 1 << 27
-"""Of both buffers together, unless a block is larger than one of them."""
+"""Of both staging buffers together, unless a block is larger than one of them."""
 
 
 class HostBlocks:
@@ -52,8 +53,8 @@ class HostBlocks:
 
     @classmethod
     def make(cls, config: EngineConfig, device: Device, caches: Iterable[LayerCache]) -> HostBlocks | None:
-        """As many as the config asks for, or None. Raises ValueError when there is no room for one, RuntimeError when
-        the host cannot pin so much memory."""
+        """As many blocks as the config requests; None: it requests none. Raises ValueError when there is no room for
+        one, RuntimeError when the host cannot pin that much memory."""
         layers = list(caches)
         num_blocks = config.num_host_blocks(sum(part.shape[1] for part in _parts(layers)))
         return cls(device, layers, num_blocks) if num_blocks else None
@@ -73,7 +74,7 @@ class HostBlocks:
                 buffer.from_host(blocks, runs)
 
     def _runs(self, hosts: tuple[int, ...], buffer: _Buffer) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Neighbours among these host blocks, which rise, and the places in the buffer that belong to them."""
+        """Runs of neighbours among these rising host blocks, each with its places in the buffer."""
         per_chunk = self._blocks_per_chunk
         breaks = [i for i in range(1, len(hosts)) if hosts[i] != hosts[i - 1] + 1 or hosts[i] % per_chunk == 0]
         runs = []
@@ -85,7 +86,7 @@ class HostBlocks:
 
 
 class _Buffer:
-    """Room on the device for some blocks as the host has them. Marks say when its last use is over."""
+    """Room on the device for some blocks in the layout of the host. Marks say when its last use is complete."""
 
     def __init__(self, device: Device, parts: list[torch.Tensor], num_blocks: int) -> None:
         ends = list(accumulate((part.shape[1] for part in parts), initial=0))
@@ -101,7 +102,7 @@ class _Buffer:
         device.follow(self._copied)
         device.enqueue(lambda: self._moves.gather(blocks))
         device.beside.follow(device.mark())
-        device.beside.enqueue(lambda: _copy([(host, here) for host, here in runs]))
+        device.beside.enqueue(lambda: _copy(runs))
         self._copied = device.beside.mark()
 
     def from_host(self, blocks: tuple[int, ...], runs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -115,7 +116,7 @@ class _Buffer:
 
 
 def staging_bytes(block_bytes: int) -> int:
-    """Device memory that HostBlocks takes."""
+    """Device memory of the staging buffers of HostBlocks."""
     return 2 * max(STAGING_BYTES // 2 // block_bytes, 1) * block_bytes
 
 
@@ -142,7 +143,7 @@ def _moves(parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> 
 
 
 class _Moves(Protocol):
-    """Device work: blocks to the front of a buffer, in this order, and back."""
+    """Device work: blocks to the start of a buffer, in this order, and back."""
 
     def gather(self, blocks: tuple[int, ...]) -> None: ...
 
@@ -150,7 +151,7 @@ class _Moves(Protocol):
 
 
 class _TorchMoves:
-    """What kernels/move_blocks.py does in one launch."""
+    """The moves of kernels/fused.py (BlockMoves), without Triton."""
 
     def __init__(self, parts: list[torch.Tensor], ends: list[int], staged: torch.Tensor) -> None:
         self._parts, self._ends, self._staged = parts, ends, staged
@@ -180,7 +181,7 @@ def kv_dtype(config: EngineConfig, dtype: torch.dtype, device: Device) -> torch.
 
 
 def block_bytes(shapes: Mapping[nn.Module, LayerShape], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one KV block, in all layers."""
+    """Bytes of one KV block in all layers."""
     return block_size * sum(shape.bytes_per_token(dtype) for shape in shapes.values())
 
 
@@ -192,8 +193,8 @@ def num_kv_blocks(
     graph_bytes: int,
     groups: KVGroups = KVGroups(),
 ) -> int:
-    """How many KV blocks there is room for. memory: the device's after the largest step has run. groups: of the layers,
-    each block being of one of them. Raises ValueError when not one sequence of max_model_len tokens fits."""
+    """How many KV blocks there is room for. memory: the device's, after the largest step has run. groups: of layers;
+    each block belongs to one of them. Raises ValueError when a sequence of max_model_len tokens does not fit."""
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if config.num_host_blocks(bytes_per_block):
@@ -226,10 +227,9 @@ def _available_bytes(config: EngineConfig, memory: Memory, graph_bytes: int) -> 
 def kv_caches(
     shapes: Mapping[nn.Module, LayerShape], num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[nn.Module, LayerCache]:
-    """Zeros, by attention module. Memory of 8-bit types is allocated as bytes, in all of which 0 is the byte 0.
+    """Zeros, by attention module. 8-bit types are allocated as bytes: the byte 0 is 0 in all of them.
 
-    Raises torch.OutOfMemoryError.
-    """
+    Raises torch.OutOfMemoryError."""
 
     def memory(num_kv_heads: int, dim: int) -> torch.Tensor:
         shape = (num_blocks, num_kv_heads, block_size, dim)

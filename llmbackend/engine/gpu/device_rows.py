@@ -1,11 +1,11 @@
 """The rows of live requests on the device, the message that updates them for a step, and the step's batch.
 
-For: the runner. A row's tokens are sent once, with its first step; of its block table, what changed; of a step, its
-rows and how far each gets. Token ids, positions and slots are computed on the device, where the tokens of the step
-before are known first. Does not know: models, sampling, graphs, when its work is done.
-Invariants: a message is written from the plan and the table alone, before `write` returns; its memory is reused only
-after the event behind its step; what a message that was not sent held is sent again with the next one; `layout` reads
-memory at fixed addresses alone, so that it can be captured, and nothing here waits for the device.
+For: the runner. A row's tokens are sent once, with its first step; of its block table the changes; of a step its rows
+and how far each is computed. Token ids, positions and slots are computed on the device, which knows the tokens of the
+previous step first. Does not know: models, sampling, graphs, when the device's work is complete. Invariants: a message
+is written from the plan and the table alone, before `write` returns; its memory is reused only after the event that
+follows its step; the content of a message that was not sent is sent with the next one; `layout` reads memory at fixed
+addresses only, so that it can be captured; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ NUM_SECTIONS = 6
 
 def section_words(max_sequences: int) -> int:
     """Words (int32) of one section of a message; query_start has one more than there are sequences. Sections begin at
-    multiples of 16 bytes: kernels are compiled for addresses that do."""
+    multiples of 16 bytes, because kernels are compiled for such addresses."""
     return -(-(max_sequences + 1) // 4) * 4
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What the host knows of a step's batch, padding included."""
+    """What the host knows about the batch of a step, including padding."""
 
     num_rows: int
     """Sequences (row_messages.py)."""
     num_tokens: int
     num_samples: int
     max_query_len: int
-    """At least the most tokens of a sequence in the batch."""
+    """Upper bound on the tokens of one sequence in the batch."""
     max_seq_len: int
-    """At least the most keys of a sequence."""
+    """Upper bound on the keys of one sequence."""
     adapts: bool
     """Whether tokens may have LoRA adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Padded:
-    """What a captured step is padded to. A decode step has one token of each sequence, and samples all of them; its
-    padding sequences, too, have a token. Those of a mixed step have none."""
+    """The size to which a captured step is padded. Every sequence of a decode step, padding included, has one token and
+    is sampled; padding sequences of a mixed step have no tokens."""
 
     num_rows: int
     """Sequences."""
@@ -63,54 +63,40 @@ class Padded:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Changes:
-    """What the device's rows lack."""
+    """What the device does not know yet, in the order of the message."""
 
     drafted: Int32Array
-    """[NUM_FIELDS, n]: `drafted_rows`. The first of all, so that it begins at a multiple of 16 bytes."""
+    """[NUM_FIELDS, n]: `drafted_rows`. First, so that it begins at a multiple of 16 bytes."""
     blocks: Int32Array
     """[3, n]: rows, columns and values of the block table."""
     drafts: Int32Array
-    """[3, n]: rows, positions and ids of tokens that the host knows. They hold for this step alone: it samples other
-    ones over them."""
+    """[3, n]: rows, positions and ids of drafts that the host knows. Valid for this step only: its samples overwrite
+    them."""
     prompts: Int32Array
     """[4, n]: rows, lengths of their prompts, lengths of all their tokens, slots of their LoRA adapters."""
     token_ids: Int32Array
-    """[tokens]: all tokens of those rows, one row after the other."""
+    """[tokens]: all tokens of those rows, row by row."""
 
     @property
-    def num_words(self) -> int:
-        return sum(part.size for part in self._parts)
-
-    @property
-    def _parts(self) -> tuple[Int32Array, ...]:
-        """In the order of the message."""
+    def parts(self) -> tuple[Int32Array, ...]:
         return self.drafted, self.blocks, self.drafts, self.prompts, self.token_ids
-
-    def write(self, words: Int32Array) -> None:
-        if len(words):
-            np.concatenate([part.reshape(-1) for part in self._parts], out=words)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessage:
-    """Everything that the device must be told before it computes a step."""
+    """Everything that the device must know before it computes a step."""
 
     shape: StepShape
     words: torch.Tensor
-    """int32, pinned: the sections, rows with drafts (NUM_FIELDS * num_drafted), changed blocks (3 * num_blocks), drafts
-    (3 * num_drafts), new rows (4 * num_prompts), their tokens (num_prompt_tokens)."""
-    num_drafted: int
-    num_blocks: int
-    num_drafts: int
-    num_prompts: int
-    num_prompt_tokens: int
+    """int32, pinned: the sections, then the changes."""
     changes: _Changes = field(repr=False)
     buffer: _Buffer = field(repr=False)
 
     @property
     def places_of_drafts(self) -> Int32Array:
-        """Which of the rows of `DeviceRows.accepted` have drafts in this step: their places."""
-        places: Int32Array = np.flatnonzero(self.changes.drafted[5]).astype(np.int32)
+        """Indices in `DeviceRows.accepted` of the rows that have drafts in this step."""
+        *_, num_drafts, _ = self.changes.drafted
+        places: Int32Array = np.flatnonzero(num_drafts).astype(np.int32)
         return places
 
 
@@ -133,19 +119,19 @@ class StepMessages:
         max_steps_in_flight: int,
         num_groups: int = 1,
     ) -> None:
-        """max_sequences: of a step. num_groups: of layers."""
+        """max_sequences: of a step. num_groups: groups of layers."""
         self._device = device
         self._section_words = section_words(max_sequences)
         self._step_words = NUM_SECTIONS * self._section_words
         self.max_words = self._step_words + (2 + 6 * num_groups + NUM_FIELDS) * max_sequences + max_model_len
-        """Words of a usual message; one with many long prompts at once is longer, and gets memory of its own."""
+        """Words of a usual message; one with many long prompts is longer and gets memory of its own."""
         self._buffers = [_Buffer(device.pinned(self.max_words, torch.int32)) for _ in range(max_steps_in_flight)]
         self._blocks = BlockTableMirror(max_num_seqs, -(-max_model_len // block_size), num_groups)
         self._new_rows: set[int] = set()
         self._adapter_of_row: Int32Array = np.full(max_num_seqs, NO_ADAPTER, np.int32)
 
     def add(self, row: int, adapter: int = NO_ADAPTER) -> None:
-        """The row has a new request. adapter: its slot among LoRA adapters."""
+        """The row has a new request. adapter: the slot of its LoRA adapter."""
         self._new_rows.add(row)
         self._adapter_of_row[row] = adapter
 
@@ -153,7 +139,7 @@ class StepMessages:
         self._new_rows.discard(row)
 
     def expect_adapters(self) -> None:
-        """Steps are launched as if every row had an adapter, until the row is added."""
+        """Steps are launched as if every row had an adapter, until a request is added to the row."""
         self._adapter_of_row.fill(0)
 
     def adapts(self, plan: StepPlan) -> bool:
@@ -161,37 +147,29 @@ class StepMessages:
         return bool((self._adapter_of_row[plan.rows] != NO_ADAPTER).any())
 
     def write(self, plan: StepPlan, table: RowTable, padded: Padded | None = None) -> StepMessage:
-        """padded: for a captured graph; what is behind the plan's own is padding. None: only the plan's."""
+        """padded: the size of a captured graph; None: no padding."""
         known = drafted_rows(plan, table), self._blocks.changes(plan, table), _drafts(plan, table)
         changes = _Changes(*known, *self._prompts(plan, table))
-        buffer = self._buffer(self._step_words + changes.num_words)
+        num_words = self._step_words + sum(part.size for part in changes.parts)
+        buffer = self._buffer(num_words)
         words = buffer.words.numpy()
         padded = padded or Padded(num_sequences(plan), plan.num_tokens, False, self.adapts(plan))
         shape = self._write_step(StepSequences.of(plan, table), padded, words)
-        num_words = self._step_words + changes.num_words
-        changes.write(words[self._step_words : num_words])
-        return StepMessage(
-            shape=shape,
-            words=buffer.words[:num_words],
-            num_drafted=changes.drafted.shape[1],
-            num_blocks=changes.blocks.shape[1],
-            num_drafts=changes.drafts.shape[1],
-            num_prompts=changes.prompts.shape[1],
-            num_prompt_tokens=len(changes.token_ids),
-            changes=changes,
-            buffer=buffer,
-        )
+        if num_words > self._step_words:
+            changed = words[self._step_words : num_words]
+            np.concatenate([part.reshape(-1) for part in changes.parts], out=changed)
+        return StepMessage(shape, buffer.words[:num_words], changes, buffer)
 
     def sent(self, message: StepMessage, event: Event) -> None:
         """The device reads the message before `event` passes."""
         message.buffer.event = event
-        if message.num_blocks:
+        if message.changes.blocks.size:
             self._blocks.told(message.changes.blocks)
-        if message.num_prompts:
+        if message.changes.prompts.size:
             self._new_rows.difference_update(message.changes.prompts[0].tolist())
 
     def _buffer(self, num_words: int) -> _Buffer:
-        """Memory that no step in flight reads: that of the oldest step."""
+        """Memory that no step in flight reads: the buffer of the oldest step."""
         if num_words > self.max_words:
             return _Buffer(self._device.pinned(num_words, torch.int32))
         buffer = self._buffers.pop(0)
@@ -231,14 +209,14 @@ def _drafts(plan: StepPlan, table: RowTable) -> Int32Array:
     if plan.num_draft_tokens is None:
         return NO_CHANGES
     rows, positions = plan.samples(table)
-    is_draft = rows[1:] == rows[:-1]  # what a row samples last is behind its last draft
+    is_draft = rows[1:] == rows[:-1]  # the last sample of a row follows its last draft
     rows, positions = rows[:-1][is_draft], positions[:-1][is_draft]
     drafts = np.stack((rows, positions, table.token_ids[rows, positions]))
     return drafts[:, drafts[2] != PENDING_TOKEN]
 
 
 class DeviceRows:
-    """The rows on the device. As in RowTable, all int32: token_table [max_num_seqs, max_model_len], num_prompt_tokens
+    """The rows on the device, int32, as in RowTable: token_table [max_num_seqs, max_model_len], num_prompt_tokens
     [max_num_seqs], block_tables [groups, max_num_seqs, max_blocks_per_seq or more], block_table of the first group; and
     adapter_of_row [max_num_seqs], the slot of each row's LoRA adapter."""
 
@@ -255,8 +233,8 @@ class DeviceRows:
         lookup: LookupLengths | None = None,
         num_groups: int = 1,
     ) -> None:
-        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None
-        where no drafts are looked up. Raises torch.OutOfMemoryError."""
+        """max_words: of a usual message (StepMessages.max_words). max_sequences, max_tokens: of a step. lookup: None:
+        no drafts are looked up. Raises torch.OutOfMemoryError."""
         self._ops = ops
         numbers: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._block_size = block_size
@@ -277,12 +255,12 @@ class DeviceRows:
         self.looks_up = lookup is not None
         self._lookup = lookup
         self._num_tokens = torch.zeros(max_num_seqs, **numbers)
-        """Of the rows with drafts of earlier steps, as many as were accepted."""
+        """Of rows that had drafts in earlier steps, accepted drafts included."""
         self._drafted = torch.zeros((NUM_FIELDS, 0), **numbers)
         self._accepted = torch.zeros(max_sequences, **numbers)
 
     def forget_step(self, size: Padded) -> None:
-        """Until the next message there is nothing but the padding of a step of this size."""
+        """Leaves only the padding of a step of this size, until the next message."""
         self._sections.zero_()
         if size.is_decode:
             self._sections[1].copy_(self._places)
@@ -297,25 +275,24 @@ class DeviceRows:
         else:
             words = message.words.to(self._message.device, non_blocking=True)
             self._message[: self._step_words] = words[: self._step_words]
-        changes = words[self._step_words :]
-        self._drafted = changes[: NUM_FIELDS * message.num_drafted].view(NUM_FIELDS, -1)
-        changes = changes[NUM_FIELDS * message.num_drafted :]
-        if message.num_blocks:
-            rows, columns, values = changes[: 3 * message.num_blocks].view(3, -1)
+        sizes = [self._step_words, *(part.size for part in message.changes.parts)]
+        _, drafted, blocks, drafts, prompts, prompt_token_ids = torch.split(words, sizes)
+        self._drafted = drafted.view(NUM_FIELDS, -1)
+        if len(blocks):
+            rows, columns, values = blocks.view(3, -1)
             self.block_tables.view(-1, self.block_tables.shape[2])[rows, columns] = values
-        changes = changes[3 * message.num_blocks :]
-        if message.num_drafts:
-            rows, positions, token_ids = changes[: 3 * message.num_drafts].view(3, -1)
+        if len(drafts):
+            rows, positions, token_ids = drafts.view(3, -1)
             self.token_table[rows, positions] = token_ids
-        if message.num_prompts:
-            self._add_rows(changes[3 * message.num_drafts :], message.num_prompts, message.num_prompt_tokens)
-        if message.num_drafted:
+        if len(prompts):
+            self._add_rows(prompts, prompt_token_ids)
+        if len(drafted):
             lens, positions = self._sections[2], self._sections[5]
             self._ops.begin_drafts(self._drafted, self._lookup, self.token_table, self._num_tokens, lens, positions)
 
     def layout(self, shape: StepShape) -> StepLayout:
         """The batch of the step whose message was uploaded last. Its tensors may be views of memory that the next
-        upload writes."""
+        upload overwrites."""
         rows, query_start, seq_lens = self._sections[:3]
         rows, seq_lens = rows[: shape.num_rows], seq_lens[: shape.num_rows]
         query_start = query_start[: shape.num_rows + 1]
@@ -339,15 +316,15 @@ class DeviceRows:
         )
 
     def sampled_tokens(self, count: int) -> torch.Tensor:
-        """Places in the batch of the first `count` tokens to sample; a view as of `layout`."""
+        """Places in the batch of the first `count` tokens to sample; a view as in `layout`."""
         return self._sections[3, :count]
 
     def samples(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Row and position of each of the first `count` tokens to sample; int32 [count] both, views as of `layout`."""
+        """Row and position of each of the first `count` tokens to sample: int32 [count] each, views as in `layout`."""
         return self._sections[4, :count], self._sections[5, :count]
 
     def put(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-        """Adds the step's sampled tokens to the rows; int32 [samples] each."""
+        """Adds the sampled tokens of the step to the rows; int32 [samples] each."""
         if self._drafted.shape[1]:
             drafts = self._drafted, token_ids, self.token_table, self._num_tokens, self.accepted
             self._ops.accept_drafts(*drafts)
@@ -355,15 +332,15 @@ class DeviceRows:
 
     @property
     def accepted(self) -> torch.Tensor:
-        """How many drafts of each of the step's rows with drafts, now or before, are accepted; int32, valid after `put`
-        and until the next step's."""
+        """Number of accepted drafts of each row in `_Changes.drafted`; int32, valid from `put` until the next
+        upload."""
         return self._accepted[: self._drafted.shape[1]]
 
-    def _add_rows(self, words: torch.Tensor, num_rows: int, num_tokens: int) -> None:
-        rows, num_prompt_tokens, lens, adapters = words[: 4 * num_rows].view(4, -1)
+    def _add_rows(self, prompts: torch.Tensor, token_ids: torch.Tensor) -> None:
+        rows, num_prompt_tokens, lens, adapters = prompts.view(4, -1)
         self.num_prompt_tokens[rows] = num_prompt_tokens
         self.adapter_of_row[rows] = adapters
         starts = functional.pad(torch.cumsum(lens, 0, dtype=torch.int32), (1, 0))
-        sequence = torch.repeat_interleave(lens, output_size=num_tokens)
-        places = torch.arange(num_tokens, dtype=torch.int32, device=words.device)
-        self.token_table[rows[sequence], places - starts[sequence]] = words[4 * num_rows :]
+        sequence = torch.repeat_interleave(lens, output_size=len(token_ids))
+        places = torch.arange(len(token_ids), dtype=torch.int32, device=token_ids.device)
+        self.token_table[rows[sequence], places - starts[sequence]] = token_ids

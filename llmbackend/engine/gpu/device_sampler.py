@@ -1,9 +1,9 @@
-"""From logits to tokens wholly on the device, without waiting for it.
+"""From logits to tokens on the device, without waiting for it.
 
-For: the runner on an accelerator. Does not know: models, stop rules, when its work is done. Invariants: the definitions
-are those of engine/sampling, and so are the tokens, except where a float's last bits decide (see `DeviceSampler`); a
-sample depends on its logits, its row's request and its row's tokens alone, bit by bit; what rows ask for is on the
-device before the first sample that needs it, also when a step in between was given up.
+For: the runner on an accelerator. Does not know: models, stop rules, when its work is complete. Invariants: definitions
+and tokens are those of engine/sampling, except where the last bits of a float decide (see `DeviceSampler`); a sample
+depends on its logits, its row's request and its row's tokens alone, bit by bit; the settings of a row are on the device
+before its first sample, even if a step in between was abandoned.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from .kernels.ranking import CANDIDATES, LOWEST_KEY
 from .kernels.sampling import BLOCK, NUM_WORDS, RECORD
 
 _BLOCKS_AT_ONCE = sampling.BLOCKS_AT_ONCE
-"""Blocks of the vocabulary for one program that only copies or summarises."""
+"""Blocks of the vocabulary per program that only copies or summarises."""
 
 
 @dataclass(slots=True, eq=False)
 class _Changes:
-    """What the device lacks before it samples."""
+    """What must be copied to the device before it samples."""
 
     rows: set[int]
     """The rows of these records."""
     records: torch.Tensor | None
     """int64 [rows, 1 + words]: the row's number, then its record."""
     edits: torch.Tensor | None
-    """int32 [2, n]: the ids and the values (float32 bits) that all rows share; None if they did not change."""
+    """int32 [2, n]: the ids and values (float32 bits) that all rows share; None: unchanged."""
     sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Features:
-    """What any row asks for beyond tokens from the whole distribution."""
+    """What the rows need beyond tokens from the whole distribution."""
 
     num_edited: int
     """Samples that may change their logits."""
@@ -56,18 +56,17 @@ class _Features:
 
 
 class DeviceSampler:
-    """Implements `StepSampler` (gpu_runner.py). Owns what each row asks for, on the host and on the device.
+    """Implements `StepSampler` (gpu_runner.py). Owns the settings of all rows, on the host and on the device.
 
     Tokens are those of `Sampler` for the same logits, seeds and positions: uniform numbers, edits, divisions by the
-    temperature, the order of equal logits and top_k are the same bit by bit. Weights are float32 exponentials (the
-    device's may differ from the CPU's in the last bits) and are summed in float64 in another order: where a draw, or
-    the end of top_p or min_p, falls within some 1e-6 of a border between two tokens, either may be chosen. On one
-    device the same logits give the same token whatever else is sampled; what neighbours ask for may change which
-    build of a kernel runs, and with it float64 sums in their last bit, and nothing else.
+    temperature, the order of equal logits and top_k are equal bit by bit. Weights are float32 exponentials (the
+    device's may differ from the CPU's in the last bits), summed in float64 in another order: where a draw, or the end
+    of top_p or min_p, is within about 1e-6 of the border between two tokens, either may be chosen. On one device the
+    same logits give the same token whatever else is sampled; the settings of other rows may select another build of a
+    kernel, and so change only the last bit of float64 sums.
 
-    A step in which no row asks for limits, edits or logprobs is two launches of a shape that follows from the number of
-    samples alone (`is_plain`), and can be captured.
-    """
+    A step without limits, edits and logprobs is two launches whose shape depends only on the number of samples
+    (`is_plain`), and can be captured."""
 
     max_steps_in_flight = 2
 
@@ -79,7 +78,7 @@ class DeviceSampler:
         device: torch.device | str,
         max_samples: int = 0,
     ) -> None:
-        """max_samples: of a step, where that may be more than there are rows. Raises torch.OutOfMemoryError."""
+        """max_samples: of a step, if that may exceed max_num_seqs. Raises torch.OutOfMemoryError."""
         self._rows = SamplingRows(max_num_seqs, vocab_size, eos_token_ids)
         self._device = torch.device(device)
         self._dirty: set[int] = set(range(max_num_seqs))
@@ -95,7 +94,7 @@ class DeviceSampler:
         """Raises ValueError naming the field, its value and what was expected."""
         if request.sampling.logprob_token_ids:
             raise ValueError("'logprob_token_ids' is not supported on a GPU, expected null")
-        if request.sampling.bad_words:  # the tokens before are not known on the host when a step is launched
+        if request.sampling.bad_words:  # the host does not know the preceding tokens when it launches a step
             raise ValueError("'bad_words' holds a word of several tokens, expected words of one token on a GPU")
         self._rows.add(row, request)
         self.is_unused = False
@@ -111,20 +110,21 @@ class DeviceSampler:
 
     @property
     def is_plain(self) -> bool:
-        """Whether no row asks for more than a token from the whole distribution."""
+        """Whether every row only needs a token from the whole distribution."""
         return not (self._rows.edits or self._rows.limited or self._rows.with_logprobs)
 
     def prepare(self, sampled_rows: Int32Array | None = None, masks: PendingMasks | None = None) -> PreparedSampling:
-        """Reads all that the next `sample` needs of the host, but for the masks (`complete`). To be given up, or used
-        once; the next step's may be prepared before this one's is used. sampled_rows: of each sample, for `result`."""
+        """Reads everything that the next `sample` needs from the host, except the masks (`complete`). Used at most
+        once; the next step may be prepared before this one is used. sampled_rows: the row of each sample, for
+        `result`."""
         rows = self._rows
         most_logprobs = max((int(rows.num_logprobs[row]) for row in rows.with_logprobs), default=-1)
         features = _Features(self._num_edited(sampled_rows), bool(rows.limited), most_logprobs)
         return PreparedSampling(self, self._on_device, self._changes(), features, sampled_rows, masks)
 
     def compile(self, logits: torch.Tensor, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
-        """Device work: samples once in every way while no row is used yet, so that no request waits for a compiler,
-        and memory for as many samples as these was there once. Arguments as of PreparedSampling.sample."""
+        """Device work: samples once in every way while no row is used, so that no request waits for a compiler and the
+        memory for as many samples is allocated once. Arguments as in PreparedSampling.sample."""
         sampled_rows = np.arange(len(logits), dtype=np.int32) % np.int32(self._rows.max_num_seqs)
         rows, num_rows = torch.from_numpy(sampled_rows).to(self._device), int(sampled_rows.max()) + 1
         ways = SamplingParams(), SamplingParams(top_p=0.5, logprobs=1), SamplingParams(top_p=0.5, presence_penalty=1.0)
@@ -139,17 +139,17 @@ class DeviceSampler:
             self.remove_row(row)
 
     def _num_edited(self, sampled_rows: Int32Array | None) -> int:
-        """How many samples may change their logits: rows, and each of their drafts."""
+        """Number of samples that may change their logits, drafts included."""
         edited = self._rows.edits
         if sampled_rows is None or not edited:
             return len(edited)
         return max(len(edited), sum(row in edited for row in sampled_rows.tolist()))
 
     def _changes(self) -> _Changes:
-        for given_up in self._unsent:
-            if not given_up.sent:
-                self._dirty |= given_up.rows
-                self._edits_changed |= given_up.edits is not None
+        for abandoned in self._unsent:
+            if not abandoned.sent:
+                self._dirty |= abandoned.rows
+                self._edits_changed |= abandoned.edits is not None
         edits = self._edit_lists() if self._edits_changed else None
         rows = sorted(self._dirty)
         changes = _Changes(set(rows), self._records(rows) if rows else None, edits)
@@ -169,7 +169,7 @@ class DeviceSampler:
         return self._staged(np.concatenate((np.array(rows, np.int64)[:, None], words), axis=1))
 
     def _edit_lists(self) -> torch.Tensor:
-        """The biases and stops of all rows, one after the other; `_spans` says where each row's are."""
+        """The biases and stops of all rows, row by row; sets `_spans`."""
         ids: list[npt.NDArray[np.int64]] = [np.zeros(1, np.int64)]
         values: list[npt.NDArray[np.float32]] = [np.zeros(1, np.float32)]
         bias_begin = 1
@@ -188,7 +188,7 @@ class DeviceSampler:
 
 
 def _staged(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """Host memory that is copied without waiting; torch keeps it until the copy is done."""
+    """Host memory that can be copied without waiting; torch keeps it until the copy is complete."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
@@ -209,7 +209,7 @@ def tokens_on_host(rows: Int32Array, samples: Sequence[torch.Tensor]) -> Sampled
 
 
 class _DeviceState:
-    """What lies on the device: the records, and memory for copies of logits while any row asks for edits."""
+    """The records on the device, and memory for copies of logits while any row has edits."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device, max_samples: int) -> None:
         self.vocab_size, self.device, self.max_samples = vocab_size, device, max(max_num_seqs, max_samples)
@@ -229,7 +229,7 @@ class _DeviceState:
         changes.sent = True
 
     def copies(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for changed logits, float32 [count, vocab_size], and for counts of tokens, all zero, int32."""
+        """Memory for changed logits, float32 [count, vocab_size], and for counts of tokens, int32, all zero."""
         if len(self._copies) < count:
             room = triton.next_power_of_2(count)
             self._copies = torch.empty((room, self.vocab_size), device=self.device)
@@ -242,7 +242,7 @@ class _DeviceState:
 
 
 class PreparedSampling:
-    """One step's sampling, with all it needs of the host, as `StepSampling` (gpu_runner.py)."""
+    """The sampling of one step with everything it needs from the host: a `StepSampling` (gpu_runner.py)."""
 
     def __init__(
         self,
@@ -260,7 +260,7 @@ class PreparedSampling:
         self._fetched: list[torch.Tensor] = []
 
     def complete(self) -> None:
-        """Copies the masks, whose memory the host uses again."""
+        """Copies the masks, whose host memory is reused."""
         if self._pending is not None:
             masks, device = self._pending.result(), self._state.device
             index, words = masks.index.copy(), masks.words.view(np.int32).copy()
@@ -269,7 +269,7 @@ class PreparedSampling:
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         where = rows.samples(len(logits))
         if self._sampler.is_unused and not knobs.runtime.interpret:
-            # This is the largest step, by which memory is measured when the engine starts.
+            # The largest step, whose memory is measured when the engine starts.
             self._sampler.compile(logits, rows.token_table, rows.num_prompt_tokens)
         samples = self.sample(logits, *where, rows.token_table, rows.num_prompt_tokens)
         rows.put(*where, samples[0])
@@ -287,20 +287,19 @@ class PreparedSampling:
         token_table: torch.Tensor,
         num_prompt_tokens: torch.Tensor,
     ) -> list[torch.Tensor]:
-        """Device work: the token at each (row, position) from logits [samples, vocab_size or more], in any float type,
+        """Device work: the token at each (row, position) from logits [samples, vocab_size or more], any float type,
         left unchanged. rows and positions int32 [samples]; a row with drafts several times, padding last (row 0, or a
-        negative one: then its token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and
-        num_prompt_tokens int32 [max_num_seqs]: as of RowTable.
+        negative one, whose token is NO_TOKEN). token_table int32 [max_num_seqs, max_model_len] and num_prompt_tokens
+        int32 [max_num_seqs]: as in RowTable.
 
-        Token ids int32 [samples], NO_TOKEN where logits are not finite and for padding; and if any row wants logprobs,
-        the fields of SampleLogprobs.
-        """
+        Returns token ids int32 [samples], NO_TOKEN where logits are not finite and for padding; and, if any row
+        requested logprobs, the fields of SampleLogprobs."""
         self._state.update(self._changes)
         if not len(rows):
             return [torch.empty(0, dtype=torch.int32, device=logits.device)]
         launches = _Launches(self._state, self._features, logits, rows, positions)
         if self._features.num_edited:
-            launches.edit(token_table, num_prompt_tokens)  # rows that may have masks have edits
+            launches.edit(token_table, num_prompt_tokens)  # every row with a mask has edits
             if self._masks is not None:
                 launches.mask(*self._masks)
         else:
@@ -313,7 +312,7 @@ class PreparedSampling:
 
 
 class _Launches:
-    """The launches of one step, and the memory between them."""
+    """The launches of one step and the memory between them."""
 
     def __init__(
         self,
@@ -331,7 +330,7 @@ class _Launches:
         self._padded = triton.next_power_of_2(self._num_blocks)
         self._shift = self._vocab_size.bit_length()
         self._edited = features.num_edited > 0
-        self._slots, self._copies = state.no_slots, state.no_copies  # not read unless there are edits
+        self._slots, self._copies = state.no_slots, state.no_copies  # read only if there are edits
         summaries = (self._num_samples + features.num_edited, self._num_blocks)
         self._peaks = self._new(summaries, torch.float32)
         self._masses = self._new(summaries, torch.float64)
@@ -342,7 +341,7 @@ class _Launches:
         return torch.empty(shape, dtype=dtype, device=self._logits.device)
 
     def edit(self, token_table: torch.Tensor, num_prompt_tokens: torch.Tensor) -> None:
-        """Copies the logits of rows with edits, and changes the copies."""
+        """Copies the logits of rows with edits and changes the copies."""
         count = self._features.num_edited
         self._copies, counts = self._state.copies(count)
         self._slots = self._new((self._num_samples,), torch.int32)
@@ -360,7 +359,7 @@ class _Launches:
         )  # fmt: skip
 
     def mask(self, index: torch.Tensor, words: torch.Tensor) -> None:
-        """Forbids tokens in the changed copies. index int32 [samples], words int32 [n, …]: as of TokenMasks."""
+        """Forbids tokens in the changed copies. index int32 [samples], words int32 [n, …]: as in TokenMasks."""
         index, words = (tensor.to(self._logits.device, non_blocking=True) for tensor in (index, words))
         sampling.mask_kernel[self._tiles()](
             self._slots, self._copies, index, words, words.stride(0), self._vocab_size, len(index),
@@ -368,7 +367,7 @@ class _Launches:
         )  # fmt: skip
 
     def summarise(self) -> None:
-        """Summaries of all samples' own logits, and of the changed copies."""
+        """Summarises the logits of all samples, and the changed copies."""
         for edited in (False, True)[: 1 + self._edited]:
             sampling.summarise_kernel[self._tiles()](
                 self._logits, self._stride, self._copies, self._slots, self._rows, self._state.records,
@@ -385,7 +384,7 @@ class _Launches:
         )  # fmt: skip
 
     def draw_limited(self) -> None:
-        """Programs of flat rows narrow down where the draw ends; then one program a row draws."""
+        """Many programs narrow flat rows down to where the draw ends; then one program per row draws."""
         source = self._logits, self._stride, self._copies, self._slots, self._rows
         records, peaks, masses = self._state.records, self._peaks, self._masses
         sizes = self._vocab_size, self._num_blocks, self._num_samples
@@ -418,7 +417,7 @@ class _Launches:
     def logprobs(self) -> tuple[torch.Tensor, ...]:
         """The fields of SampleLogprobs."""
         most, samples = self._features.num_logprobs, self._num_samples
-        # What the collected keys have no room for is sorted by torch instead.
+        # torch sorts what does not fit among the collected keys.
         collected = most if most <= CANDIDATES.value else 0
         asked, ranks = self._new((samples,), torch.int32), self._new((samples,), torch.int32)
         own, norms = self._new((samples,), torch.float32), self._new((samples,), torch.float64)
@@ -443,6 +442,6 @@ class _Launches:
         return self._num_samples, triton.cdiv(self._num_blocks, _BLOCKS_AT_ONCE)
 
     def _scratch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for a sample's blocks and candidates."""
+        """Memory for the blocks and candidates of each sample."""
         samples = self._num_samples
         return self._new((samples, self._padded), torch.int32), self._new((samples, CANDIDATES.value), torch.int64)

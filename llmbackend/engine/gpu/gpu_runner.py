@@ -1,9 +1,10 @@
-"""Runs steps on an accelerator while the host goes on: launches them one after the other, and collects them later.
+"""Runs steps on an accelerator: launches them one after the other and collects their results later, while the host
+continues.
 
 For: the engine core, as its `OverlappingRunner`. Does not know: how the program, its memory and its graphs were made
-(make_gpu_runner.py), why these rows were chosen, text, clients. Invariants: all that a step needs of the host is read
-before `launch` returns; a launch that raised has left nothing that a later step could see; what a step sampled is in
-the device's rows before the next one reads them.
+(make_gpu_runner.py), why these rows were chosen, text, clients. Invariants: `launch` reads everything that a step needs
+from the host before it returns; a launch that raised leaves nothing that a later step could see; the tokens of a step
+are in the device's rows before the next step reads them.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ class StepSampling(Protocol):
     """One step's sampling."""
 
     def complete(self) -> None:
-        """Waits on the host for what the sampling needs beside the logits. Called when those are being computed."""
+        """Waits for the token masks. Called after the computation of the logits was enqueued."""
 
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
-        """Device work: samples from logits [samples, vocab], and adds the tokens to the rows."""
+        """Device work: samples from logits [samples, vocab] and adds the tokens to the rows."""
 
     def result(self) -> SampledTokens:
-        """Called on the host after the device has done the step."""
+        """Called on the host after the device has finished the step."""
 
 
 class StepSampler(Protocol):
@@ -59,24 +60,23 @@ class StepSampler(Protocol):
     def remove_row(self, row: int) -> None: ...
 
     def begin(self, plan: StepPlan, table: RowTable) -> StepSampling:
-        """Reads all that the step's sampling needs of plan and table."""
+        """Reads everything that the sampling of the step needs from plan and table."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunnerParts:
-    """What computes steps."""
+    """The parts that compute steps."""
 
     device: Device
     program: GpuProgram
     rows: DeviceRows
     messages: StepMessages
     graphs: StepGraphs
-    """Used instead of the program where a step fits one."""
+    """Replaces the program where a step fits one of them."""
     sampling: StepSampler
     host_blocks: HostBlocks | None = None
-    """KV blocks in host memory, if there are any."""
     adapters: DeviceAdapters | None = None
-    """None where the model takes none."""
+    """None: LoRA is not enabled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,11 +87,10 @@ class _Launched:
     computed: Event
     end: Event
     prompts: list[PromptPiece]
-    """Whose logprobs were asked for."""
+    """Prompt tokens whose logprobs were requested."""
     places_of_drafts: Int32Array
-    """StepMessage.places_of_drafts"""
     accepted: list[torch.Tensor]
-    """DeviceRows.accepted, once the device has done the step."""
+    """`DeviceRows.accepted`, if the step has drafts; complete after `end`."""
 
 
 class GpuRunner:
@@ -109,7 +108,7 @@ class GpuRunner:
 
     @property
     def launches_drafts(self) -> bool:
-        """StepSampler on the host would not see them."""
+        """False with a sampler on the host, which does not know the drafts that the device looks up."""
         return self._parts.rows.looks_up and self.max_steps_in_flight > 1
 
     @property
@@ -138,7 +137,7 @@ class GpuRunner:
             try:
                 launched = self._enqueue(step_id, message, padded, plan.num_samples, sampling, prompts)
             except BaseException:
-                # What was enqueued before the error may still read the message, whose memory is about to be used again.
+                # Work enqueued before the error may still read the message, whose memory is reused.
                 parts.device.synchronize()
                 parts.device.trim()
                 raise
@@ -155,7 +154,7 @@ class GpuRunner:
             sampled,
             errors={**sampled.errors, **errors},
             prompt_logprobs=prompt_logprobs,
-            num_accepted_tokens=_accepted(launched),
+            num_accepted_tokens=launched.accepted[0].numpy()[launched.places_of_drafts] if launched.accepted else None,
             forward_s=launched.computed.seconds_since(launched.start),
             sample_s=launched.end.seconds_since(launched.computed),
         )
@@ -166,14 +165,14 @@ class GpuRunner:
         self._parts.host_blocks.copy(copies)
 
     def close(self) -> None:
-        """Waits for steps in flight. The memory of a failed device is freed when the process ends."""
+        """Waits for the steps in flight. The memory of a lost device is freed when the process ends."""
         device = self._parts.device
         del self._parts
         try:
             device.synchronize()
             device.trim()
         except RuntimeError:
-            logger.warning("the device had failed before it was closed", exc_info=True)
+            logger.warning("the device was lost before the runner was closed", exc_info=True)
 
     def _slot_of(self, lora_name: str) -> int:
         if self._parts.adapters is not None:
@@ -211,7 +210,7 @@ class GpuRunner:
 
 @torch.inference_mode()
 def _logits(parts: RunnerParts, message: StepMessage, padded: Padded | None, num_samples: int) -> torch.Tensor:
-    """Device work: the step up to its logits [samples, vocab]."""
+    """Device work: uploads the message and computes the logits [samples, vocab]."""
     parts.rows.upload(message)
     if padded is not None:
         return parts.graphs.replay(padded, num_samples)
@@ -223,15 +222,8 @@ def _sample(parts: RunnerParts, sampling: StepSampling, logits: torch.Tensor) ->
     sampling.enqueue(logits, parts.rows, parts.device)
 
 
-def _accepted(launched: _Launched) -> Int32Array | None:
-    if not len(launched.places_of_drafts):
-        return None
-    accepted: Int32Array = launched.accepted[0].numpy()[launched.places_of_drafts]
-    return accepted
-
-
 class HostSampling:
-    """The sampler of the CPU path, for devices that have none of their own."""
+    """The CPU path's sampler, for devices without one of their own."""
 
     max_steps_in_flight = 1
 
@@ -254,7 +246,7 @@ class _HostStep:
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
     def complete(self) -> None:
-        """The masks are waited for when the step is sampled."""
+        """`enqueue` waits for the masks."""
 
     def enqueue(self, logits: torch.Tensor, rows: DeviceRows, device: Device) -> None:
         masks = None if self._plan.masks is None else self._plan.masks.result()
@@ -268,13 +260,13 @@ class _HostStep:
 
 @dataclass(slots=True, eq=False)
 class PromptPiece:
-    """Some tokens of a row's prompt, for whose logprobs the head runs once more. Every piece has the same number of
-    rows, padded, so that a token's logprobs do not depend on how many others are computed with it.
+    """Part of a row's prompt whose logprobs were requested: the head runs again for it. All pieces are padded to the
+    same number of rows, so that a token's logprobs do not depend on how many others are computed.
 
-    token_ids  whose logprobs are asked for
-    places     int32 [2, room]: where the tokens before them are in the step's batch, and token_ids; padded
-    count      how many of the likeliest tokens are asked for
-    fetched    logprobs, ranks, ids and logprobs of the likeliest; from `enqueue` on
+    token_ids  the tokens whose logprobs were requested
+    places     int32 [2, room], padded: places in the step's batch of the preceding tokens, and token_ids
+    count      number of likeliest tokens requested
+    fetched    set by `enqueue`: logprobs, ranks, ids and logprobs of the likeliest tokens
     """
 
     row: int
@@ -285,7 +277,7 @@ class PromptPiece:
 
     @torch.inference_mode()
     def enqueue(self, program: GpuProgram, vocab_size: int, device: Device) -> None:
-        """Device work, behind the step's forward and before the next one's."""
+        """Device work, after the forward pass of the step and before that of the next one."""
         behind, token_ids = self.places.to(device.torch_device, non_blocking=True)
         logits = program.logits_behind(behind)[:, :vocab_size].float()
         own = logits.gather(1, token_ids[:, None].long())
@@ -298,7 +290,7 @@ class PromptPiece:
         self.fetched = [device.fetch(part) for part in parts]
 
     def entries(self) -> list[TokenLogprobs]:
-        """On the host, once the device has done it."""
+        """On the host, after the device has finished the step."""
         own, ranks, *likeliest = (part[: len(self.token_ids)].tolist() for part in self.fetched)
         ids, top = likeliest or ([[]] * len(own), [[]] * len(own))
         return [
@@ -308,7 +300,7 @@ class PromptPiece:
 
 
 def prompt_pieces(plan: StepPlan, table: RowTable, device: Device, max_samples: int) -> list[PromptPiece]:
-    """What the plan's rows need. max_samples: of the program's largest step."""
+    """The pieces for the rows of the plan. max_samples: of the largest step."""
     pieces: list[PromptPiece] = []
     room = min(PIECE_TOKENS, max_samples)
     for span in prompt_spans(plan, table):
@@ -333,7 +325,7 @@ def _places(plan: StepPlan, table: RowTable, row: int, first: int, token_ids: In
 
 
 def entries_of(pieces: Sequence[PromptPiece]) -> tuple[dict[int, list[TokenLogprobs]], dict[int, str]]:
-    """By row: its entries, or the error of one whose logits are not finite."""
+    """The entries of each row, and the errors of rows whose logits are not finite."""
     found: dict[int, list[TokenLogprobs]] = {}
     for piece in pieces:
         found.setdefault(piece.row, []).extend(piece.entries())

@@ -1,15 +1,15 @@
-"""CUDA graphs of whole steps: of decode steps by number of sequences, of mixed ones by number of tokens; and their
-memory.
+"""CUDA graphs of whole steps (decode steps by number of sequences, mixed steps by number of tokens) and their memory.
 
-For: the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one.
-Does not know: requests, sampling. Invariants: what changes from step to step is in memory at fixed addresses, the
-layout of a mixed step too; a step is padded up to the next size, with sequences and tokens that write no KV and whose
-results are not used. The graph of a mixed step ends before the logits, which are computed for the tokens that are
-sampled alone.
+For: the runner. A step of a small model is a few hundred launches of a few microseconds each; as a graph it is one
+launch. Does not know: requests, sampling. Invariants: everything that changes between steps is in memory at fixed
+addresses, including the layout of a mixed step; a step is padded up to the next size, with sequences and tokens that
+write no KV and whose results are not used. The graph of a mixed step ends before the logits, which are computed only
+for the sampled tokens.
 
-What all graphs of an engine will take is found by capturing two of each kind, before KV blocks are made. Tensors are
-counted by the allocator of this process, so that other processes on the device change nothing; what the driver keeps of
-a graph's launches is seen in the device's free memory alone, and is bounded, because others change that too.
+The memory of all graphs of an engine is estimated by capturing two of each kind before KV blocks are made. Tensors are
+counted by the allocator of this process, so that other processes on the device change nothing. What the driver keeps
+for the launches of a graph shows only in the device's free memory, and is bounded because other processes change that
+too.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from .row_messages import num_sequences
 logger = logging.getLogger(__name__)
 
 MAX_CAPTURE_S = 60.0
-"""After so many seconds no more sizes are captured; their steps are padded up to larger ones, or run without."""
+"""After this time no more sizes are captured; steps of those sizes use a larger graph or none."""
 
 _MAX_MIXED_TOKENS = 2048
-"""Larger steps keep a device busy for longer than the host needs to launch them one kernel at a time."""
+"""Larger steps keep a device busy for longer than the host needs to launch their kernels."""
 
 _ADVICE = "expected a lower engine argument 'gpu_memory_utilization', fewer 'cudagraph_capture_sizes', or enforce_eager"
 
@@ -68,15 +68,15 @@ class StepGraphs:
         max_model_len: int,
         most: Callable[[int], int] | None = None,
     ) -> None:
-        """most: where ranks capture together, the largest of their numbers: a step that one of them ran as a graph and
-        another did not would never end. None: this one is alone."""
+        """most: where ranks capture together, the largest of their numbers (if only some ranks ran a step as a graph,
+        it would never end). None: there is one rank."""
         self._device, self._program, self._rows, self._max_model_len = device, program, rows, max_model_len
         self._most = most
         self._graphs: dict[Padded, Graph] = {}
         self._logits: dict[Padded, torch.Tensor] = {}
         """Of decode steps."""
         self._sizes: list[Padded] = []
-        """Decode steps first, the smallest of a kind first."""
+        """Decode steps first, smaller sizes first."""
 
     @property
     def decode_sizes(self) -> list[int]:
@@ -88,11 +88,10 @@ class StepGraphs:
 
     def capture(self, sizes: Sequence[Padded]) -> float:
         """Captures decode steps before mixed ones, and the largest of a kind first, because the others fit into its
-        memory. Returns how many seconds it took. Sizes that do not fit into MAX_CAPTURE_S are left out; those that do
-        not fit into memory, too, where this rank is alone.
+        memory. Returns the seconds it took. Sizes that do not fit into MAX_CAPTURE_S are left out, and sizes that do
+        not fit into memory if there is one rank.
 
-        Raises ValueError where it is not: the others wait for the rest of the step.
-        """
+        Raises ValueError for the latter if there are several ranks, which would wait for the step."""
         start_s = time.monotonic()
         for size in sorted(sizes, key=lambda size: (size.is_decode, size.num_tokens), reverse=True):
             if self._spent_s(start_s) > MAX_CAPTURE_S:
@@ -111,7 +110,7 @@ class StepGraphs:
         return time.monotonic() - start_s
 
     def _spent_s(self, start_s: float) -> float:
-        """By the rank that has taken longest."""
+        """Of the slowest rank."""
         spent_s = time.monotonic() - start_s
         return spent_s if self._most is None else self._most(int(spent_s * 1e3)) / 1e3
 
@@ -123,8 +122,8 @@ class StepGraphs:
         self._device.trim()
 
     def size_for(self, plan: StepPlan, adapts: bool = False) -> Padded | None:
-        """What this step is padded to: a decode step, if each of its sequences decodes one token. adapts: whether a row
-        has a LoRA adapter. None where there is no graph as large."""
+        """The size to which this step is padded, that of a decode step if each sequence decodes one token; None: no
+        graph is large enough. adapts: whether a row has a LoRA adapter."""
         num_rows, num_tokens = num_sequences(plan), plan.num_tokens
         is_decode = num_tokens == num_rows and bool(plan.sample_rows.all())
         for size in self._sizes:
@@ -134,8 +133,8 @@ class StepGraphs:
         return None
 
     def replay(self, size: Padded, num_samples: int) -> torch.Tensor:
-        """Device work: computes the step whose message was uploaded last. Logits [num_samples, vocab], valid until the
-        next step."""
+        """Device work: computes the step whose message was uploaded last. Returns logits [num_samples, vocab], valid
+        until the next step."""
         self._graphs[size].replay()
         if size.is_decode:
             return self._logits[size][:num_samples]
@@ -154,7 +153,7 @@ class StepGraphs:
 
 
 MOST_OF_LAUNCHES_BYTES = 32 << 20
-"""Of one graph."""
+"""Bound per graph."""
 
 
 class _Used(NamedTuple):
@@ -163,7 +162,7 @@ class _Used(NamedTuple):
 
 
 def graph_bytes(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
-    """Leaves no graphs."""
+    """Estimates the memory of graphs of these sizes. No graphs are left."""
     kinds = [[size for size in sizes if size.is_decode == is_decode] for is_decode in (True, False)]
     total = sum(_bytes_of_kind(graphs, device, kind) for kind in kinds if kind)
     graphs.forget()
@@ -171,7 +170,7 @@ def graph_bytes(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> 
 
 
 def _bytes_of_kind(graphs: StepGraphs, device: Device, sizes: Sequence[Padded]) -> int:
-    """The largest brings the tensors that the others share; each may need some of its own, and has launches."""
+    """The largest graph brings the tensors that all share; each has launches and may need tensors of its own."""
     used = [_with_graphs(graphs, device, some) for some in (sizes[:0], sizes[-1:], sizes[-2:])]
     first, second = (max(after.held_bytes - before.held_bytes, 0) for before, after in pairwise(used))
     launches = min(after.beside_bytes - before.beside_bytes for before, after in pairwise(used[: len(sizes) + 1]))

@@ -1,9 +1,10 @@
-"""The LoRA adapters of a program, in slots of device memory that are made once.
+"""The LoRA adapters of a program, in slots of device memory that are allocated once.
 
-For: the program, which asks for slots product by product; the engine core, which adds and removes adapters; the runner,
-which asks for a row's slot. Does not know: requests beyond an adapter's name, how products are computed. Invariants: no
-memory is made or moved after the start, so that captured graphs stay valid; a slot is written by work on the device,
-behind every step that may read what it held before; an adapter has one from `add` to `remove`.
+For: the program, which requests memory product by product; the engine core, which adds and removes adapters; the
+runner, which asks for the slot of a row. Does not know: requests beyond the name of an adapter, how products are
+computed. Invariants: no memory is allocated or moved after the start, so that captured graphs stay valid; a slot is
+written by device work that follows every step that may read its former content; an adapter has a slot from `add` to
+`remove`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from .device import Device
 from .ops.ops import NO_ADAPTER, LoraSpec
 
 _LEAST_RANK = 16
-"""Of a slot: a tensor core's least."""
+"""Of a slot: the minimum of a tensor core."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerSlots:
-    """Where the matrices of one of the model's layers are in every slot."""
+    """The place of one layer's matrices in every slot."""
 
     spec: LoraSpec
     part: int
@@ -46,18 +47,18 @@ class LayerSlots:
 
 
 class LoraSlots:
-    """The memory of all adapters of one program, which asks for it product by product."""
+    """The memory of all adapters of one program."""
 
     def __init__(self, num_slots: int, max_rank: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_slots = num_slots
         self._max_rank = max(_LEAST_RANK, 1 << (max_rank - 1).bit_length())
         self._dtype, self._device = dtype, device
-        self.places: dict[nn.Module, LayerSlots] = {}
-        """By the model's layer."""
+        self.by_layer: dict[nn.Module, LayerSlots] = {}
         self.specs: list[LoraSpec] = []
 
     def for_product(self, layers: Sequence[tuple[nn.Module, int]], k: int) -> LoraSpec:
-        """layers: those whose outputs, so many of each, the product's consist of. Raises torch.OutOfMemoryError."""
+        """layers: the layers whose outputs make up the product, each with its number of outputs. Raises
+        torch.OutOfMemoryError."""
         widths = tuple(n for _, n in layers)
         spec = LoraSpec(
             down=self._zeros(len(layers) * self._max_rank, k),
@@ -65,7 +66,7 @@ class LoraSlots:
             ranks=torch.zeros((self.num_slots, len(layers)), dtype=torch.int32, device=self._device),
             widths=widths,
         )
-        self.places |= {layer: LayerSlots(spec, part) for part, (layer, _) in enumerate(layers)}
+        self.by_layer |= {layer: LayerSlots(spec, part) for part, (layer, _) in enumerate(layers)}
         self.specs.append(spec)
         return spec
 
@@ -74,8 +75,8 @@ class LoraSlots:
 
 
 def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
-    """None where the config enables no adapters. One slot is more than adapters may be served: one that is loaded again
-    is there beside the former one, which requests still have."""
+    """None: the config enables no adapters. There is one slot more than adapters are served, because an adapter that is
+    loaded again exists beside the former one while requests use that."""
     if not config.enable_lora:
         return None
     num_slots = max(config.max_loras, len(config.lora_modules)) + 1
@@ -83,12 +84,13 @@ def slots_for(config: EngineConfig, loaded: LoadedModel) -> LoraSlots | None:
 
 
 class DeviceAdapters:
-    """The adapters of one program. Any thread may `read`; one thread, the engine's, does everything else."""
+    """The adapters of one program. `read` may be called by any thread, everything else by the engine's thread only."""
 
     def __init__(self, config: EngineConfig, loaded: LoadedModel, slots: LoraSlots, device: Device) -> None:
-        """slots: those of a complete program. Loads the adapters that the config names. Raises ValueError naming
-        adapter, file and reason, and ProgramUnsupportedError where adapters may change what the program has not."""
-        self._places = _by_name(loaded, slots)
+        """slots: of a complete program. Loads the adapters that the config names. Raises ValueError naming adapter,
+        file and reason, and ProgramUnsupportedError where adapters may change a layer that the program does not
+        have."""
+        self._layers = _by_name(loaded, slots)
         shapes = {name: (linear.out_features, linear.in_features) for name, linear in adaptable_linears(loaded.model)}
         self._reader = AdapterReader(loaded.model, shapes, loaded.dtype, config.max_lora_rank)
         self._device = device
@@ -102,7 +104,7 @@ class DeviceAdapters:
         return self._reader.read(name, path)
 
     def add(self, name: str, matrices: AdapterMatrices) -> None:
-        """From now on rows may have it. Raises ValueError where there is no slot for it."""
+        """Rows may use it from now on. Raises ValueError if there is no free slot."""
         if not self._free:
             raise ValueError(
                 f"LoRA '{name}' does not fit beside {len(self._slots)} others that are loaded or in use, "
@@ -113,8 +115,8 @@ class DeviceAdapters:
         self._slots[name] = self._free.pop(0)
 
     def remove(self, name: str) -> None:
-        """No live request has it. An unknown name was never added. Steps in flight may still read the slot: what is
-        written to it later is behind them."""
+        """No live request uses it; unknown names are ignored. Steps in flight may still read the slot: later writes
+        follow them."""
         if name in self._slots:
             self._free.append(self._slots.pop(name))
 
@@ -124,14 +126,14 @@ class DeviceAdapters:
 
     @torch.inference_mode()
     def _write(self, slot: int, matrices: AdapterMatrices) -> None:
-        for name, place in self._places.items():
-            place.write(slot, matrices.get(name))
+        for name, layer in self._layers.items():
+            layer.write(slot, matrices.get(name))
 
 
 def _by_name(loaded: LoadedModel, slots: LoraSlots) -> Mapping[str, LayerSlots]:
-    places: dict[str, LayerSlots] = {}
+    found: dict[str, LayerSlots] = {}
     for name, linear in adaptable_linears(loaded.model):
-        if linear not in slots.places:
+        if linear not in slots.by_layer:
             raise ProgramUnsupportedError(f"LoRA adapters may change '{name}', which is not one of its linear layers")
-        places[name] = slots.places[linear]
-    return places
+        found[name] = slots.by_layer[linear]
+    return found

@@ -1,11 +1,11 @@
-"""From a loaded model to a runner on an accelerator: the kernels, the program and its verification, KV memory, graphs,
-and the steps that run before its first request.
+"""From a loaded model to a runner on an accelerator: kernels, the verified program, KV memory, graphs and warm-up
+steps.
 
-For: make_model_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the
-program's buffers and the rows, what the largest step needs beside them, graphs; KV blocks get the rest, up to the
-limit that the config states, so that no step of a running engine meets a full device. A step of a running engine needs
-no kernel that those first steps did not, so that no request waits for a compiler; they write to the first KV block
-alone. Nothing of Triton is imported where it is not wanted.
+For: make_runner. Does not know: requests, schedules. Invariants: memory is taken in this order: weights, the buffers of
+the program and the rows, what the largest step needs in addition, graphs; KV blocks get the rest, up to the configured
+limit, so that no step of a running engine runs out of memory. The warm-up steps compile every kernel that a running
+engine needs, so that no request waits for a compiler; they write to the first KV block only. Triton is imported only
+where it is used.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 
 def start_on_cuda(config: EngineConfig, loaded: LoadedModel, start_s: float) -> GpuRunner:
-    """As `start`, with what there is for an NVIDIA GPU."""
+    """`start` with the operations and the sampler for an NVIDIA GPU."""
     return start(config, loaded, CudaDevice(loaded.device), *choose(config, loaded), start_s)
 
 
@@ -64,8 +64,7 @@ def start(
     """start_s: when loading began, by the monotonic clock. stages: where `loaded` is a stage of a pipeline.
 
     Raises ProgramUnsupportedError when the model must run as modules, ValueError (naming the argument) or
-    torch.OutOfMemoryError when there is no room for it.
-    """
+    torch.OutOfMemoryError when there is no room for it."""
     layers = _layer_groups(config, loaded, stages)
     parts = _make_parts(config, loaded, device, ops, matmul, sampling, stages, layers)
     num_blocks = _num_blocks(config, loaded, parts, stages, layers)
@@ -94,7 +93,7 @@ def _make_parts(
     stages: Stages,
     layers: LayerGroups,
 ) -> RunnerParts:
-    """All but the KV memory: a program that was verified with a few blocks, rows, and no graphs yet."""
+    """All parts except KV memory and graphs; the program was verified with a few blocks."""
     assert loaded.decoder is not None
     max_tokens = max(config.max_num_batched_tokens, MAX_PROBE_TOKENS)
     max_samples = max(config.max_step_samples, MAX_PROBE_TOKENS)
@@ -127,7 +126,7 @@ def _layer_groups(config: EngineConfig, loaded: LoadedModel, stages: Stages) -> 
 
 
 def _shapes_of_block(loaded: LoadedModel, layers: LayerGroups) -> dict[nn.Module, LayerShape]:
-    """The layers of the first group."""
+    """Of the layers in the first group."""
     assert loaded.decoder is not None
     of_group = zip(loaded.decoder.layers, layers.group_of, strict=True)
     return {layer.module: loaded.layer_shapes[layer.module] for layer, group in of_group if group == 0}
@@ -136,7 +135,7 @@ def _shapes_of_block(loaded: LoadedModel, layers: LayerGroups) -> dict[nn.Module
 def _caches(
     loaded: LoadedModel, layers: LayerGroups, num_blocks: int, block_size: int, dtype: torch.dtype
 ) -> dict[nn.Module, LayerCache]:
-    """Layers at one place in blocks of different groups share memory."""
+    """Layers at the same place in blocks of different groups share memory."""
     assert loaded.decoder is not None
     shapes = _shapes_of_block(loaded, layers)
     by_place = [*kv_memory.kv_caches(shapes, num_blocks, block_size, dtype, loaded.device).values()]
@@ -207,11 +206,10 @@ def _info(
 
 
 def choose(config: EngineConfig, loaded: LoadedModel, triton: bool | None = None) -> tuple[Ops, Matmul, StepSampler]:
-    """triton: whether its kernels run here; None: on CUDA devices, whose torch brings it. `kernels: torch` leaves the
-    operations to torch, and sampling where it is: it is an ablation of the operations.
+    """triton: whether its kernels run here; None: on CUDA devices, whose torch includes it. `kernels: torch` replaces
+    the kernels of the operations, not the sampler.
 
-    Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument.
-    """
+    Raises ProgramUnsupportedError when the model must run as modules, ValueError naming an argument."""
     if loaded.decoder is None:
         raise ProgramUnsupportedError(loaded.why_modules)
     if triton is None:
@@ -227,9 +225,9 @@ def _check_invariance(config: EngineConfig, by_kernels: bool) -> None:
         return
     if not by_kernels:
         raise ValueError("engine argument 'batch_invariant' is true, which needs a GPU, triton and its kernels")
-    if config.quantization == "fp8":  # the library's products; those of whole numbers are exact in any order
+    if config.quantization == "fp8":  # products of the library; integer products are exact in any order
         raise ValueError("engine argument 'quantization' is 'fp8', expected null or 'int8' with batch_invariant")
-    if config.tensor_parallel_size > 1:  # the order of sums between devices is chosen by the size of what is summed
+    if config.tensor_parallel_size > 1:  # the order of sums between devices depends on their size
         size = config.tensor_parallel_size
         raise ValueError(f"engine argument 'tensor_parallel_size' is {size}, expected 1 with batch_invariant")
 
@@ -271,12 +269,11 @@ def _sampling(config: EngineConfig, loaded: LoadedModel, triton: bool) -> StepSa
 
 
 _SIZES = 1, 17, 65, 257
-"""Numbers of tokens, and of samples, for which products may be compiled anew (kernels/matmul.py,
-kernels/int4_matmul.py)."""
+"""Numbers of tokens and of samples at which products may be compiled for another tile (kernels/matmul.py)."""
 
 
 def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
-    """The memory it used counts as used from then on (Device.memory). Raises torch.OutOfMemoryError."""
+    """The memory it used counts as used afterwards (Device.memory). Raises torch.OutOfMemoryError."""
     runner = GpuRunner(parts, info)
     if parts.adapters is not None:
         parts.messages.expect_adapters()
@@ -285,7 +282,7 @@ def warm_up(config: EngineConfig, parts: RunnerParts, info: ModelInfo) -> None:
 
 
 def run_largest(runner: Runner, config: EngineConfig) -> None:
-    """The largest step alone. Raises torch.OutOfMemoryError."""
+    """Runs only the largest step. Raises torch.OutOfMemoryError."""
     _run(runner, config, _largest(config, runner.info.max_model_len))
 
 
@@ -293,13 +290,13 @@ class _Step(NamedTuple):
     counts: Int32Array
     """Tokens of each row."""
     drafts: Int32Array
-    """How many of them."""
+    """How many of them are drafts."""
     length: int
-    """Of all rows, drafts included."""
+    """Of every row, drafts included."""
 
 
 def _largest(config: EngineConfig, max_model_len: int) -> _Step:
-    """As many tokens and samples as a step can have."""
+    """The most tokens and samples that a step can have."""
     num_rows = min(config.max_num_seqs, config.max_num_batched_tokens)
     counts = np.clip(_shares(config.max_num_batched_tokens, num_rows), 1, max(max_model_len - 1, 1))
     drafts = np.minimum(_shares(max_sequences(config) - num_rows, num_rows), counts - 1)
@@ -307,8 +304,8 @@ def _largest(config: EngineConfig, max_model_len: int) -> _Step:
 
 
 def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[_Step]:
-    """Decoded tokens and drafts, and a prompt's end, behind as many keys as can be. (The sampled token has a place of
-    its own.)"""
+    """For each size a step of decoded tokens and drafts, and one with the end of a prompt, with as many keys as
+    possible. (The sampled token has a place of its own.)"""
     length = max_model_len - 1
     for size in _SIZES:
         decoded = _shares(size, min(size, config.max_num_seqs))
@@ -319,7 +316,7 @@ def _kinds(config: EngineConfig, max_model_len: int) -> Iterator[_Step]:
 
 
 def _shares(total: int, count: int) -> Int32Array:
-    """`total` in `count` parts, the larger ones first."""
+    """`total` split into `count` parts, larger ones first."""
     shares: Int32Array = total // count + (np.arange(count, dtype=np.int32) < total % count).astype(np.int32)
     return shares
 
@@ -335,12 +332,12 @@ def _run(runner: Runner, config: EngineConfig, step: _Step) -> None:
 
 
 _COPIES = 4
-"""Bytes that attention copies for each byte of a layer's KV that a step reads: the rows' blocks, padded by up to a
-third, once in the model's dtype and once in float32."""
+"""Bytes that attention copies per byte of a layer's KV read in a step: the blocks of the rows, padded by up to a third,
+once in the model's dtype and once in float32."""
 
 
 def num_module_blocks(config: EngineConfig, loaded: LoadedModel, device: Device, trial: Runner) -> int:
-    """trial: the model with one KV block. Raises ValueError when one sequence of max_model_len tokens does not fit,
+    """trial: the model with one KV block. Raises ValueError when a sequence of max_model_len tokens does not fit,
     torch.OutOfMemoryError when the largest step does not."""
     device.trim()
     run_largest(trial, config)
@@ -348,5 +345,5 @@ def num_module_blocks(config: EngineConfig, loaded: LoadedModel, device: Device,
     layers = loaded.layer_shapes
     with_copies = block_bytes(layers, config.block_size, loaded.dtype) * (len(layers) + _COPIES) // len(layers)
     num_blocks = num_kv_blocks(config, loaded.max_model_len, with_copies, device.memory(), 0)
-    # More than all rows at full length need is never used.
+    # All rows at full length never use more.
     return min(num_blocks, config.max_num_seqs * -(-loaded.max_model_len // config.block_size))

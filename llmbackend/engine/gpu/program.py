@@ -1,9 +1,9 @@
 """A decoder-only model on an accelerator: a flat list of operations that one call runs through.
 
-For: the runner of the accelerator path, when the model was recognised (decoder_description.py). Does not know:
-families, transformers, requests, graphs. Invariants: every buffer is made once, for the largest step, so that a
-step can be captured and repeated at the same addresses; nothing here waits for the device; the residual stream is
-float32, all else is in the model's dtype.
+For: the runner of the accelerator path, if the model was recognised (decoder_description.py). Does not know: families,
+transformers, requests, graphs. Invariants: every buffer is allocated once, for the largest step, so that a step can be
+captured and repeated at the same addresses; nothing here waits for the device; the residual stream is float32,
+everything else is in the model's dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import ProgramUnsupportedError
 from ..model.compatibility import CheckedModel
-from ..model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection, joined
+from ..model.decoder_description import Decoder, Experts, Layer, Mlp, Projection, joined
 from .lora import LoraSlots
 from .ops.ops import (
     Activation,
@@ -27,7 +27,7 @@ from .ops.ops import (
     LayerCache,
     LoraRoom,
     LoraSpec,
-    NormSpec,
+    Norm,
     Ops,
     RotarySpec,
     StepLayout,
@@ -37,8 +37,8 @@ from .weights.experts import DenseExperts, ExpertProjection
 
 
 def library_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-    """The vendor's library. It chooses a kernel by the number of rows, and with it the order of its sums: a row's last
-    bits may depend on how many others there are."""
+    """The vendor's library. It chooses a kernel, and so the order of sums, by the number of rows: the last bits of a
+    row may depend on how many others there are."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -71,37 +71,37 @@ class _Experts:
     activation: Activation
     spec: ExpertSpec
     add_up: Callable[[torch.Tensor], None] | None
-    """As of decoder_description.Experts."""
+    """As in decoder_description.Experts."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
     """One layer as the arguments of its operations; decoder_description.Layer describes the parts."""
 
-    attention_norm: NormSpec | None
+    attention_norm: Norm | None
     qkv: _Linear
     rotary: RotarySpec
     attend: AttendSpec
     attention_out: _Linear
-    attention_out_norm: NormSpec | None
-    mlp_norm: NormSpec | None
+    attention_out_norm: Norm | None
+    mlp_norm: Norm | None
     mlp: _Mlp | _Experts
-    mlp_out_norm: NormSpec | None
+    mlp_out_norm: Norm | None
     residual_factor: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pending:
-    """A block's output that is not added to the residual stream yet; the next operation that reads the stream adds
+    """The output of a block that is not yet added to the residual stream; the next operation that reads the stream adds
     it."""
 
     block: torch.Tensor | None = None
-    norm: NormSpec | None = None
+    norm: Norm | None = None
     factor: float = 1.0
 
 
 class Stages(Protocol):
-    """A program's place in a pipeline of stages, each of which has some of the layers."""
+    """The place of a program in a pipeline of stages, each of which has some of the layers."""
 
     @property
     def is_first(self) -> bool: ...
@@ -110,13 +110,13 @@ class Stages(Protocol):
     def is_last(self) -> bool: ...
 
     def receive(self, residual: torch.Tensor) -> None:
-        """From the stage before: fills the residual stream, float32 [tokens, width]."""
+        """Fills the residual stream, float32 [tokens, width], from the previous stage."""
 
     def send(self, residual: torch.Tensor) -> None:
-        """To the stage behind."""
+        """To the next stage."""
 
     def most(self, count: int) -> int:
-        """The largest of all stages' numbers."""
+        """The largest of the numbers of all stages."""
 
 
 class _Whole:
@@ -125,10 +125,10 @@ class _Whole:
     is_first = is_last = True
 
     def receive(self, residual: torch.Tensor) -> None:
-        raise AssertionError("there is no stage before")
+        raise AssertionError("there is no previous stage")
 
     def send(self, residual: torch.Tensor) -> None:
-        raise AssertionError("there is no stage behind")
+        raise AssertionError("there is no next stage")
 
     def most(self, count: int) -> int:
         return count
@@ -138,7 +138,7 @@ WHOLE: Final = _Whole()
 
 
 class _Buffer:
-    """Memory for the largest step; a smaller one uses the front of it, as a contiguous matrix."""
+    """Memory for the largest step; a smaller one uses its start as a contiguous matrix."""
 
     def __init__(self, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self._memory = torch.zeros(rows * width, dtype=dtype, device=device)
@@ -148,7 +148,7 @@ class _Buffer:
 
 
 class _Inputs:
-    """Memory for the input of a product, in the model's dtype or in the 8 bits that its weight takes."""
+    """Memory for the input of a product, in the model's dtype or in the 8-bit type that its weight takes."""
 
     def __init__(self, rows: int, weights: Sequence[DeviceWeight], dtype: torch.dtype, device: torch.device) -> None:
         dense = [weight.k for weight in weights if weight.input_dtype is None]
@@ -177,11 +177,11 @@ class GpuProgram:
         loras: LoraSlots | None = None,
         group_of: Sequence[int] = (),
     ) -> None:
-        """caches: KV memory by attention module; layers of different groups may share it. max_tokens, max_samples: the
-        largest step. Weights and caches are on one device, weights as DeviceWeight. stages: where the decoder is the
-        part of a pipeline. loras: for adapters of every product but the head's. group_of: each layer's group; the
-        layers of a group have block tables of their own. Empty: all are one. Raises torch.OutOfMemoryError, and
-        ProgramUnsupportedError for what this cannot compute."""
+        """caches: KV memory by attention module; layers of different groups may share it. max_tokens, max_samples: of
+        the largest step. Weights (DeviceWeight) and caches are on one device. stages: the place in a pipeline. loras:
+        for adapters of every product except the head's. group_of: the group of each layer; the layers of a group share
+        block tables; empty: there is one group. Raises torch.OutOfMemoryError, and ProgramUnsupportedError for what it
+        cannot compute."""
         self._stages, self._loras = stages, loras
         self._ops, self._matmul = ops, matmul
         self._dtype, self._device = decoder.embedding.dtype, decoder.embedding.device
@@ -191,7 +191,7 @@ class GpuProgram:
         self._group_of = tuple(group_of) or (0,) * len(decoder.layers)
         self.use_caches(caches)
         self._layers = [self._layer(layer, caches[layer.module]) for layer in decoder.layers]
-        self._norm, self._head = _norm_spec(decoder.norm), self._base(decoder.head)
+        self._norm, self._head = decoder.norm, self._base(decoder.head)
         self._logit_factor, self._logit_softcap = decoder.logit_factor, decoder.logit_softcap
         self._max_tokens, self.max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
@@ -202,12 +202,11 @@ class GpuProgram:
 
     @torch.inference_mode()
     def forward(self, layout: StepLayout, block_table: torch.Tensor) -> torch.Tensor:
-        """Computes the step and writes its KV. block_table int32 [rows, blocks], of the first group of layers.
+        """Computes the step and writes its KV. block_table int32 [rows, blocks]: of the first group of layers.
 
-        Logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until the next
-        call; [0, vocab] when no row samples, and then the head is not computed. [samples, 0] where another stage has
-        the head.
-        """
+        Returns logits [samples, vocab], float32 where the model scales or caps them and else in its dtype, valid until
+        the next call; [0, vocab] without computing the head when no row samples; [samples, 0] where another stage has
+        the head."""
         self.run_layers(layout, block_table)
         if not self._stages.is_last:
             return self._logit_memory.matrix(len(layout.sampled_tokens), 0)
@@ -215,7 +214,7 @@ class GpuProgram:
 
     @torch.inference_mode()
     def run_layers(self, layout: StepLayout, block_table: torch.Tensor) -> None:
-        """As `forward`, without the logits: `logits_behind` computes those."""
+        """As `forward`, without the logits (`logits_behind`)."""
         num_tokens = len(layout.token_ids)
         if num_tokens > self._max_tokens or len(layout.sampled_tokens) > self.max_samples:
             raise RuntimeError(f"a step of {num_tokens} tokens and {len(layout.sampled_tokens)} samples has no room")
@@ -240,8 +239,7 @@ class GpuProgram:
             self._stages.send(residual)
 
     def verify(self, checked: CheckedModel, block_size: int) -> None:
-        """Compares this with the model's own modules, in the KV memory's first blocks. Raises
-        ProgramUnsupportedError."""
+        """Compares the program with the model's own modules, in the first KV blocks. Raises ProgramUnsupportedError."""
 
         def all_logits(token_ids: torch.Tensor) -> torch.Tensor:
             num_groups, count = max(self._group_of) + 1, -(-len(token_ids) // block_size)
@@ -251,8 +249,8 @@ class GpuProgram:
 
         checked.verify(all_logits)
 
-    def _input(self, residual: torch.Tensor, pending: _Pending, norm: NormSpec | None, linear: _Linear) -> Rows:
-        """Adds the last block's output to the residual stream. Returns the next block's input."""
+    def _input(self, residual: torch.Tensor, pending: _Pending, norm: Norm | None, linear: _Linear) -> Rows:
+        """Adds the output of the last block to the residual stream. Returns the input of the next block."""
         x = self._normed.rows(len(residual), linear.weight)
         self._ops.residual_norm(residual, pending.block, pending.norm, pending.factor, norm, x)
         return x
@@ -290,8 +288,8 @@ class GpuProgram:
 
     @torch.inference_mode()
     def logits_behind(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits as of `forward` behind these tokens of the batch that was computed last, int32 [tokens], at most as
-        many as the largest step samples."""
+        """Logits, as in `forward`, after these tokens of the last batch, int32 [tokens], at most as many as the largest
+        step samples."""
         if not len(tokens):
             return self._logit_memory.matrix(0, self._head.n)
         residual = self._residual.matrix(self._max_tokens, self._width)
@@ -347,17 +345,30 @@ class GpuProgram:
         num_kv_heads, head_dim = cache.keys.shape[1], cache.keys.shape[3]
         if cache.values.shape != cache.keys.shape or attention.out.weight.k % head_dim:
             raise ProgramUnsupportedError("keys and values of its heads differ in length")
-        num_heads = attention.out.weight.k // head_dim
+        heads = attention.out.weight.k // head_dim, num_kv_heads, head_dim
+        options, sinks = attention.options, attention.options.sinks
         return _Layer(
-            attention_norm=_norm_spec(layer.attention_norm),
+            attention_norm=layer.attention_norm,
             qkv=self._linear(attention.qkv),
-            rotary=_rotary_spec(attention, num_heads, num_kv_heads, head_dim),
-            attend=_attend_spec(attention, num_heads, num_kv_heads, head_dim),
+            rotary=RotarySpec(
+                *heads,
+                q_norm=attention.q_norm,
+                k_norm=attention.k_norm,
+                norm_whole=attention.norm_whole,
+                cos_sin=attention.cos_sin,
+            ),
+            attend=AttendSpec(
+                *heads,
+                scaling=options.scaling,
+                window=options.sliding_window or 0,
+                softcap=options.softcap or 0.0,
+                sinks=None if sinks is None else sinks.detach().float().contiguous(),
+            ),
             attention_out=self._linear(attention.out),
-            attention_out_norm=_norm_spec(layer.attention_out_norm),
-            mlp_norm=_norm_spec(layer.mlp_norm),
+            attention_out_norm=layer.attention_out_norm,
+            mlp_norm=layer.mlp_norm,
             mlp=self._mlp(layer.mlp),
-            mlp_out_norm=_norm_spec(layer.mlp_out_norm),
+            mlp_out_norm=layer.mlp_out_norm,
             residual_factor=layer.residual_factor,
         )
 
@@ -375,7 +386,7 @@ class GpuProgram:
         return ExpertProjection(weight, None if bias is None else bias.to(self._dtype).contiguous())
 
     def _linear(self, projection: Projection) -> _Linear:
-        """With room for adapters of the layers that it consists of."""
+        """With memory for adapters of the layers that it consists of."""
         base = self._base(projection)
         if self._loras is None or not projection.parts:
             return base
@@ -398,37 +409,8 @@ def _gate_up(mlp: Mlp) -> Projection:
     return projection
 
 
-def _norm_spec(norm: Norm | None) -> NormSpec | None:
-    return None if norm is None else NormSpec(norm.weight, norm.eps)
-
-
-def _rotary_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_dim: int) -> RotarySpec:
-    return RotarySpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        q_norm=_norm_spec(attention.q_norm),
-        k_norm=_norm_spec(attention.k_norm),
-        norm_whole=attention.norm_whole,
-        cos_sin=attention.cos_sin,
-    )
-
-
-def _attend_spec(attention: Attention, num_heads: int, num_kv_heads: int, head_dim: int) -> AttendSpec:
-    options = attention.options
-    return AttendSpec(
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        scaling=options.scaling,
-        window=options.sliding_window or 0,
-        softcap=options.softcap or 0.0,
-        sinks=None if options.sinks is None else options.sinks.detach().float().contiguous(),
-    )
-
-
 def _whole_sequence(token_ids: torch.Tensor, tables: torch.Tensor, block_size: int) -> StepLayout:
-    """One sequence from its start; samples follow each of its tokens. tables int32 [groups, 1, blocks]"""
+    """One sequence from its start, sampled after each of its tokens. tables int32 [groups, 1, blocks]."""
 
     def numbers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=token_ids.device)

@@ -1,11 +1,11 @@
-"""What a device is told of a step's rows: sequences, drafts, and changes of their block tables.
+"""What a device is told about the rows of a step: sequences, drafts, and changes of the block tables.
 
-For: the message of a step, and other ranks, which keep a table of their own. Does not know: where drafts come from, how
-messages travel. Invariants: the sequences' tokens are the plan's, in its order. A draft's sequence has one query and
-shares its row's blocks: every layer writes the step's keys before it attends, so the draft sees those before it, and is
-computed by the kernels and in the graphs that would decode it in a step of its own. Every step's message has all that
-the host knows of rows with drafts, so that a step can be repeated after one that failed. Once a reader has applied all
-changes of the block table, its table holds for the plan's rows what a step may read.
+For: the message of a step, and other ranks, which keep tables of their own. Does not know: where drafts come from, how
+messages travel. Invariants: the tokens of the sequences are the plan's, in its order. A draft is a sequence of one
+query that shares the blocks of its row: every layer writes the keys of the step before it attends, so that a draft sees
+the drafts before it, and the kernels and graphs are those of a decode step. Every message has all that the host knows
+about rows with drafts, so that a step can be repeated after one that failed. A reader that has applied all changes has,
+for the rows of the plan, every block that the step reads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..step import PENDING_TOKEN, BoolArray, Int32Array, RowTable, StepPlan
 class StepSequences:
     """Arrays over the sequences of a step.
 
-    rows        int32 [n]  several times in a row for one that has drafts
+    rows        int32 [n]  a row with drafts several times in succession
     query_lens  int32 [n]  tokens that the step computes
-    seq_lens    int32 [n]  tokens that have KV after the step; also the position of the token that is sampled
+    seq_lens    int32 [n]  tokens that have KV after the step; also the position of the sampled token
     samples     bool  [n]
     """
 
@@ -53,25 +53,25 @@ def num_sequences(plan: StepPlan) -> int:
 
 
 def max_sequences(config: EngineConfig) -> int:
-    """Of any step; also the most that it samples."""
+    """The most sequences of any step; also the most samples."""
     return max(config.max_num_seqs, config.max_step_samples) if config.may_draft else config.max_num_seqs
 
 
 NUM_FIELDS = 7
-"""What is told of each row."""
+"""Of `drafted_rows`."""
 _NONE: Int32Array = np.empty((NUM_FIELDS, 0), np.int32)
 
 
 def drafted_rows(plan: StepPlan, table: RowTable) -> Int32Array:
-    """int32 [NUM_FIELDS, n], of each row:
+    """int32 [NUM_FIELDS, n], for each row:
 
     row
-    num_tokens       before the step, as if all drafts of earlier steps were accepted
-    pending_drafts   of these the most that may be missing; 0: the number is right
+    num_tokens       before the step, if all drafts of earlier steps were accepted
+    pending_drafts   how many of these may be missing; 0: num_tokens is exact
     first_sequence   its first sequence in the step; those of its drafts follow
     first_sample     its first sample in the step
     num_drafts
-    num_lookups      of them those that the device looks up: all or none
+    num_lookups      how many drafts the device looks up: all or none
     """
     rows, drafts, pending = plan.rows, plan.num_draft_tokens, table.num_pending_drafts[plan.rows]
     if drafts is None:
@@ -99,18 +99,17 @@ NO_CHANGES: Int32Array = np.empty((3, 0), np.int32)
 
 
 class BlockTableMirror:
-    """What the reader's block tables hold; zeros at first, like the tables themselves. Row r of a group g of layers has
-    the number g * max_num_seqs + r."""
+    """The content of the reader's block tables, which begin as zeros. Row r of group g of the layers has the number g *
+    max_num_seqs + r."""
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, num_groups: int = 1) -> None:
         self._known: Int32Array = np.zeros((num_groups, max_num_seqs, max_blocks_per_seq), np.int32)
 
     def changes(self, plan: StepPlan, table: RowTable) -> Int32Array:
-        """Row numbers, columns and block ids that the reader lacks, int32 [3, n].
+        """Row numbers, columns and block ids that the reader does not have, int32 [3, n].
 
-        Compared up to the last block of the longest row: what lies behind a shorter row's last block is stale, and
-        harmless.
-        """
+        Compared up to the last block of the longest row: stale entries after the last block of a shorter row are
+        harmless."""
         reach = int((table.num_computed_tokens[plan.rows] + plan.num_scheduled_tokens).max())
         width = -(-reach // table.block_size)
         wanted = table.block_tables[:, plan.rows, :width]  # np.take would copy the whole slice first
@@ -122,6 +121,6 @@ class BlockTableMirror:
         return np.stack((numbers, columns.astype(np.int32), wanted[groups, places, columns]))
 
     def told(self, changes: Int32Array) -> None:
-        """The reader has these changes before all later ones."""
+        """The reader applies these changes before all later ones."""
         numbers, columns, blocks = changes
         self._known.reshape(-1, self._known.shape[2])[numbers, columns] = blocks

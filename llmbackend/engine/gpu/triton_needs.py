@@ -1,8 +1,9 @@
-"""What Triton needs of a machine at run time, beside torch and the driver: which of it is missing, and what to do.
+"""What Triton needs from a machine at run time besides torch and the driver: what is missing, and what to do.
 
-For: whatever starts an engine on a GPU. Does not know: kernels, models; it imports no Triton. Triton compiles a module
-in C that launches kernels, links it with the driver's library, and keeps what it compiled in a folder. Invariant: what
-is missing is named when a start fails because of it, or may; where all was compiled before, nothing is missed.
+For: whatever starts an engine on a GPU. Does not know: kernels, models; it imports no Triton. Triton compiles a C
+module that launches kernels, links it with the driver's library, and keeps compiled modules in a folder. Invariant:
+missing parts are named in a warning, and in the error if a start fails in Triton; where everything is compiled already,
+nothing is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _DRIVER = "libcuda.so.1"
 
 @contextlib.contextmanager
 def naming_what_triton_needs() -> Iterator[None]:
-    """A failure of Triton inside is blamed on what is missing, if something is. Raises ValueError."""
+    """An error of Triton inside names what is missing, if anything is. Raises ValueError."""
     missing = missing_needs()
     for need in missing:
         logger.warning("Triton may not work on this machine: %s", need)
@@ -40,7 +41,7 @@ def naming_what_triton_needs() -> Iterator[None]:
 
 
 def _is_tritons(error: Exception) -> bool:
-    """Whether it passed through Triton's code on its way."""
+    """Whether it passed through Triton's code."""
     modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(module.partition(".")[0] == "triton" for module in modules)
 
@@ -50,7 +51,7 @@ def missing_needs() -> list[str]:
 
 
 def _compiler() -> str:
-    """Triton takes CC, then gcc, then clang."""
+    """Triton uses CC, else gcc, else clang."""
     if chosen := os.environ.get("CC"):
         return "" if shutil.which(chosen) else f"the variable CC is '{chosen}', expected a C compiler"
     if shutil.which("gcc") or shutil.which("clang"):
@@ -87,8 +88,9 @@ def _driver_library() -> str:
 
 
 def _cache() -> str:
-    """Compiled modules are loaded from it."""
-    folder = Path(os.environ.get("TRITON_CACHE_DIR") or _default_cache())
+    """The folder from which compiled modules are loaded."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
     advice = "set the variable TRITON_CACHE_DIR to another folder"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -99,7 +101,3 @@ def _cache() -> str:
     if os.statvfs(folder).f_flag & os.ST_NOEXEC:
         return f"Triton's cache '{folder}' is on a file system mounted noexec: {advice}"
     return ""
-
-
-def _default_cache() -> Path:
-    return Path(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")

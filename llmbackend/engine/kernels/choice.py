@@ -1,9 +1,9 @@
-"""Which library computes a model: the one that computes a small piece of a decoder's layer in the least time.
+"""Which library computes a model: the fastest one for a small piece of a decoder layer.
 
-For: the loader, when it packs a model; what was chosen is kept with the packed weights, and `library.load` loads it by
+For: the loader, when it packs a model; the choice is stored with the packed weights, and `library.load` loads it by
 name. Does not know: models. Invariants: only libraries that this CPU can execute and that passed their self-test are
-measured; one process measures each type of weights once, so that all of its engines compute the same bits; where the
-difference is within the noise of a measurement, the wider instruction set is chosen.
+measured; one process measures each type of weights once, so that all of its engines compute the same bits; if the
+difference is within measurement noise, the wider instruction set is chosen.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .library import (
 )
 
 _ROUNDS: Final = 7
-"""Libraries take turns, and the least time of each counts: other processes seldom disturb all turns."""
+"""Libraries take turns, and the least time of each counts: other processes seldom disturb every turn."""
 _TIE: Final = 1.05
-"""Two ways to multiply differ by a factor of two. What differs by less than this is the same code, measured twice."""
+"""Different ways to multiply differ by a factor of two; smaller differences than this are noise."""
 _ROWS, _N, _K = 64, 256, 896
 _QUERIES, _KEYS, _HEADS, _HEAD_DIM = 32, 128, 4, 64
 
@@ -45,12 +45,12 @@ _QUERIES, _KEYS, _HEADS, _HEAD_DIM = 32, 128, 4, 64
 class Choice:
     library: KernelLibrary
     report: str
-    """What was measured, in words for a log."""
+    """The measurements, for a log."""
 
 
 @functools.cache
 def choose_library(weights: Type) -> Choice | None:
-    """The library for a model with linear layers of weights of this type; None, with a warning, when there is none."""
+    """The library for a model whose linear layers have weights of this type; None, with a warning: there is none."""
     libraries = _candidates()
     if not libraries:
         best = load()
@@ -64,7 +64,7 @@ def choose_library(weights: Type) -> Choice | None:
 
 
 def _candidates() -> list[KernelLibrary]:
-    """The libraries for vector units that can run here, widest first."""
+    """The libraries for vector units that this CPU can execute, widest first."""
     found = (load(name) for name in available() if name != "generic")
     return [library for library in found if library is not None]
 
@@ -94,8 +94,8 @@ def _least_seconds(pieces: Sequence[_Piece]) -> list[float]:
 
 
 class _Piece:
-    """Some columns of a linear layer and heads of an attention, in the proportion of a prompt's work. They stay in a
-    core's caches: what is compared are ways to compute, not the memory."""
+    """Some columns of a linear layer and heads of an attention, in the proportions of a prompt. They fit into a core's
+    caches, because computation is compared, not memory."""
 
     def __init__(self, library: KernelLibrary, weights: Type) -> None:
         self._kernels = NativeKernels(library, 1)
@@ -120,7 +120,7 @@ class _Piece:
         return int(array.ctypes.data)
 
     def _numbers(self, count: int, kind: Type) -> int:
-        """Ones: products of any numbers take the same time, but for those next to zero."""
+        """Ones: products of all numbers take the same time, except those close to zero."""
         if kind is Type.INT8:
             return self._kept(np.ones(count, np.int8))
         ones = np.ones(count, np.float32)

@@ -1,9 +1,9 @@
-"""The native kernels: structures of native/step.h, the library that this CPU gets, and its self-test.
+"""The native kernels: structures of native/step.h, the library for this CPU, and its self-test.
 
-For: code that builds operations or runs steps. Does not know: models. Invariants: a library is used only when the CPU
-can execute it, its structures have the sizes of ours (fields are explained in native/step.h) and it passed the
-self-test of some milliseconds (a program is compared with modules that run on the same kernels, which would not notice
-one that computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
+For: code that builds operations or runs steps. Does not know: models. Invariants: a library is used only if the CPU can
+execute it, its structures have the sizes of ours (native/step.h explains the fields) and it passed a self-test of some
+milliseconds (a program is compared with modules that run on the same kernels, which would not reveal a library that
+computes wrongly); calls release the GIL; memory and threads are freed with their Python owners.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Type(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     FIXED16 = 3
-    """Of keys and values alone (native/fixed16.h)."""
+    """For keys and values only (native/fixed16.h)."""
 
 
 class Rows(IntEnum):
@@ -114,7 +114,7 @@ logger = logging.getLogger(__name__)
 VARIANTS: Final = {
     "amx": 8, "avx512_bf16": 16, "avx512_vnni": 4, "avx512": 2, "avx_vnni": 32, "avx2": 1, "generic": 0,
 }  # fmt: skip
-"""Widest first; the bit that the generic library reports for a CPU that can execute it (native/cpu.h)."""
+"""Widest first, with the bits that the generic library reports for a CPU that can execute it (native/cpu.h)."""
 _MULTIPLY_BFLOAT16: Final = ("amx", "avx512_bf16")
 PANEL: Final = 32
 """Output columns of a packed weight per panel."""
@@ -123,7 +123,7 @@ _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.INT8: 1}
 
 
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
-    """Size of a packed weight of n output and k input features."""
+    """Size of a packed weight with n output and k input features."""
     multiple = _K_MULTIPLE[packed_type]
     return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BYTES[packed_type]
 
@@ -132,7 +132,7 @@ class KernelLibrary:
     """One loaded library. `variant`: the instruction set it was compiled for."""
 
     def __init__(self, variant: str, path: Path) -> None:
-        """Raises OSError when it cannot be loaded, or was built from other sources than these."""
+        """Raises OSError if it cannot be loaded, or was built from other sources."""
         self.variant = variant
         self.multiplies_bfloat16 = variant in _MULTIPLY_BFLOAT16
         """Whether bfloat16 weights are best multiplied by bfloat16 rows, and not widened."""
@@ -142,22 +142,16 @@ class KernelLibrary:
         self.functions.llmb_sizes(sizes)
         if list(sizes) != [ctypes.sizeof(structure) for structure in STRUCTURES]:
             raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
-        # A library that was built before there was fixed point does not have the entry.
+        # Libraries built before fixed point existed do not have the entry.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
 
     def kv_type(self, model_type: Type) -> Type:
-        """How keys and values of a model of this type, float32 or bfloat16, are kept."""
+        """How keys and values of a model of this type, float32 or bfloat16, are stored."""
         return Type.FIXED16 if model_type is Type.BFLOAT16 and self._keeps_fixed_point else model_type
 
-    def multiply_registers(self, weights: Type, steps: int) -> int:
-        """Multiplies registers, as for weights of this type, and nothing else; how many operations. For benchmarks."""
-        function = self.functions.llmb_peak
-        function.restype, function.argtypes = c_int64, [c_int32, c_int64]
-        return int(function(weights, steps))
-
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
-        """uint8 [size_bytes] of zeros, on huge pages where there are any. Pages take no memory before they are written.
-        Raises MemoryError."""
+        """Zeros, uint8 [size_bytes], on huge pages if available. Pages take no memory before they are written. Raises
+        MemoryError."""
         address = self.functions.llmb_memory_new(max(size_bytes, 1))
         if not address:
             raise MemoryError(f"{size_bytes} bytes could not be allocated")
@@ -167,7 +161,7 @@ class KernelLibrary:
 
 
 class NativeKernels:
-    """The native kernels with a team of threads that runs them. One thread at a time calls it."""
+    """The native kernels with a team of threads that runs them. Used by one thread at a time."""
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         self.library = library
@@ -176,7 +170,7 @@ class NativeKernels:
         self._finalizer = weakref.finalize(self, library.functions.llmb_engine_delete, self.pointer)
 
     def run(self, ops: Any, num_ops: int, step: Step) -> None:
-        """Runs `ops`, an array of pointers to operations as `op_pointers` makes it. Raises MemoryError."""
+        """Runs `ops`, an array of pointers to operations from `op_pointers`. Raises MemoryError."""
         if self.library.functions.llmb_run(self.pointer, ops, num_ops, ctypes.byref(step)):
             raise MemoryError("scratch memory for a step could not be allocated")
 
@@ -191,7 +185,7 @@ class NativeKernels:
         )
 
     def close(self) -> None:
-        """Ends the threads. Nothing is called after it."""
+        """Ends the threads. Nothing may be called afterwards."""
         self._finalizer()
 
 
@@ -211,9 +205,9 @@ def available() -> tuple[str, ...]:
 
 @functools.cache
 def load(variant: str | None = None) -> KernelLibrary | None:
-    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning, when
-    there is none to be had."""
-    # Also for a named variant: Linux grants AMX's registers to a process that asks, which `available` does.
+    """The best library for this CPU, or the named variant if this CPU can execute it; None, with one warning: there is
+    none."""
+    # Also for a named variant: `available` requests the AMX registers from Linux.
     for name in available() if variant is None else {variant}.intersection(available()):
         path = _path(name)
         if path is not None and (library := _checked(name, path)) is not None:
@@ -225,7 +219,7 @@ def load(variant: str | None = None) -> KernelLibrary | None:
 
 
 def _checked(variant: str, path: Path) -> KernelLibrary | None:
-    """The library, unless it cannot be loaded or computes wrongly on this CPU: a warning says so."""
+    """The library; None, with a warning: it cannot be loaded or computes wrongly on this CPU."""
     try:
         library = KernelLibrary(variant, path)
         fault = fault_of(library)
@@ -238,8 +232,7 @@ def _checked(variant: str, path: Path) -> KernelLibrary | None:
 
 
 def _path(variant: str) -> Path | None:
-    """Where it lies. One that is for every version of Python comes before one for this version: that is an older
-    build's."""
+    """Its file. One for every version of Python precedes one for this version, which is from an older build."""
     directory = Path(__file__).parent
     paths = (directory / f"_{variant}{suffix}" for suffix in reversed(importlib.machinery.EXTENSION_SUFFIXES))
     return next((path for path in paths if path.exists()), None)
@@ -275,8 +268,8 @@ _CASES = (
 
 
 def fault_of(library: KernelLibrary) -> str:
-    """What the library computes wrongly; "" when nothing. Every pair of types that a layer can have is multiplied once,
-    with more rows and columns than one tile has."""
+    """What the library computes wrongly; "": nothing. Every pair of types that a layer can have is multiplied once,
+    with more rows and columns than one tile."""
     kernels = NativeKernels(library, 1)
     try:
         for weight_type, x_type, tolerance in _CASES:
@@ -319,7 +312,7 @@ def _multiply(
 
 
 def _rounded(x: Array) -> Array:
-    """Truncated to bfloat16's precision, as float32."""
+    """Truncated to the precision of bfloat16, as float32."""
     return (x.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 

@@ -1,8 +1,8 @@
-"""Packed weights: where a linear layer's matrix lies in native memory.
+"""Packed weights: where the matrix of a linear layer is in native memory.
 
 For: the loader, which packs every linear layer of a model, and the operations that read them. Does not know: modules or
-layers. Invariant: matrices that are packed one after the other lie one after the other, so that neighbours of whole
-panels (query, key, value) are one matrix without being copied together.
+layers. Invariant: matrices packed one after the other are adjacent, so that neighbours of whole panels (query, key,
+value) are one matrix without being copied together.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .library import PANEL, NativeKernels, Type, packed_bytes
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
 NewMemory = Callable[[int], npt.NDArray[np.uint8] | None]
-"""Gives so many bytes of zeros, or None: the caller makes its own."""
+"""Returns this many bytes of zeros, or None: the caller allocates its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class PackedWeight:
         return dataclasses.replace(self, address=self.address + offset, n=n, scale=scale, sums=sums)
 
     def joined(self, other: PackedWeight) -> PackedWeight | None:
-        """This matrix with the other's rows below, when they are neighbours in memory; else None."""
+        """This matrix with the rows of the other below; None unless they are adjacent in memory."""
         scale, sums = (address and address + 4 * self.n for address in (self.scale, self.sums))
         behind = (self.address + self.size_bytes, scale, sums, self.k, self.type)
         if self.n % PANEL or (other.address, other.scale, other.sums, other.k, other.type) != behind:
@@ -62,15 +62,14 @@ class WeightStore:
     """Memory for all packed weights of a model and the small arrays beside them, reserved at once.
 
     It is filled in this order: panels of all matrices, their scales, their sums, other arrays. `memory` is uint8, and
-    takes memory only where it is filled.
-    """
+    takes memory only where it is filled."""
 
     def __init__(
         self, kernels: NativeKernels, shapes: list[tuple[int, int, Type]], extra_bytes: int = 0,
         new_memory: NewMemory | None = None,
     ) -> None:  # fmt: skip
-        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: of other arrays, at most. new_memory:
-        is asked first. Raises MemoryError."""
+        """shapes: (n, k, type) of every matrix that will be packed. extra_bytes: the most for other arrays. new_memory:
+        is tried first. Raises MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
         self._per_row = sum(_aligned(4 * n) for n, _, kind in shapes if kind == Type.INT8)
@@ -103,10 +102,11 @@ class WeightStore:
         return packed
 
     def add(self, array: npt.NDArray[np.uint8]) -> int:
-        """Copies a small array behind the others; its offset in bytes. Raises MemoryError when there is no room."""
+        """Copies a small array behind the others and returns its offset in bytes. Raises MemoryError when there is no
+        room."""
         begin = _aligned(self._end)
         if begin + len(array) > len(self.memory):
-            raise MemoryError(f"{len(array)} bytes more than the memory of packed weights was made for")
+            raise MemoryError(f"{len(array)} bytes do not fit into the memory of packed weights")
         self._end = begin + len(array)
         self.memory[begin : self._end] = array
         return begin

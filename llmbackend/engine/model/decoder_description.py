@@ -20,19 +20,10 @@ from torch import nn
 from ..attention.interface import AttentionOptions
 from ..cpu.linear import NativeLinear
 from ..errors import ProgramUnsupportedError
-from ..gpu.ops.ops import ACTIVATIONS, Activation, gated
+from ..gpu.ops.ops import ACTIVATIONS, Activation, Norm, gated
 from ..gpu.weights.dense import DenseWeight, QuantizedLinear
 from ..gpu.weights.experts import DenseExperts, ExpertProjection, QuantizedExperts
 from ..gpu.weights.stored import StoredLinear
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """x / rms(x) * weight"""
-
-    weight: torch.Tensor
-    """float32 [width]"""
-    eps: float
 
 
 class Weight(Protocol):

@@ -33,12 +33,13 @@ from ..cpu.packed_decoder import (
     PackingPlace,
 )
 from ..errors import ProgramUnsupportedError
+from ..gpu.ops.ops import Norm
 from ..kernels.library import Type
 from ..kernels.weights import PackedWeight, WeightStore
 from ..load_progress import part
 from ..step import FlatStep, Int32Array
 from .compatibility import MAX_PROBE_TOKENS
-from .decoder_description import Attention, Experts, Layer, Mlp, Norm, Projection
+from .decoder_description import Attention, Experts, Layer, Mlp, Projection
 from .loader import LoadedModel, library_choice
 
 _NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}

@@ -188,12 +188,13 @@ def test_only_what_changed_is_told_again() -> None:
     host.table.num_computed_tokens[:] = host.table.num_tokens - 1
     plan = StepPlan(np.arange(6, dtype=np.int32), np.ones(6, np.int32), np.ones(6, np.bool_))
     first = host.messages.write(plan, host.table)
-    assert first.num_prompt_tokens == host.table.num_tokens.sum()
+    assert len(first.changes.token_ids) == host.table.num_tokens.sum()
     host.messages.sent(first, host.device.record())
-    assert host.messages.write(plan, host.table).num_blocks == 0
+    assert host.messages.write(plan, host.table).changes.blocks.size == 0
     host.table.block_table[3, 0] += 1
     second = host.messages.write(plan, host.table)
-    assert (second.num_blocks, second.num_prompts, len(second.words)) == (1, 0, 6 * section_words(MAX_SEQUENCES) + 3)
+    assert (second.changes.blocks.shape, second.changes.prompts.size) == ((3, 1), 0)
+    assert len(second.words) == 6 * section_words(MAX_SEQUENCES) + 3
 
 
 def test_many_long_prompts_at_once_get_memory_of_their_own() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.gpu.kernels.matmul import scaled_matmul
-from llmbackend.engine.gpu.ops.ops import NormSpec, Ops
+from llmbackend.engine.gpu.ops.ops import Norm, Ops
 from llmbackend.engine.gpu.ops.torch_ops import TorchOps
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.weights import dense
@@ -48,7 +48,7 @@ def assert_same(found: EightBitRows, expected: EightBitRows) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [64, 2100])
 def test_rows_are_rounded_behind_a_norm_a_gate_or_alone(width: int, kind: torch.dtype) -> None:
-    norm = NormSpec(normal(2, width), 1e-5)
+    norm = Norm(normal(2, width), 1e-5)
 
     def run(ops: Ops) -> list[EightBitRows]:
         rows = [room(4, width, kind) for _ in range(4)]

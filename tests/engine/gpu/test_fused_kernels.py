@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, LayerCache, NormSpec, RotarySpec, StepLayout
+from llmbackend.engine.gpu.ops.ops import PADDING_SLOT, LayerCache, Norm, RotarySpec, StepLayout
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from tests.helpers.gpu.kernel_device import DEVICE, INTERPRETED
 
@@ -35,7 +35,7 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=ROUNDING[found.dtype], atol=3e-6)
 
 
-def normed(x: torch.Tensor, norm: NormSpec | None) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     if norm is None:
         return x
     return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight.double()
@@ -58,8 +58,8 @@ def test_embed_scales_rows_and_ignores_ids_outside_the_table(dtype: torch.dtype)
 def test_residual_norm_adds_then_norms(width: int, sandwich: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)
     residual, block = normal(generator, 5, width), normal(generator, 5, width, dtype=dtype)
-    norm = NormSpec(normal(generator, width), 1e-5)
-    block_norm = NormSpec(normal(generator, width), 1e-6) if sandwich else None
+    norm = Norm(normal(generator, width), 1e-5)
+    block_norm = Norm(normal(generator, width), 1e-6) if sandwich else None
     expected = residual.double() + 0.7 * normed(block.double(), block_norm)
     out = poisoned(5, width, dtype=dtype)
     OPS.residual_norm(residual, block, block_norm, 0.7, norm, out)
@@ -70,7 +70,7 @@ def test_residual_norm_adds_then_norms(width: int, sandwich: bool, dtype: torch.
 def test_residual_norm_without_its_parts() -> None:
     generator = torch.Generator().manual_seed(2)
     residual, block, out = normal(generator, 3, 70), normal(generator, 3, 70), poisoned(3, 70)
-    before, norm = residual.clone(), NormSpec(normal(generator, 70), 1e-5)
+    before, norm = residual.clone(), Norm(normal(generator, 70), 1e-5)
     OPS.residual_norm(residual, None, None, 1.0, norm, out)
     assert torch.equal(residual, before)
     assert_near(out, normed(before.double(), norm))
@@ -82,7 +82,7 @@ def test_residual_norm_without_its_parts() -> None:
 
 def test_only_sampled_tokens_are_normed_when_they_are_named() -> None:
     generator = torch.Generator().manual_seed(3)
-    residual, norm = normal(generator, 6, 48), NormSpec(normal(generator, 48), 1e-5)
+    residual, norm = normal(generator, 6, 48), Norm(normal(generator, 48), 1e-5)
     before, out = residual.clone(), poisoned(3, 48, dtype=torch.bfloat16)
     OPS.residual_norm(residual, None, None, 1.0, norm, out, ints(5, 0, 2))
     assert_near(out, normed(before[[5, 0, 2]].double(), norm))
@@ -122,7 +122,7 @@ def turned(x: torch.Tensor, positions: list[int], spec: RotarySpec) -> torch.Ten
     return torch.cat((low * cos - high * sin, high * cos + low * sin, rest), -1)
 
 
-def head_normed(heads: torch.Tensor, norm: NormSpec | None, whole: bool) -> torch.Tensor:
+def head_normed(heads: torch.Tensor, norm: Norm | None, whole: bool) -> torch.Tensor:
     return normed(heads.flatten(1), norm).view(heads.shape) if whole else normed(heads, norm)
 
 
@@ -131,12 +131,12 @@ SPECS: dict[str, Callable[[torch.Generator], RotarySpec]] = {
     "part of a head": lambda g: RotarySpec(3, 3, 24, None, None, False, angles(12)),
     "none": lambda g: RotarySpec(2, 1, 20, None, None, False, None),
     "normed heads": lambda g: RotarySpec(
-        9, 3, 16, NormSpec(normal(g, 16), 1e-6), NormSpec(normal(g, 16), 1e-5), False, angles(16)
+        9, 3, 16, Norm(normal(g, 16), 1e-6), Norm(normal(g, 16), 1e-5), False, angles(16)
     ),
     "normed whole": lambda g: RotarySpec(
-        10, 5, 12, NormSpec(normal(g, 120), 1e-6), NormSpec(normal(g, 60), 1e-5), True, angles(12)
+        10, 5, 12, Norm(normal(g, 120), 1e-6), Norm(normal(g, 60), 1e-5), True, angles(12)
     ),
-    "queries normed, nothing turned": lambda g: RotarySpec(3, 1, 10, NormSpec(normal(g, 10), 1e-6), None, False, None),
+    "queries normed, nothing turned": lambda g: RotarySpec(3, 1, 10, Norm(normal(g, 10), 1e-6), None, False, None),
 }
 BLOCK_SIZE, NUM_BLOCKS = 4, 5
 
@@ -200,7 +200,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     spec = SPECS["normed whole"](generator)
     positions, slots = [5, 6, 7, 30], [4, 9, 1, 18]
     qkv = normal(generator, 4, 20 * 12, dtype=torch.bfloat16)
-    residual, norm = normal(generator, 4, 240), NormSpec(normal(generator, 240), 1e-5)
+    residual, norm = normal(generator, 4, 240), Norm(normal(generator, 240), 1e-5)
 
     def run(tokens: list[int]) -> tuple[torch.Tensor, ...]:
         cache, part, stream = empty_cache(spec, torch.bfloat16), qkv[tokens], residual[tokens]

@@ -32,7 +32,7 @@ def adapters(dtype: torch.dtype, max_rank: int = 20) -> LoraSpec:
     for slot, ranks in RANKS.items():
         for part, (layer, width, rank) in enumerate(zip(layers, WIDTHS, ranks, strict=True)):
             down, up = draw(10 * slot + part, rank, K) / K**0.5, draw(90 + 10 * slot + part, width, rank)
-            slots.places[layer].write(slot, LoraMatrices(down.to(dtype), up.to(dtype)) if rank else None)
+            slots.by_layer[layer].write(slot, LoraMatrices(down.to(dtype), up.to(dtype)) if rank else None)
     return spec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmbackend.engine.gpu.kernels.matmul import scaled_matmul
-from llmbackend.engine.gpu.ops.ops import NormSpec
+from llmbackend.engine.gpu.ops.ops import Norm
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.weights.dense import FP8, EightBitRows
 
@@ -24,7 +24,7 @@ def launch_whole_numbers(_capability: int) -> None:
 def _launch(kind: torch.dtype) -> None:
     for width in (896, 8192):
         rows = EightBitRows(torch.zeros(2, width, dtype=torch.uint8).view(kind), torch.zeros(2, 1))
-        ops, norm = TritonOps(), NormSpec(torch.zeros(width), 1e-5)
+        ops, norm = TritonOps(), Norm(torch.zeros(width), 1e-5)
         residual, block = torch.zeros(2, width), torch.zeros(2, width, dtype=BF16)
         ops.residual_norm(residual, block, None, 1.0, norm, rows)
         ops.gate(torch.zeros(2, 2 * width, dtype=BF16), "silu", rows)

@@ -90,9 +90,6 @@ class FakeDevice:
     def trim(self) -> None:
         pass
 
-    def is_done(self, place: int) -> bool:
-        return self._lane.num_done >= place
-
     def run_until(self, place: int) -> None:
         """Runs all work up to the `place`-th piece ever enqueued."""
         self._lane.run_until(place)
@@ -137,10 +134,6 @@ class _FakeEvent:
 
     def wait(self) -> None:
         self._device.run_until(self.place)
-
-    @property
-    def is_done(self) -> bool:
-        return self._device.is_done(self.place)
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _FakeEvent)

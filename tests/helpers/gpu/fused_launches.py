@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from llmbackend.engine.gpu.kernels.fused import BlockMoves
-from llmbackend.engine.gpu.ops.ops import LayerCache, NormSpec, RotarySpec, StepLayout
+from llmbackend.engine.gpu.ops.ops import LayerCache, Norm, RotarySpec, StepLayout
 from llmbackend.engine.gpu.ops.triton_ops import TritonOps
 from llmbackend.engine.gpu.row_messages import NUM_FIELDS
 from llmbackend.engine.step import LookupLengths
@@ -43,7 +43,7 @@ def launch_drafts(_capability: int) -> None:
 def _launch_for(width: int) -> None:
     ops, ints = TritonOps(), torch.zeros(TOKENS, dtype=torch.int32)
     residual, block = torch.zeros(TOKENS, width), torch.zeros(TOKENS, width, dtype=BF16)
-    norm = NormSpec(torch.zeros(width), 1e-5)
+    norm = Norm(torch.zeros(width), 1e-5)
     ops.embed(ints, block, 1.0, residual)
     ops.residual_norm(residual, block, None, 1.0, norm, block)
     ops.residual_norm(residual, block, norm, 1.0, norm, block)
@@ -57,8 +57,8 @@ def _launch_rotary(head_dim: int, rotary_dim: int, whole: bool, cache_dtype: tor
     ints = torch.zeros(TOKENS, dtype=torch.int32)
     layout = StepLayout(ints, ints, ints, ints, ints, ints, ints, 1, 1)
     memory = torch.zeros(4, num_kv_heads, 16, head_dim).to(cache_dtype)
-    q_norm = NormSpec(torch.zeros(num_heads * head_dim if whole else head_dim), 1e-6)
-    k_norm = NormSpec(torch.zeros(num_kv_heads * head_dim if whole else head_dim), 1e-6)
+    q_norm = Norm(torch.zeros(num_heads * head_dim if whole else head_dim), 1e-6)
+    k_norm = Norm(torch.zeros(num_kv_heads * head_dim if whole else head_dim), 1e-6)
     cos_sin = torch.zeros(8, rotary_dim) if rotary_dim else None
     qkv = torch.zeros(TOKENS, (num_heads + 2 * num_kv_heads) * head_dim, dtype=BF16)
     for has_norm in (True, False):

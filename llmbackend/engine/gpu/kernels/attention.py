@@ -1,23 +1,23 @@
 """Attention of a ragged batch to keys and values in KV blocks: the Triton kernels.
 
-For: paged_attention.py, which launches them. Does not know: models, steps, graphs. The idea: the positions of a
-sequence are cut into splits of SPLIT keys, always the same ones. A split is computed tile by tile with an online
-softmax from nothing; the splits' results are merged in ascending order. Of sequences with one query (decode) each split
-is an item of work, so that a single long sequence keeps the whole device busy; of others (prefill) each tile of
-queries, with all its splits. A launch has as many programs as the device runs, which share the items:
-which program computes an item changes nothing. Both use the same helpers (_attend_tile, _merge, _finish).
+For: paged_attention.py, which launches them. Does not know: models, steps, graphs. The positions of a sequence are cut
+into splits of SPLIT keys, always the same ones. A split is computed tile by tile with an online softmax that starts
+from nothing; the results of the splits are merged in ascending order. Of sequences with one query (decode) each split
+is an item of work, so that a single long sequence occupies the whole device; of others (prefill) each tile of queries,
+with all its splits. A launch has as many programs as the device runs concurrently, which share the items: which program
+computes an item changes nothing. Both use the same helpers (_attend_tile, _merge, _finish).
 
-Invariants. What a query gets depends on its own position, keys and values alone: not on the other sequences, nor on the
-bounds in the layout, the number of programs, the size of the workspace. Tiles that a query does not see leave its sums
-as they are, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond a sequence's length are not
-read, nor those before the window of its first query, whose blocks may be another sequence's by now.
+Invariants. The result of a query depends on its own position, keys and values alone: not on other sequences, the bounds
+in the layout, the number of programs, or the size of the workspace. Tiles that a query does not see leave its sums
+unchanged, bit by bit: they add zeros and multiply by ones. Keys and values at or beyond the length of a sequence are
+not read, nor those before the window of its first query, whose blocks may already be another sequence's.
 
 Decode and prefill agree bit by bit as well, as far as the tensor cores do: operands and the order over keys and over
-the head are the same; elementwise steps are written with explicit fma and compiled without further fusion; every sum,
-that of the softmax's weights too, is a matrix product, whose order over the keys does not depend on how warps share a
-tile. It is not documented that wgmma (Hopper; tiles of 64 rows and more) rounds as mma.sync does (16 rows, as in
-decode). With exact_chunks prefill uses decode's own tile and instruction, and the agreement is certain, at a cost in
-prefill; before Hopper there is one instruction only.
+the head dimension are the same; elementwise steps are written with explicit fma and compiled without further fusion;
+every sum, that of the softmax's weights too, is a matrix product, whose order over the keys does not depend on how
+warps share a tile. It is not documented that wgmma (Hopper; tiles of 64 rows and more) rounds as mma.sync does (16
+rows, as in decode). With exact_chunks prefill uses the tile and the instruction of decode, and the agreement is
+certain, at a cost in prefill; before Hopper there is only one instruction.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ def stored_before(splits, sequence):
 
 @triton.jit
 def decode_ends(splits, capacity):
-    """[SEQUENCES]: where each sequence's items end on the list of one tile of heads. A sequence whose splits find no
-    place in the workspace is one item."""
+    """[SEQUENCES]: where the items of each sequence end on the list of one tile of heads. A sequence whose splits do
+    not fit into the workspace is one item."""
     stored = tl.cumsum(tl.where(splits > 1, splits, 0), 0)
     return tl.cumsum(tl.where(stored > capacity, tl.minimum(splits, 1), splits), 0)
 
 
 @triton.jit
 def prefill_ends(query_start, num_sequences, QUERIES: tl.constexpr, SEQUENCES: tl.constexpr):
-    """[SEQUENCES]: where each sequence's tiles of queries end."""
+    """[SEQUENCES]: where the tiles of queries of each sequence end."""
     sequence = tl.arange(0, SEQUENCES)
     there = sequence < num_sequences
     begin = tl.load(query_start + sequence, mask=there, other=0)
@@ -74,14 +74,14 @@ def prefill_ends(query_start, num_sequences, QUERIES: tl.constexpr, SEQUENCES: t
 
 @triton.jit
 def owner_of(ends, item):
-    """The sequence of an item, and how many items come before the sequence's."""
+    """The sequence of an item, and the number of items before the sequence."""
     before = ends <= item
     return tl.sum(before.to(tl.int32), 0), tl.max(tl.where(before, ends, 0), 0)
 
 
 @triton.jit
 def own_share(count):
-    """The items of this program: as many as any other has, or one less; neighbours, which share keys and queries."""
+    """The items of this program, as evenly as possible; they are neighbours, which share keys and queries."""
     count, programs = count.to(tl.int64), tl.num_programs(0)
     begin = count * tl.program_id(0) // programs
     end = count * (tl.program_id(0) + 1) // programs
@@ -152,8 +152,8 @@ def _attend_tile(
 
 @triton.jit
 def _merge(total, top, weight, split_total, split_top, split_weight):
-    """The sums of a longer stretch: what was merged so far, then one more split. Shapes as in _attend_tile, or of one
-    row: [PADDED] and scalars."""
+    """The sums of a longer stretch: those merged so far, then one more split. Shapes as in _attend_tile, or of one row:
+    [PADDED] and scalars."""
     new_top = tl.maximum(top, split_top)
     shift = _shift_for(new_top)
     kept, added = tl.exp2(top - shift), tl.exp2(split_top - shift)
@@ -165,7 +165,7 @@ def _merge(total, top, weight, split_total, split_top, split_weight):
 
 @triton.jit
 def _merge_stored(totals, tops, real, real_heads, total, top, weight):
-    """As _merge, with what was merged so far in memory: totals, and pairs of top and weight."""
+    """As _merge, with the sums merged so far in memory: totals, and pairs of top and weight."""
     so_far = tl.load(totals, mask=real, other=0.0)
     so_far_top = tl.load(tops, mask=real_heads, other=0.0)
     so_far_weight = tl.load(tops + 1, mask=real_heads, other=0.0)
@@ -174,7 +174,7 @@ def _merge_stored(totals, tops, real, real_heads, total, top, weight):
 
 @triton.jit
 def _finish(total, top, weight, sinks, heads, real_heads, HAS_SINKS: tl.constexpr):
-    """The output: weighted values over the sum of weights, the sink's among them; zeros where nothing was seen. heads,
+    """The output: weighted values over the sum of weights, including the sink's; zeros where nothing was seen. heads,
     real_heads: the query head of each row, and whether there is one."""
     if HAS_SINKS:
         sink = tl.load(sinks + heads, mask=real_heads, other=0.0) * 1.4426950408889634
@@ -371,7 +371,7 @@ def prefill_kernel(
     ends = prefill_ends(query_start, num_sequences, QUERIES, SEQUENCES)
     num_tiles = tl.max(ends, 0)
     for item in range(tl.program_id(0), num_tiles * HEAD_PROGRAMS, tl.num_programs(0)):
-        # The last tiles of a prompt see most keys: they come first.
+        # The last tiles of a prompt see the most keys, so they come first.
         tile = num_tiles - 1 - item % num_tiles
         sequence, before = owner_of(ends, tile)
         _prefill_item(

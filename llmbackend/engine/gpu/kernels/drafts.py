@@ -1,8 +1,8 @@
-"""Drafts in a step that is launched before the one before it is read, as kernels: lookups, positions, acceptance.
+"""Kernels for drafts in a step that is launched before the previous one is read: lookups, positions, acceptance.
 
-For: triton_ops.py. Does not know: what a step computes between these launches. Invariants: the definitions are
-`look_up`'s and `num_accepted`'s; a row's result depends on its own text alone, and not on the number of programs.
-`drafted` int32 [NUM_FIELDS, n] is of `drafted_rows`.
+For: triton_ops.py. Does not know: what a step computes between these launches. Invariants: the definitions are those of
+`look_up` and `num_accepted`; the result of a row depends on its own text alone, and not on the number of programs.
+`drafted` int32 [NUM_FIELDS, n] is that of `drafted_rows`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 
 SPLIT_TOKENS = 4096
-"""Of a text, for one program."""
+"""Tokens of a text per program."""
 
 
 @triton.jit
 def _num_tokens(drafted, num_drafted, place, num_tokens):
-    """Row, and how many tokens it has before the step."""
+    """Row, how many tokens it has before the step, and how many fewer these are than assumed."""
     row = tl.load(drafted + place).to(tl.int64)
     assumed = tl.load(drafted + num_drafted + place)
     may_differ = tl.load(drafted + 2 * num_drafted + place)
@@ -32,8 +32,8 @@ def look_up_kernel(
     drafted, num_drafted, num_tokens, token_table, token_stride, found,
     SHORTEST: tl.constexpr, LONGEST: tl.constexpr, SPLIT: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """found int64 [n, splits]: of the ends of earlier occurrences in a split the best: tokens that are the same there,
-    then the position behind; 0 where there is none."""
+    """found int64 [n, splits]: the best earlier occurrence that ends in a split: number of equal tokens, then the
+    position after it; 0: none."""
     place, split = tl.program_id(0), tl.program_id(1)
     row, length, _ = _num_tokens(drafted, num_drafted, place, num_tokens)
     text = token_table + row * token_stride
@@ -58,8 +58,8 @@ def begin_drafts_kernel(
     drafted, num_drafted, num_tokens, token_table, token_stride, found, num_splits, seq_lens, sampled_positions,
     SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: writes the drafts found behind the row's text, moves the lengths and positions of the row's
-    sequences back by the tokens that are missing, and stores the row's length before the step."""
+    """One program per row: writes the drafts found after the text of the row, moves the lengths and positions of its
+    sequences back by the missing tokens, and stores its length before the step."""
     place = tl.program_id(0)
     row, length, back = _num_tokens(drafted, num_drafted, place, num_tokens)
     text = token_table + row * token_stride
@@ -105,7 +105,7 @@ def accept_drafts_kernel(
         wanted = tl.load(token_table + row * token_stride + length + draft, mask=inside, other=0)
         count = tl.minimum(count, tl.min(tl.where(inside & (sampled != wanted), draft, num_drafts), axis=0))
     last = tl.load(token_ids + first_sample + count)
-    if (last < 0) & (count > 0):  # broken logits behind accepted drafts: the next step begins with them
+    if (last < 0) & (count > 0):  # broken logits after accepted drafts: the next step begins with them
         count -= 1
     tl.store(accepted + place, count)
     tl.store(num_tokens + row, length + count + 1)

@@ -1,15 +1,13 @@
-"""Experts of a layer, each for the tokens that chose it: choosing, sorting by expert, products of groups, the sum.
+"""Experts of a layer, each for the tokens that chose it: choosing, sorting by expert, grouped products, the sum.
 
-For: triton_ops.py. Does not know: models, steps, graphs. A pair is a token and one of its experts, pair t * TOP_K + i
-the i-th choice of token t. Each expert's pairs fill tiles of ROWS places of its own; a place without a pair holds -1.
-Invariants: a token's result depends on that token alone: an element of a product is one sum over k in ascending steps,
-in one program, and a token's experts are added in the order of its choices, in float32; sorting uses no atomic
-operation; what is launched follows from the number of tokens alone. Nothing is read back.
+For: triton_ops.py. Does not know: models, steps, graphs. A pair is a token and one of its experts: pair t * TOP_K + i
+is the i-th choice of token t. The pairs of each expert fill tiles of ROWS places; a place without a pair holds -1.
+Invariants: the result of a token depends on that token alone: an element of a product is one sum over k in ascending
+steps, in one program, and the experts of a token are added in the order of its choices, in float32; sorting uses no
+atomic operation; the launches follow from the number of tokens alone. Nothing is read back.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -21,7 +19,7 @@ from . import fused
 from .matmul import Tile, dot_dtype, half_of, own_place, sum_of_slabs
 
 _AT_ONCE = 1024
-"""Pairs that a program reads together when it looks for an expert's."""
+"""Pairs that a program reads together when it looks for those of an expert."""
 _GATE_TILE = 1024
 _FEW_PACKED = Tile(rows=16, columns=64, depth=64, warps=4, stages=6)
 _MANY_PACKED = Tile(rows=64, columns=128, depth=64, warps=8, stages=4)
@@ -32,8 +30,8 @@ def choose_experts_kernel(
     logits, chosen, factors, num_experts, logits_stride, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """Program token: the TOP_K likeliest experts, equally likely ones in order, and their share. A token with
-    logits that are not finite has factors that are no numbers."""
+    """Program token: the TOP_K likeliest experts, equally likely ones in order, and their shares. The factors of a
+    token whose logits are not finite are NaN."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     there = expert < num_experts
@@ -60,7 +58,7 @@ def choose_experts_kernel(
 
 @triton.jit(do_not_specialize=["num_pairs"])
 def count_pairs_kernel(chosen, counts, num_pairs, AT_ONCE: tl.constexpr):
-    """Program expert: how many pairs are its."""
+    """Program expert: the number of its pairs."""
     expert = tl.program_id(0)
     found = tl.zeros([AT_ONCE], tl.int32)
     for start in range(0, num_pairs, AT_ONCE):
@@ -74,7 +72,7 @@ def place_pairs_kernel(
     chosen, counts, pairs, tile_experts, num_tiles, num_pairs, num_experts,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program expert: its pairs in rising order, behind the tiles of the experts before it."""
+    """Program expert: its pairs in rising order, after the tiles of the experts before it."""
     expert = tl.program_id(0)
     experts = tl.arange(0, EXPERTS)
     tiles = tl.cdiv(tl.load(counts + experts, mask=experts < num_experts, other=0), ROWS)
@@ -135,7 +133,7 @@ def grouped_int4_matmul_kernel(
     SHARED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLAB: tl.constexpr, GROUP: tl.constexpr,
     HAS_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, IS_FLOAT: tl.constexpr, HALF: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """As grouped_matmul_kernel, by matrices of 4-bit numbers (weights/int4.py) that lie one above the other."""
+    """As grouped_matmul_kernel, by matrices of 4-bit numbers (weights/int4.py), one above the other."""
     tile, across = own_place(max_tiles, tl.cdiv(n, COLUMNS), GROUP)
     if tile >= tl.load(num_tiles):
         return
@@ -165,19 +163,9 @@ def add_experts_kernel(x, factors, out, width, TOP_K: tl.constexpr, TILE: tl.con
     tl.store(out + token * width + columns, total.to(out.dtype.element_ty), mask=inside)
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """Pairs sorted by expert, as tiles."""
-
-    pairs: torch.Tensor
-    tile_experts: torch.Tensor
-    num_tiles: torch.Tensor
-    max_tiles: int
-
-
 def choose_tile(num_tokens: int, dtype: torch.dtype, is_packed: bool = False) -> Tile:
-    """By the tokens of a step, as for plain products (`warm_up` runs one of each). Few tokens leave an expert with one
-    or two of them: narrow tiles, limited by reading weights."""
+    """By the tokens of a step, as for dense products (`warm_up` runs one of each). With few tokens an expert has one or
+    two of them: narrow tiles, limited by reading weights."""
     if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
         return Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
     if is_packed:  # in steps of two slabs
@@ -203,61 +191,53 @@ def mix_experts(
         logits, room.chosen, room.factors, spec.num_experts, logits.stride(0),
         EXPERTS=triton.next_power_of_2(spec.num_experts), TOP_K=spec.top_k, RENORMALISE=spec.renormalises, num_warps=1,
     )  # fmt: skip
-    groups = _sort(num_pairs, spec, room, tile)
-    gate_up = room.gate_up[:num_pairs]
-    _multiply(x, spec.gate_up, groups, gate_up, spec.top_k, tile)
-    gated = room.gated[:num_pairs]
-    inner = gated.shape[1]
-    fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
-        gate_up, gated, inner, gate_up.stride(0), gated.stride(0), ACTIVATION=activation, TILE=_GATE_TILE
-    )
-    mixed = room.mixed[:num_pairs]
-    _multiply(gated, spec.down, groups, mixed, 1, tile)
-    add_experts_kernel[(num_tokens, triton.cdiv(width, _GATE_TILE))](
-        mixed, room.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
-    )
-
-
-def _sort(num_pairs: int, spec: ExpertSpec, room: ExpertRoom, tile: Tile) -> _Groups:
     count_pairs_kernel[(spec.num_experts,)](room.chosen, room.counts, num_pairs, AT_ONCE=_AT_ONCE)
     place_pairs_kernel[(spec.num_experts,)](
         room.chosen, room.counts, room.pairs, room.tile_experts, room.num_tiles, num_pairs, spec.num_experts,
         EXPERTS=triton.next_power_of_2(spec.num_experts), ROWS=tile.rows, AT_ONCE=_AT_ONCE,
     )  # fmt: skip
     max_tiles = num_pairs // tile.rows + min(spec.num_experts, num_pairs)
-    return _Groups(room.pairs, room.tile_experts, room.num_tiles, max_tiles)
+    gate_up = room.gate_up[:num_pairs]
+    _multiply(x, spec.gate_up, room, max_tiles, gate_up, spec.top_k, tile)
+    gated = room.gated[:num_pairs]
+    inner = gated.shape[1]
+    fused.gate_kernel[(num_pairs, triton.cdiv(inner, _GATE_TILE))](
+        gate_up, gated, inner, gate_up.stride(0), gated.stride(0), ACTIVATION=activation, TILE=_GATE_TILE
+    )
+    mixed = room.mixed[:num_pairs]
+    _multiply(gated, spec.down, room, max_tiles, mixed, 1, tile)
+    add_experts_kernel[(num_tokens, triton.cdiv(width, _GATE_TILE))](
+        mixed, room.factors, out, width, TOP_K=spec.top_k, TILE=_GATE_TILE
+    )
 
 
 def _multiply(
-    x: torch.Tensor, projection: ExpertProjection, groups: _Groups, out: torch.Tensor, shared: int, tile: Tile
-) -> None:
-    weight, bias = projection.weight, projection.bias
-    if isinstance(weight, Int4Experts):
-        _multiply_int4(x, weight, bias, groups, out, shared, tile)
-        return
-    assert isinstance(weight, DenseExperts)
-    grouped_matmul_kernel[(groups.max_tiles * triton.cdiv(weight.n, tile.columns),)](
-        x, weight.tensor, bias, groups.pairs, groups.tile_experts, groups.num_tiles, out, weight.n, weight.k,
-        *weight.tensor.stride(), groups.max_tiles, SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns,
-        DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None, DOT=dot_dtype(x.dtype), num_warps=tile.warps,
-        num_stages=tile.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-
-
-def _multiply_int4(
     x: torch.Tensor,
-    experts: Int4Experts,
-    bias: torch.Tensor | None,
-    groups: _Groups,
+    projection: ExpertProjection,
+    room: ExpertRoom,
+    max_tiles: int,
     out: torch.Tensor,
     shared: int,
     tile: Tile,
 ) -> None:
-    n, weight, zero = experts.n, experts.whole, experts.whole.zero
-    grouped_int4_matmul_kernel[(groups.max_tiles * triton.cdiv(n, tile.columns),)](
-        x, weight.data, weight.scale, weight.scale if zero is None else zero, bias, groups.pairs,
-        groups.tile_experts, groups.num_tiles, out, n, weight.k, weight.group_size, weight.scale.stride(0),
-        groups.max_tiles, SHARED=shared, ROWS=tile.rows, COLUMNS=tile.columns, SLAB=weight.slab, GROUP=8,
-        HAS_ZERO=zero is not None, HAS_BIAS=bias is not None, IS_FLOAT=weight.is_float, HALF=half_of(x.dtype),
-        DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    """Multiplies the pairs that were sorted into the room. shared: pairs for each row of x."""
+    experts, bias = projection.weight, projection.bias
+    grid = (max_tiles * triton.cdiv(experts.n, tile.columns),)
+    tiles = room.pairs, room.tile_experts, room.num_tiles
+    common = {
+        "SHARED": shared, "ROWS": tile.rows, "COLUMNS": tile.columns, "GROUP": 8, "HAS_BIAS": bias is not None,
+        "DOT": dot_dtype(x.dtype), "num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if isinstance(experts, Int4Experts):
+        weight, zero = experts.whole, experts.whole.zero
+        grouped_int4_matmul_kernel[grid](
+            x, weight.data, weight.scale, weight.scale if zero is None else zero, bias, *tiles, out, experts.n,
+            weight.k, weight.group_size, weight.scale.stride(0), max_tiles, SLAB=weight.slab,
+            HAS_ZERO=zero is not None, IS_FLOAT=weight.is_float, HALF=half_of(x.dtype), **common,
+        )  # fmt: skip
+        return
+    assert isinstance(experts, DenseExperts)
+    grouped_matmul_kernel[grid](
+        x, experts.tensor, bias, *tiles, out, experts.n, experts.k, *experts.tensor.stride(), max_tiles,
+        DEPTH=tile.depth, **common,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""All of a decoder layer but matrix products and attention: norms, rotary embedding, KV writes, gates, row tables; and
-moves of whole KV blocks.
+"""All of a decoder layer except matrix products and attention: norms, rotary embedding, KV writes, gates, row tables;
+and moves of whole KV blocks.
 
 For: triton_ops.py, which launches them, and device_kv_memory.py. Does not know: models, streams, requests. Invariants:
-computed in float32 and rounded once; a token's numbers depend on that token alone, and the order of its sums on the
-width alone; keys and values that are stored are finite; a padding token writes to no KV slot.
+computed in float32 and rounded once; the numbers of a token depend on that token alone, and the order of its sums on
+the width alone; stored keys and values are finite; a padding token writes to no KV slot.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def gate_kernel(gate_up, out, width, gate_up_stride, out_stride, ACTIVATION: tl.
 def gate_in_eight_bits_kernel(
     gate_up, out, scales, width, gate_up_stride, ACTIVATION: tl.constexpr, TILE: tl.constexpr, LARGEST: tl.constexpr
 ):
-    """One program for a token: the gate is computed for the largest number, and once more for what is stored."""
+    """One program per token: the gate is computed for the largest number, and again for what is stored."""
     token = tl.program_id(0).to(tl.int64)
     gates = gate_up + token * gate_up_stride
     sizes = tl.zeros([TILE], tl.float32)
@@ -189,7 +189,7 @@ def gate_in_eight_bits_kernel(
 
 @triton.jit
 def quantize_kernel(x, out, scales, width, x_stride, TILE: tl.constexpr, LARGEST: tl.constexpr):
-    """One program for a row."""
+    """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     source = x + row * x_stride
     sizes = tl.zeros([TILE], tl.float32)
@@ -207,20 +207,20 @@ def quantize_kernel(x, out, scales, width, x_stride, TILE: tl.constexpr, LARGEST
 
 @triton.jit
 def size_of(x):
-    """Of each number; infinity for what is none, which a maximum would skip."""
+    """Absolute values; infinity for NaN, which a maximum would skip."""
     return tl.where(tl.abs(x) < float("inf"), tl.abs(x), float("inf"))
 
 
 @triton.jit
 def scale_of(largest_size, LARGEST: tl.constexpr):
-    """A row's scale; NaN where it has a number that is not finite."""
+    """The scale of a row; NaN if the row is not finite."""
     scale = tl.maximum(tl.div_rn(largest_size, LARGEST), 1e-12)
     return tl.where(largest_size < float("inf"), scale, float("nan"))
 
 
 @triton.jit
 def in_eight_bits(x, scale, LARGEST: tl.constexpr):
-    """float32 numbers that the 8-bit type holds after rounding; whole ones, half to even, where it holds no others."""
+    """float32 numbers that the 8-bit type represents after rounding; integers, half to even, for int8."""
     x = tl.div_rn(x, tl.zeros_like(x) + scale)
     x = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST)
     if LARGEST == 127.0:
@@ -230,7 +230,7 @@ def in_eight_bits(x, scale, LARGEST: tl.constexpr):
 
 @triton.jit
 def _gated(row, columns, width, ACTIVATION: tl.constexpr):
-    """As gates.gated, of these columns of the result; float32."""
+    """As ops.gated, for these columns of the result; float32."""
     inside = columns < width
     if ACTIVATION == "swigluoai":
         x = tl.load(row + 2 * columns, mask=inside, other=0.0).to(tl.float32)
@@ -247,7 +247,7 @@ def _gated(row, columns, width, ACTIVATION: tl.constexpr):
         slope = 1.5957691216057308 * (x + 0.044715 * x * x * x)
     else:
         slope = x
-    # The exponent's bound changes no float32 result but that of infinities, which would become NaN.
+    # The bound of the exponent only changes results for infinities, which would become NaN.
     return x / (1.0 + tl.exp(tl.minimum(-slope, 88.0))) * up
 
 
@@ -259,7 +259,7 @@ def step_inputs_kernel(
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    sequence = tl.zeros([TOKENS], tl.int32)  # as many end before the token
+    sequence = tl.zeros([TOKENS], tl.int32)  # the number of sequences that end before the token
     for start in range(0, num_sequences, AT_ONCE):
         other = start + tl.arange(0, AT_ONCE)
         ends = tl.load(query_start + 1 + other, mask=other < num_sequences, other=0x7FFFFFFF)
@@ -292,7 +292,7 @@ def put_tokens_kernel(rows, positions, token_ids, token_table, token_stride, num
 
 _WORD_BYTES = 8
 _TILE = 1024
-"""Words for one program."""
+"""Words per program."""
 
 
 @triton.jit(do_not_specialize_on_alignment=["blocks"])
@@ -314,7 +314,7 @@ def move_blocks_kernel(parts, ends, staged, blocks, staged_words, IS_GATHER: tl.
 
 
 class BlockMoves:
-    """KV blocks of all layers gathered in one buffer, or spread from it, in one launch; bytes are moved as they are."""
+    """KV blocks of all layers gathered in one buffer, or spread from it, in one launch, as bytes."""
 
     def __init__(self, parts: Sequence[torch.Tensor], ends: Sequence[int], staged: torch.Tensor) -> None:
         """parts uint8 [num_blocks, bytes of a block's part], contiguous; ends: where each begins in a block, and the

@@ -1,14 +1,13 @@
-"""Products of tokens by the two matrices of their LoRA adapters, added to what the base layer gave.
+"""Products of tokens by the two matrices of their LoRA adapters, added to the output of the base layer.
 
-For: triton_ops.py. Does not know: models, steps, adapters beyond their slots. A step's tokens are sorted by adapter
-once (the sort of experts.py), into tiles that all of its products use: an adapter's matrices are read once for each
-LORA_ROWS of its tokens, decoded ones or a prompt's, and multiplied by tensor cores; a program for each token would read
-them for each. The first matrix shrinks the input to the rank, cut into splits so that few tokens keep many
-multiprocessors busy; the second expands the sum of the splits into the output's columns.
-Invariants: a token's result depends on that token and its adapter alone: tiles are of one size and splits the same in
-every step, a split is one sum over k in ascending steps, and splits are added in order, in float32; what is launched
-follows from the number of tokens alone; tiles without tokens, and parts that an adapter does not change, end at once.
-Nothing is allocated and nothing read back.
+For: triton_ops.py. Does not know: models, steps, adapters beyond their slots. The tokens of a step are sorted by
+adapter once (the sort of experts.py), into tiles that all of its products use: the matrices of an adapter are read once
+per LORA_ROWS of its tokens, whether decoded or of a prompt, and multiplied by tensor cores, instead of once per token.
+The first matrix shrinks the input to the rank, in splits so that few tokens occupy many multiprocessors; the second
+expands the sum of the splits into the output's columns. Invariants: the result of a token depends on that token and its
+adapter alone: tiles are of one size and splits the same in every step, a split is one sum over k in ascending steps,
+and splits are added in order, in float32; the launches follow from the number of tokens alone; tiles without tokens,
+and parts that an adapter does not change, end at once. Nothing is allocated and nothing is read back.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _DEPTH = 128
 _LEAST_SPLIT = 512
 """Columns of the input."""
 _SHRINK_RANKS, _EXPAND_RANKS = 64, 32
-"""Most ranks of a tile; the second kernel holds those of all splits in registers."""
+"""The most ranks of a tile; the second kernel holds those of all splits in registers."""
 _COLUMNS = 128
 
 

@@ -1,21 +1,22 @@
-"""Products of matrices in kernels: batch-invariant ones, ones in 8 bits, ones by numbers of 4 bits, and operand types.
+"""Matrix products in kernels: batch-invariant ones, 8-bit ones, ones by 4-bit numbers, and the types of their operands.
 
-For: attention; programs in batch-invariant mode in place of the vendor's library, which chooses kernels, and with them
-the order of sums, by shape; weights in whole numbers on a GPU, whose library gives unscaled sums (float8 works, too);
-weights of checkpoints in 4 bits. Does not know: models, formats of checkpoints, how numbers were rounded.
+For: attention; programs in batch-invariant mode, in place of the vendor's library, which chooses kernels, and so the
+order of sums, by shape; int8 weights on a GPU, whose library returns unscaled sums (float8 works too); 4-bit weights of
+checkpoints. Does not know: models, checkpoint formats, how numbers were rounded.
 
 Invariants: an element of the output is one sum over k in ascending steps of 16, from zero, in one program, with scales
 and bias applied at the end; the number of rows changes only what is computed beside it, and never splits k. On Hopper
-every tile is at least 64 rows high, so that few rows and many use the same instruction (wgmma, of other widths); before
-it there is one instruction (mma.sync). In float32 an element is a chain of fma; sums of whole numbers are exact.
-Nothing is allocated and nothing read back.
+every tile has at least 64 rows, so that few rows and many use the same instruction (wgmma, of different widths); before
+Hopper there is one instruction (mma.sync). In float32 an element is a chain of fma; sums of integers are exact. Nothing
+is allocated and nothing is read back.
 
-4 bits: the layout is that of weights/int4.py: a row's numbers lie in blocks of 2 * SLAB, and byte j of a block holds
-number j and, in its upper half, number SLAB + j, so that a byte's halves are rows of two products and nothing is moved
-between threads. The output is computed as weight · xᵀ: tensor cores take the unpacked weights from registers as their
-left operand, and few tokens make a narrow product instead of an empty one. Numbers less their zero are exact in 16
-bits; each slab's sum is multiplied by its group's scale in float32, and slabs are added in ascending order, in one
-program; with `exact` every tile is of one kind of instruction, so that a row's result depends on no other row.
+4 bits: the layout is that of weights/int4.py: the numbers of a row are in blocks of 2 * SLAB, and byte j of a block
+holds number j and, in its upper half, number SLAB + j, so that the halves of a byte are rows of two products and
+nothing moves between threads. The output is computed as weight · xᵀ: tensor cores take the unpacked weights from
+registers as their left operand, and few tokens make a narrow product instead of a mostly empty one. Numbers less their
+zero are exact in 16 bits; the sum of each slab is multiplied by the scale of its group in float32, and slabs are added
+in ascending order, in one program; with `exact` every tile uses the same kind of instruction, so that the result of a
+row depends on no other row.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Tile:
 
 
 def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
-    """Few rows are limited by memory: narrow tiles, of which even a small matrix has enough for all multiprocessors,
+    """Few rows are limited by memory: narrow tiles, so that even a small matrix has enough for all multiprocessors,
     with many loads in flight. Many rows are limited by the tensor cores: large tiles."""
     if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
         return Tile(rows=32, columns=32, depth=32, warps=4, stages=2)
@@ -54,8 +55,8 @@ def choose_tile(num_rows: int, dtype: torch.dtype) -> Tile:
 
 @triton.jit
 def own_place(tiles_down, tiles_across, GROUP: tl.constexpr):
-    """The tile that this program computes, counted down and across. Programs that run at the same time share weights:
-    GROUP tiles of rows come before the next tile of columns."""
+    """The tile of this program, counted down and across. Programs that run at the same time share weights: GROUP tiles
+    of rows come before the next tile of columns."""
     program = tl.program_id(0)
     group = program // (GROUP * tiles_across)
     height = tl.minimum(tiles_down - group * GROUP, GROUP)
@@ -72,20 +73,10 @@ def own_tile(num_rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.c
 
 @triton.jit(do_not_specialize=["num_rows"])
 def invariant_matmul_kernel(
-    x,
-    weight,
-    bias,
-    out,
-    num_rows,
-    n,
-    k,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    x, weight, bias, out, num_rows, n, k,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     DOT: tl.constexpr,
-):
+):  # fmt: skip
     """One tile per program."""
     row, column = own_tile(num_rows, n, ROWS, COLUMNS, GROUP)
     step = tl.arange(0, DEPTH)
@@ -112,23 +103,10 @@ def invariant_matmul(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     tile = choose_tile(num_rows, x.dtype)
     grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
     invariant_matmul_kernel[grid](
-        x,
-        weight,
-        weight if bias is None else bias,
-        out,
-        num_rows,
-        n,
-        k,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        DEPTH=tile.depth,
-        GROUP=8,
-        HAS_BIAS=bias is not None,
-        DOT=dot_dtype(x.dtype),
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-        enable_fp_fusion=False,
-    )
+        x, weight, weight if bias is None else bias, out, num_rows, n, k,
+        ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=8, HAS_BIAS=bias is not None,
+        DOT=dot_dtype(x.dtype), num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -144,14 +122,14 @@ def dot_dtype(dtype: torch.dtype) -> tl.dtype:
 
 def has_group_products() -> bool:
     """Whether several warps compute a matrix product together and read its operands from shared memory (Hopper,
-    Blackwell for data centres): tall tiles are faster there, since operands take no registers."""
+    Blackwell for data centres): tall tiles are faster there, because operands take no registers."""
     if knobs.runtime.interpret:
         return True
     return 90 <= int(driver.active.get_current_target().arch) < 110
 
 
 def choose_scaled_tile(num_rows: int) -> Tile:
-    """As for matrices of 16 bits, whose tiles have the same bytes at half the depth."""
+    """As for 16-bit matrices, whose tiles have the same bytes at half the depth."""
     if num_rows <= 64:
         return Tile(rows=64, columns=32, depth=128, warps=4, stages=8)
     if num_rows <= 256:
@@ -218,16 +196,13 @@ class Int4Tile:
 
 
 def choose_int4_tile(num_rows: int, dtype: torch.dtype, exact: bool) -> Int4Tile:
-    """Few rows are limited by reading and unpacking weights: on Hopper 64 columns is the least for its own instruction
-    (wgmma), and 32, by the older one, make twice as many programs."""
+    """Few rows are limited by reading and unpacking weights: on Hopper its own instruction (wgmma) needs at least 64
+    columns, and 32, with the older instruction, make twice as many programs."""
     if dtype == torch.float32:  # no tensor cores; made for checking, not for speed
         return Int4Tile(rows=16, columns=32, warps=4, stages=2)
     if num_rows <= 16:
-        return (
-            Int4Tile(rows=16, columns=64, warps=4, stages=6)
-            if exact
-            else Int4Tile(rows=16, columns=32, warps=2, stages=6)
-        )
+        columns, warps = (64, 4) if exact else (32, 2)
+        return Int4Tile(rows=16, columns=columns, warps=warps, stages=6)
     if num_rows <= 64:
         return Int4Tile(rows=64, columns=64, warps=8, stages=4)
     if num_rows <= 256:

@@ -1,15 +1,15 @@
-"""Which part of a row's order a draw ends in, found by many programs of a row.
+"""Finds the part of a row's order in which a draw ends, with many programs per row.
 
-For: device_sampler.py, which launches the kernels, and ranked_sampling.py, which draws from what they collect. Does not
-know: the last step, in which the token is found. The idea: a sample of the row gives pivots that cut its order into
-bins of about as many tokens each (PIVOTS of them, for any distribution). Programs count and weigh their own splits
-of the vocabulary at every pivot; the sums over the splits say in which bin the kept tokens end, and in which the drawn
-one is, and only these are collected. Two passes over the row, shared by all programs; blocks without a token that can
-be kept are not read.
+For: device_sampler.py, which launches the kernels, and ranked_sampling.py, which draws from the collected keys. Does
+not know: the last step, in which the token is found. A sample of the row gives pivots that cut its order into bins of
+about as many tokens each (PIVOTS of them, for any distribution). Programs count and weigh their own splits of the
+vocabulary at every pivot; the sums over the splits show in which bin the kept tokens end, and in which the drawn one
+is, and only these are collected. Two passes over the row, shared by all programs; blocks without a token that can be
+kept are not read.
 
 Invariants: splits and their order follow from the vocabulary alone, so that no sum depends on the number of programs;
-collected keys come in the order of ids; what is decided is decided in one place, and stored in the row's plan, because
-a sum's last bit may be another one in another kernel. A row's plan says READY only if the bins hold, for certain, all
+collected keys are in the order of ids; every decision is made in one place and stored in the row's plan, because the
+last bit of a sum may differ in another kernel. A row's plan is READY only if the bins are certain to hold everything
 that the draw needs.
 """
 
@@ -81,7 +81,7 @@ def num_pivots(vocab_size: int) -> int:
 
 
 def keys_to_rank(pivots: int) -> int:
-    """By each of the programs that rank the sampled keys of a row."""
+    """Sampled keys per program that ranks those of a row."""
     return int(pivots * SAMPLED_PER_PIVOT.value // RANKING_PROGRAMS)
 
 
@@ -129,7 +129,7 @@ def peaks_of(peaks, sample, slot, num_blocks, num_samples, BLOCKS_PADDED: tl.con
 
 @triton.jit
 def least_weight_of(records, row):
-    """What a kept token weighs at least, the peak being 1."""
+    """The least weight of a kept token, the peak being 1."""
     return tl.minimum(tl.maximum(number(records, row, MIN_P), NO_WEIGHT), 1.0)
 
 

@@ -1,8 +1,8 @@
 """Launches the attention kernels: tile sizes, workspace, arguments.
 
-For: triton_ops.py, and the benchmarks of attention. Does not know: models, steps, graphs. Invariant: nothing is
-allocated by a call and nothing read back, so that calls can be captured in a graph. The algorithm, and on what a result
-depends, is described in attention.py.
+For: triton_ops.py, and the benchmarks of attention. Does not know: models, steps, graphs. Invariant: a call allocates
+nothing and reads nothing back, so that it can be captured in a graph. attention.py describes the algorithm, and what a
+result depends on.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from . import attention
 from .matmul import dot_dtype, has_group_products
 
 SPLIT = 256
-"""Keys of a split. Not tunable, because results' rounding depends on it: 256 keys of 128 dimensions are 128 KiB of
-memory traffic, enough to hide a program's start, and 8192 keys of one head are 32 programs."""
+"""Keys of a split. Not tunable, because the rounding of results depends on it: 256 keys of 128 dimensions are 128 KiB
+of memory traffic, enough to hide the start of a program, and 8192 keys of one head are 32 programs."""
 
 _DECODE_PROGRAMS = 3
-"""Programs of decode for each multiprocessor: as many run at a time, by their shared memory."""
+"""Decode programs per multiprocessor: as many run concurrently, by their shared memory."""
 _PREFILL_PROGRAMS = 4
-"""As _DECODE_PROGRAMS; one runs at a time, and the device gives the next one to whichever multiprocessor is free."""
+"""Prefill programs per multiprocessor; one runs at a time, and the device starts the next one on any free
+multiprocessor."""
 _CPU_MULTIPROCESSORS = 2
-"""Where kernels are interpreted."""
+"""Under the interpreter."""
 _UNROLL = 8
 """Splits that combine_kernel loads at a time."""
 _LOG2E = 1.4426950408889634
@@ -115,122 +116,47 @@ class PagedAttention:
                 f"{num_sequences} sequences, {spec.num_heads} heads of {spec.head_dim}: more than promised"
             )
         tiles = choose_tiles(spec.head_dim, qkv.dtype, self._exact_chunks)
+        sinks = self._workspace if spec.sinks is None else spec.sinks  # any float32 tensor: it is not read
+        sequences = layout.rows, layout.query_start, layout.seq_lens
+        tensors = qkv, cache.keys, cache.values, block_table, *sequences, sinks
+        strides = qkv.stride(0), cache.keys.stride(0), cache.keys.stride(1), out.stride(0), block_table.stride(0)
+        common = {"SEQUENCES": self._sequences, **_constants(spec, cache, qkv.dtype, tiles), "enable_fp_fusion": False}
         if layout.max_query_len > 1:
-            self._prefill(tiles, qkv, layout, block_table, spec, cache, out)
-        self._decode(tiles, qkv, layout, block_table, spec, cache, out)
-
-    def _prefill(
-        self,
-        tiles: Tiles,
-        qkv: torch.Tensor,
-        layout: StepLayout,
-        block_table: torch.Tensor,
-        spec: AttendSpec,
-        cache: LayerCache,
-        out: torch.Tensor,
-    ) -> None:
-        num_sequences = layout.query_start.shape[0] - 1
-        group = spec.num_heads // spec.num_kv_heads
-        heads_here = min(group, tiles.rows)
-        most_tiles = qkv.shape[0] // (tiles.rows // heads_here) + min(num_sequences, qkv.shape[0])
-        most_items = most_tiles * spec.num_kv_heads * triton.cdiv(group, heads_here)
-        attention.prefill_kernel[(min(most_items, _PREFILL_PROGRAMS * self._num_multiprocessors),)](
-            *self._tensors(qkv, layout, block_table, spec, cache),
-            out,
-            *_strides(qkv, cache, out, block_table),
-            num_sequences,
-            *_factors(spec),
-            KV_HEADS=spec.num_kv_heads,
-            ROWS=tiles.rows,
-            SEQUENCES=self._sequences,
-            **_constants(spec, cache, qkv.dtype, tiles),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            enable_fp_fusion=False,
-        )
-
-    def _decode(
-        self,
-        tiles: Tiles,
-        qkv: torch.Tensor,
-        layout: StepLayout,
-        block_table: torch.Tensor,
-        spec: AttendSpec,
-        cache: LayerCache,
-        out: torch.Tensor,
-    ) -> None:
-        num_sequences = layout.query_start.shape[0] - 1
+            programs = self._num_prefill_programs(tiles, spec, qkv.shape[0], num_sequences)
+            attention.prefill_kernel[(programs,)](
+                *tensors, out, *strides, num_sequences, *_factors(spec), KV_HEADS=spec.num_kv_heads, ROWS=tiles.rows,
+                **common, num_warps=tiles.warps, num_stages=tiles.stages,
+            )  # fmt: skip
         places = self._places(spec)
         capacity = places - self._max_num_seqs
         head_tiles = spec.num_kv_heads * triton.cdiv(spec.num_heads // spec.num_kv_heads, 16)
         max_splits = _max_splits(layout.max_seq_len, spec.window)
-        most_items = num_sequences * head_tiles * max_splits
-        attention.decode_kernel[(min(most_items, _DECODE_PROGRAMS * self._num_multiprocessors),)](
-            *self._tensors(qkv, layout, block_table, spec, cache),
-            self._workspace,
-            out,
-            *_strides(qkv, cache, out, block_table),
-            num_sequences,
-            capacity,
-            places,
-            *_factors(spec),
-            HEADS=spec.num_heads,
-            SEQUENCES=self._sequences,
-            **_constants(spec, cache, qkv.dtype, tiles),
-            num_warps=tiles.decode_warps,
-            num_stages=tiles.decode_stages,
-            enable_fp_fusion=False,
-        )
+        programs = min(num_sequences * head_tiles * max_splits, _DECODE_PROGRAMS * self._num_multiprocessors)
+        attention.decode_kernel[(programs,)](
+            *tensors, self._workspace, out, *strides, num_sequences, capacity, places, *_factors(spec),
+            HEADS=spec.num_heads, **common, num_warps=tiles.decode_warps, num_stages=tiles.decode_stages,
+        )  # fmt: skip
         if max_splits > 1:
             self._combine(layout, spec, out, capacity, places)
 
-    def _combine(
-        self,
-        layout: StepLayout,
-        spec: AttendSpec,
-        out: torch.Tensor,
-        capacity: int,
-        places: int,
-    ) -> None:
+    def _num_prefill_programs(self, tiles: Tiles, spec: AttendSpec, num_tokens: int, num_sequences: int) -> int:
+        group = spec.num_heads // spec.num_kv_heads
+        heads_here = min(group, tiles.rows)
+        most_tiles = num_tokens // (tiles.rows // heads_here) + min(num_sequences, num_tokens)
+        most_items = most_tiles * spec.num_kv_heads * triton.cdiv(group, heads_here)
+        return int(min(most_items, _PREFILL_PROGRAMS * self._num_multiprocessors))
+
+    def _combine(self, layout: StepLayout, spec: AttendSpec, out: torch.Tensor, capacity: int, places: int) -> None:
         attention.combine_kernel[(layout.query_start.shape[0] - 1, spec.num_heads)](
-            self._workspace,
-            layout.query_start,
-            layout.seq_lens,
-            self._workspace if spec.sinks is None else spec.sinks,
-            out,
-            out.stride(0),
-            capacity,
-            places,
-            spec.window,
-            HEADS=spec.num_heads,
-            HEAD_DIM=spec.head_dim,
-            PADDED=_padded(spec.head_dim),
-            SPLIT=SPLIT,
-            SEQUENCES=self._sequences,
-            UNROLL=_UNROLL,
-            HAS_WINDOW=spec.window > 0,
-            HAS_SINKS=spec.sinks is not None,
-            num_warps=2,
-            enable_fp_fusion=False,
-        )
+            self._workspace, layout.query_start, layout.seq_lens,
+            self._workspace if spec.sinks is None else spec.sinks, out, out.stride(0), capacity, places, spec.window,
+            HEADS=spec.num_heads, HEAD_DIM=spec.head_dim, PADDED=_padded(spec.head_dim), SPLIT=SPLIT,
+            SEQUENCES=self._sequences, UNROLL=_UNROLL, HAS_WINDOW=spec.window > 0, HAS_SINKS=spec.sinks is not None,
+            num_warps=2, enable_fp_fusion=False,
+        )  # fmt: skip
 
     def _places(self, spec: AttendSpec) -> int:
         return self._workspace.numel() // (spec.num_heads * (spec.head_dim + 2))
-
-    def _tensors(
-        self, qkv: torch.Tensor, layout: StepLayout, block_table: torch.Tensor, spec: AttendSpec, cache: LayerCache
-    ) -> tuple[torch.Tensor, ...]:
-        sinks = self._workspace if spec.sinks is None else spec.sinks  # any float32: not read
-        return (
-            qkv,
-            cache.keys,
-            cache.values,
-            block_table,
-            layout.rows,
-            layout.query_start,
-            layout.seq_lens,
-            sinks,
-        )
 
 
 def _check(qkv: torch.Tensor, spec: AttendSpec, cache: LayerCache, out: torch.Tensor) -> None:
@@ -256,13 +182,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _max_splits(max_seq_len: int, window: int) -> int:
-    """How many splits the last query of any sequence sees at most."""
+    """The most splits that the last query of a sequence sees."""
     splits = max(1, -(-max_seq_len // SPLIT))
     return min(splits, -(-window // SPLIT) + 1) if window else splits
-
-
-def _strides(qkv: torch.Tensor, cache: LayerCache, out: torch.Tensor, block_table: torch.Tensor) -> tuple[int, ...]:
-    return qkv.stride(0), cache.keys.stride(0), cache.keys.stride(1), out.stride(0), block_table.stride(0)
 
 
 def _factors(spec: AttendSpec) -> tuple[float, float, int]:

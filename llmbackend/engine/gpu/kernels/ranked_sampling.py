@@ -1,13 +1,13 @@
 """Sampling that needs the order of likelihood: draws with top-k, top-p and min-p, and logprobs with ranks.
 
-For: device_sampler.py. Does not know: edits, requests. Invariants: as in sampling.py; what a draw keeps, and in which
-order it draws, is as drawing.Limits says; logprobs are of the model's own logits, without edits or temperature, and the
-likeliest tokens come as their rank keys, unordered.
+For: device_sampler.py. Does not know: edits, requests. Invariants: as in sampling.py; which tokens a draw keeps, and in
+which order it draws, is defined by drawing.Limits; logprobs are of the model's own logits, without edits or
+temperature, and the likeliest tokens are returned as their rank keys, unordered.
 
-Usually the kept tokens are among some hundreds above a bound that the blocks' peaks give; those are collected once, and
-the end of the kept ones and the drawn one are searched for among them. Of flatter rows many programs collect the two
-parts of the order that matter (narrowing.py), and the search is the same. Only if these are too large, or top_k is very
-large, one program searches the whole row.
+Usually the kept tokens are among some hundreds above a bound given by the peaks of the blocks; those are collected
+once, and the end of the kept ones and the drawn one are searched for among them. Of flatter rows many programs collect
+the two parts of the order that matter (narrowing.py), and the search is the same. Only if these are too large, or top_k
+is very large, one program searches the whole row.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def draw_limited_kernel(
     vocab_size, num_blocks, num_samples,
     BLOCKS_PADDED: tl.constexpr, ROOM: tl.constexpr, SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Replaces the tokens of samples whose rows draw with limits. plans, bins: as narrowing.py leaves them. listed
-    int32 [samples, BLOCKS_PADDED] and found int64 [samples, CANDIDATES]: scratch."""
+    """Replaces the tokens of samples whose rows draw with limits. plans, bins: as written by narrowing.py. listed int32
+    [samples, BLOCKS_PADDED] and found int64 [samples, CANDIDATES]: scratch."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     if tl.load(token_ids + sample) < 0:
@@ -116,7 +116,7 @@ def draw_limited_kernel(
 
 @triton.jit
 def _target(stage, top_k, top_p, bounded, mass, total, chance):
-    """What the keys down to the one looked for count, or weigh. mass: of what is kept so far."""
+    """The number, or the mass, of the keys down to the one searched for. mass: of the tokens kept so far."""
     share = top_p * tl.where(bounded, mass, total)
     drawn = tl.minimum(_next(chance * mass), mass)
     return tl.where(stage == 0, top_k.to(tl.float64), tl.where(stage == 1, share, drawn))
@@ -263,7 +263,7 @@ def logprobs_kernel(
     tl.store(norms + sample, norm)
     tl.store(own_logprobs + sample, (own.to(tl.float64) - norm).to(tl.float32))
 
-    # A token above the chosen one is above all keys of its logit.
+    # A token above the chosen one is above all keys with its logit.
     above = least_key(own, SHIFT) + (1 << SHIFT)
     high = least_key(peak, SHIFT) + (1 << SHIFT)
     num_listed = list_blocks(block_peaks, own, listed)

@@ -3,7 +3,7 @@
 For: ranked_sampling.py. Does not know: what is searched for. Invariants: rank keys are integers that all differ and
 rise with likelihood; every search ends at an existing key; sums have a fixed order.
 
-A search narrows an interval of keys around the one it looks for by passes over the whole row, until it holds no more
+A search narrows an interval of keys around its target by passes over the whole row, until the interval holds no more
 than CANDIDATES; those are collected, and the search ends among them. Only blocks that can hold such a key are read.
 """
 
@@ -48,7 +48,7 @@ def id_of(key, vocab_size, SHIFT: tl.constexpr):
 @triton.jit
 def middle(low, high, SHIFT: tl.constexpr):
     """A key above `low` and below `high`, which differ by more than one: half-way between their logits if possible,
-    since logits are more evenly spread as numbers than as bit patterns."""
+    because logits are distributed more evenly as numbers than as bit patterns."""
     half = least_key(logit_of(low, SHIFT) * 0.5 + logit_of(high, SHIFT) * 0.5, SHIFT)
     border = (high >> SHIFT) << SHIFT
     between = (low >> 1) + (high >> 1) + (low & high & 1)

@@ -4,12 +4,12 @@ For: device_sampler.py, which writes the records, and the other sampling kernels
 (ranked_sampling.py), requests. Invariants: the definitions are those of engine/sampling (sampler.py,
 torch_sampling.py); a sample depends on its logits, its row's record, its row's tokens and its position alone; sums have
 a fixed order, so that the same logits give the same token in every batch. NaN reads as plus infinity, so that a maximum
-shows it; beyond the vocabulary all is minus infinity.
+shows it; beyond the vocabulary everything is minus infinity.
 
-Samples whose rows change their logits (bias, forbidden stops, penalties) get a float32 copy first, and only those;
-counts of tokens are zero between steps. Then each block of 256 logits is summarised (its largest, and its mass) by many
-programs, and one program per sample chooses the block and looks for the token inside. Masses are float64 sums of
-float32 weights. Summaries of a changed copy lie behind those of the samples' own logits.
+Only samples whose rows change their logits (bias, forbidden stops, penalties) get a float32 copy first; counts of
+tokens are zero between steps. Then many programs summarise each block of 256 logits (its largest, and its mass), and
+one program per sample chooses the block and finds the token inside. Masses are float64 sums of float32 weights.
+Summaries of the changed copies follow those of the samples' own logits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def number(records, row, which):
 
 @triton.jit
 def uniform(seed, position):
-    """float64 in [0, 1) for a seed's 64 bits and a position: the same as sampling/rows.py gives."""
+    """float64 in [0, 1) for the 64 bits of a seed and a position, as in sampling/rows.py."""
     mixed = position.to(tl.uint64) * 0x9E3779B97F4A7C15
     bits = _splitmix64(_splitmix64(seed.to(tl.uint64, bitcast=True)) ^ mixed)
     return (bits >> 11).to(tl.int64).to(tl.float64) * 1.1102230246251565e-16
@@ -84,7 +84,7 @@ NO_ROOM = tl.constexpr(-2)
 
 @triton.jit
 def slot_of(slots, sample, EDITED: tl.constexpr):
-    """Which copy a sample's logits are in."""
+    """The copy that holds the logits of a sample."""
     if EDITED:
         slot = tl.load(slots + sample).to(tl.int64)
     else:
@@ -174,7 +174,7 @@ def edit_kernel(
 
 @triton.jit(do_not_specialize=["num_masked"])
 def mask_kernel(slots, copies, index, words, words_stride, vocab_size, num_masked, BLOCKS: tl.constexpr):
-    """Forbids in the copies what masks exclude. index int32 [num_masked]: each sample's row of words, -1: none."""
+    """Forbids tokens in the copies by the masks. index int32 [num_masked]: each sample's row of words, -1: none."""
     sample = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + sample).to(tl.int64)
     which = tl.load(index + sample, mask=sample < num_masked, other=-1).to(tl.int64)
@@ -210,7 +210,7 @@ def _forbid(copy, ids, begin, end):
 
 @triton.jit
 def _count(tokens, begin, num_prompt, end, counts, vocab_size):
-    """Counts how often each token was generated, and marks those in the prompt."""
+    """Counts how often each token was generated, and marks the tokens of the prompt."""
     first = begin
     while first < end:
         places = first + tl.arange(0, _TOKENS_AT_ONCE)
@@ -287,8 +287,8 @@ def choose_kernel(
     vocab_size, num_blocks, num_samples,
     BLOCKS_PADDED: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """The likeliest token of each sample, or, where its row draws without a limit, a drawn one; -1 where the
-    model's logits hold a NaN or an infinity, and for padding."""
+    """The likeliest token of each sample, or a drawn one if its row draws without a limit; -1 where the logits of the
+    model hold a NaN or an infinity, and for padding."""
     sample = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + sample)
     slot = slot_of(slots, sample, EDITED)
@@ -328,7 +328,7 @@ def choose_kernel(
 
 @triton.jit
 def draws(records, row, peak):
-    """Whether a row draws. With a temperature that makes its scaled peak infinite it is greedy."""
+    """Whether a row draws. A row whose temperature makes its scaled peak infinite is greedy."""
     temperature = number(records, row, TEMPERATURE).to(tl.float32)
     scaled = tl.div_rn(peak, tl.where(temperature > 0.0, temperature, 1.0))
     return (temperature > 0.0) & (tl.abs(scaled) < float("inf"))
@@ -343,7 +343,7 @@ def limited(records, row):
 
 @triton.jit
 def over_peak(block_masses, block_peaks, peak):
-    """Masses relative to their blocks' peaks, made relative to the row's peak."""
+    """Masses relative to the peaks of their blocks, made relative to the peak of the row."""
     return block_masses * tl.exp((block_peaks - peak).to(tl.float64))
 
 

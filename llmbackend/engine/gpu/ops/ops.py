@@ -1,10 +1,10 @@
-"""The operations that the decoder program needs of an accelerator, and the gates of MLPs and experts.
+"""The operations that a decoder program needs from an accelerator, and the gates of MLPs and experts.
 
 For: the program (program.py), which calls them in the order of the layers. Implementations: triton_ops.py (kernels),
-torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and what runs where Triton does not).
-Does not know: models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never
-waits for the device and reads no device value on the host, so that every one can be captured in a CUDA graph; a row's
-result depends on that row alone.
+torch_ops.py (plain torch: the reference, the ablation "fused kernels off", and devices without Triton). Does not know:
+models, requests, streams, graphs. Invariants: an operation allocates nothing that outlives it, never waits for the
+device and reads no device value on the host, so that it can be captured in a CUDA graph; the result of a row depends on
+that row alone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ..weights.dense import EightBitRows, Rows
 from ..weights.experts import ExpertProjection
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-"""What makes one number of a gate and an up. swigluoai: gpt-oss', with bounds, 1 more than the up, and gates and ups in
-turns, the others with all gates first."""
+"""Combines a gate and an up. swigluoai: of gpt-oss, with bounds, up + 1, and alternating gates and ups; the others have
+all gates first."""
 ACTIVATIONS: Final[tuple[Activation, ...]] = ("silu", "gelu_tanh", "swigluoai")
 
 _SWIGLU_SLOPE: Final = 1.702
@@ -31,7 +31,7 @@ _SWIGLU_LIMIT: Final = 7.0
 
 
 def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
-    """[…, n] of [..., 2 * n]"""
+    """[..., n] from [..., 2 * n]."""
     if activation == "swigluoai":
         gate = gate_up[..., ::2].clamp(max=_SWIGLU_LIMIT)
         up = gate_up[..., 1::2].clamp(-_SWIGLU_LIMIT, _SWIGLU_LIMIT)
@@ -41,7 +41,7 @@ def gated(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def gate_up_rows(activation: Activation, n: int, part: range) -> torch.Tensor:
-    """Which of the 2 * n rows of gates and ups belong to these of the n outputs, in the same order."""
+    """The rows, among 2 * n gates and ups, of this part of the n outputs, in the same order."""
     own = torch.arange(part.start, part.stop)
     if activation == "swigluoai":
         return torch.stack((2 * own, 2 * own + 1), dim=1).flatten()
@@ -59,16 +59,15 @@ PADDING_SLOT = -1
 class StepLayout:
     """The ragged batch of one step, as device tensors of int32.
 
-    Padding sequences have at most one token, seq_len 0 and row 0, and come last. Tokens behind all sequences' are
-    padding, too. Padding tokens have slot PADDING_SLOT; what they compute is not used.
-    """
+    Padding sequences have at most one token, seq_len 0 and row 0, and come last. Tokens after those of all sequences
+    are padding too. Padding tokens have slot PADDING_SLOT; their results are not used."""
 
     rows: torch.Tensor
     """[n]: each sequence's row of the row table."""
     query_start: torch.Tensor
     """[n + 1]: where each sequence's tokens begin in the flat batch."""
     seq_lens: torch.Tensor
-    """[n]: keys that the sequence's last token sees, itself included."""
+    """[n]: keys that the last token of the sequence sees, itself included."""
     token_ids: torch.Tensor
     """[tokens]"""
     positions: torch.Tensor
@@ -76,30 +75,29 @@ class StepLayout:
     slots: torch.Tensor
     """[tokens]: where each token's key and value are stored (block * block_size + offset)."""
     sampled_tokens: torch.Tensor
-    """[samples]: places in the batch of the tokens whose logits are sampled."""
+    """[samples]: places in the batch of the tokens after which a token is sampled."""
     max_query_len: int
     """An upper bound known to the host. A captured graph has its own, so results must not depend on it."""
     max_seq_len: int
     """As max_query_len."""
     adapters: torch.Tensor | None = None
-    """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for one without; None: all are without."""
+    """[tokens]: each token's slot among LoRA adapters, NO_ADAPTER for none; None: no token has one."""
     other_groups: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
-    """Of the groups of layers behind the first one: slots [tokens], and block tables [max_num_seqs,
-    max_blocks_per_seq]."""
+    """For each group of layers after the first: slots [tokens], and block table [max_num_seqs, max_blocks_per_seq]."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """KV memory of one layer: keys, values [num_blocks, num_kv_heads, block_size, head_dim], in the model's dtype or
-    float8_e4m3fn. What is stored is finite: NaN becomes 0, infinities the largest number, so that leftovers of a broken
-    request cannot turn into NaN in another's output."""
+    float8_e4m3fn. Stored values are finite: NaN becomes 0, infinities the largest number, so that leftovers of a broken
+    request cannot become NaN in another's output."""
 
     keys: torch.Tensor
     values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class NormSpec:
+class Norm:
     """x / sqrt(mean(x²) + eps) * weight, computed in float32."""
 
     weight: torch.Tensor
@@ -109,14 +107,14 @@ class NormSpec:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """What happens to queries and keys of one layer before attention."""
+    """What is done to the queries and keys of one layer before attention."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    q_norm: NormSpec | None
-    """Weight [head_dim], over each head; with norm_whole [num_heads * head_dim], over all together; None: no norm."""
-    k_norm: NormSpec | None
+    q_norm: Norm | None
+    """Weight [head_dim], over each head, or with norm_whole [num_heads * head_dim], over all heads; None: no norm."""
+    k_norm: Norm | None
     """As q_norm, for the KV heads."""
     norm_whole: bool
     cos_sin: torch.Tensor | None
@@ -138,19 +136,19 @@ class AttendSpec:
     softcap: float
     """Scores become softcap * tanh(score / softcap); 0: off."""
     sinks: torch.Tensor | None
-    """float32 [num_heads]: an extra score per head without a value; None: none."""
+    """float32 [num_heads]: an extra score per head that has no value; None: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """One layer's experts, of which each token chooses some by its router logits."""
+    """The experts of one layer, of which each token chooses some by its router logits."""
 
     gate_up: ExpertProjection
     """Matrices [2 * n, width], gates and ups in the order of the activation."""
     down: ExpertProjection
     """Matrices [width, n]"""
     top_k: int
-    """Experts of a token: those of the largest logits, each with its share of the softmax over all experts."""
+    """Experts per token: those with the largest logits, each with its share of the softmax over all experts."""
     renormalises: bool
     """Whether a token's shares are divided by their sum."""
 
@@ -160,14 +158,14 @@ class ExpertSpec:
 
 
 MIN_EXPERT_ROWS = 16
-"""The lowest tile of (token, expert) pairs that ExpertRoom has room for."""
+"""The least rows of a tile of (token, expert) pairs that ExpertRoom has room for."""
 _MAX_EXPERT_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRoom:
-    """Memory for the experts of the largest step; what is in it means nothing between calls. P: pairs of a token and
-    one of its experts."""
+    """Memory for the experts of the largest step, without meaning between calls. P: pairs of a token and one of its
+    experts."""
 
     chosen: torch.Tensor
     """int32 [P]"""
@@ -176,7 +174,7 @@ class ExpertRoom:
     counts: torch.Tensor
     """int32 [experts]"""
     pairs: torch.Tensor
-    """int32 [P + experts * the highest tile]"""
+    """int32 [P + experts * the most rows of a tile]"""
     tile_experts: torch.Tensor
     """int32 [P / MIN_EXPERT_ROWS + experts]"""
     num_tiles: torch.Tensor
@@ -190,7 +188,7 @@ class ExpertRoom:
 
     @classmethod
     def of(cls, num_tokens: int, specs: Sequence[ExpertSpec], dtype: torch.dtype, device: torch.device) -> ExpertRoom:
-        """For steps of so many tokens in this dtype, and layers of these experts, all of the same sizes."""
+        """For steps of num_tokens in this dtype, and layers with these experts, all of the same sizes."""
         spec = specs[0]
         if len({(each.num_experts, each.down.weight.n, each.down.weight.k, each.top_k) for each in specs}) > 1:
             raise ProgramUnsupportedError("its layers have experts of several sizes")
@@ -214,17 +212,17 @@ class ExpertRoom:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraSpec:
-    """The LoRA matrices of one product, of all adapters in their slots. A product that is several of the model's layers
-    has a part for each of them."""
+    """The LoRA matrices of one product, for all adapters in their slots. A product that consists of several layers of
+    the model has a part for each of them."""
 
     down: torch.Tensor
     """[slots, parts * max_rank, k], in the model's dtype, contiguous; max_rank is a power of two from 16."""
     up: torch.Tensor
     """[slots, n, max_rank], multiplied by the adapter's scale"""
     ranks: torch.Tensor
-    """int32 [slots, parts]: what is behind an adapter's rank is not read; 0: it does not change that part."""
+    """int32 [slots, parts]: what follows the rank of an adapter is not read; 0: it does not change that part."""
     widths: tuple[int, ...]
-    """Columns of the output of each part, one to three."""
+    """Output columns of each part, one to three."""
 
     @property
     def max_rank(self) -> int:
@@ -232,9 +230,9 @@ class LoraSpec:
 
 
 LORA_ROWS = 16
-"""Tokens of one adapter that are multiplied together: a tensor core's least."""
+"""Tokens of one adapter that are multiplied together: the minimum of a tensor core."""
 LORA_SPLITS = 8
-"""Most parts into which the sum over an input's columns is cut, always the same ones."""
+"""The most parts into which the sum over the columns of an input is split, the same in every step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -242,19 +240,19 @@ class LoraRoom:
     """Memory for the tokens of the largest step, sorted by adapter: those of each fill tiles of LORA_ROWS places."""
 
     counts: torch.Tensor
-    """int32 [slots]: tokens of each."""
+    """int32 [slots]: tokens of each adapter."""
     tokens: torch.Tensor
     """int32 [places]: the token at each place of a tile, -1 for none."""
     tile_slots: torch.Tensor
     """int32 [tiles]"""
     num_tiles: torch.Tensor
-    """int32 [1]: tiles of this step."""
+    """int32 [1]: tiles of the step."""
     hidden: torch.Tensor
     """float32 [LORA_SPLITS, places, most parts * max_rank]: sums of each split."""
 
     @classmethod
     def of(cls, num_tokens: int, specs: Sequence[LoraSpec]) -> LoraRoom:
-        """For steps of so many tokens, and products of these; at least one."""
+        """For steps of num_tokens and these products; at least one."""
         num_slots, device = len(specs[0].ranks), specs[0].ranks.device
         tiles = num_tokens // LORA_ROWS + num_slots
 
@@ -267,8 +265,8 @@ class LoraRoom:
 
 
 class Ops(Protocol):
-    """T: tokens of the step, padding included. Activations are in the model's dtype, those that an 8-bit weight
-    multiplies in 8 bits, rounded from float32 in either case; the residual stream is in float32."""
+    """T: tokens of the step, padding included. Activations are in the model's dtype, or in 8 bits for an 8-bit weight,
+    rounded from float32 in either case; the residual stream is float32."""
 
     def embed(self, token_ids: torch.Tensor, embedding: torch.Tensor, factor: float, residual: torch.Tensor) -> None:
         """residual[t] = embedding[token_ids[t]] * factor. embedding [vocab, width]; residual float32 [T, width]."""
@@ -277,19 +275,19 @@ class Ops(Protocol):
         self,
         residual: torch.Tensor,
         block: torch.Tensor | None,
-        block_norm: NormSpec | None,
+        block_norm: Norm | None,
         factor: float,
-        norm: NormSpec | None,
+        norm: Norm | None,
         out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
         """residual += factor * block_norm(block), if there is a block [T, width]; then out[t] = norm(residual[t]), or
-        the residual itself where norm is None, in out's form, if there is an out. tokens int32 [samples]: out has a
-        row for each of these tokens only (the residual is then not changed and block is None)."""
+        residual[t] where norm is None, in the form of out, if there is one. tokens int32 [samples]: out has rows for
+        these tokens only; then block is None and the residual is not changed."""
 
     def rotary_and_write(self, qkv: torch.Tensor, layout: StepLayout, spec: RotarySpec, cache: LayerCache) -> None:
-        """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys and values side by side. Norms and rotates
-        queries in place; norms and rotates keys and writes them and the values to each token's slot
+        """qkv [T, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys and values side by side. Normalises and
+        rotates queries in place; normalises and rotates keys and writes them and the values to the slot of each token
         (block * block_size + offset)."""
 
     def attend(
@@ -301,13 +299,13 @@ class Ops(Protocol):
         cache: LayerCache,
         out: torch.Tensor,
     ) -> None:
-        """Causal attention of each sequence's queries (the first num_heads * head_dim columns of qkv) to the keys and
-        values in its blocks. block_table int32 [max_num_seqs, max_blocks_per_seq], looked up by layout.rows. The query
-        at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]; a padding sequence's token
-        gets zeros, and a token of no sequence anything."""
+        """Causal attention of the queries of each sequence (the first num_heads * head_dim columns of qkv) to the keys
+        and values in its blocks. block_table int32 [max_num_seqs, max_blocks_per_seq], indexed by layout.rows. The
+        query at offset i of n sees keys 0 … seq_len - n + i. out [T, num_heads * head_dim]: zeros for the token of a
+        padding sequence, undefined for a token of no sequence."""
 
     def gate(self, gate_up: torch.Tensor, activation: Activation, out: Rows) -> None:
-        """out [T, n] = gates.gated(gate_up [T, 2 * n])"""
+        """out [T, n] = gated(gate_up [T, 2 * n])"""
 
     def mix_experts(
         self,
@@ -318,20 +316,21 @@ class Ops(Protocol):
         room: ExpertRoom,
         out: torch.Tensor,
     ) -> None:
-        """out [T, width] = the sum over the experts that logits [T, experts] choose of share * down(gate(gate_up(x))).
-        x and out are contiguous."""
+        """out [T, width] = the sum, over the experts that logits [T, experts] choose, of share *
+        down(gate(gate_up(x))). x and out are contiguous."""
 
     def group_by_adapter(self, adapters: torch.Tensor, room: LoraRoom) -> None:
-        """Sorts a step's tokens for `add_loras`. adapters as in StepLayout, at least one token."""
+        """Sorts the tokens of a step for `add_loras`. adapters as in StepLayout, at least one token."""
 
     def add_loras(
         self, x: torch.Tensor, adapters: torch.Tensor, spec: LoraSpec, room: LoraRoom, out: torch.Tensor
     ) -> None:
         """out[t] += up[slot] · (down[slot] · x[t]) for each token with an adapter, each part of out [T, n] by its own
-        rows of down. x [T, k] and out contiguous, in the model's dtype; adapters: those that were grouped last."""
+        rows of down. x [T, k] and out are contiguous, in the model's dtype; adapters: those passed to
+        `group_by_adapter` last."""
 
     def quantize(self, x: torch.Tensor, out: EightBitRows) -> None:
-        """out = x [T, k], each row by its own scale."""
+        """out = x [T, k], each row with its own scale."""
 
     def step_inputs(
         self,
@@ -347,7 +346,7 @@ class Ops(Protocol):
         slots: torch.Tensor,
         adapters: torch.Tensor,
     ) -> None:
-        """Fills in token_ids, positions, slots and adapters [T] of a step from its sequences (as of StepLayout), whose
+        """Writes token_ids, positions, slots and adapters [T] of a step from its sequences (as in StepLayout), whose
         last tokens it computes, and the tables (as in RowTable; adapter_of_row [max_num_seqs]). All int32. Padding is
         token 0 at position 0 with PADDING_SLOT and NO_ADAPTER."""
 
@@ -360,9 +359,9 @@ class Ops(Protocol):
         seq_lens: torch.Tensor,
         sampled_positions: torch.Tensor,
     ) -> None:
-        """Before a step with drafts (`drafted_rows`): moves its sequences and samples to where their rows really end,
-        writes that into num_tokens [max_num_seqs], and looks up drafts where that is asked for. All int32. lengths:
-        None where nothing is ever looked up."""
+        """Before a step with drafts (`drafted_rows`): moves its sequences and samples to the real ends of their rows,
+        writes those to num_tokens [max_num_seqs], and looks up the requested drafts. All int32. lengths: None: nothing
+        is ever looked up."""
 
     def accept_drafts(
         self,
@@ -372,12 +371,12 @@ class Ops(Protocol):
         num_tokens: torch.Tensor,
         accepted: torch.Tensor,
     ) -> None:
-        """Behind such a step: accepted[i] = how many of a row's first drafts, in the table, are equal to what it
-        sampled, token_ids [samples], not counting one behind which there is NO_TOKEN; num_tokens is what the row has
-        with them and the token behind. All int32."""
+        """After such a step: accepted[i] = how many of the first drafts of a row, in the table, are equal to its
+        samples in token_ids [samples], not counting a last one that is followed by NO_TOKEN; num_tokens grows by these
+        and the token after them. All int32."""
 
     def put_tokens(
         self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, token_table: torch.Tensor
     ) -> None:
-        """token_table[rows[i], positions[i]] = max(token_ids[i], 0), all int32. A broken row's NO_TOKEN is stored as
+        """token_table[rows[i], positions[i]] = max(token_ids[i], 0), all int32. NO_TOKEN of a broken row is stored as
         token 0, since the next step may read it before the host knows."""

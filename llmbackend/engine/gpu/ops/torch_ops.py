@@ -1,9 +1,9 @@
 """The program's operations in plain torch, on any device: the reference, and the ablation "fused kernels off".
 
 For: programs where Triton does not run, and tests of the kernels. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; shapes follow from the layout's bounds alone, so that every operation can be captured; attention
-computes each token alone, so that a token's result depends on no other token and on no bound: keys beyond the last one
-that it sees change nothing, bit by bit.
+those of `Ops`; shapes follow from the bounds of the layout alone, so that every operation can be captured; attention
+computes each token alone, so that its result depends, bit by bit, on no other token, on no bound, and on no key after
+those it sees.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ops import (
     LayerCache,
     LoraRoom,
     LoraSpec,
-    NormSpec,
+    Norm,
     RotarySpec,
     StepLayout,
     gated,
@@ -45,9 +45,9 @@ class TorchOps:
         self,
         residual: torch.Tensor,
         block: torch.Tensor | None,
-        block_norm: NormSpec | None,
+        block_norm: Norm | None,
         factor: float,
-        norm: NormSpec | None,
+        norm: Norm | None,
         out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
@@ -202,8 +202,8 @@ class TorchOps:
 
 
 def _look_up(texts: torch.Tensor, last: torch.Tensor, lengths: LookupLengths) -> torch.Tensor:
-    """The position of the first draft of each text, int64 [n, 1]; as `look_up`. texts int32 [n, positions],
-    whose last token is at `last` [n, 1]."""
+    """The position of the first draft of each text, int64 [n, 1], as `look_up`. texts int32 [n, positions], whose last
+    token is at `last` [n, 1]."""
     ends = torch.arange(texts.shape[1], device=texts.device)
     is_equal, matched = ends < last, torch.zeros_like(texts)
     for back in range(min(lengths.longest, texts.shape[1])):
@@ -216,8 +216,8 @@ def _look_up(texts: torch.Tensor, last: torch.Tensor, lengths: LookupLengths) ->
 
 
 class _Softmax:
-    """Attention of single queries to their keys, some blocks at a time: the running maximum, sum and weighted values,
-    all in float32. queries [tokens, num_heads, head_dim]."""
+    """Attention of single queries [tokens, num_heads, head_dim] to their keys, some blocks at a time: the running
+    maximum, sum and weighted values, in float32."""
 
     def __init__(self, queries: torch.Tensor, spec: AttendSpec) -> None:
         tokens, heads, head_dim = queries.shape
@@ -233,7 +233,7 @@ class _Softmax:
             self._sum = torch.ones_like(self._peak)
 
     def add(self, blocks: torch.Tensor, first_key: int, visible: torch.Tensor, cache: LayerCache) -> None:
-        """blocks [tokens, n]: the KV blocks of keys first_key …; visible [tokens]: keys that each token may see."""
+        """blocks [tokens, n]: the KV blocks of keys first_key …; visible [tokens]: how many keys each token sees."""
         keys, values = _gather(cache.keys, blocks), _gather(cache.values, blocks)
         scores = self._queries @ keys.transpose(-1, -2)
         if cap := self._spec.softcap:
@@ -253,7 +253,7 @@ class _Softmax:
         self._peak = peak
 
     def result(self) -> torch.Tensor:
-        """[tokens, num_heads, head_dim]; zeros for a token that saw nothing."""
+        """[tokens, num_heads, head_dim]; zeros for a token that saw no key."""
         attended = torch.where(self._sum > 0, self._values / self._sum, 0.0)
         return attended.flatten(1, 2)
 
@@ -272,14 +272,14 @@ def _put(x: torch.Tensor, out: Rows) -> None:
     out.scale.copy_(rows.scale)
 
 
-def _normed(x: torch.Tensor, norm: NormSpec | None) -> torch.Tensor:
+def _normed(x: torch.Tensor, norm: Norm | None) -> torch.Tensor:
     if norm is None:
         return x
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * norm.weight
 
 
 def _cut(matrix: torch.Tensor, rank: torch.Tensor, most: torch.Tensor) -> torch.Tensor:
-    """The matrix [..., ranks] without what is behind its adapter's rank."""
+    """The matrix [..., ranks] with zeros after the rank of its adapter."""
     return torch.where(rank < most, matrix, 0.0)
 
 
@@ -292,8 +292,8 @@ def _heads(
     return queries, keys, values
 
 
-def _head_normed(x: torch.Tensor, norm: NormSpec | None, whole: bool) -> torch.Tensor:
-    """x [tokens, heads, head_dim] in float32, normed over each head or over all together."""
+def _head_normed(x: torch.Tensor, norm: Norm | None, whole: bool) -> torch.Tensor:
+    """x [tokens, heads, head_dim] in float32, normalised over each head or over all together."""
     wide = x.float()
     return _normed(wide.flatten(1), norm).view(wide.shape) if whole else _normed(wide, norm)
 
@@ -308,11 +308,10 @@ def _rotated(x: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor | N
 
 
 def _write(cache: torch.Tensor, slots: torch.Tensor, x: torch.Tensor) -> None:
-    """x float32 [tokens, heads, head_dim] to its slots, finite and in the cache's type.
+    """Writes x float32 [tokens, heads, head_dim] to its slots, finite and in the cache's type.
 
     A padding token writes the same as the first token, to the same slot, so that shapes stay fixed. If the first token
-    is padding too, it writes the contents of slot 0 to slot 0.
-    """
+    is padding too, it writes the content of slot 0 to slot 0."""
     block_size, limit = cache.shape[2], torch.finfo(cache.dtype).max
     stored = _bytes(torch.nan_to_num(x, nan=0.0).clamp(-limit, limit).to(cache.dtype))
     memory = _bytes(cache)
@@ -330,7 +329,7 @@ def _bytes(x: torch.Tensor) -> torch.Tensor:
 def _visible_keys(
     query_start: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each token: its sequence, and how many keys it sees; any sequence and 0 for padding."""
+    """The sequence of each token, and how many keys it sees; any sequence and 0 for padding."""
     places = torch.arange(num_tokens, dtype=torch.int32, device=seq_lens.device)
     ends = query_start[1:]
     sequence = torch.searchsorted(ends, places, right=True).clamp(max=len(ends) - 1)

@@ -1,7 +1,7 @@
-"""The operations of the decoder program as launches of Triton kernels, one each.
+"""The operations of the decoder program as launches of Triton kernels (kernels/), most of them one each.
 
 For: the program on a GPU, and tests under Triton's interpreter. Does not know: models, requests, graphs. Invariants:
-those of `Ops`; a step without tokens launches nothing. The kernels are in kernels/fused.py and kernels/attention.py.
+those of `Ops`; a step without tokens launches nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .ops import (
     LayerCache,
     LoraRoom,
     LoraSpec,
-    NormSpec,
+    Norm,
     RotarySpec,
     StepLayout,
 )
@@ -43,8 +43,8 @@ class TritonOps:
     """Implements `Ops`. The last dimension of every tensor is contiguous."""
 
     def __init__(self, attention: PagedAttention | None = None, exact_products: bool = False) -> None:
-        """attention: for `attend`, with room for the model's largest step; None where only the others are called.
-        exact_products: those of experts are by the same instruction in every step."""
+        """attention: for `attend`, with room for the largest step of the model; None: `attend` is not called.
+        exact_products: products of experts use the same instruction in every step."""
         self._attention = attention
         self._exact = exact_products
 
@@ -62,9 +62,9 @@ class TritonOps:
         self,
         residual: torch.Tensor,
         block: torch.Tensor | None,
-        block_norm: NormSpec | None,
+        block_norm: Norm | None,
         factor: float,
-        norm: NormSpec | None,
+        norm: Norm | None,
         out: Rows | None,
         tokens: torch.Tensor | None = None,
     ) -> None:
@@ -138,7 +138,7 @@ class TritonOps:
         room: ExpertRoom,
         out: torch.Tensor,
     ) -> None:
-        """With exact products tiles are those of large steps in every step."""
+        """With exact products the tiles of every step are those of large steps."""
         if not len(x):
             return
         is_packed = isinstance(spec.down.weight, Int4Experts)
@@ -229,7 +229,7 @@ class TritonOps:
 
 
 def _norm_warps(padded_width: int) -> int:
-    """About 16 elements for each thread."""
+    """About 16 elements per thread."""
     return min(max(padded_width // 512, 1), 16)
 
 
@@ -238,22 +238,22 @@ def _rotary_warps(num_elements: int) -> int:
 
 
 def _heads_per_program(spec: RotarySpec) -> int:
-    """All heads where a norm covers them together: queries are changed in place."""
+    """All heads if a norm covers them together, because queries are changed in place."""
     whole = spec.norm_whole and (spec.q_norm is not None or spec.k_norm is not None)
     wanted = max(spec.num_heads, spec.num_kv_heads) if whole else min(spec.num_heads, _HEADS_PER_PROGRAM)
     return int(triton.next_power_of_2(wanted))
 
 
 def _parts(out: Rows | None) -> tuple[torch.Tensor | None, torch.Tensor | None, float]:
-    """Its numbers, their scales, and the largest number where they are of 8 bits."""
+    """Numbers, scales, and the largest number; None and 0 for the latter unless numbers have 8 bits."""
     if isinstance(out, EightBitRows):
         return out.data, out.scale, LARGEST[out.data.dtype]
     return out, None, 0.0
 
 
-def _weight(norm: NormSpec | None) -> torch.Tensor | None:
+def _weight(norm: Norm | None) -> torch.Tensor | None:
     return None if norm is None else norm.weight
 
 
-def _eps(norm: NormSpec | None) -> float:
+def _eps(norm: Norm | None) -> float:
     return 0.0 if norm is None else norm.eps

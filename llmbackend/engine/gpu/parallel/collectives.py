@@ -1,10 +1,10 @@
 """Which part of a split model a rank has, and what ranks compute together.
 
 For: sharded weights, which call it between two products of the program; the program of a stage; sampling. Does not
-know: models, steps, processes. Ranks are numbered as in vLLM: stage by stage, and in a stage by their shares of its
-layers. Invariants: rank 0 is the engine's process, in the first stage; what the last stage samples goes to all; every
+know: models, steps, processes. Ranks are numbered as in vLLM: stage by stage, and within a stage by their shares of its
+layers. Invariants: rank 0 is the engine's process, in the first stage; the samples of the last stage go to all; every
 rank makes the same calls in the same order, with the same shapes; all ranks of a stage get the same bits, so that they
-continue alike without exchanging more; sockets listen on the address that the ranks meet at.
+stay equal without exchanging more; sockets listen on the address where the ranks meet.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RankPlace:
 
     @property
     def share(self) -> int:
-        """Of its stage's layers, 0 .. tensor_size - 1."""
+        """The share of its stage's layers, 0 .. tensor_size - 1."""
         return self.rank % self.tensor_size
 
     @property
@@ -60,23 +60,23 @@ class RankPlace:
 
     @property
     def sampler(self) -> int:
-        """The rank whose sampled tokens all take: the first one of the last stage."""
+        """The rank whose samples all ranks take: the first one of the last stage."""
         return self.size - self.tensor_size
 
     def layers(self, num_layers: int, stage: int | None = None) -> range:
-        """Of a stage, this rank's by default: as even as it goes."""
+        """Of a stage, by default of this rank's; as even as possible."""
         stage = self.stage if stage is None else stage
         return range(stage * num_layers // self.pipeline_size, (stage + 1) * num_layers // self.pipeline_size)
 
 
 LOOPBACK = "127.0.0.1"
 _NETWORK_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-"""The interfaces by which ranks find each other; data between the GPUs of a host do not use them."""
+"""The interfaces through which ranks find each other; data between the GPUs of one host does not use them."""
 _SIOCGIFADDR = 0x8915
 
 
 class Collectives(Protocol):
-    """Of the ranks of one stage."""
+    """The operations among the ranks of one stage."""
 
     @property
     def rank(self) -> int: ...
@@ -92,7 +92,7 @@ class Collectives(Protocol):
 
 
 class Ranks:
-    """All ranks as the process groups that `join` made: NCCL between GPUs, gloo between CPUs."""
+    """All ranks, with the process groups that `join` makes: NCCL between GPUs, gloo between CPUs."""
 
     def __init__(self, place: RankPlace) -> None:
         self.place = place
@@ -114,11 +114,11 @@ class Ranks:
         dist.send(residual, self.place.rank + self.place.tensor_size)
 
     def from_sampler(self, x: torch.Tensor) -> None:
-        """x of the rank that samples, in place, on all ranks."""
+        """Broadcasts x of the rank that samples to all ranks, in place."""
         dist.broadcast(x, self.place.sampler)
 
     def least(self, numbers: Sequence[int]) -> list[int]:
-        """The smallest of all ranks' numbers, place by place."""
+        """The smallest of the numbers of all ranks, element by element."""
         together = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(together, dist.ReduceOp.MIN)
         return together.tolist()
@@ -129,8 +129,8 @@ class Ranks:
     def join(
         self, device: torch.device, address: str, port: int, timeout_s: float, meeting: socket.socket | None = None
     ) -> None:
-        """Meets the other ranks. meeting: rank 0's socket from `listen`. There is one group of ranks for a process,
-        until `leave`. Raises RuntimeError when the other ranks do not come within timeout_s."""
+        """Meets the other ranks. meeting: rank 0's socket from `listen`. A process has one group of ranks until
+        `leave`. Raises RuntimeError when the other ranks do not come within timeout_s."""
         place, timeout = self.place, timedelta(seconds=timeout_s)
         own_address = address if meeting is not None else _own_address(address, port)
         for name in _NETWORK_INTERFACES if (interface := _interface_of(own_address)) else ():
@@ -199,7 +199,7 @@ def _stage_group(place: RankPlace) -> Any:
 
 
 def _own_address(address: str, port: int) -> str:
-    """This machine's address on the way to that one. Sends nothing."""
+    """This machine's address on the route to that one. Sends nothing."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((address, port))
@@ -207,7 +207,7 @@ def _own_address(address: str, port: int) -> str:
 
 
 def _interface_of(address: str) -> str:
-    """The network interface that has this IPv4 address; "" = torch finds one."""
+    """The network interface that has this IPv4 address; "": torch finds one."""
     if ":" in address:
         return ""
     if address.startswith("127."):
@@ -216,7 +216,7 @@ def _interface_of(address: str) -> str:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # it has no address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name

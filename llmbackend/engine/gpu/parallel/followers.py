@@ -1,11 +1,11 @@
-"""The processes of ranks 1 and up, as rank 0 handles them: forked or met, told the same, ended with the engine.
+"""The processes of ranks 1 and up, as rank 0 handles them: forked or met, sent the same messages, ended with the
+engine.
 
-For: the engine's process, which is rank 0. Does not know: models, steps, torch.
-Invariants: those on this machine are forked before the engine's process starts a thread or uses a device, so that a
-fork costs milliseconds and shares what is imported, and the kernel ends them when the engine's process ends for any
-reason; those that others start end with their connection; a follower that is lost while steps are computed ends the
-engine's process, because the other ranks would wait for it forever, and the supervisor of that process starts a new
-one.
+For: the engine's process, which is rank 0. Does not know: models, steps, torch. Invariants: local followers are forked
+before the engine's process starts a thread or uses a device, so that a fork takes milliseconds and shares the imports,
+and the kernel ends them when the engine's process ends for any reason; followers that others start end with their
+connection; a follower lost during steps ends the engine's process, because the other ranks would wait for it forever,
+and the supervisor of that process starts a new one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 3.0
 GRACE_S = 2.0
 NOTICE_S = 0.5
-"""A step that fails because a rank was lost is reported so much later, so that the loss is noticed first and named."""
+"""A failed step is reported after this delay, so that a lost rank is noticed and named first."""
 _PR_SET_PDEATHSIG = 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -48,9 +48,9 @@ class Follower:
     rank: int
     link: Connection
     pid: int | None = None
-    """Of one that this process forked."""
+    """Of a forked process."""
     machine: str = ""
-    """Of one that others started."""
+    """Of a process that others started."""
 
     @property
     def name(self) -> str:
@@ -58,7 +58,7 @@ class Follower:
 
 
 class Followers:
-    """One thread uses it, beside the one of `watch`."""
+    """Used by one thread, besides the one of `watch`."""
 
     def __init__(self, followers: Sequence[Follower]) -> None:
         self._followers = tuple(followers)
@@ -71,7 +71,7 @@ class Followers:
             follower.link.send_bytes(data)
 
     def expect_loaded(self) -> None:
-        """Waits until each has loaded its part of the model. Raises ValueError with the reason of one that cannot."""
+        """Waits until each follower has loaded its part. Raises ValueError with the reason of one that cannot."""
         for follower in self._followers:
             try:
                 loaded = _decode(follower.link.recv_bytes())
@@ -86,12 +86,12 @@ class Followers:
         self._watcher.start()
 
     def abandon_step(self, reason: str) -> NoReturn:
-        """As `abandon`, unless a follower's end is the reason: that is noticed within NOTICE_S."""
+        """As `abandon`, unless the reason is the end of a follower, which is noticed within NOTICE_S."""
         time.sleep(NOTICE_S)
         self.abandon(reason)
 
     def abandon(self, reason: str) -> NoReturn:
-        """Ends this process, and with it the followers, at once: their devices may be waiting for each other."""
+        """Ends this process, and so the followers, at once: their devices may be waiting for each other."""
         logger.error("%s: this engine ends", reason)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
@@ -105,8 +105,7 @@ class Followers:
             self.tell(Stop())
 
     def reap(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Waits for the end of followers that were told to stop or are not needed any more; kills them after
-        timeout_s."""
+        """Waits for the end of followers that were told to stop or are no longer needed; kills them after timeout_s."""
         self._closing.set()
         deadline_s = time.monotonic() + timeout_s
         for follower in self._followers:
@@ -125,8 +124,8 @@ class Followers:
             follower.link.close()
 
     def _await_end(self) -> None:
-        """Ends this process when a follower ends. One that reports why it cannot start leaves rank 0 GRACE_S seconds to
-        fail with the same reason."""
+        """Ends this process when a follower ends. If the follower reports why it cannot start, rank 0 has GRACE_S
+        seconds to fail with the same reason."""
         ready = wait([follower.link for follower in self._followers])
         if self._closing.is_set():
             return
@@ -142,7 +141,7 @@ class Followers:
 
 
 def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs: Sequence[int]) -> Followers:
-    """Forks ranks 1 .. size - 1, each of which calls `run(rank, link)` and ends. not_theirs: descriptors that they
+    """Forks ranks 1 .. size - 1, each of which calls `run(rank, link)` and exits. not_theirs: descriptors that they
     close."""
     parent, followers = os.getpid(), list[Follower]()
     for rank in range(1, size):
@@ -161,7 +160,7 @@ def fork_followers(size: int, run: Callable[[int, Connection], None], not_theirs
 
 def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: str) -> Followers:
     """Waits for ranks that others started, which come when they have loaded their parts. Raises ValueError for one that
-    can not take part, or that does not come within the time of a load."""
+    cannot take part, or that does not come within the load timeout."""
     met: dict[int, Follower] = {}
     deadline_s = time.monotonic() + config.load_timeout_s
     listener.listen()
@@ -181,14 +180,14 @@ def meet_followers(config: EngineConfig, listener: RankListener, fingerprint: st
             if follower.rank in missing:
                 met[follower.rank] = follower
             else:
-                logger.warning("%s joined although there is one", follower.name)
+                logger.warning("%s joined a second time", follower.name)
                 follower.link.close()
         on_failure.pop_all()
     return Followers([met[rank] for rank in sorted(met)])
 
 
 def _welcome(link: Connection, address: str, fingerprint: str) -> Follower | None:
-    """None: it was gone again. Raises ValueError."""
+    """None: it has disconnected. Raises ValueError."""
     try:
         loaded = _decode(link.recv_bytes())
     except (EOFError, OSError):
@@ -218,5 +217,5 @@ def _end_with(parent: int) -> None:
     """The kernel ends this process when its parent ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "a follower cannot be bound to its engine")
-    if os.getppid() != parent:  # it ended before
+    if os.getppid() != parent:  # it ended already
         os._exit(1)

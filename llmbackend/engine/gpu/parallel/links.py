@@ -1,12 +1,12 @@
-"""How rank 0 speaks to the other ranks: connections to processes on this or other machines, and the messages.
+"""How rank 0 communicates with the other ranks: connections to processes on this or other machines, and the messages.
 
 For: rank 0's runner and followers, and the process of such a rank. Does not know: models, what a step computes. A
-connection carries bytes in frames; nothing is unpickled. Invariants: both sides prove that they have the meeting's key
-before anything else is read; a connection whose other side ended, or whose machine or network is gone, fails within
-LOST_S seconds, also when nothing is sent; one who connects and says nothing delays others by HANDSHAKE_S at most.
-Messages are frozen, and each is sent to all followers in the order of the calls of rank 0's runner; after `apply`, a
-follower's table holds for the plan's rows what `Runner.execute` may read; a message costs array operations and bytes in
-proportion to what is new, some tens of bytes for each row of a decode step.
+connection carries bytes in frames; nothing is unpickled. Invariants: both sides prove that they have the key of the
+meeting before anything else is read; a connection whose other side ended, or whose machine or network is lost, fails
+within LOST_S seconds, even if nothing is sent; a client that connects and sends nothing delays others by at most
+HANDSHAKE_S. Messages are frozen, and each is sent to all followers in the order of the calls of rank 0's runner; after
+`apply`, the table of a follower holds, for the rows of the plan, what `Runner.execute` may read; a message costs array
+operations and bytes in proportion to what is new, some tens of bytes per row of a decode step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _REFUSED = (OSError, EOFError, AuthenticationError)
 
 
 class RankListener:
-    """Where rank 0 waits. It has the address at once, and nobody gets there before `listen`."""
+    """Where rank 0 waits. It has its address at once; connections are possible from `listen` on."""
 
     def __init__(self, meeting: RankMeeting) -> None:
         """Raises OSError naming the address."""
@@ -61,7 +61,8 @@ class RankListener:
         self._socket.listen()
 
     def accept(self, timeout_s: float) -> tuple[Connection, str] | None:
-        """The next one that has the key, and its address; None when nobody came within timeout_s, or one without."""
+        """The next connection that has the key, and its address; None: none came within timeout_s, or one without the
+        key."""
         self._socket.settimeout(timeout_s)
         try:
             accepted, address = self._socket.accept()
@@ -70,7 +71,7 @@ class RankListener:
         try:
             return _prove(accepted, self._meeting.key, is_server=True), str(address[0])
         except _REFUSED as error:
-            logger.warning("%s joined the ranks' meeting without its key: %s", address[0], error)
+            logger.warning("%s connected without the key of the ranks: %s", address[0], error)
             return None
 
     def close(self) -> None:
@@ -78,8 +79,8 @@ class RankListener:
 
 
 def connect(meeting: RankMeeting, timeout_s: float) -> Connection:
-    """To rank 0, which may not be there yet. Raises OSError when it does not come within timeout_s, and ValueError when
-    it has another key."""
+    """Connects to rank 0, which may not be there yet. Raises OSError when it does not come within timeout_s, and
+    ValueError when it has another key."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -95,7 +96,7 @@ def connect(meeting: RankMeeting, timeout_s: float) -> Connection:
             return _prove(link, meeting.key, is_server=False)
         except AuthenticationError as error:
             raise ValueError(f"rank 0 at {meeting.address} port {meeting.port} has another key") from error
-        except (OSError, EOFError):  # it ended, or is busy with others
+        except (OSError, EOFError):  # rank 0 ended, or is busy with others
             time.sleep(RETRY_S)
 
 
@@ -112,7 +113,7 @@ def watch(link: Connection, lost: Callable[[], None]) -> None:
 
 
 def _prove(link: socket.socket, key: str, is_server: bool) -> Connection:
-    """The connection of two that know each other. Raises one of _REFUSED; the socket is closed then."""
+    """The connection, after each side proved that it has the key. Raises one of _REFUSED; the socket is closed then."""
     link.settimeout(None)
     _notice_loss(link)
     connection = Connection(link.detach())
@@ -127,7 +128,7 @@ def _prove(link: socket.socket, key: str, is_server: bool) -> Connection:
 
 
 def _notice_loss(link: socket.socket) -> None:
-    """The kernel asks for signs of life where nothing is sent, and gives up on what is not acknowledged."""
+    """The kernel probes an idle connection, and drops one whose data is not acknowledged."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_S)
@@ -138,7 +139,7 @@ def _notice_loss(link: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _time_limit(connection: Connection, seconds: int) -> Iterator[None]:
-    """Reads and writes fail after that many seconds."""
+    """Inside, reads and writes fail after this many seconds."""
     with socket.socket(fileno=os.dup(connection.fileno())) as options:
         _limit(options, seconds)
         yield
@@ -160,24 +161,24 @@ class RowRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A plan and what is new in the table."""
+    """A plan, and what is new in the table."""
 
     step_id: int
     num_rows: int
     num_tokens: int
-    """How many new tokens `words` holds; not those that the step computes."""
+    """How many new tokens `words` holds, not how many the step computes."""
     has_drafts: bool
     has_masks: bool
     words: bytes
-    """int32 in native byte order. Sections of a word for each row: rows, num_scheduled_tokens, sample_rows, num_tokens,
-    num_prompt_tokens, num_computed_tokens, where the row's new tokens begin, how many they are, and num_draft_tokens if
-    has_drafts. Then the new tokens, and the new blocks: rows, columns, ids."""
+    """int32 in native byte order. Sections with one word per row: rows, num_scheduled_tokens, sample_rows, num_tokens,
+    num_prompt_tokens, num_computed_tokens, where the new tokens of the row begin, how many they are, and
+    num_draft_tokens if has_drafts. Then the new tokens, and the new blocks: rows, columns, ids."""
 
 
 class Masks(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Those of the step before it, which said that it has some.
+    """The masks of the preceding Step, if that has any.
 
-    index  int32 [samples]  as of TokenMasks
+    index  int32 [samples]  as in TokenMasks
     words  uint32 [n, …]
     """
 
@@ -186,7 +187,7 @@ class Masks(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Collect(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Collect the oldest launched step."""
+    """Collects the oldest launched step."""
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -208,14 +209,14 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     rank: int
     machine: str
-    """For people."""
+    """For messages to people."""
     fingerprint: str
     """Of its config and release (`fingerprint_of`)."""
     error: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A follower's last message: it can not go on."""
+    """A follower's last message: why it cannot continue."""
 
     error: str
 
@@ -224,7 +225,7 @@ FromFollower = Loaded | Failed
 
 
 class TableSender:
-    """Makes Step messages: remembers what the followers know of rank 0's table."""
+    """Makes Step messages: remembers what the followers know about rank 0's table."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._known_tokens: Int32Array = np.zeros(max_num_seqs, np.int32)
@@ -252,7 +253,7 @@ class TableSender:
         return Step(step_id, len(rows), len(token_ids), drafts is not None, plan.masks is not None, words.tobytes())
 
     def _new_tokens(self, plan: StepPlan, table: RowTable) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """For each row, where its new tokens begin and how many they are; and all new tokens. Pending tokens and drafts
+        """Where the new tokens of each row begin and how many they are; and all new tokens. Pending tokens and drafts
         are sent again with the next step."""
         rows, num_tokens = plan.rows, table.num_tokens[plan.rows]
         starts = np.minimum(self._known_tokens[rows], num_tokens)
@@ -273,7 +274,7 @@ class TableSender:
 
 
 def apply(step: Step, table: RowTable) -> StepPlan:
-    """Brings a follower's table up to date. Returns the plan."""
+    """Updates the table of a follower. Returns the plan."""
     words, num_sections = np.frombuffer(step.words, np.int32), 9 if step.has_drafts else 8
     split = num_sections * step.num_rows
     sections = words[:split].reshape(num_sections, -1)
@@ -289,8 +290,7 @@ def apply(step: Step, table: RowTable) -> StepPlan:
 
 
 def _ragged(starts: Int32Array, counts: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """The numbers starts[i] … starts[i] + counts[i] - 1 of all i, one after the other: each number's i, and the
-    number."""
+    """The numbers starts[i] … starts[i] + counts[i] - 1 for all i in order: the i of each number, and the number."""
     owners = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     firsts = np.cumsum(counts, dtype=np.int32) - counts
     return owners, np.arange(len(owners), dtype=np.int32) - firsts[owners] + starts[owners]

@@ -1,19 +1,18 @@
-"""One runner over several ranks: rank 0's, whose every call all ranks make; its start; sampling between stages.
+"""One runner over several ranks: rank 0's, whose every call all ranks repeat; its start; sampling between stages.
 
 For: make_runner on rank 0, and the other ranks (`follow.py`). Does not know: requests, which part a rank computes, how
 tokens are sampled. Invariants: no rank meets the others before all have loaded their parts, so that a failed load is
-reported and not waited for; all ranks' KV memory has the same number of blocks, and all runners get the same calls in
-the same order; a step that fails on one rank ends the engine, because the others have done half of it or wait for the
-rest. Of a model in stages the last stage samples, and all ranks take its tokens: every rank takes part in the same two
-exchanges, the second one only where the first says so, and a step is complete when it was enqueued, because the first
-stage needs its tokens before the next one.
+reported and not waited for; the KV memory of all ranks has the same number of blocks, and all runners get the same
+calls in the same order; a step that fails on one rank ends the engine, because the others have done half of it or wait
+for the rest. Of a model in stages the last stage samples, and all ranks take its tokens: every rank takes part in the
+same two exchanges, the second one only if the first says so; a step is complete when it was enqueued, because the first
+stage needs its tokens for the next one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import time
 from collections.abc import Mapping
 from typing import NoReturn, Protocol
@@ -47,10 +46,10 @@ _EXECUTED = -1
 
 
 class ParallelRunner:
-    """Rank 0's OverlappingRunner: passes every call on to the followers, then makes it on this rank's own runner."""
+    """Rank 0's OverlappingRunner: sends every call to the followers and makes it on its own runner."""
 
     def __init__(self, runner: OverlappingRunner, followers: Followers, max_num_seqs: int) -> None:
-        """runner: this rank's part."""
+        """runner: of this rank's part."""
         self._runner = runner
         self._followers = followers
         self._sender = TableSender(max_num_seqs)
@@ -65,11 +64,11 @@ class ParallelRunner:
 
     @property
     def launches_drafts(self) -> bool:
-        """Ranks are not told what a row's pending drafts are."""
+        """False: the other ranks do not know a row's pending drafts."""
         return False
 
     def add_row(self, row: int, request: InferRequest) -> None:
-        """A request that is refused here is not sent to the others, which would refuse it too."""
+        """A request that is refused here is not sent to the other ranks, which would refuse it too."""
         if request.sampling.prompt_logprobs is not None:  # the other ranks do not know what the row still needs
             raise ValueError("'prompt_logprobs' is not supported on several devices, expected null")
         self._runner.add_row(row, request)
@@ -112,7 +111,7 @@ class ParallelRunner:
 
 
 class _SharedMasks:
-    """Rank 0's masks, which it sends to the followers when it has them itself."""
+    """Rank 0's masks, sent to the followers when they are available here."""
 
     def __init__(self, masks: PendingMasks, followers: Followers) -> None:
         self._masks, self._followers, self._is_sent = masks, followers, False
@@ -126,17 +125,17 @@ class _SharedMasks:
 
 
 class SamplingRanks(Protocol):
-    """Ranks, of which the last stage's sample."""
+    """Ranks, of which those of the last stage sample."""
 
     @property
     def is_last(self) -> bool: ...
 
     def from_sampler(self, x: torch.Tensor) -> None:
-        """x of the rank that samples, in place, on all ranks."""
+        """As Ranks.from_sampler."""
 
 
 class _Extras(msgspec.Struct, frozen=True, array_like=True):
-    """What SampledTokens holds beside token ids."""
+    """The fields of SampledTokens other than token ids."""
 
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]]
     errors: Mapping[int, str]
@@ -151,7 +150,8 @@ class SharedSampling:
     max_steps_in_flight = 1
 
     def __init__(self, ranks: SamplingRanks, own: StepSampler) -> None:
-        """own: this rank's, which the last stage's ranks sample with. Others only check requests with it."""
+        """own: the sampler of this rank, with which the last stage samples. Other stages only check requests with
+        it."""
         self._ranks = ranks
         self._own = own
 
@@ -198,7 +198,7 @@ class _SampledElsewhere:
         self._sampled = SampledTokens(np.empty(0, np.int32))
 
     def complete(self) -> None:
-        """Rank 0 sends the masks to the others when it has them; these take them off their links."""
+        """Takes the masks off the link; rank 0 sends them to the others when it has them."""
         if self._plan.masks is not None:
             self._plan.masks.result()
 
@@ -219,15 +219,13 @@ class _SampledElsewhere:
         return self._sampled
 
 
-logger = logging.getLogger(__name__)
-
 CPU_KV_BYTES = 1 << 30
-"""KV memory of a rank on a processor, unless the config says otherwise."""
+"""KV memory of a rank on a processor, unless the config sets it."""
 
 
 def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> ParallelRunner:
-    """others: forked, or to be met. Raises ValueError or OSError with a text for the user; the followers are ended
-    then."""
+    """others: forked followers, or where to meet them. Raises ValueError or OSError with a text for the user; the
+    followers are ended then."""
     start_s = time.monotonic()
     with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as meanwhile:
         ranks = Ranks(RankPlace.of(config, 0))
@@ -252,7 +250,7 @@ def start_rank_0(config: EngineConfig, others: Followers | RankMeeting) -> Paral
 
 
 def start_part(config: EngineConfig, part: LoadedModel, ranks: Ranks, start_s: float) -> GpuRunner:
-    """This rank's runner. All ranks call it at the same time. Raises ValueError."""
+    """The runner of this rank. All ranks call it at the same time. Raises ValueError."""
     on_cpu, in_stages = part.device.type == "cpu", ranks.place.pipeline_size > 1
     if on_cpu and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
         config = msgspec.structs.replace(config, kv_cache_memory_bytes=CPU_KV_BYTES)

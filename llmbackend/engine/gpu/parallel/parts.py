@@ -1,10 +1,10 @@
 """From a checkpoint to a rank's part of its model.
 
 For: every rank, before it meets the others. Does not know: processes, steps. Invariants: a rank reads only its part of
-plain weights, and quantises what it cut out; weights that the checkpoint holds in 8 bits or less, or that are drawn at
-random, are made whole in host memory, cut, and freed before the program is built; what the program is made of has been
-compared with the model's own modules, as a small model of the same config (`trial_of`) where the weights are never in
-one place. What the loader refuses before it reads weights is refused here with the same text.
+dense weights, and quantises what it cut out; weights that the checkpoint has in 8 bits or less, or that are random, are
+created whole in host memory, cut, and freed before the program is built; the operations of the program are compared
+with the model's own modules in a small model of the same config (`trial_of`), since the weights are never all in one
+place. What the loader refuses before it reads weights is refused here with the same text.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _set_threads(config: EngineConfig, is_alone: bool) -> None:
 
 
 def _open(config: EngineConfig, device: torch.device) -> LoadedModel:
-    """The whole model: in its files, or in host memory."""
+    """The whole model, in its files or in host memory."""
     loaded = _open_files(config) or load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
     if config.quantization is not None:
         check_device(config.quantization, device, loaded.dtype)
@@ -133,7 +133,7 @@ def _open_files(config: EngineConfig) -> LoadedModel | None:
 
 
 def _try_small(config: EngineConfig, whole: LoadedModel, part: LoadedModel) -> None:
-    """Compares the program of a small model with its modules, on this rank's device. Raises ValueError."""
+    """Compares the program of a small model with its modules, on the device of this rank. Raises ValueError."""
     try:
         trial = trial_of(config, whole, part.device)
         assert trial.decoder is not None
@@ -147,7 +147,7 @@ def _try_small(config: EngineConfig, whole: LoadedModel, part: LoadedModel) -> N
 
 
 def _drop_weights(model: nn.Module) -> None:
-    """Frees the weights of the whole model. From now on its modules are only the keys of the layers' KV memory."""
+    """Frees the weights of the whole model. Its modules remain as keys of the layers' KV memory."""
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
             del module.quantized
@@ -172,7 +172,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     model = meta_model(config, opened, dtype)
     try:
         recorder, _, _ = check_calls(model)
-    except (RuntimeError, NotImplementedError) as error:  # an operation that needs values
+    except (RuntimeError, NotImplementedError) as error:  # an operation needs values
         raise ProgramUnsupportedError("its layers are not known without weights") from error
     names = {id(parameter): name for name, parameter in _parameters(model)}
     try:
@@ -181,7 +181,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
         raise bad_checkpoint(config.model, error) from error
     restore_buffers(model)
     fix_frequencies(model, opened.max_model_len)
-    with contextlib.suppress(OSError):  # it has none
+    with contextlib.suppress(OSError):  # there is none
         model.generation_config = GenerationConfig.from_pretrained(config.model)
     options = {module: _with_values(each, names, model) for module, each in recorder.options.items()}
     decoder, why_modules = describe_or_why(model, options, opened.max_model_len, with_experts=True)
@@ -205,7 +205,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
 
 
 def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) -> None:
-    """As the loader."""
+    """The checks of the loader."""
     try:
         tensors = read_headers(files) if opened.tensors is None else opened.tensors
         check_stored_tensors(config, opened, tensors)
@@ -217,7 +217,7 @@ def _check(config: EngineConfig, opened: OpenedCheckpoint, files: list[Path]) ->
 def _take_tensors(
     model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, quantization: Quantization | None
 ) -> None:
-    """Gives the model's modules the tensors: vectors in its type, matrices as they are."""
+    """Gives the tensors to the modules of the model: vectors in its dtype, matrices as they are."""
     tied = {name for name, _ in _parameters(model)} - tensors.keys()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = head.weight is embedding.weight
@@ -241,7 +241,8 @@ def _take_tensors(
 
 
 def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.Module) -> AttentionOptions:
-    """What a layer asked for while it had no memory. names: of its parameters then. Raises ProgramUnsupportedError."""
+    """The options of a layer that was called without memory. names: of its parameters at that time. Raises
+    ProgramUnsupportedError."""
     if options.sinks is None:
         return options
     if id(options.sinks) not in names:
@@ -250,7 +251,7 @@ def _with_values(options: AttentionOptions, names: Mapping[int, str], model: nn.
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Those that are shared by two modules twice."""
+    """Shared parameters appear twice."""
     return model.named_parameters(remove_duplicate=False)
 
 
@@ -261,15 +262,14 @@ def _owner(model: nn.Module, name: str) -> nn.Module:
 MIN_LAYERS = 2
 VOCAB_SIZE = 128
 _ROUNDING = 1e-2
-"""Of a factor that is measured in the model's type."""
+"""Of a factor that is measured in the model's dtype."""
 
 
 def trial_of(config: EngineConfig, loaded: LoadedModel, device: torch.device) -> LoadedModel:
-    """A small model of the checkpoint's kind on the device, checked and described. loaded: the real one, not split.
+    """A small model of the same kind on the device, checked and described. loaded: the real one, not split.
 
-    Raises ValueError for a model that is not supported, ProgramUnsupportedError when the small model's description says
-    something else than the real one's.
-    """
+    Raises ValueError for an unsupported model, ProgramUnsupportedError when the description of the small model differs
+    from that of the real one."""
     assert loaded.decoder is not None
     hf_config = _small(open_checkpoint(config, dense=True).hf_config)
     model = random_model(config, hf_config, loaded.dtype, device).eval()
@@ -307,7 +307,7 @@ def _small(hf_config: Any) -> Any:
 
 @torch.no_grad()
 def _spread(model: torch.nn.Module, seed: int) -> None:
-    """Random numbers of a size at which every part of a layer shows in the logits."""
+    """Random numbers so large that every part of a layer shows in the logits."""
     draw = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         numbers = torch.randn(parameter.shape, generator=draw)

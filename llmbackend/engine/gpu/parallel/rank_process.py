@@ -1,8 +1,8 @@
 """`python -m llmbackend.engine.gpu.parallel.rank_process`: a rank of an engine on several machines; and its RankKeeper.
 
 The first line of standard input is a RankOrder as JSON. Invariants: a rank ends with rank 0, with its standard input,
-and when it cannot go on; the next one loads its part and waits for the next rank 0; at most one process exists at a
-time; it ends with `close`, and with the process that keeps it.
+and when it cannot continue; the next one loads its part and waits for the next rank 0; at most one process exists at a
+time; it ends with `close`, and with the process of its RankKeeper.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MIN_PAUSE_S = 0.2
 MAX_PAUSE_S = 10.0
 _PROGRAM = "llmbackend.engine.gpu.parallel.rank_process"
 _LIVED_S = 30.0
-"""A process that lived so long is no failure in a row."""
+"""The end of a process that lived this long is not counted as another failure in succession."""
 
 
 class RankKeeper:
-    """Any thread."""
+    """Keeps the process of one rank running. Any thread may use it."""
 
     def __init__(self, order: RankOrder) -> None:
         self._order = order
@@ -48,12 +48,12 @@ class RankKeeper:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None between two."""
+        """Of the process; None: none is running."""
         process = self._process
         return None if process is None or process.returncode is not None else process.pid
 
     def close(self) -> None:
-        """Ends the process, if need be by force."""
+        """Ends the process, by force after CLOSE_TIMEOUT_S."""
         self._closing.set()
         with self._lock:
             if self._process is not None and self._process.stdin is not None:
@@ -98,7 +98,7 @@ class RankKeeper:
 
 
 def main() -> None:
-    """Exit code 0: rank 0 told it to end; 1: it can not take part."""
+    """Exit code 0: rank 0 told it to end; 1: it cannot take part."""
     try:
         order = msgspec.json.decode(sys.stdin.buffer.readline(), type=RankOrder)
     except (msgspec.DecodeError, ValueError) as error:

@@ -1,9 +1,10 @@
-"""A rank's part of a model: its stage's layers, whole heads and columns of what splits there, all of what does not.
+"""A rank's part of a model: the layers of its stage, whole heads and columns of what is split there, all of the rest.
 
 For: a rank, between loading a model and building its program. Does not know: files, processes, steps, how a product is
 computed. Invariants: the parts of all ranks together are the model; every rank of a stage computes the same hidden
-states, since the two products of a layer whose inputs are on several ranks put these, or their results, together; what
-cannot be split evenly is refused by name.
+states, because the two products of a layer whose inputs are on several ranks combine these inputs, or their results;
+what cannot be split evenly is refused by name.
+
 Source: Megatron-LM's split of attention and MLP (arXiv 1909.08053, §3).
 """
 
@@ -19,8 +20,8 @@ from torch.nn import functional
 
 from ...attention.interface import LayerShape
 from ...errors import UnshardableError
-from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Norm, Projection
-from ..ops.ops import gate_up_rows
+from ...model.decoder_description import Attention, Decoder, Experts, Layer, Mlp, Projection
+from ..ops.ops import Norm, gate_up_rows
 from ..weights.dense import DenseWeight, DeviceWeight, Matmul, Rows, SplittableWeight
 from ..weights.experts import ExpertProjection
 from .collectives import Collectives, RankPlace
@@ -39,7 +40,7 @@ class SummedWeight:
 
     @property
     def k(self) -> int:
-        """The number of this rank's columns."""
+        """Columns of this rank."""
         return self.local.k
 
     @property
@@ -55,7 +56,8 @@ class SummedWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheredWeight:
-    """This rank's output rows of a matrix, the last rank's padded: the product is all ranks' products side by side."""
+    """Output rows of a matrix on this rank, padded on the last rank: the product is all ranks' products side by
+    side."""
 
     local: DeviceWeight
     ranks: Collectives
@@ -82,7 +84,7 @@ class GatheredWeight:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GatheringWeight:
-    """The same for a product whose inputs are on several ranks: they are gathered first."""
+    """As GatheredWeight, for a product whose inputs are on several ranks: they are gathered first."""
 
     rows: GatheredWeight
 
@@ -92,12 +94,12 @@ class GatheringWeight:
 
     @property
     def k(self) -> int:
-        """The number of inputs that this rank has."""
+        """Inputs on this rank."""
         return self.rows.k // self.rows.ranks.size
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """A scale of 8 bits is of a whole row, which no rank has."""
+        """None: an 8-bit scale is of a whole row, which no rank has."""
         return None
 
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -125,7 +127,7 @@ class Sharding:
         is_exact: bool = False,
     ) -> None:
         """ranks: of the stage. dtype: the model's. place: None: there is one stage. is_exact: no sum of a product is
-        split over ranks."""
+        split among ranks."""
         self._is_exact = is_exact
         self._ranks = ranks
         self._to: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -138,15 +140,16 @@ class Sharding:
         return {module: replace(shape, num_kv_heads=len(self._kv_heads(shape.num_kv_heads))) for module, shape in own}
 
     def decoder(self, decoder: Decoder, shapes: Mapping[nn.Module, LayerShape]) -> Decoder:
-        """shapes: of the whole model. Raises UnshardableError. What a stage does not have is empty: the embedding where
-        it is not the first one, the head where it is not the last."""
+        """shapes: of the whole model. What a stage does not have is empty: the embedding, unless it is the first one;
+        the head, unless it is the last. Raises UnshardableError."""
         embedding = _copied(decoder.embedding if self._place.is_first else decoder.embedding[:0], self._to)
+        no_head = Projection(DenseWeight(torch.empty((0, decoder.head.weight.k), **self._to)), None)
         return replace(
             decoder,
             embedding=embedding,
             layers=tuple(self._layer(layer, shapes[layer.module]) for layer in self._own(decoder.layers)),
             norm=replace(decoder.norm, weight=decoder.norm.weight.to(self._device)),
-            head=self._head(decoder, embedding) if self._place.is_last else self._no_head(decoder),
+            head=self._head(decoder, embedding) if self._place.is_last else no_head,
         )
 
     def _own(self, layers: Sequence[T]) -> Sequence[T]:
@@ -211,8 +214,8 @@ class Sharding:
         )
 
     def _experts(self, experts: Experts) -> Experts:
-        """Columns of every expert, so that all ranks have the same work for any choice of experts; where no sum may be
-        split, all of them on every rank."""
+        """Columns of every expert, so that all ranks have the same work whatever experts are chosen; where no sum may
+        be split, all experts on every rank."""
         bias = experts.router.bias
         router = Projection(
             DenseWeight(_copied(_dense(experts.router), self._to)), None if bias is None else bias.to(self._device)
@@ -225,7 +228,7 @@ class Sharding:
         rows = gate_up_rows(experts.activation, n, part)
         own_bias = None if gate_up.bias is None else gate_up.bias[:, rows]
         own_gate_up = ExpertProjection(gate_up.weight.rows(rows), own_bias)
-        # One rank alone adds the bias of what is added up.
+        # Only one rank adds the bias to the sum.
         own_down = ExpertProjection(down.weight.columns(part), down.bias if self._ranks.rank == 0 else None)
         return replace(
             experts,
@@ -240,7 +243,7 @@ class Sharding:
         return ExpertProjection(weight, None if bias is None else _copied(bias, self._to))
 
     def _head(self, decoder: Decoder, embedding: torch.Tensor) -> Projection:
-        """A head that is tied to the embedding is a part of the embedding on the device, too, where that is there."""
+        """A head that is tied to the embedding is a part of the embedding on the device, if that is there."""
         weight, own = _dense(decoder.head), self._own_outputs(decoder.head.weight.n)
         is_tied = weight.data_ptr() == decoder.embedding.data_ptr() and weight.shape == decoder.embedding.shape
         is_there = is_tied and self._place.is_first
@@ -251,13 +254,13 @@ class Sharding:
         )
 
     def _own_outputs(self, count: int) -> range:
-        """Those of a matrix that is split as evenly as it goes, whatever its rows mean."""
+        """Of a matrix that is split as evenly as possible, whatever its rows mean."""
         width = -(-count // self._ranks.size)
         start = min(self._ranks.rank * width, count)
         return range(start, min(start + width, count))
 
     def _gathered(self, local: DenseWeight, count: int) -> DeviceWeight:
-        """local: this rank's outputs of so many."""
+        """local: this rank's outputs. count: of all ranks."""
         if self._ranks.size == 1:
             return local
         missing = -(-count // self._ranks.size) - local.n
@@ -265,15 +268,12 @@ class Sharding:
             local = DenseWeight(nn.functional.pad(local.tensor, (0, 0, 0, missing)))
         return GatheredWeight(local, self._ranks, count)
 
-    def _no_head(self, decoder: Decoder) -> Projection:
-        return Projection(DenseWeight(torch.empty((0, decoder.head.weight.k), **self._to)), None)
-
     def _rows(self, projection: Projection, rows: torch.Tensor) -> Projection:
         weight, bias = _splittable(projection).rows(rows), projection.bias
         return Projection(weight.to(self._device), None if bias is None else bias[rows].to(self._device))
 
     def _columns(self, projection: Projection, columns: range) -> Projection:
-        """A product whose inputs are on all ranks; `columns` are this one's."""
+        """A product whose inputs are on all ranks; `columns` are those of this rank."""
         weight, bias = _splittable(projection), projection.bias
         return Projection(self._of_inputs(weight, columns), None if bias is None else bias.to(self._device))
 
@@ -301,7 +301,7 @@ class Sharding:
         return range(self._ranks.rank * width, (self._ranks.rank + 1) * width)
 
     def _kv_heads(self, count: int) -> range:
-        """Where there are fewer KV heads than ranks, neighbouring ranks hold the same one."""
+        """If there are fewer KV heads than ranks, neighbouring ranks hold the same one."""
         if count >= self._ranks.size or self._ranks.size % count:
             return self._part(count, "KV heads")
         head = self._ranks.rank * count // self._ranks.size
@@ -316,7 +316,7 @@ def _heads(heads: range, head_dim: int) -> torch.Tensor:
 
 
 def _splittable(projection: Projection) -> Any:
-    """A SplittableWeight; Any, because gate and up are of the same kind, which their types do not say."""
+    """A SplittableWeight; Any, because the types do not say that gate and up are of the same kind."""
     assert isinstance(projection.weight, SplittableWeight), "a model that was loaded for programs has such weights"
     return projection.weight
 

@@ -1,14 +1,13 @@
 """Weights in device memory, dense or in 8 bits, and layers that multiply by quantised ones.
 
-For: the loader on an accelerator, and programs that multiply by what it left there. Does not know: which model a layer
+For: the loader on an accelerator, and programs that multiply by what it loaded. Does not know: which model a layer
 belongs to. Invariants: each matrix is in memory once, neighbours side by side, and modules and programs read the same
-memory; an 8-bit weight has a scale for each output, and its input gets one for each token, found in that token alone,
-so that a token's result depends on no other. 8-bit products are torch's own (_scaled_mm, which torchao calls too;
-importing torchao would cost an engine as long as torch and all of its compiler), and on a GPU, for whole numbers and
-for what torch refuses, a kernel that also applies the scales. Scales by row are what the library supports least: users
-of torch 2.10 and newer report that it refuses few rows by a long k on Hopper, and all shapes on compute capability
-12.0. So a shape is tried once in a process, when it is first multiplied by, before the engine takes requests and
-outside of captured graphs.
+memory; an 8-bit weight has a scale per output, and its input a scale per token, which depends on that token alone, so
+that the result of a token depends on no other. 8-bit products are torch's own (_scaled_mm, which torchao calls too;
+importing torchao would take an engine as long as torch and all of its compiler), and on a GPU, for int8 and for shapes
+that torch refuses, a kernel that applies the scales too. The library supports scales by row least: users of torch 2.10
+and newer report that it refuses few rows with a long k on Hopper, and all shapes on compute capability 12.0. So each
+shape is tried once per process, when it is first used, before the engine takes requests and outside captured graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _TRIED_ROWS = (1, 16, 32, 64, 128, 256, 257, 512, 2048)
 
 @cache
 def least_library_rows(n: int, k: int, device: torch.device) -> int:
-    """For weights [n, k]; NEVER: the library takes none."""
+    """The least rows that the library multiplies by weights [n, k]; NEVER: none."""
     weight, least, why = torch.zeros((n, k), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn), NEVER, ""
     for count in reversed(_TRIED_ROWS):
         if why := _why_refused(count, weight):
@@ -51,7 +50,7 @@ def multiply_by_library(
 
 
 def _why_refused(count: int, weight: torch.Tensor) -> str:
-    """A shape that a library refuses is a RuntimeError of the call; a lost device would be one of every call."""
+    """A shape that the library refuses is a RuntimeError of this call; a lost device would be one of every call."""
     (n, k), device = weight.shape, weight.device
     x = torch.zeros((count, k), dtype=torch.uint8, device=device).view(weight.dtype)
     scales = torch.ones((count, 1), device=device), torch.ones(n, device=device)
@@ -68,7 +67,7 @@ def _why_refused(count: int, weight: torch.Tensor) -> str:
 
 
 NEIGHBOURS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers of one input, by their names in transformers, in the order in which programs need their outputs."""
+"""Layers with the same input, by their names in transformers, in the order in which programs need their outputs."""
 
 
 class Matmul(Protocol):
@@ -83,7 +82,7 @@ class EightBitRows:
     data: torch.Tensor
     """float8_e4m3fn or int8 [T, k], contiguous"""
     scale: torch.Tensor
-    """float32 [T, 1]; NaN for a row that is not finite, whose data mean nothing."""
+    """float32 [T, 1]; NaN for a row that is not finite, whose data are undefined."""
 
     def __len__(self) -> int:
         return len(self.data)
@@ -94,22 +93,22 @@ Rows = torch.Tensor | EightBitRows
 
 @runtime_checkable
 class DeviceWeight(Protocol):
-    """A matrix [n, k] that programs multiply by: dense, in numbers of 8 bits, or in parts on several devices."""
+    """A matrix [n, k] that programs multiply by: dense, quantised, or in parts on several devices."""
 
     @property
     def n(self) -> int: ...
 
     @property
     def k(self) -> int:
-        """Columns of `multiply`'s x."""
+        """Columns of x in `multiply`."""
 
     @property
     def input_dtype(self) -> torch.dtype | None:
-        """The 8-bit type that x is best given in; None: the model's."""
+        """The preferred 8-bit type of x; None: the model's dtype."""
 
     def multiply(self, matmul: Matmul, x: Rows, bias: torch.Tensor | None, out: torch.Tensor) -> None:
-        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype, or x in `input_dtype`; by `matmul` where
-        that is a product of plain matrices."""
+        """out [T, n] = x [T, k] · thisᵀ + bias [n], all in the model's dtype, or x in `input_dtype`; products of plain
+        matrices use `matmul`."""
 
 
 @runtime_checkable
@@ -132,9 +131,17 @@ class SplittableWeight(Protocol):
         """A copy of these columns."""
 
     def above(self, other: Self) -> Self:
-        """A copy with the other's rows below."""
+        """A copy with the rows of the other below."""
 
     def to(self, device: torch.device) -> Self: ...
+
+
+def follows(below: torch.Tensor, above: torch.Tensor) -> bool:
+    """Whether the rows of `below` follow those of `above`, both contiguous, in the same piece of memory."""
+    if below.untyped_storage().data_ptr() != above.untyped_storage().data_ptr():
+        return False
+    is_alike = below.dtype == above.dtype and below.shape[1] == above.shape[1]
+    return is_alike and below.storage_offset() == above.storage_offset() + above.numel()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,14 +170,10 @@ class DenseWeight:
         return DenseWeight(self.tensor[start : start + n])
 
     def joined(self, other: DenseWeight) -> DenseWeight | None:
-        """One matrix with the other's rows below, when both lie so in one piece of memory."""
-        above, below = self.tensor, other.tensor
-        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
-        if not same_memory or above.dtype != below.dtype or self.k != other.k:
+        """One matrix with the rows of the other below, if they follow in memory."""
+        if not follows(other.tensor, self.tensor):
             return None
-        if below.storage_offset() != above.storage_offset() + above.numel():
-            return None
-        return DenseWeight(above.as_strided((self.n + other.n, self.k), (self.k, 1)))
+        return DenseWeight(self.tensor.as_strided((self.n + other.n, self.k), (self.k, 1)))
 
     def rows(self, rows: torch.Tensor) -> DenseWeight:
         return DenseWeight(self.tensor[rows])
@@ -187,12 +190,12 @@ class DenseWeight:
 
 @torch.no_grad()
 def join_neighbours(model: nn.Module) -> None:
-    """Moves the weights of layers that read the same input into one piece of memory, a group at a time, and makes the
-    layers' parameters views of it; their old memory is freed."""
+    """Moves the weights of layers with the same input into one piece of memory, a group at a time; the layers'
+    parameters become views of it, and their old memory is freed."""
     for parent in model.modules():
         for names in NEIGHBOURS:
             layers = [getattr(parent, name, None) for name in names]
-            # Exact types only: a subclass may keep something else in its weight.
+            # Exact types only: the weight of a subclass may be something else.
             linears = [layer for layer in layers if type(layer) is nn.Linear]
             if len(linears) == len(names) and len({(x.in_features, x.weight.dtype) for x in linears}) == 1:
                 _join(linears)
@@ -211,9 +214,9 @@ FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}
 TINIEST_SCALE = 1e-12
 _DIVISOR = 16
-"""n and k of a matrix that the 8-bit products take are multiples of this."""
+"""n and k of a matrix for 8-bit products are multiples of this."""
 _UNTOUCHED = ("gate", "router")
-"""Layers that choose among experts: small, and sensitive to rounding."""
+"""Routers of experts: small, and sensitive to rounding."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -266,13 +269,11 @@ class QuantizedWeight:
         return QuantizedWeight(self.data[start : start + n], self.scale[start : start + n])
 
     def joined(self, other: QuantizedWeight) -> QuantizedWeight | None:
-        """One matrix with the other's rows below, when both lie so in one piece of memory."""
-        above, below = self.data, other.data
-        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
-        if not same_memory or self.k != other.k or below.storage_offset() != above.storage_offset() + above.numel():
+        """As DenseWeight.joined."""
+        if not follows(other.data, self.data):
             return None
         n = self.n + other.n
-        return QuantizedWeight(above.as_strided((n, self.k), (self.k, 1)), self.scale.as_strided((n,), (1,)))
+        return QuantizedWeight(self.data.as_strided((n, self.k), (self.k, 1)), self.scale.as_strided((n,), (1,)))
 
     def rows(self, rows: torch.Tensor) -> QuantizedWeight:
         return QuantizedWeight(_bytes(self.data)[rows].view(self.data.dtype), self.scale[rows])
@@ -289,10 +290,10 @@ class QuantizedWeight:
 
 
 class QuantizedLinear(nn.Module):
-    """y = x·Wᵀ + bias, in the place of an nn.Linear."""
+    """y = x·Wᵀ + bias; replaces an nn.Linear."""
 
     def __init__(self, quantized: DeviceWeight, bias: nn.Parameter | None) -> None:
-        """quantized: on the device where it multiplies."""
+        """quantized: on the device that multiplies."""
         super().__init__()
         self.quantized = quantized
         self.bias = bias
@@ -315,9 +316,8 @@ class QuantizedLinear(nn.Module):
 
 @torch.no_grad()
 def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, device: torch.device) -> int:
-    """Replaces linear layers of a model in host memory by quantised ones with weights on the device, a group of
-    neighbours at a time. The head, and layers of sizes that the products do not take, stay as they are. Returns how
-    many were replaced."""
+    """Replaces the linear layers of a model in host memory by quantised ones with weights on the device, a group of
+    neighbours at a time, except the head and layers of unsuitable sizes. Returns how many were replaced."""
     num_changed = 0
     for parent in list(model.modules()):
         linears = {name: child for name, child in parent.named_children() if is_quantizable(name, child, head)}
@@ -332,7 +332,7 @@ def quantize_linears(model: nn.Module, head: nn.Module, kind: Quantization, devi
 
 
 def _quantized_layers(group: list[nn.Linear], kind: Quantization, device: torch.device) -> Iterator[QuantizedLinear]:
-    """The group's layers, their weights side by side in memory."""
+    """The layers of the group, their weights side by side in memory."""
     whole, start = QuantizedWeight.of(torch.cat([linear.weight for linear in group]), kind).to(device), 0
     for linear in group:
         bias = cast("nn.Parameter | None", linear.bias)
@@ -341,14 +341,14 @@ def _quantized_layers(group: list[nn.Linear], kind: Quantization, device: torch.
 
 
 def is_quantizable(name: str, module: nn.Module, head: nn.Module) -> bool:
-    """name: of the module in its parent."""
+    """name: the module's name in its parent."""
     if type(module) is not nn.Linear or module is head or name in _UNTOUCHED:
         return False
     return module.in_features % _DIVISOR == 0 and module.out_features % _DIVISOR == 0
 
 
 def check_device(kind: Quantization, device: torch.device, dtype: torch.dtype) -> None:
-    """Raises ValueError when a device cannot multiply by such weights."""
+    """Raises ValueError if the device cannot multiply by such weights."""
     if device.type != "cuda" or kind == "int8":
         return
     subject = f"engine argument 'quantization' is '{kind}'"

@@ -1,8 +1,8 @@
-"""Matrices of a layer's experts, one for each, in the forms that programs multiply by.
+"""Matrices of the experts of a layer, in the forms that programs multiply by.
 
-For: descriptions, programs, and what splits them over ranks. Does not know: models, how tokens choose experts.
-Invariants: all experts of a layer are in one piece of memory, in which modules and programs read them; rows and columns
-are those of each expert.
+For: descriptions, programs, and what splits them among ranks. Does not know: models, how tokens choose experts.
+Invariants: all experts of a layer are in one piece of memory, which modules and programs share; rows and columns are
+those of each expert.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class ExpertWeight(Protocol):
     def k(self) -> int: ...
 
     def matrix(self, expert: int, dtype: torch.dtype) -> torch.Tensor:
-        """What it stands for, [n, k]."""
+        """Dense [n, k]."""
 
     def rows(self, rows: torch.Tensor) -> Self:
         """A copy of these rows."""
 
     def columns(self, columns: range) -> Self:
-        """These columns. Raises UnshardableError where they cannot be cut out."""
+        """These columns. Raises UnshardableError if they cannot be cut out."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """A copy; dtype: of plain numbers."""
+        """A copy; dtype: of dense matrices."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DenseExperts:
-    """Plain matrices."""
+    """Dense matrices."""
 
     tensor: torch.Tensor
     """[experts, n, k], with any strides: a checkpoint may have stored [experts, k, n]."""
@@ -107,20 +107,20 @@ class Int4Experts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertProjection:
-    """x·Wᵀ + bias, by the matrix and the bias of an expert."""
+    """x·Wᵀ + bias, with the matrix and the bias of an expert."""
 
     weight: ExpertWeight
     bias: torch.Tensor | None
-    """[experts, n], contiguous; None: there is none."""
+    """[experts, n], contiguous; None: none."""
 
 
 class QuantizedExperts(nn.Module):
-    """In the place of transformers' experts: one expert after the other, made plain while it multiplies."""
+    """Replaces the experts of transformers: one expert after the other, made dense while it multiplies."""
 
     def __init__(
         self, gate_up: ExpertProjection, down: ExpertProjection, apply_gate: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
-        """Weights are on the device where they multiply. apply_gate: of the module that this replaces."""
+        """Weights are on the device that multiplies. apply_gate: of the replaced module."""
         super().__init__()
         self._weights = {"gate_up_proj": gate_up.weight, "down_proj": down.weight}
         for name, bias in (("gate_up_proj_bias", gate_up.bias), ("down_proj_bias", down.bias)):
@@ -132,13 +132,13 @@ class QuantizedExperts(nn.Module):
         return ExpertProjection(self._weights[name], getattr(self, f"{name}_bias"))
 
     def drop_weights(self) -> None:
-        """Frees them; nothing can be computed any more."""
+        """Frees the weights; nothing can be computed afterwards."""
         self._weights.clear()
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        """The sum over the experts that each token of x [tokens, width] chose, times their shares, both [tokens, top
-        k]."""
+        """The sum, over the experts that each token of x [tokens, width] chose, of their outputs times their shares;
+        chosen, shares [tokens, top_k]."""
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for expert in torch.unique(chosen).tolist():
             token, place = torch.where(chosen == expert)

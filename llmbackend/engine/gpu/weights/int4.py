@@ -1,10 +1,10 @@
-"""Matrices of 4-bit numbers in groups, each with a scale: one layout for all formats of checkpoints.
+"""Matrices of 4-bit numbers in groups, each with a scale: one layout for all checkpoint formats.
 
-For: the loader, and programs and modules that multiply by what it left in memory. Does not know: models, formats of
-checkpoints. A row's numbers lie in blocks of 2 * slab columns, padded with zeros: byte j of a block holds the block's
-number j and, in its upper half, number slab + j. Invariants: the matrix is (number - zero) * scale, with the scale as
-the checkpoint has it, or, in floats of 4 bits (mxfp4), what the bits of e2m1 stand for times a power of two; a slab
-lies within one group; parts, neighbours and columns stand for the same numbers.
+For: the loader, and programs and modules that multiply by what it loaded. Does not know: models, checkpoint formats.
+The numbers of a row are in blocks of 2 * slab columns, padded with zeros: byte j of a block holds number j of the block
+and, in its upper half, number slab + j. Invariants: the matrix is (number - zero) * scale, with the scale of the
+checkpoint, or, in 4-bit floats (mxfp4), the e2m1 value times a power of two; a slab lies within one group; parts,
+neighbours and columns represent the same numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 from torch.nn import functional
 
 from ...errors import UnshardableError
-from .dense import Matmul, Rows
+from .dense import Matmul, Rows, follows
 
 LEAST_GROUP = 32
 """Sizes of groups are multiples of this."""
 PLAIN_ZERO = 8
-"""Of numbers without zeros of their own."""
+"""The zero of numbers without zeros of their own."""
 E8M0_BIAS = 127
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""What the bits of e2m1 stand for."""
+"""The values of the 16 bit patterns of e2m1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,10 +42,10 @@ class Int4Weight:
     group_size: int
     """A multiple of 32; k or more: there is one group. The last group may be smaller."""
     exact: bool = False
-    """Whether a row's product must not depend on how many rows there are."""
+    """Whether the product of a row must not depend on how many rows there are."""
     is_float: bool = False
-    """Whether numbers are the bits of e2m1 (a sign, two bits of exponent, one of fraction), and scales, uint8, those of
-    e8m0 (exponents of 2, plus 127); without zeros."""
+    """Whether numbers are e2m1 (a sign, two bits of exponent, one of fraction) and scales, uint8, are e8m0 (exponents
+    of 2, plus 127), without zeros."""
 
     @classmethod
     def of(
@@ -57,7 +57,7 @@ class Int4Weight:
         exact: bool = False,
         is_float: bool = False,
     ) -> Int4Weight:
-        """numbers uint8 [n, k] of 0 … 15; scale, zero [n, groups]; group_size: k or more for one group."""
+        """numbers uint8 [n, k] in 0 … 15; scale, zero [n, groups]; group_size: k or more for one group."""
         k = numbers.shape[1]
         if group_size >= k:
             group_size = -(-k // 64) * 64
@@ -92,7 +92,7 @@ class Int4Weight:
         return torch.stack((low, high), dim=2).view(self.n, -1)[:, : self.k]
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
-        """What this stands for [n, k], computed in float32."""
+        """The matrix [n, k], computed in float32."""
         group = torch.arange(self.k, device=self.data.device) // self.group_size
         if self.is_float:
             values = torch.tensor(_E2M1, device=self.data.device)[self.numbers().int()]
@@ -106,24 +106,21 @@ class Int4Weight:
         return replace(self, data=self.data[start : start + n], scale=self.scale[:, start : start + n], zero=zero)
 
     def joined(self, other: Int4Weight) -> Int4Weight | None:
-        """One matrix with the other's rows below, when both lie so in one piece of memory."""
-        above, below = self.data, other.data
-        same_memory = above.untyped_storage().data_ptr() == below.untyped_storage().data_ptr()
-        if not same_memory or (self.k, self.group_size) != (other.k, other.group_size):
-            return None
-        if below.storage_offset() != above.storage_offset() + above.numel():
+        """As DenseWeight.joined."""
+        if (self.k, self.group_size) != (other.k, other.group_size) or not follows(other.data, self.data):
             return None
         n, groups, stride = self.n + other.n, self.scale.shape[0], self.scale.stride(0)
         zero = None if self.zero is None else self.zero.as_strided((groups, n), (stride, 1))
         scale = self.scale.as_strided((groups, n), (stride, 1))
-        return replace(self, data=above.as_strided((n, above.shape[1]), (above.shape[1], 1)), scale=scale, zero=zero)
+        row_bytes = self.data.shape[1]
+        return replace(self, data=self.data.as_strided((n, row_bytes), (row_bytes, 1)), scale=scale, zero=zero)
 
     def rows(self, rows: torch.Tensor) -> Int4Weight:
         zero = None if self.zero is None else self.zero[:, rows]
         return replace(self, data=self.data[rows], scale=self.scale[:, rows], zero=zero)
 
     def columns(self, columns: range) -> Int4Weight:
-        """Groups that are cut in two become smaller ones. Raises UnshardableError where a cut leaves none of 32."""
+        """Groups that are cut become smaller ones. Raises UnshardableError if they would not be multiples of 32."""
         size = self._group_size_of(columns)
         group = torch.arange(columns.start, columns.stop, size, device=self.data.device) // self.group_size
         zero = None if self.zero is None else self.zero[group].t()
@@ -164,7 +161,7 @@ class Int4Weight:
 
 
 def has_kernel(device: torch.device) -> bool:
-    """Elsewhere a matrix is made dense for each product: for tests, and for models that are tried before they run."""
+    """Without it a matrix is made dense for each product: in tests, and for models that are tried before they run."""
     return device.type == "cuda"
 
 

@@ -1,9 +1,9 @@
-"""Weights that are still in the checkpoint's files: a rank reads of them only what it cuts out.
+"""Weights that are still in the files of a checkpoint: a rank reads only what it cuts out.
 
-For: the description of a model that is split over ranks, and what cuts it. Does not know: files, models, ranks.
-Invariants: the pieces are mapped files or host memory, in the checkpoint's own type, and nothing is read of them before
-`rows`, `columns` or `to`; what those give is dense, in the model's dtype, or quantised from that, and shares no memory
-with a file.
+For: the description of a model that is split among ranks, and what cuts it. Does not know: files, models, ranks.
+Invariants: the pieces are mapped files or host memory, in the type of the checkpoint, and not read before `rows`,
+`columns` or `to`; those return dense weights in the model's dtype, or weights quantised from that, which share no
+memory with a file.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .dense import DenseWeight, Quantization, QuantizedWeight
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredWeight:
-    """Matrices of one width, one above the other."""
+    """Matrices of the same width, one above the other."""
 
     pieces: tuple[torch.Tensor, ...]
     dtype: torch.dtype
     """The model's."""
     quantization: Quantization | None = None
-    """Of what is cut out."""
+    """Of the weights cut out."""
 
     @property
     def n(self) -> int:
@@ -51,7 +51,7 @@ class StoredWeight:
         return self.above(other) if alike else None
 
     def rows(self, rows: torch.Tensor) -> DenseWeight | QuantizedWeight:
-        """Rising numbers."""
+        """rows: rising numbers."""
         parts, first = [], 0
         for piece in self.pieces:
             own = rows[(rows >= first) & (rows < first + piece.shape[0])] - first
@@ -66,7 +66,7 @@ class StoredWeight:
         return replace(self, pieces=self.pieces + other.pieces)
 
     def to(self, device: torch.device) -> DenseWeight | QuantizedWeight:
-        """The whole of it."""
+        """The whole matrix."""
         return self._made(self.pieces).to(device)
 
     def _made(self, parts: Sequence[torch.Tensor]) -> DenseWeight | QuantizedWeight:
@@ -75,7 +75,7 @@ class StoredWeight:
 
 
 class StoredLinear(nn.Module):
-    """In the place of an nn.Linear, for a description; it computes nothing."""
+    """Replaces an nn.Linear in a description; it computes nothing."""
 
     def __init__(self, stored: StoredWeight, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -84,8 +84,8 @@ class StoredLinear(nn.Module):
 
 
 def mapped_tensors(files: Iterable[Path]) -> Mapping[str, torch.Tensor]:
-    """All by name, as views of the mapped files, which are never written to: nothing is read of one before it is used.
-    Raises SafetensorError or OSError."""
+    """All tensors by name, as views of the mapped files, which are never written to; a tensor is read when it is first
+    used. Raises SafetensorError or OSError."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:
