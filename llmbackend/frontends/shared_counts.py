@@ -137,7 +137,7 @@ class SharedCounts:
         if record is None:
             record = self._in_window(digest, _FREE)
             if record is None:
-                raise RuntimeError(f"no room to count {name}: {_WINDOW} others are counted beside it")
+                raise RuntimeError(f"no record is free to count {name}: its {_WINDOW} records have other names")
             self._set_digest(record, digest)
         return record
 

@@ -122,7 +122,7 @@ def test_a_name_without_room_is_not_counted_and_breaks_no_other_count(
     for name in (*names, last):
         counts.add(name, 1)
     assert [counts.held(name) for name in (names[3], last)] == [1, 0]
-    assert "no room to count 64same" in caplog.text
+    assert "no record is free to count 64same" in caplog.text
     counts.add(names[3], -1)
     counts.add(last, -1)  # it was not counted
     counts.add(last, 1)

@@ -264,7 +264,7 @@ def test_large_binary_tensors_go_in_and_out_unchanged(running: Running, encoding
 
 def test_bodies_that_control_the_server_are_small(running: Running) -> None:
     many = json.dumps({f"k{n}": "v" for n in range(200_000)})
-    text = "the request has more than 1048576 bytes, at most so many are accepted here"
+    text = "the request has more than 1048576 bytes, the maximum for this endpoint"
     with httpx.Client(base_url=f"http://{running.http}", timeout=60) as client:
         for path in (
             "trace/setting",

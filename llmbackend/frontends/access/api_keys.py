@@ -134,7 +134,7 @@ class KeyFile:
                 raise ValueError(f"larger than {_MAX_FILE_BYTES} bytes")
             keys = parse_keys(text.decode(), self._defaults)
             if not keys:
-                raise ValueError("it holds no key")
+                raise ValueError("it has no key")
         except OSError as error:
             raise ValueError(f"API key file '{self.path}': {error.strerror}") from None
         except UnicodeDecodeError:

@@ -321,7 +321,7 @@ def split_off(data: memoryview, number: int) -> tuple[bytes, list[memoryview]]:
     found: list[memoryview] = []
     for count, part in enumerate(fields(data), 1):
         if count > MAX_FIELDS:
-            raise invalid_argument(f"the request has more than {MAX_FIELDS} fields, at most so many are accepted")
+            raise invalid_argument(f"the request has more than {MAX_FIELDS} fields, the maximum")
         if (part.number, part.kind) == (number, LENGTH):
             found.append(data[part.value : part.end])
         else:

@@ -274,7 +274,7 @@ class StreamSession:
         """Raises TritonError INVALID_ARG if another process has these streams: it gets calls by their first request."""
         if self._streams is None:
             raise invalid_argument(
-                f"parameters '{RESUMABLE}' and '{RESUME_FROM}' are accepted here from the first request of a call on"
+                f"parameters '{RESUMABLE}' and '{RESUME_FROM}' must be in the first request of a call"
             )
         return self._streams
 

@@ -70,7 +70,7 @@ class BodyBudget:
             if size_bytes > 0 and held > self._max_bytes - self._held_bytes - size_bytes:
                 raise unavailable(
                     f"the server has no memory for the rest of this request's body: of {self._max_bytes} bytes for all "
-                    f"bodies, {self._held_bytes} are taken, {self._held[owner]} of them by this client"
+                    f"bodies, {self._held_bytes} are in use, {self._held[owner]} of them by this client"
                 )
             self._held_bytes += size_bytes
             self._held[owner] = held
@@ -149,7 +149,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 def too_large() -> TritonError:
     """The error of a control request beyond MAX_CONTROL_BYTES."""
-    return invalid_argument(f"the request has more than {MAX_CONTROL_BYTES} bytes, at most so many are accepted here")
+    return invalid_argument(f"the request has more than {MAX_CONTROL_BYTES} bytes, the maximum for this endpoint")
 
 
 async def read_control(request: Request) -> bytes:
