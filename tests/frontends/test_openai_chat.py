@@ -11,7 +11,7 @@ import openai
 import orjson
 import pytest
 
-from llmbackend.frontends.generation import http_answers
+from llmbackend.frontends.protocol_options import RequestDefaults
 from tests.helpers.fake_llm_server import MODEL, FakeLlmServer
 from tests.helpers.openai_live_server import serve_openai
 
@@ -207,10 +207,12 @@ def test_disconnect_before_the_first_token_cancels(url: str, server: FakeLlmServ
     assert server.handles[-1].cancelled.wait(10)
 
 
-def test_a_silent_stream_pings(url: str, server: FakeLlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_answers, "QUIET_S", 0.01)
+def test_a_silent_stream_pings(server: FakeLlmServer) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "silent"}], "stream": True}
-    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+    with (
+        serve_openai(server, defaults=RequestDefaults(sse_keep_alive_s=0.01)) as base,
+        httpx.stream("POST", f"{base}/v1/chat/completions", json=body) as response,
+    ):
         lines = response.iter_lines()
         assert '"role":"assistant"' in next(lines)
         assert [next(lines) for _ in range(4)] == ["", ": ping", "", ": ping"]

@@ -29,7 +29,7 @@ def serve_openai(
     server: Any, store: ResponseStore | None = None, access: AccessControl | None = None, **options: Any
 ) -> Iterator[str]:
     """Yields the base URL (without /v1). store: of responses and conversations; options: of both routers"""
-    shared = {name: value for name, value in options.items() if name != "lora_folder"}
+    shared = {name: value for name, value in options.items() if name not in ("lora_folder", "defaults")}
     routers = (create_anthropic_router(server, **shared), create_openai_router(server, store=store, **options))
     app: ASGIApp = Starlette(routes=[route for router in routers for route in router.routes])
     if access is not None:
