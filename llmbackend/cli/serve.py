@@ -80,8 +80,8 @@ def serve(
         check_port_collision(endpoints)
     except ValueError as error:
         raise typer.TyperException(str(error)) from None
-    if vllm.uds is not None and (server.frontend_processes > 1 or cluster.cluster is not None):
-        raise bad_option("--uds", "--uds is given, expected neither --frontend-processes nor --cluster with it")
+    if server.frontend_processes > 1 or cluster.cluster is not None:
+        vllm.check_one_process()
     checkpoint = models.checkpoint
     if checkpoint:
         checkpoint, engine = vllm.fetched(checkpoint, engine)

@@ -6,12 +6,16 @@ written (no slash redirects, no implicit HEAD); anything else is Triton's 404 or
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from fastapi import APIRouter, FastAPI
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from llmbackend.core.inference_server import InferenceServer
 from llmbackend.core.server_log import ServerLog
 
+from .http.direct_body import DirectBody
 from .http.errors import install_error_handlers, response_to
 from .http.request_body import BODY_LEASE, BodyBudget, BodyLease
 from .http.routing import ApiRoute
@@ -235,6 +240,37 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
             await send(message)
 
         await app(scope, receive, send_with_id)
+
+    return served
+
+
+def imported_middleware(path: str) -> Callable[[ASGIApp], ASGIApp]:
+    """path: module.name of a class of ASGI middleware, or of a coroutine function of a request and the next handler, as
+    in vLLM. Raises ValueError."""
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"'{path}' cannot be imported: {error}") from None
+    if inspect.iscoroutinefunction(found):
+        return partial(BaseHTTPMiddleware, dispatch=found)
+    if not inspect.isclass(found):
+        raise ValueError(f"'{path}' is neither a class nor a coroutine function")
+    return found
+
+
+def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIApp]]) -> ASGIApp:
+    """`app` inside `middleware`, the last one outermost; its bodies are then all ASGI messages, which middleware can
+    see."""
+    if not middleware:
+        return app
+    for make in middleware:
+        app = make(app)
+    inner = app
+
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
+        DirectBody.take_out_of(scope)
+        await inner(scope, receive, send)
 
     return served
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Final, Literal
+
+from starlette.types import ASGIApp
 
 from .kserve.request_parameters import FORWARD_NOTHING, HeaderForward
 
@@ -74,6 +77,8 @@ class ProtocolOptions:
     """Whether /openapi.json and /docs are served."""
     answers_request_ids: bool = False
     """Whether each HTTP response has the header X-Request-Id: the client's, or a new one."""
+    middleware: tuple[Callable[[ASGIApp], ASGIApp], ...] = ()
+    """Around the HTTP application, the last one outermost; none with frontend processes."""
     http_metrics: bool = True
     """Whether the HTTP port serves metrics, too."""
     allow_fault_injection: bool = False

@@ -30,7 +30,7 @@ from llmbackend.frontends.http.endpoint import HttpEndpoint
 from llmbackend.frontends.http.protocol import CaseKeepingProtocol, GuardedProtocol
 from llmbackend.frontends.http.routing import with_routed_paths
 from llmbackend.frontends.http.site_check import SiteCheck
-from llmbackend.frontends.http_app import create_http_app, with_cors, with_request_ids
+from llmbackend.frontends.http_app import create_http_app, with_cors, with_middleware, with_request_ids
 from llmbackend.frontends.inference_gate import InferenceGate
 from llmbackend.frontends.journals.resumable_streams import ResumableStreams, make_again
 from llmbackend.frontends.journals.stream_copies import Peers, StreamCopies
@@ -163,6 +163,7 @@ class FrontendServer:
         if claims.http is not None:
             app = self._http_app or self._default_app()
             guarded = with_cors(self._access.around_http(app, registry), self._protocols.cors)
+            guarded = with_middleware(guarded, self._protocols.middleware)
             served = self._with_pages(guarded)
             tunnels: Tunnels | None = self._pages
             if self._edge is not None:

@@ -73,6 +73,7 @@ EFFECTS = {
     "--max-num-batched-tokens": "engine/test_scheduler.py::test_a_long_prompt_is_chunked_and_decodes_go_first",
     "--max-num-queued-reqs": "frontends/test_openai_e2e.py::test_each_choice_counts_as_a_request",
     "--max-num-seqs": "engine/test_step_reports.py::test_why_a_request_waits",
+    "--middleware": f"{_HERE}::test_middleware_sees_requests_and_whole_responses",
     "--model": f"{_FLAGS}::test_with_a_model_one_port_is_opened",
     "--num-gpu-blocks-override": _DEMO,
     "--otlp-traces-endpoint": f"{_FLAGS}::test_logs_and_traces",
@@ -216,6 +217,49 @@ def test_a_quiet_stream_sends_comments_as_often_as_the_flag_says() -> None:
         _, content, _ = ask(server, "POST", "/v1/completions", {"prompt": "a", "max_tokens": 3, "stream": True})
         assert content.count(b": ping\n") >= 4, content
         assert content.endswith(b"data: [DONE]\n\n")
+    finally:
+        assert stop_server(server) == 0
+
+
+MIDDLEWARE = """
+from starlette.responses import JSONResponse
+
+
+class CountsEvents:
+    def __init__(self, app):
+        self.app, self.count = app, 0
+
+    async def __call__(self, scope, receive, send):
+        async def counted(message):
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-before", str(self.count).encode())]
+            self.count += message.get("body", b"").count(b"data: ")
+            await send(message)
+
+        await self.app(scope, receive, counted)
+
+
+async def refuses_models(request, call_next):
+    if request.url.path == "/v1/models":
+        return JSONResponse({"refused": True}, status_code=403)
+    return await call_next(request)
+"""
+
+
+def test_middleware_sees_requests_and_whole_responses(tmp_path: Path) -> None:
+    (tmp_path / "house_rules.py").write_text(MIDDLEWARE)
+    server = start_server(
+        *("mock", "--middleware", "house_rules.CountsEvents", "--middleware", "house_rules.refuses_models"),
+        variables={"PYTHONPATH": f"{ROOT}:{tmp_path}"},
+    )
+    try:
+        assert ask(server, "GET", "/v1/models")[:2] == (403, b'{"refused":true}')
+        body = {"prompt": "a", "max_tokens": 4, "stream": True}
+        _, content, headers = ask(server, "POST", "/v1/completions", body)
+        assert headers["x-before"] == "0" and content.endswith(b"data: [DONE]\n\n")
+        assert complete(server, max_tokens=4)["usage"]["completion_tokens"] == 4
+        status, _, headers = ask(server, "GET", "/health")
+        assert (status, headers["x-before"]) == (200, str(content.count(b"data: ")))
     finally:
         assert stop_server(server) == 0
 

@@ -82,7 +82,6 @@ REFUSED_SWITCHES: Final[Mapping[str, str]] = {
 }
 REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "anthropic_disabled_thinking_effort": (("auto",), "the chat template decides"),
-    "middleware": ((), "events of streams are written to the connection directly; put a proxy before the server"),
     "response_role": (("assistant",), "clients of the OpenAI API know no other role of an answer"),
     "tool_parser_plugin": (("",), "code of others is not loaded; --tool-call-parser names the formats that are known"),
     "tool_server": ((), "the server runs no tools; clients do"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated, ClassVar
 
 import typer
+from starlette.types import ASGIApp
 
 from llmbackend.frontends.protocol_options import ProtocolOptions, RequestDefaults
 from llmbackend.server.hub import CHECKPOINT, CODE, TOKENIZER, HubError, fetch, is_hub_id
@@ -52,6 +53,10 @@ class VllmServerFlags:
         bool,
         typer.Option("--enable-request-id-headers", help="Responses have X-Request-Id: the client's, or a new one."),
     ] = False
+    middleware: Annotated[
+        list[str] | None,
+        typer.Option(help="Import path of an ASGI middleware, a class or a coroutine function; repeatable."),
+    ] = None
     return_tokens_as_token_ids: Annotated[
         bool, typer.Option("--return-tokens-as-token-ids", help="Log probabilities name tokens as token_id:7.")
     ] = False
@@ -97,12 +102,19 @@ class VllmServerFlags:
                     found[name] = replace(found[name], enabled=False)
         return found
 
+    def check_one_process(self) -> None:
+        """Raises BadParameter for a flag of which other processes, which hold the connections, would know nothing."""
+        for flag, value in (("--uds", self.uds), ("--middleware", self.middleware)):
+            if value:
+                raise bad_option(flag, f"{flag} is given, expected neither --frontend-processes nor --cluster with it")
+
     def applied_to(self, options: ProtocolOptions) -> ProtocolOptions:
         return replace(
             options,
             root_path=self._checked_root_path(),
             documents_api=not self.disable_fastapi_docs,
             answers_request_ids=self.enable_request_id_headers,
+            middleware=tuple(map(_imported, self.middleware or ())),
             openai_fingerprint=self._fingerprint(),
             request_defaults=RequestDefaults(
                 return_tokens_as_token_ids=self.return_tokens_as_token_ids,
@@ -146,6 +158,15 @@ class VllmServerFlags:
             )
         code = (CODE,) if engine.trusts_remote_code else ()
         return _fetched(model, "revision", self.revision, (*CHECKPOINT, *code)), engine
+
+
+def _imported(path: str) -> Callable[[ASGIApp], ASGIApp]:
+    from llmbackend.frontends.http_app import imported_middleware
+
+    try:
+        return imported_middleware(path)
+    except ValueError as error:
+        raise bad_option("--middleware", f"--middleware {error}") from None
 
 
 def _fetched(source: str, flag: str, revision: str, patterns: Sequence[str]) -> str:
