@@ -16,7 +16,7 @@ from llmbackend.server.ports import check_port_collision
 
 from ..server.settings import ServerSettings
 from .cluster import ClusterFlags
-from .command_line import PlainHelpCommand, bad_option, takes_flag_groups, warn
+from .command_line import PlainHelpCommand, takes_flag_groups, warn
 from .flags.clients import AccessFlags, LimitFlags, StoreFlags
 from .flags.endpoints import CorsFlags, GrpcFlags, HttpFlags, MetricsFlags, PageFlags, ProtocolFlags, SharedMemoryFlags
 from .flags.engine import EngineFlags

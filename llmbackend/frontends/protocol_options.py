@@ -77,6 +77,8 @@ class ProtocolOptions:
     """Whether /openapi.json and /docs are served."""
     answers_request_ids: bool = False
     """Whether each HTTP response has the header X-Request-Id: the client's, or a new one."""
+    shows_tokenizers: bool = False
+    """Whether /tokenizer_info is served."""
     middleware: tuple[Callable[[ASGIApp], ASGIApp], ...] = ()
     """Around the HTTP application, the last one outermost; none with frontend processes."""
     http_metrics: bool = True

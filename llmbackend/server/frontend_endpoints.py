@@ -80,6 +80,7 @@ class FrontendEndpoints:
                         sealing_key=key,
                         fingerprint=protocols.openai_fingerprint,
                         defaults=protocols.request_defaults,
+                        shows_tokenizers=protocols.shows_tokenizers,
                     ),
                 ),
                 options=protocols,

@@ -80,6 +80,7 @@ def make_frontends(
                     lora_folder=protocols.openai_lora_folder,
                     fingerprint=protocols.openai_fingerprint,
                     defaults=protocols.request_defaults,
+                    shows_tokenizers=protocols.shows_tokenizers,
                 ),
                 operations,
             ),

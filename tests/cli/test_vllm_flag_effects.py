@@ -48,6 +48,7 @@ EFFECTS = {
     "--enable-lora": "frontends/test_lora_clients.py::test",
     "--enable-prefix-caching": _DEMO,
     "--enable-request-id-headers": _NAMES,
+    "--enable-tokenizer-info-endpoint": _DEMO,
     "--enforce-eager": "engine/test_decoder_program.py::test_the_program_is_an_option",
     "--fingerprint-mode": _ANSWERS,
     "--fingerprint-value": _ANSWERS,
@@ -147,7 +148,7 @@ def demo() -> Iterator[ServerProcess]:
         *("--max-model-len", "256", "--block-size", "16", "--num-gpu-blocks-override", "48"),
         *("--no-enable-prefix-caching", "--override-generation-config", '{"temperature": 0}'),
         *("--allowed-origins", f'["{PAGE}"]', "--allow-credentials"),
-        *("--allowed-methods", '["POST"]', "--allowed-headers", '["x-mine"]'),
+        *("--allowed-methods", '["POST"]', "--allowed-headers", '["x-mine"]', "--enable-tokenizer-info-endpoint"),
     )
     yield server
     assert stop_server(server) == 0
@@ -163,6 +164,15 @@ def test_a_server_of_the_demo_model(demo: ServerProcess) -> None:
     assert model["max_model_len"] == 256
     status, content, _ = ask(demo, "POST", "/v1/completions", {"prompt": [5] * 300})
     assert status == 400 and b"256" in content
+
+    status, content, _ = ask(demo, "GET", "/tokenizer_info")
+    info = json.loads(content)
+    assert (status, info["chat_template"]) == (200, json.loads(demo.get("/v2/models/m/config"))["parameters"]
+            ["chat_template"]["string_value"])  # fmt: skip
+    of_file = json.loads((CHECKPOINT / "tokenizer_config.json").read_text())
+    assert info.items() >= {name: value for name, value in of_file.items() if name != "chat_template"}.items()
+    assert ask(demo, "GET", "/tokenizer_info?model=absent")[0] == 404
+    assert ask(demo, "POST", "/tokenizer_info")[0] == 405
 
     greedy, other = complete(demo), complete(demo, seed=2)
     assert greedy["choices"][0]["text"] == other["choices"][0]["text"]

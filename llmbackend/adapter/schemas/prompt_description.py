@@ -18,9 +18,12 @@ from .schema import LlmInputs, Prompt
 PROMPT_TOKENS: Final = "prompt_tokens"
 MAX_MODEL_LEN: Final = "max_model_len"
 SAMPLING_PARAMETERS: Final = "sampling_parameters"
-DESCRIPTION_OUTPUTS: Final = frozenset(
-    {PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS, "prompt_token_ids", "prompt_text", "num_input_tokens"}
-)
+TOKENIZER_CONFIG: Final = "tokenizer_config"
+ONLY_DESCRIPTION_OUTPUTS: Final = frozenset({PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS, TOKENIZER_CONFIG})
+"""A generation cannot have them."""
+DESCRIPTION_OUTPUTS: Final = ONLY_DESCRIPTION_OUTPUTS | {"prompt_token_ids", "prompt_text", "num_input_tokens"}
+_FILES: Final = ("vocab_file", "merges_file", "tokenizer_file", "name_or_path")
+"""Of a tokenizer's configuration: paths."""
 _TOKENS_PER_CALL: Final = 8192
 
 
@@ -36,6 +39,10 @@ def described(prompt: Prompt, inputs: LlmInputs, tokenizer: ModelTokenizer, max_
     if "prompt_text" in outputs:
         text = prompt.text if inputs.input_ids is None else tokenizer.decode(ids, skip_special_tokens=False)
         tensors.append(Tensor.text("prompt_text", text))
+    if TOKENIZER_CONFIG in outputs:
+        config = {name: value for name, value in tokenizer.config.items() if name not in _FILES}
+        config["chat_template"] = tokenizer.chat_template or None
+        tensors.append(Tensor.text(TOKENIZER_CONFIG, msgspec.json.encode(config)))
     for name, count in (("num_input_tokens", len(ids)), (MAX_MODEL_LEN, max_model_len_tokens)):
         if name in outputs:
             tensors.append(Tensor.of(name, np.array([count], np.uint32)))

@@ -37,7 +37,14 @@ from llmbackend.engine.messages import TokenLogprobs
 from ..limits import MAX_PARAMETERS, MAX_SAMPLING_JSON_BYTES, check_at_most
 from ..text.output_assembler import Chunk
 from ..text.tokenizer import REPLACEMENT, ModelTokenizer
-from .prompt_description import DESCRIPTION_OUTPUTS, MAX_MODEL_LEN, PROMPT_TOKENS, SAMPLING_PARAMETERS
+from .prompt_description import (
+    DESCRIPTION_OUTPUTS,
+    MAX_MODEL_LEN,
+    ONLY_DESCRIPTION_OUTPUTS,
+    PROMPT_TOKENS,
+    SAMPLING_PARAMETERS,
+    TOKENIZER_CONFIG,
+)
 from .schema import (
     PROMPT_OUTPUTS,
     SEQUENCE_INDEX,
@@ -86,10 +93,12 @@ INPUTS: dict[str, TensorType] = {
     "return_prompt_text": _FLAG,
     "return_prompt_first_token": _FLAG,
     # Nothing is generated, and no engine gets the request: the answer describes the prompt, which may be longer than
-    # the context, or empty. Only with it: the names of the prompt's tokens as a JSON list, and the context's size.
+    # the context, or empty. Only with it: the names of the prompt's tokens as a JSON list, the context's size, and the
+    # tokenizer's configuration.
     "prompt_only": _FLAG,
     "return_prompt_tokens": _FLAG,
     "return_max_model_len": _FLAG,
+    "return_tokenizer_config": _FLAG,
     # The request is checked as for a generation, and the answer has its effective sampling parameters.
     "return_sampling_parameters": _FLAG,
     # The tokens that an interrupted generation has sent; this request continues after them.
@@ -117,6 +126,7 @@ OUTPUTS: dict[str, TensorType] = {
     "prompt_first_token": _TEXT,
     PROMPT_TOKENS: _TEXT,
     MAX_MODEL_LEN: _COUNT,
+    TOKENIZER_CONFIG: _TEXT,
     SAMPLING_PARAMETERS: _TEXT,
     "usage": TensorType("TYPE_UINT32", (-1,)),
     "not_enforced": TensorType("TYPE_STRING", (-1,)),
@@ -208,7 +218,7 @@ class VllmSchema:
                 param="exclude_input_in_output",
             )
         enabled = {name for name in OUTPUTS if name == "text_output" or _flag(request, f"return_{name}")}
-        if needing := enabled & {PROMPT_TOKENS, MAX_MODEL_LEN, SAMPLING_PARAMETERS}:
+        if needing := enabled & ONLY_DESCRIPTION_OUTPUTS:
             raise invalid_argument(f"'return_{min(needing)}' is true, expected 'prompt_only' to be true with it")
         has_choices = str(sampling.get("n") or 1) != "1"
         if has_choices and SEQUENCE_INDEX in enabled and not self._decoupled:

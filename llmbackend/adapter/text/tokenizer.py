@@ -12,6 +12,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders
@@ -69,6 +70,8 @@ class ModelTokenizer:
     """Of the longest token: a long text has too many tokens, whatever they are."""
     chat_template = ""
     """Its source; "" = none, or one that is built in."""
+    config: Mapping[str, Any] = MappingProxyType({})
+    """tokenizer_config.json, with `tokenizer_class`."""
     _template: ChatTemplate | None = None
 
     def encode(self, text: str, *, add_special_tokens: bool, below: int | None = None) -> list[int]:

@@ -188,21 +188,29 @@ class TokenizerSource:
     """Its text; None = there is none."""
     special_tokens: Mapping[str, str]
     """Variables of the template."""
+    config: Mapping[str, Any]
+    """tokenizer_config.json."""
 
     @classmethod
     def of(cls, source: str, interpreter: str, chat_template: str) -> TokenizerSource:
         """source: a directory, a hub id, or "mock". Raises ValueError or OSError saying what is missing."""
         given = _given_template(chat_template)
         if source == "mock":
-            return cls(None, given, {})
+            return cls(None, given, {}, {})
         directory = local_directory(source, interpreter)
         _check_files(directory)
         config = read_json(directory / "tokenizer_config.json")
         special_tokens = _special_tokens(config, read_json(directory / "special_tokens_map.json"))
-        return cls(directory, given or _chat_template_source(directory, config), special_tokens)
+        return cls(directory, given or _chat_template_source(directory, config), special_tokens, config)
 
     def load(self, trust_remote_code: bool, interpreter: str, tokenizer_json: str = "") -> ModelTokenizer:
         """tokenizer_json: used instead of the file's. Raises ValueError or OSError."""
+        tokenizer = self._made(trust_remote_code, interpreter, tokenizer_json)
+        default = "ByteTokenizer" if self.directory is None else "PreTrainedTokenizerFast"
+        tokenizer.config = {"tokenizer_class": default, **self.config}
+        return tokenizer
+
+    def _made(self, trust_remote_code: bool, interpreter: str, tokenizer_json: str) -> ModelTokenizer:
         if self.directory is None:
             return ByteTokenizer(self.chat_template or "")
         from .chat_template import ChatTemplate

@@ -56,7 +56,6 @@ VLLM_SWITCHES: Final[Mapping[str, str]] = {
     "enable_ssl_refresh": "SIGHUP makes the server read its certificates again",
     "enable_per_request_metrics": "answers have no times; traces and /metrics do",
     "enable_server_load_tracking": "GET /load is always served",
-    "enable_tokenizer_info_endpoint": "GET /tokenizer_info is not served",
     "exclude_tools_when_tool_choice_none": "with 'tool_choice': 'none' the prompt has no tools",
     "log_error_stack": "an error of the server is logged with its stack",
     "trust_request_mm_kwargs": "only text is served",

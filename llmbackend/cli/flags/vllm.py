@@ -53,6 +53,9 @@ class VllmServerFlags:
         bool,
         typer.Option("--enable-request-id-headers", help="Responses have X-Request-Id: the client's, or a new one."),
     ] = False
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, typer.Option("--enable-tokenizer-info-endpoint", help="Serve GET /tokenizer_info.")
+    ] = False
     middleware: Annotated[
         list[str] | None,
         typer.Option(help="Import path of an ASGI middleware, a class or a coroutine function; repeatable."),
@@ -114,6 +117,7 @@ class VllmServerFlags:
             root_path=self._checked_root_path(),
             documents_api=not self.disable_fastapi_docs,
             answers_request_ids=self.enable_request_id_headers,
+            shows_tokenizers=self.enable_tokenizer_info_endpoint,
             middleware=tuple(map(_imported, self.middleware or ())),
             openai_fingerprint=self._fingerprint(),
             request_defaults=RequestDefaults(

@@ -288,6 +288,8 @@ class PromptDescription:
     token_names: bytes = b"[]"
     """JSON list of names in the vocabulary."""
     text: str = ""
+    tokenizer_config: bytes = b"{}"
+    """JSON object."""
     sampling_parameters: bytes = b"{}"
     """JSON object of those that a generation would have."""
 
@@ -303,9 +305,9 @@ async def describe_prompt(
     max_tokens_must_fit: bool = False,
 ) -> PromptDescription:
     """wanted: flags of tensors.py: RETURN_NUM_INPUT_TOKENS, RETURN_MAX_MODEL_LEN, RETURN_PROMPT_TOKEN_IDS,
-    RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, and RETURN_SAMPLING_PARAMETERS, with which the request is checked as a
-    generation is. sampling: with that flag all parameters, else those that change the prompt. The caller watches the
-    client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs.
+    RETURN_PROMPT_TOKENS, RETURN_PROMPT_TEXT, RETURN_TOKENIZER_CONFIG, and RETURN_SAMPLING_PARAMETERS, with which the
+    request is checked as a generation is. sampling: with that flag all parameters, else those that change the prompt.
+    The caller watches the client (`unless_disconnected`). Raises OpenAIError with the host's names of inputs.
     """
     if not target.model.takes(PROMPT_ONLY):
         message = f"the model '{target.name}' has no input '{PROMPT_ONLY}', so its prompts are unknown"
@@ -334,6 +336,7 @@ def _read(response: InferenceResponse) -> PromptDescription:
         token_ids=found["prompt_token_ids"].ravel() if "prompt_token_ids" in found else _no_tokens(),
         token_names=_single(found, "prompt_tokens", b"[]"),
         text=_single(found, "prompt_text", b"").decode(),
+        tokenizer_config=_single(found, "tokenizer_config", b"{}"),
         sampling_parameters=_single(found, "sampling_parameters", b"{}"),
     )
 

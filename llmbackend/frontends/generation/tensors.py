@@ -35,6 +35,7 @@ RETURN_PROMPT_TEXT = "return_prompt_text"
 RETURN_PROMPT_TOKENS = "return_prompt_tokens"
 RETURN_SAMPLING_PARAMETERS = "return_sampling_parameters"
 RETURN_MAX_MODEL_LEN = "return_max_model_len"
+RETURN_TOKENIZER_CONFIG = "return_tokenizer_config"
 RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 PROMPT_ONLY = "prompt_only"
 RETURN_USAGE = "return_usage"
@@ -60,6 +61,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     RETURN_PROMPT_TEXT: "BOOL",
     RETURN_PROMPT_TOKENS: "BOOL",
     RETURN_MAX_MODEL_LEN: "BOOL",
+    RETURN_TOKENIZER_CONFIG: "BOOL",
     RETURN_SAMPLING_PARAMETERS: "BOOL",
     PROMPT_ONLY: "BOOL",
     PRIOR_OUTPUT_IDS: "INT32",

@@ -104,7 +104,7 @@ def _printable(message: str) -> str:
 
 
 def is_openai(path: str) -> bool:
-    return path.startswith("/v1/") or path in ("/v1", "/tokenize", "/detokenize")
+    return path.startswith("/v1/") or path in ("/v1", "/tokenize", "/detokenize", "/tokenizer_info")
 
 
 def is_anthropic(path: str, version: bytes | None = None) -> bool:

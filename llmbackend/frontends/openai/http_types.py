@@ -156,6 +156,12 @@ class Tokens(TypedDict):
     token_strs: list[str] | None
 
 
+@with_config(extra="allow")
+class TokenizerInfo(TypedDict):
+    tokenizer_class: str
+    chat_template: str | None
+
+
 class Text(TypedDict):
     prompt: str
 

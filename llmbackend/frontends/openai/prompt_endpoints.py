@@ -1,4 +1,4 @@
-"""Prompts without generation: /tokenize, /detokenize, and vLLM's render endpoints.
+"""Prompts without generation: /tokenize, /detokenize, /tokenizer_info, and vLLM's render endpoints.
 
 Invariants: a prompt is the one that a chat with the same fields has; requests to render are read, planned and checked
 as those that generate; nothing in proportion to a body is done on the event loop. Source: vLLM's protocol.
@@ -31,6 +31,7 @@ from ..generation.tensors import (
     RETURN_PROMPT_TOKEN_IDS,
     RETURN_PROMPT_TOKENS,
     RETURN_SAMPLING_PARAMETERS,
+    RETURN_TOKENIZER_CONFIG,
     input_ids_tensor,
     text_tensor,
 )
@@ -38,11 +39,11 @@ from ..generation.validation import ClosedObject, Flag, TokenIds, read
 from ..http.errors import JsonObject, OpenAIError
 from ..http.request_body import release_body
 from ..http.request_scope import unless_disconnected
-from ..http.routing import post
+from ..http.routing import get, post
 from ..inference_gate import InferenceGate
 from .endpoints import OpenAIEndpoints, json_answer
 from .fields import Effort
-from .http_types import Rendered, Text, Tokens
+from .http_types import Rendered, Text, TokenizerInfo, Tokens
 from .requests import chat_prompt, parse_chat, parse_completion
 from .schema import ChatCompletionRequest, ChatPromptFields, CompletionRequest, MediaFields
 
@@ -201,6 +202,21 @@ class PromptEndpoints(OpenAIEndpoints):
             )
         except OpenAIError as error:
             raise in_own_fields(error, request, plan) from None
+
+
+class TokenizerInfoEndpoints(OpenAIEndpoints):
+    def __init__(self, gate: InferenceGate, catalog: ModelCatalog) -> None:
+        super().__init__(gate, 0)
+        self._catalog = catalog
+
+    @get("/tokenizer_info", answer=TokenizerInfo)
+    async def tokenizer_info(self, http: Request) -> Response:
+        """The tokenizer's configuration and the chat template of `?model=`, by default the only one"""
+        self._gate.check_room()
+        prompt = text_tensor("")
+        target = self._catalog.require(self._catalog.named(http.query_params.get("model")), prompt.name)
+        work = describe_prompt(self._gate, target, prompt, (RETURN_TOKENIZER_CONFIG,))
+        return json_answer((await unless_disconnected(http, work)).tokenizer_config)
 
 
 def _written(request: GenerationRequest, request_id: str, found: PromptDescription) -> bytes:

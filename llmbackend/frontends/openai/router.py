@@ -52,7 +52,7 @@ from .chunks import CollectingWriter, IntervalWriter, PromptFirst, chunk_writer
 from .endpoints import OpenAIEndpoints, json_answer, read_body
 from .http_types import ChatCompletion, Completion, Model, ModelList
 from .lora_endpoints import LoraEndpoints
-from .prompt_endpoints import PromptEndpoints
+from .prompt_endpoints import PromptEndpoints, TokenizerInfoEndpoints
 from .requests import parse_chat, parse_completion, with_defaults
 from .responses_api.background import BackgroundResponses
 from .responses_api.compaction import CompactionEndpoints
@@ -86,9 +86,11 @@ def create_openai_router(
     lora_folder: str = "",
     fingerprint: str | None = None,
     defaults: RequestDefaults = NO_DEFAULTS,
+    *,
+    shows_tokenizers: bool = False,
 ) -> APIRouter:
     """All of /v1, unknown paths included. gate, streams: shared with the server's other frontends. store: None: nothing
-    is stored. sealing_key: see sealed_reasoning.py."""
+    is stored. sealing_key: see sealed_reasoning.py. shows_tokenizers: whether /tokenizer_info is served."""
     gate = gate or InferenceGate(server)
     catalog, size = ModelCatalog(server, lora_separator, fingerprint), max_body_bytes
     conversations = Conversations(store, gate, size) if store is not None else None
@@ -99,6 +101,7 @@ def create_openai_router(
         ModelEndpoints(gate, catalog, size, streams or ResumableStreams(), defaults, store),
         ConversationEndpoints(gate, conversations, size),
         PromptEndpoints(gate, catalog, size),
+        *((TokenizerInfoEndpoints(gate, catalog),) if shows_tokenizers else ()),
         LoraEndpoints(gate, catalog, lora_folder),
         responses,
         InputTokenEndpoints(gate, catalog, responses, size),
@@ -109,7 +112,8 @@ def create_openai_router(
         api.add_to(router)
     unknown = CatchAll(OpenAIEndpoints(gate), partial(_refuse, tuple(router.routes)))
     router.routes[:0] = [Route(path, unknown) for path in _NOT_SERVED]
-    router.routes += [Route(path, unknown) for path in ("/tokenize", "/detokenize", "/v1", "/v1/{path:path}")]
+    paths = ("/tokenize", "/detokenize", "/tokenizer_info", "/v1", "/v1/{path:path}")
+    router.routes += [Route(path, unknown) for path in paths]
     return router
 
 
