@@ -48,8 +48,7 @@ class AccessFlags:
         Any, switch("--share-caches-between-api-keys", "Share cached prefixes and responses between keys.")
     ] = False
     http_restricted_api: Annotated[
-        list[str] | None,
-        typer.Option("--http-restricted-api", help="<api>,<api>:<header>=<value>; repeatable."),
+        list[str] | None, typer.Option("--http-restricted-api", help="<api>,<api>:<header>=<value>; repeatable.")
     ] = None
     grpc_restricted_protocol: Annotated[
         list[str] | None,
@@ -268,8 +267,7 @@ class StoreFlags:
         float, typer.Option(min=0, help="Seconds that a resumable stream continues without a client.")
     ] = IN_MEMORY.resume_grace_s
     idempotency_ttl: Annotated[
-        float,
-        typer.Option(min=0, help="Seconds that the answer to an Idempotency-Key is kept; 0 = not at all."),
+        float, typer.Option(min=0, help="Seconds that the answer to an Idempotency-Key is kept; 0 = not at all.")
     ] = IN_MEMORY.idempotency.ttl_s
 
     def settings(self) -> StoreSettings:

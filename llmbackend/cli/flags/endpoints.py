@@ -112,7 +112,6 @@ class ProtocolFlags:
     lora_separator: Annotated[
         str, typer.Option(help="Separator of model and LoRA adapter in OpenAI requests, such as _lora_.")
     ] = ""
-
     lora_folder: Annotated[
         str, typer.Option(help="Folder whose LoRA adapters /v1/load_lora_adapter may load; default: none.")
     ] = ""
@@ -180,13 +179,11 @@ class CorsFlags:
         str, _list("allowed-origins", """Pages that may use the server: '["https://a.example"]', or '["*"]' for all.""")
     ] = "[]"
     allowed_hosts: Annotated[
-        str,
-        _list("allowed-hosts", """Host names of this server for browsers: '["a.example"]' (docs/security.md)."""),
+        str, _list("allowed-hosts", """Host names of this server for browsers: '["a.example"]' (docs/security.md).""")
     ] = "[]"
-    allow_credentials: Annotated[
-        bool,
-        typer.Option("--allow-credentials", help="Let browsers send credentials."),
-    ] = False
+    allow_credentials: Annotated[bool, typer.Option("--allow-credentials", help="Let browsers send credentials.")] = (
+        False
+    )
     allowed_methods: Annotated[str, _list("allowed-methods", "HTTP methods that pages may use.")] = '["*"]'
     allowed_headers: Annotated[str, _list("allowed-headers", "Request headers that pages may send.")] = '["*"]'
 
@@ -223,8 +220,7 @@ class PageFlags:
         Any, switch("--allow-pages", "Serve the web pages (chat, engine, operations); default: if installed.")
     ] = None
     pages_host: Annotated[
-        list[str] | None,
-        typer.Option("--pages-host", help="Like --allowed-hosts, for one name; repeatable."),
+        list[str] | None, typer.Option("--pages-host", help="Like --allowed-hosts, for one name; repeatable.")
     ] = None
 
     def settings(self) -> PageSettings:

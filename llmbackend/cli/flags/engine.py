@@ -17,10 +17,7 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin
 import msgspec
 import typer
 
-from llmbackend.adapter.engine_args import (
-    LORA_MODULES,
-    OWN_PARAMETERS,
-)
+from llmbackend.adapter.engine_args import LORA_MODULES, OWN_PARAMETERS
 from llmbackend.adapter.foreign_engine_args import FORMER_NAMES, NO_EFFECT, ONLY_VALUE, ONLY_VALUE_BECAUSE, SWITCHES
 from llmbackend.core.errors import TritonError
 from llmbackend.engine.config import EngineConfig
@@ -75,10 +72,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "tensor_parallel_size": (_COMPUTE, "Ranks that each hold a part of every layer."),
     "pipeline_parallel_size": (_COMPUTE, "Stages that each hold some of the layers."),
     "num_threads": (_COMPUTE, "Threads on CPU; 0 = all cores."),
-    "cluster_resources": (
-        _COMPUTE,
-        'Ray resources of an engine: {"CPU": 4, "node:10.0.0.2": 0.01}.',
-    ),
+    "cluster_resources": (_COMPUTE, 'Ray resources of an engine: {"CPU": 4, "node:10.0.0.2": 0.01}.'),
     "speculative_config": (_COMPUTE, 'N-gram speculation: {"method": "ngram", "num_speculative_tokens": 4}.'),
     "structured_outputs_config": (_COMPUTE, 'Structured output: {"disable_any_whitespace": true}.'),
     "async_scheduling": (_COMPUTE, "Schedule the next step while one runs; default: if possible."),
@@ -118,7 +112,6 @@ _OTHER_NAMES: Final[Mapping[str, tuple[str, ...]]] = {"num_kv_blocks": ("--num-g
 _WHOLE_NUMBERS = ("max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes")
 _SPECULATION: Final = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
 """vLLM's short flags for keys of --speculative-config."""
-_SPECULATION_HELP: Final = "A key of --speculative-config."
 
 
 class EngineFlags:
@@ -133,7 +126,7 @@ class EngineFlags:
         found = {field.name: _flag(field) for field in msgspec.structs.fields(EngineConfig)}
         found |= {name: _text_flag(name, _QUEUE, "NUMBER", "") for name in OWN_PARAMETERS}
         found |= {name: _former_flag(name) for name in FORMER_NAMES}
-        found |= {name: _text_flag(name, _COMPUTE, "VALUE", _SPECULATION_HELP) for name in _SPECULATION}
+        found |= {name: _text_flag(name, _COMPUTE, "VALUE", "A key of --speculative-config.") for name in _SPECULATION}
         found |= {name: _inert_flag(name) for name in (*sorted(NO_EFFECT), *ONLY_VALUE)}
         return {
             name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
