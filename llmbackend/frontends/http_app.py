@@ -12,7 +12,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import Any, Final, cast
 
 from fastapi import APIRouter, FastAPI
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -249,14 +249,14 @@ def imported_middleware(path: str) -> Callable[[ASGIApp], ASGIApp]:
     in vLLM. Raises ValueError."""
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found: Any = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"'{path}' cannot be imported: {error}") from None
     if inspect.iscoroutinefunction(found):
         return partial(BaseHTTPMiddleware, dispatch=found)
     if not inspect.isclass(found):
         raise ValueError(f"'{path}' is neither a class nor a coroutine function")
-    return found
+    return cast(Callable[[ASGIApp], ASGIApp], found)
 
 
 def with_middleware(app: ASGIApp, middleware: Sequence[Callable[[ASGIApp], ASGIApp]]) -> ASGIApp:
