@@ -103,7 +103,7 @@ def gather_keys(
     logits, stride, copies, sample, slot, vocab_size, temperature, peak, least_weight, listed, num_listed, begin,
     SHIFT: tl.constexpr, EDITED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and weights, as of keys_at, of the listed blocks from `begin` on, as flat tiles."""
+    """Keys and weights, as in keys_at, of the listed blocks from `begin` on, as flat tiles."""
     which = begin + tl.arange(0, GATHERED)
     block = tl.load(listed + which, mask=which < num_listed, other=0)
     ids = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
