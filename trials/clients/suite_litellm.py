@@ -62,6 +62,16 @@ def test_text_completion(options: dict[str, Any]) -> None:
     assert answer.choices[0].finish_reason and answer.usage.completion_tokens > 0
 
 
+def test_the_provider_for_vllm(options: dict[str, Any]) -> None:
+    """`hosted_vllm/…`, as gateways name a server of vLLM."""
+    vllm = options | {"model": "hosted_vllm/demo"}
+    whole = litellm.completion(messages=HELLO, **vllm)
+    assert whole.choices[0].message.content == litellm.completion(messages=HELLO, **options).choices[0].message.content
+    chunks = litellm.completion(messages=HELLO, stream=True, **vllm)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole.choices[0].message.content
+
+
 def test_triton(base_url: str) -> None:
     """LiteLLM's provider of Triton's generate."""
     url = base_url.removesuffix("/v1") + "/v2/models/demo/generate"
