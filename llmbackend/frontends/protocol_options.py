@@ -41,6 +41,8 @@ class RequestDefaults:
     """Whether every chunk of every stream has the usage so far."""
     stream_interval_tokens: int = 1
     """Tokens of a choice per chunk."""
+    per_request_metrics: bool = False
+    """Whether requests may ask for their times with `include_metrics`."""
     sse_keep_alive_s: float | None = 15.0
     """Seconds of silence after which a stream sends a comment; None: never."""
 

@@ -46,6 +46,7 @@ EFFECTS = {
     "--enable-force-include-usage": _ANSWERS,
     "--enable-log-requests": "access/test_http_access.py::test_the_access_log_has_one_line_and_no_secret",
     "--enable-lora": "frontends/test_lora_clients.py::test",
+    "--enable-per-request-metrics": f"{_HERE}::test_answers_have_their_times",
     "--enable-prefix-caching": _DEMO,
     "--enable-request-id-headers": _NAMES,
     "--enable-tokenizer-info-endpoint": _DEMO,
@@ -272,6 +273,32 @@ def test_middleware_sees_requests_and_whole_responses(tmp_path: Path) -> None:
         assert (status, headers["x-before"]) == (200, str(content.count(b"data: ")))
     finally:
         assert stop_server(server) == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_answers_have_their_times(timed: ServerProcess, path: str) -> None:
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": "a"}
+    body = {**prompt, "max_tokens": 5, "ignore_eos": True, "include_metrics": True}
+    whole = json.loads(ask(timed, "POST", path, body)[1])
+    found = [whole["metrics"]]
+    for options in ({}, {"stream_options": {"include_usage": True}}):
+        _, content, _ = ask(timed, "POST", path, {**body, **options, "stream": True})
+        events = [json.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
+        assert [event for event in events if "metrics" in event] == events[-1:]
+        found.append(events[-1]["metrics"])
+    for metrics in found:
+        assert 0 <= metrics["queue_time_ms"] <= metrics["time_to_first_token_ms"]
+        assert metrics["generation_time_ms"] >= 4 * metrics["mean_itl_ms"] > 0
+        assert metrics["tokens_per_second"] == pytest.approx(5e3 / metrics["generation_time_ms"])
+    assert "metrics" not in json.loads(ask(timed, "POST", path, {**body, "n": 2})[1])
+    assert "metrics" not in json.loads(ask(timed, "POST", path, {**body, "include_metrics": False})[1])
+
+
+@pytest.fixture(scope="module")
+def timed() -> Iterator[ServerProcess]:
+    server = start_server("mock", "--enable-per-request-metrics", "--chat-template", "{{ messages[0].content }}")
+    yield server
+    assert stop_server(server) == 0
 
 
 def test_the_parser_of_calls_is_the_one_that_the_flag_names() -> None:

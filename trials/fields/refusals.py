@@ -15,6 +15,7 @@ REFUSED: dict[str, Row] = {
     "routed_experts_prompt_start": Refused([1], [0]),
     "return_token_offsets": Refused([True], [False]),
     "return_mm_kwargs": Refused([False], [True]),
+    "include_metrics": Refused([True], [False]),
     "vllm_xargs": Refused([{"one": 1}], [{}]),
 }
 CHAT_REFUSED: dict[str, Row] = {

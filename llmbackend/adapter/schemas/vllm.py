@@ -107,6 +107,8 @@ INPUTS: dict[str, TensorType] = {
     "return_usage": _FLAG,
     # The keywords of the request's JSON schemas that are not enforced, with the first response.
     "return_not_enforced": _FLAG,
+    # When the generation arrived, an engine took it, and its first and last token came (ns, of one clock).
+    "return_times": _FLAG,
 }
 OUTPUTS: dict[str, TensorType] = {
     "text_output": TensorType("TYPE_STRING", (-1,)),
@@ -130,6 +132,7 @@ OUTPUTS: dict[str, TensorType] = {
     SAMPLING_PARAMETERS: _TEXT,
     "usage": TensorType("TYPE_UINT32", (-1,)),
     "not_enforced": TensorType("TYPE_STRING", (-1,)),
+    "times": TensorType("TYPE_INT64", (-1,)),
 }
 _JSON_OUTPUTS = ("stop_reason", "logprobs", "text_tokens", "not_enforced")
 _DATATYPES = {
@@ -401,6 +404,9 @@ class VllmReply(Reply):
             values[NOT_ENFORCED], self._not_enforced = [*self._not_enforced], None
         if "text_tokens" in wanted:
             values["text_tokens"] = chunk.text_tokens
+        if "times" in wanted and chunk.finish_reason is not None:
+            times = generation.times
+            values["times"] = [times.exec_start_ns, times.taken_ns, times.first_token_ns, times.last_token_ns]
         return values
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, object]]:

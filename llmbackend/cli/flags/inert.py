@@ -54,7 +54,6 @@ VLLM_SWITCHES: Final[Mapping[str, str]] = {
     "enable_prompt_tokens_details": "usage always has prompt_tokens_details",
     "enable_scale_out": "/v1/chat/completions/render and /v1/completions/render are always served",
     "enable_ssl_refresh": "SIGHUP makes the server read its certificates again",
-    "enable_per_request_metrics": "answers have no times; traces and /metrics do",
     "enable_server_load_tracking": "GET /load is always served",
     "exclude_tools_when_tool_choice_none": "with 'tool_choice': 'none' the prompt has no tools",
     "log_error_stack": "an error of the server is logged with its stack",

@@ -69,6 +69,10 @@ class VllmServerFlags:
     stream_interval: Annotated[
         int, typer.Option(min=1, help="Tokens of a choice that go out together, where a request says nothing else.")
     ] = 1
+    enable_per_request_metrics: Annotated[
+        bool,
+        typer.Option("--enable-per-request-metrics", help="Requests of /v1 may ask for their times: include_metrics."),
+    ] = False
     sse_keep_alive_interval: Annotated[
         float, typer.Option(min=0, help="Seconds of silence after which a stream of /v1 sends a comment; 0 = never.")
     ] = 15.0
@@ -124,6 +128,7 @@ class VllmServerFlags:
                 return_tokens_as_token_ids=self.return_tokens_as_token_ids,
                 force_include_usage=self.enable_force_include_usage,
                 stream_interval_tokens=self.stream_interval,
+                per_request_metrics=self.enable_per_request_metrics,
                 sse_keep_alive_s=self.sse_keep_alive_interval or None,
             ),
         )

@@ -87,6 +87,10 @@ class Usage:
             self._cached_tokens[index // self._n] = delta.num_cached_tokens
         self._completion_tokens += delta.num_output_tokens
 
+    @property
+    def num_output_tokens(self) -> int:
+        return self._completion_tokens
+
     def set_reasoning(self, index: int, num_tokens: int) -> None:
         self._reasoning_tokens[index] = num_tokens
 
@@ -106,6 +110,21 @@ class Usage:
         if self._reasoning_tokens:
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(self._reasoning_tokens.values())}
         return usage
+
+
+def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:
+    """vLLM's per-request metrics, from the last delta of the only choice. Times in ms: to the first token from the
+    request's arrival, of the generation from when an engine took it."""
+    assert delta.times_ns is not None
+    arrival, taken, first, last = (ns / 1e6 for ns in delta.times_ns)
+    generation_ms = last - taken
+    return {
+        "time_to_first_token_ms": first - arrival,
+        "generation_time_ms": generation_ms,
+        "queue_time_ms": taken - arrival,
+        "mean_itl_ms": (last - first) / (num_output_tokens - 1) if num_output_tokens > 1 else None,
+        "tokens_per_second": num_output_tokens / generation_ms * 1e3 if generation_ms > 0 else None,
+    }
 
 
 _SHORT_IDS = frozenset({"mistral"})

@@ -40,6 +40,7 @@ from .tensors import (
     RETURN_OUTPUT_IDS,
     RETURN_SEQUENCE_INDEX,
     RETURN_STOP_REASON,
+    RETURN_TIMES,
     RETURN_USAGE,
     SAMPLING_PARAMETERS,
     Delta,
@@ -256,6 +257,7 @@ def _options(request: GenerationRequest, target: Target, plan: AnswerPlan) -> li
             *_flags(request),
             *((RETURN_STOP_REASON,) if has_stops else ()),
             *((RETURN_USAGE,) if has_usage else ()),
+            *((RETURN_TIMES,) if request.include_metrics else ()),
             *((RETURN_NOT_ENFORCED,) if _has_structure(request, plan) else ()),
         ),
     )
@@ -269,9 +271,10 @@ def _counts(request: GenerationRequest) -> tuple[bool, bool]:
     """Whether token counts are needed with each response, and at the end."""
     if request.stream is None:
         return False, True
+    has_end = request.stored is not None or request.include_metrics
     is_asked = bool(request.stream.include_usage)
     has_each = request.stream.interval_tokens > 1 or (is_asked and bool(request.stream.continuous_usage_stats))
-    return has_each, (is_asked or request.stored is not None) and not has_each
+    return has_each, (is_asked or has_end) and not has_each
 
 
 def _no_tokens() -> npt.NDArray[np.int32]:

@@ -213,6 +213,8 @@ class GenerationRequest:
     """None: no logprobs."""
     return_token_ids: bool = False
     """Whether the answer has its token ids."""
+    include_metrics: bool = False
+    """Whether the answer has its times; of one choice alone."""
     prompt_form: PromptForm = NO_PROMPT_FORM
     labels: dict[str, Any] = field(default_factory=dict)
     """For the access log."""

@@ -40,6 +40,7 @@ RETURN_NUM_INPUT_TOKENS = "return_num_input_tokens"
 PROMPT_ONLY = "prompt_only"
 RETURN_USAGE = "return_usage"
 RETURN_NOT_ENFORCED = "return_not_enforced"
+RETURN_TIMES = "return_times"
 PROMPT_LOGPROBS = "prompt_logprobs"
 PROMPT_INPUTS: Final[Mapping[str, str]] = {MESSAGES: "BYTES", TEXT_INPUT: "BYTES", INPUT_IDS: "INT32"}
 """The inputs that can be a prompt, with their datatypes; a request has one of them."""
@@ -67,6 +68,7 @@ OPTION_INPUTS: Final[Mapping[str, str]] = {
     PRIOR_OUTPUT_IDS: "INT32",
     RETURN_USAGE: "BOOL",
     RETURN_NOT_ENFORCED: "BOOL",
+    RETURN_TIMES: "BOOL",
 }
 """The other inputs, with their datatypes."""
 MAX_TOKENS_MUST_FIT: Final = "triton_max_tokens_must_fit"
@@ -130,6 +132,9 @@ class Delta(msgspec.Struct, frozen=True):
     not_enforced: Sequence[str] = ()
     """Places in the sampling parameters of keywords of schemas that the answer is not held to; with a choice's first
     response, when asked for."""
+    times_ns: tuple[int, int, int, int] | None = None
+    """When the request arrived, an engine took it, its first and its last token came; with the last response, when
+    asked for."""
 
 
 def text_tensor(text: str) -> Tensor:
@@ -242,6 +247,7 @@ def _delta(values: Mapping[str, Any], is_final: bool) -> Delta:
         stop_reason=get("stop_reason"),
         usage=tuple(values["usage"]) if "usage" in values else None,
         not_enforced=get("not_enforced", ()),
+        times_ns=tuple(values["times"]) if "times" in values else None,
         prompt=None if values.keys().isdisjoint(_PROMPT_OUTPUTS) else _prompt_details(values),
     )
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from ..generation.answer import DEFAULT_FINISH_REASON, Answer, Identity, Usage
+from ..generation.answer import DEFAULT_FINISH_REASON, Answer, Identity, Usage, request_metrics
 from ..generation.inferences import Generation
 from ..generation.plan import AnswerPlan
 from ..generation.request import FIRST_RANK, GenerationRequest, LogprobForm
@@ -59,6 +59,7 @@ class WholeAnswer:
                 choice.answer = Answer(plan, identity.id, index)
         self._usage = Usage(request.n)
         self._prompts: dict[int, PromptDetails] = {}
+        self._metrics: JsonObject | None = None
 
     def add(self, index: int, delta: Delta) -> None:
         request, choices = self._request, self._choices
@@ -67,13 +68,15 @@ class WholeAnswer:
             _echo(request, delta.prompt, choices[index // request.n * request.n :][: request.n])
         choices[index].add(delta)
         self._usage.add(index, delta)
+        if delta.times_ns is not None:
+            self._metrics = request_metrics(delta, self._usage.num_output_tokens)
 
     async def body(self, generation: Generation) -> bytes:
         """Once every choice has ended."""
         for index, choice in enumerate(self._choices):
             if choice.answer is not None and choice.answer.reader.reports_reasoning:
                 self._usage.set_reasoning(index, choice.answer.reader.num_reasoning_tokens)
-        render = partial(_body, self._request, self._identity, self._choices, self._usage, self._prompts)
+        render = partial(_body, self._request, self._identity, self._choices, self._usage, self._prompts, self._metrics)
         return await generation.in_thread(render) if self._prompts else render()
 
 
@@ -90,6 +93,7 @@ def _body(
     choices: list[_Choice],
     usage: Usage,
     prompts: dict[int, PromptDetails],
+    metrics: JsonObject | None,
 ) -> bytes:
     kind = "chat.completion" if request.is_chat else "text_completion"
     body = identity.fields(kind)
@@ -101,6 +105,8 @@ def _body(
         for target in [body] if request.is_chat else rendered[number * request.n : (number + 1) * request.n]:
             target |= of_prompt
     body["usage"] = usage.total()
+    if metrics is not None:
+        body["metrics"] = metrics
     return orjson.dumps(body)
 
 

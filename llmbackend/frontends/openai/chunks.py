@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 import orjson
 
-from ..generation.answer import DEFAULT_FINISH_REASON, AnswerReader, Identity, Usage
+from ..generation.answer import DEFAULT_FINISH_REASON, AnswerReader, Identity, Usage, request_metrics
 from ..generation.http_answers import Writer
 from ..generation.parsers import ContentDelta
 from ..generation.plan import AnswerPlan
@@ -54,6 +54,9 @@ class ChunkWriter:
         self._has_usage = bool(options.include_usage)
         self._has_continuous_usage = self._has_usage and bool(options.continuous_usage_stats)
         self._tail = b'],"usage":null}\n\n' if self._has_usage else b"]}\n\n"
+        self._counts_tokens = self._has_usage or request.include_metrics
+        self._metrics = b""
+        """A field of the last message."""
         self._usage = Usage(request.n)
         self._prompt_form = request.prompt_form
         self._echo = [echo for echo in request.echo for _ in range(request.n)]
@@ -88,8 +91,8 @@ class ChunkWriter:
 
     def delta(self, index: int, delta: Delta) -> bytes:
         """b"" while a stop string may have begun."""
-        if self._has_usage:
-            self._usage.add(index, delta)
+        if self._counts_tokens:
+            self._count(index, delta)
         if (delta.finish_reason or delta.is_final) and not self._finished[index]:
             self._finished[index] = True
             text = self._text(delta.text) if delta.text else self._shape.without_text
@@ -97,6 +100,11 @@ class ChunkWriter:
         if self._has_more or delta.token_ids:
             return self._chunk_with_more(index, delta)
         return self._text_chunk(index, delta.text) if delta.text else b""
+
+    def _count(self, index: int, delta: Delta) -> None:
+        self._usage.add(index, delta)
+        if delta.times_ns is not None:
+            self._metrics = b',"metrics":' + orjson.dumps(request_metrics(delta, self._usage.num_output_tokens))
 
     def _text_chunk(self, index: int, text: str) -> bytes:
         return b"%b%b%b" % (self._text_head[index], orjson.dumps(text), self._text_tail)
@@ -119,7 +127,7 @@ class ChunkWriter:
     def end(self) -> bytes:
         if not self._has_usage:
             return DONE
-        return self._head + b'],"usage":' + orjson.dumps(self._usage.total()) + b"}\n\n" + DONE
+        return b'%b],"usage":%b%b}\n\n%b' % (self._head, orjson.dumps(self._usage.total()), self._metrics, DONE)
 
     def ping(self) -> bytes:
         return PING
@@ -130,7 +138,10 @@ class ChunkWriter:
     def _last_chunk(self, index: int, text: bytes, finish_reason: str, delta: Delta) -> bytes:
         logprobs, more = self._of_tokens(index, delta)
         more += b',"stop_reason":' + orjson.dumps(delta.stop_reason)
-        return self._chunk(index, text, logprobs, orjson.dumps(finish_reason), more)
+        chunk = self._chunk(index, text, logprobs, orjson.dumps(finish_reason), more)
+        if self._metrics and not self._has_usage:
+            return chunk.removesuffix(b"}\n\n") + self._metrics + b"}\n\n"
+        return chunk
 
     def _text(self, text: str) -> bytes:
         return self._shape.text_open + orjson.dumps(text) + self._shape.text_close
@@ -157,8 +168,8 @@ class AnswerChunkWriter(ChunkWriter):
     def delta(self, index: int, delta: Delta) -> bytes:
         reader = self._readers[index]
         events = reader.read(delta)
-        if self._has_usage:
-            self._usage.add(index, delta)
+        if self._counts_tokens:
+            self._count(index, delta)
             if self._reports_reasoning:
                 self._usage.set_reasoning(index, reader.num_reasoning_tokens)
         is_last = (delta.finish_reason or delta.is_final) and not self._finished[index]

@@ -87,12 +87,23 @@ class CompletionChoice(_Choice, OfPrompt):
     finish_reason: Literal["stop", "length"]
 
 
+class RequestMetrics(TypedDict):
+    """Times of an answer with `include_metrics`, in ms."""
+
+    time_to_first_token_ms: float
+    generation_time_ms: float
+    queue_time_ms: float
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
+
+
 class _Answer(TypedDict):
     id: str
     created: Count
     model: str
     system_fingerprint: str | None
     usage: Annotated[Usage | None, Field(description="null if the model counts no tokens.")]
+    metrics: NotRequired[RequestMetrics]
 
 
 class ChatCompletion(_Answer, OfPrompt):

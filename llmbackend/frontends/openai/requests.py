@@ -45,6 +45,9 @@ _TEMPLATE_OPTIONS = (
 
 def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
     """`body` with the operator's defaults."""
+    if body.get("include_metrics") is True and not defaults.per_request_metrics:
+        message = "'include_metrics' is not supported: the server was started without --enable-per-request-metrics"
+        raise OpenAIError(message, param="include_metrics", code="unsupported_parameter")
     added: JsonObject = {}
     if defaults.return_tokens_as_token_ids and body.get("logprobs") not in (None, False):
         added["return_tokens_as_token_ids"] = True
@@ -155,6 +158,7 @@ def _request(
         stream=_stream_form(fields, body),
         logprobs=_logprob_form(fields, top_logprobs),
         return_token_ids=bool(fields.return_token_ids),
+        include_metrics=bool(fields.include_metrics) and n * len(prompts) == 1,
         prompt_form=prompt_form,
         labels=fields.sent_labels(),
         echo=echo,

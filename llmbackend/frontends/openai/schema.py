@@ -222,6 +222,9 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
     return_tokens_as_token_ids: Flag | None = Field(
         None, description="With logprobs: return tokens as token_id:7 instead of text."
     )
+    include_metrics: Flag | None = Field(
+        None, description="Return times of an answer with one choice, where the server allows it."
+    )
     request_id: (
         Annotated[str, StringConstraints(pattern=REQUEST_ID), Expected("1 to 128 visible characters")] | None
     ) = Field(None, description="Part of the response's id; the header X-Request-Id takes precedence.")
