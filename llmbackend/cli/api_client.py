@@ -1,8 +1,7 @@
-"""A client of a server's HTTP API for commands that talk to a running server: JSON, and streams of events.
+"""An HTTP client for `llmbackend chat` and `llmbackend top`: JSON, and streams of events.
 
-For: `llmbackend chat` and `llmbackend top`. Does not know: what is asked. Invariants: every failure is an ApiError that
-names the URL and says what happened; a connection is closed when its block ends, which cancels what the server does for
-it. Uses the standard library alone, and no proxy.
+Invariants: every failure is an ApiError that names the URL and the cause; a connection is closed when its block ends,
+which cancels the request on the server. Uses the standard library alone, and no proxy.
 """
 
 from __future__ import annotations
@@ -33,13 +32,8 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerEvent:
-    """One event of a stream.
-
-    name  "" = none was given
-    data  its text
-    """
-
     name: str
+    """"" = none."""
     data: str
 
     def json(self) -> Any:
@@ -50,10 +44,10 @@ class ServerEvent:
 
 
 class ApiClient:
-    """url: http or https, with the path that all paths are behind. A missing scheme is http."""
+    """url: of http or https, with the prefix of all paths; without a scheme, http."""
 
     def __init__(self, url: str, api_key: str = "", timeout_s: float = 600.0) -> None:
-        """timeout_s: how long the server may send nothing. Raises ValueError for a URL that is none."""
+        """timeout_s: longest silence of the server. Raises ValueError for a wrong URL."""
         self.url = (url if "://" in url else f"http://{url}").rstrip("/")
         self._parts = _parsed(self.url)
         self._timeout_s = timeout_s
@@ -166,7 +160,7 @@ def _reason(error: Exception) -> str:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says: OpenAI's, Triton's and FastAPI's forms, else the text itself."""
+    """The text of an error's body in OpenAI's, Triton's or FastAPI's form, else the body."""
     try:
         document = json.loads(body)
     except (ValueError, RecursionError):

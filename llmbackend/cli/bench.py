@@ -1,9 +1,8 @@
-"""`llmbackend bench`: one workload through the engine, all requests at once, and what it took.
+"""`llmbackend bench`: one workload through the engine alone, in this process, all requests at once.
 
-For: comparing engines, watching our own speed, and seeing what each optimisation is worth. Does not know: servers or
-protocols; it measures the engine alone, in its own process. Invariant: every request generates exactly the tokens the
-workload asks for (greedy, end of sequence ignored), or the run fails; the model's loading and one short warm-up are not
-part of the measured time.
+For: comparing engines, versions of this one, and its optimisations. Invariants: every request generates exactly the
+tokens of the workload (greedy, end of sequence ignored), or the run fails; loading and one short warm-up are not
+measured.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ ABLATIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch kernels": {"kernels": "torch"},
     "one thread": {"num_threads": 1},
 }
-"""What `--ablate` changes, one at a time; a change that is none for the given configuration is left out."""
+"""What `--ablate` changes, one at a time, unless the configuration has it already."""
 
 
 class WorkloadItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +115,7 @@ class BenchResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Times:
-    """When each request's tokens came, in seconds since the start, and what the steps spent."""
+    """When each request's tokens came, in seconds since the start, and the times of the steps."""
 
     def __init__(self, before: EngineStats) -> None:
         self.tokens_s: dict[str, list[float]] = {}
@@ -228,7 +227,7 @@ def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: boo
 
 
 def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: BenchResult) -> None:
-    """Prints what each change makes of the run. The first row repeats the base: how far runs differ by themselves."""
+    """Prints the effect of each change. The first row repeats the base, to show how much equal runs differ."""
     table = Table("configuration", "output tokens/s", "of the base", "step ms", "host µs per step", "cached tokens")
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
@@ -245,8 +244,7 @@ def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: Bench
 
 
 def _changes_nothing(given: Mapping[str, Any], change: Mapping[str, Any]) -> bool:
-    """Whether the configuration has this change already; one that has speculation needs no other kind of it, and on a
-    CPU no steps overlap."""
+    """Whether the configuration has this change already. One kind of speculation is enough; no steps overlap on CPU."""
     if "async_scheduling" in change and given["device"] == "cpu" and not given["mock_steps_in_flight"]:
         return True
     if change.get("speculative_config") and given["speculative_config"]:

@@ -1,7 +1,6 @@
-"""Plots of one bench: latencies as histograms, throughput over time; on the terminal, and as an SVG file.
+"""Plots of a bench, on the terminal and as SVG: latencies as histograms, throughput over time.
 
-For: `llmbackend bench`. Does not know: engines. Invariant: every measured value is in a plot: those beyond the last bin
-are counted in it.
+Invariant: every measured value is in a plot; the last bin also counts the values beyond it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .terminal_text import bar, sparkline
 _ROWS, _BAR_WIDTH, _BUCKETS = 10, 40, 60
 _MOST_DECIMALS: Final = 9
 _MOST_PERCENT: Final = 99.0
-"""Bins end there, so that one slow value does not squeeze the others; the last bin has what is beyond."""
+"""The percentile where bins end, so that one slow value does not narrow the others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,14 @@ from typing import Annotated, ClassVar
 
 import typer
 
-from ..cluster.settings import DEFAULT_PORT, DEFAULT_SECRETS, LOOPBACK, ClusterSettings, default_run_folder
+from ..cluster.settings import (
+    DEFAULT_PORT,
+    DEFAULT_SECRETS,
+    LOOPBACK,
+    ClusterError,
+    ClusterSettings,
+    default_run_folder,
+)
 from .command_line import PlainHelpCommand, bad_option
 
 
@@ -44,7 +51,7 @@ class ClusterFlags:
     ] = None
 
     def settings(self) -> ClusterSettings | None:
-        """None: this machine serves alone."""
+        """None: no cluster."""
         if self.cluster is None:
             return None
         try:
@@ -76,11 +83,8 @@ def init(
     ] = None,
 ) -> None:
     """Make the secrets of a new cluster."""
-    from llmbackend.cluster.settings import ClusterError
-
     from ..cluster.ray_node import require_ray
     from ..cluster.secrets_folder import SecretsFolder
-    from ..cluster.settings import DEFAULT_SECRETS
 
     try:
         require_ray()

@@ -2,10 +2,9 @@
 
 A group of flags is a frozen dataclass with one field per flag, or a class that says which flags it has (`parameters`).
 
-Does not know: any flag. Invariants: the command that typer sees has every field of every group as a parameter of its
-own, in order, so that help, parsing and errors are typer's; a long name may be abbreviated if that is unambiguous; the
-help truncates no name and no text (typer's own tables do at 80 columns); a wrong value ends with a message that names
-the flag or says what was expected; a subcommand's module is imported when it is called or completed.
+Invariants: typer sees every field of every group as a parameter of the command, in order, so that help, parsing and
+errors are typer's; a long name may be abbreviated if that is unambiguous; the help truncates nothing (typer's own
+tables do at 80 columns); a wrong value ends with a message that names the flag or the expectation.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def one_of(*values: str) -> Callable[[str], list[str]]:
 
 
 def warn(text: str) -> None:
-    """To standard error, as Triton's command line does: the log is not there yet."""
+    """To standard error, as in Triton: the log does not exist yet."""
     typer.echo(f"Warning: {text}", err=True)
 
 

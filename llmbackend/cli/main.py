@@ -1,8 +1,7 @@
 """The `llmbackend` command and its subcommands.
 
-For: people and process managers. Does not know: what the subcommands do; the modules of their names do. Invariants: a
-wrong flag ends with a message that names it and exit code 2; a subcommand's module is imported when it is called or
-completed in a shell, so that the help and the version need none of them.
+Invariants: a wrong flag ends with a message that names it and exit code 2; a subcommand's module is imported when it is
+called or completed in a shell, not for the help and the version.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def cluster() -> None:
     """Several machines as one server."""
 
 
-@app.command(cls=lazy_command(".check.command"))
+@app.command(cls=lazy_command(".check"))
 def check() -> None:
     """Check whether a model loads, how it is computed, and how much memory it takes."""
 

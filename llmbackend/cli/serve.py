@@ -1,8 +1,5 @@
-"""`llmbackend serve`: its flags in, one frozen settings object out.
-
-For: the `llmbackend` command. Does not know: how anything is served; `server/` does. The flags are in `flags/`.
-Invariant: what is wrong with the flags is said before a model is looked at.
-"""
+"""`llmbackend serve`: makes the server's settings of the flags in `flags/`. Wrong flags are refused before any model is
+read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """vLLM's notation of a command line, rewritten into the plain one: `--config FILE`, underscores in names, `-tp 2`,
 `--flag.key value`, several values after one flag.
 
-For: `llmbackend serve`. Does not know: what a flag means. Invariants: a command line in plain notation comes back
-unchanged; flags of a file come before those of the command line, which therefore win.
+Invariants: a command line in plain notation is returned unchanged; flags of a file are placed before those of the
+command line, which therefore win.
 Source: vLLM's documentation of `vllm serve` and of its FlexibleArgumentParser.
 """
 
@@ -60,8 +60,7 @@ _NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)([kmgt])", re.IGNORECASE)
 
 
 def in_plain_notation(args: Sequence[str], parameters: Sequence[Any]) -> list[str]:
-    """parameters: of the command, typer's. Raises BadParameter for a file that cannot be read, or has other keys than
-    flags."""
+    """parameters: typer's, of the command. Raises BadParameter for a file that cannot be read, or with unknown keys."""
     named = {name: each for each in parameters for name in (*each.opts, *each.secondary_opts)}
     words = [_plain_name(word) for word in args]
     words = _with_config_file(words, named)

@@ -37,7 +37,7 @@ class Commands:
         self._conversation = conversation
         self._screen = screen
         self._own_files: set[Path] = set()
-        """Which this session has written or read, and may write again."""
+        """Written or read by this session, which may overwrite them."""
 
     def run(self, line: str) -> str | None:
         """line: from its slash on. A question to ask now, if the command asks one. Raises EOFError to end."""
@@ -100,11 +100,8 @@ class Commands:
 
     def save(self, name: str) -> None:
         path = _path(name, "/save")
-        document = {
-            "model": self._conversation.model,
-            "system": self._system,
-            "messages": self._conversation.messages,
-        }
+        conversation = self._conversation
+        document = {"model": conversation.model, "system": conversation.system, "messages": conversation.messages}
         text = json.dumps(document, ensure_ascii=False, indent=1) + "\n"
         try:
             with path.open("w" if path in self._own_files else "x", encoding="utf-8") as file:

@@ -1,8 +1,8 @@
-"""A conversation: what was said, the next question to the server, and what its answer took.
+"""A conversation with a server: its messages, the next question, and the tokens and times of answers.
 
-For: the screen and the commands of the chat. Does not know: terminals. Invariants: `messages` is a list that the server
-would accept: an answer that failed before its first character leaves no question behind, one that was stopped leaves
-what came of it; reasoning is shown, and not sent back.
+Does not know: terminals. Invariants: `messages` is always a list that the server accepts: the question of an answer
+that failed before its first character is removed, an answer that was stopped stays as far as it came; reasoning is not
+sent back.
 """
 
 from __future__ import annotations
@@ -27,26 +27,19 @@ class Piece:
 
 @dataclass(slots=True)
 class Answer:
-    """What one answer took, so far.
-
-    prompt_tokens  the server's count; None = it did not say
-    output_tokens  the same; num_pieces is what came in its place
-    ttft_s         time to first token
-    duration_s     from the question to the last token
-    finish_reason  "" = it was stopped here
-    """
-
-    prompt_tokens: int | None = None
     output_tokens: int | None = None
+    """The server's count; None = not sent."""
     num_pieces: int = 0
     ttft_s: float = 0.0
     duration_s: float = 0.0
+    """From the question to the last token."""
     finish_reason: str = ""
+    """"" = stopped by the user, or not ended."""
     text: str = field(default="", repr=False)
 
     @property
     def tokens_per_s(self) -> float:
-        """Behind the first token; 0 where there was no second one."""
+        """After the first token; 0 if there was no second one."""
         tokens = self.num_pieces if self.output_tokens is None else self.output_tokens
         after_first_s = self.duration_s - self.ttft_s
         return (tokens - 1) / after_first_s if tokens > 1 and after_first_s > 0 else 0.0
@@ -128,7 +121,6 @@ def _read_chunk(event: ServerEvent, answer: Answer) -> Iterator[Piece]:
     if chunk.get("error"):
         raise ApiError(f"the server ended the answer: {error_text(chunk)}")
     usage = chunk.get("usage") or {}
-    answer.prompt_tokens = usage.get("prompt_tokens", answer.prompt_tokens)
     answer.output_tokens = usage.get("completion_tokens", answer.output_tokens)
     for choice in chunk.get("choices") or ():
         answer.finish_reason = choice.get("finish_reason") or answer.finish_reason

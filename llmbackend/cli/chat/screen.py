@@ -1,7 +1,7 @@
-"""The terminal of a chat: what a person types, answers as they come with dimmed reasoning, and what an answer took.
+"""The terminal of a chat: questions that are typed, answers as they come with dimmed reasoning, and their figures.
 
-For: the chat's loop and its commands. Does not know: servers. Invariants: what a model or a server says is printed
-without its control characters; nothing that is typed is written to a file.
+Does not know: servers. Invariants: text of models and servers is printed without control characters; nothing that is
+typed is written to a file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _QUOTES = '"""'
 
 
 def prepare(commands: Iterable[str]) -> None:
-    """Editing, a history of this session, Tab for commands, Alt+Enter for a new line. Without readline, none of it."""
+    """Turns on editing, the session's history, Tab for commands, and Alt+Enter for a new line, if there is readline."""
     with contextlib.suppress(ImportError):
         import readline
 
@@ -40,7 +40,7 @@ def prepare(commands: Iterable[str]) -> None:
 
 
 def read_question() -> str:
-    """What was typed, without the marks of several lines. Raises EOFError and KeyboardInterrupt."""
+    """The typed text, without the marks of several lines. Raises EOFError and KeyboardInterrupt."""
     line = input(PROMPT)
     if line.lstrip().startswith(_QUOTES):
         return _quoted(line.lstrip()[len(_QUOTES) :])

@@ -1,9 +1,7 @@
-"""The flags of `llmbackend serve` for clients: who may use the server, what it holds for them at most,
-and what it stores.
+"""The flags of `llmbackend serve` for clients: access, limits, and stored responses.
 
-Does not know: how that is enforced. Invariants: names and meanings are Triton's, or vLLM's where Triton has no such
-flag; defaults are those of `frontends.limits` and `frontends.journals.store_settings`; keys in the environment are not
-left there for child processes.
+Invariants: names and meanings are Triton's, else vLLM's; defaults are those of `frontends.limits` and
+`frontends.journals.store_settings`; keys are removed from the environment before child processes inherit it.
 """
 
 from __future__ import annotations

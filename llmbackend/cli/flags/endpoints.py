@@ -1,7 +1,7 @@
-"""The flags of `llmbackend serve` for its endpoints, for how their protocols behave, and for the web pages.
+"""The flags of `llmbackend serve` for its endpoints, their protocols, and web pages.
 
-Does not know: what is done with them. Invariant: names, defaults and meanings are Triton's; the flags for web pages of
-other sites are vLLM's, but without --allowed-origins no page may use the server (vLLM's default is every page).
+Invariant: names, defaults and meanings are Triton's; those of CORS are vLLM's, but without --allowed-origins no page of
+another site may use the server (vLLM's default is every page).
 """
 
 from __future__ import annotations

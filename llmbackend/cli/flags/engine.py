@@ -1,8 +1,7 @@
 """The engine's arguments as flags of `llmbackend serve`, for the one model of `--model`.
 
-For: the command line. Does not know: any argument's meaning: names, types and defaults are those of the table that a
-model.json is read with (adapter.engine_args). Invariants: every argument of the table is a flag, by vLLM's name with
-dashes; a flag that was not given is not passed on; errors name flags.
+Does not know: what an argument means. Invariants: every engine argument of a model.json (adapter.engine_args) is a flag
+with vLLM's name, the same type and default; flags that were not given are not passed on; errors name flags.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "request_timeout_s": (_QUEUE, "Seconds after which a request is ended; default: none."),
     "stall_timeout_s": (_QUEUE, "Seconds without a step, despite work, until not ready. (default: 60)"),
 }
-"""Argument → the group in which --help lists it, and what it says. An argument that is missing here is a flag
-nevertheless, without a word about it."""
+"""Argument → its group and text in --help. Other arguments are flags without a text."""
 
 GIVEN_ELSEWHERE = frozenset(
     {
@@ -153,8 +151,8 @@ class EngineFlags:
         )
 
     def model(self, model: str, names: Sequence[str] = ()) -> SingleModel | None:
-        """What a checkpoint and these flags ask for; None without `model`. names: that it is served as. Raises
-        BadParameter naming the flag."""
+        """The checkpoint with these flags; None without `model`. names: that it is served as. Raises BadParameter that
+        names the flag."""
         if not model:
             if self._given:
                 message = "is an engine argument of --model; models of a repository have theirs in model.json"

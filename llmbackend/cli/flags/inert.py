@@ -1,8 +1,8 @@
-"""Flags of Triton and of vLLM's server that do nothing here, and those that are refused with the reason.
+"""Flags of Triton and of vLLM's server without effect here, and those that are refused, with the reasons. vLLM's engine
+arguments are in `adapter/foreign_engine_args.py`.
 
-For: the command line. Does not know: other flags; vLLM's engine arguments are in `adapter/foreign_engine_args.py`.
-Invariants: a flag has no effect only if no client can see a difference, or if its warning says that what it would turn
-on is missing; one that would change answers is accepted only with the values that change nothing.
+Invariants: a flag has no effect only if no client can see a difference, or if its warning names what is missing; one
+that would change answers is accepted only with the values that change nothing.
 Sources: Triton's command_line_parser.cc; vLLM's FrontendArgs 0.33.
 """
 
@@ -89,7 +89,7 @@ REFUSED_VALUES: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
 
 
 class InertFlags:
-    """Those that were given; any value is taken where there is no effect."""
+    """The given ones; where there is no effect, any value is accepted."""
 
     def __init__(self, **flags: Any) -> None:
         self._given = {name: value for name, value in flags.items() if value is not None}

@@ -1,7 +1,7 @@
 """The flags of `llmbackend serve` for the host: models, repositories, start and end, response cache, rate limiter.
 
-For: the command line. Does not know: what is done with them. Invariant: names, defaults and refusals are Triton's where
-Triton has the flag; a wrong value ends with a message that names its flag.
+Invariant: names, defaults and refusals are Triton's where Triton has the flag; a wrong value ends with a message that
+names its flag.
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ _SETTING_BEGINS = re.compile(r",(?=\w+=)")
 
 @dataclass(frozen=True)
 class ModelFlags:
-    """Which models are served, and how they come up."""
-
     PANEL: ClassVar = "Models"
 
     model_repository: Annotated[
@@ -127,8 +125,8 @@ class ModelFlags:
         return names or ((self.model_tag,) if self.model_tag else ())
 
     def repositories(self, single: SingleModel | None, may_lack: bool) -> list[Path]:
-        """The repositories to serve: those that were named, the demo's, and one that is made for `--model`; where none
-        was asked for, the demo's. may_lack: whether the server starts without those that are no directory."""
+        """Those that were named, that of --demo, and one for `--model`; by default the demo's. may_lack: whether the
+        server starts without those that are no directory."""
         found = list(self.model_repository or ())
         if self.demo or not (found or single):
             found.append(DEMO_REPOSITORY)
@@ -141,8 +139,6 @@ class ModelFlags:
 
 @dataclass(frozen=True)
 class ServerFlags:
-    """The server's name, and how it starts and ends."""
-
     PANEL: ClassVar = "Server"
 
     server_id: Annotated[str, typer.Option("--id", help="The server's name in its metadata.")] = "triton"

@@ -1,8 +1,7 @@
 """The flags of `llmbackend serve` for the log, the metrics and the traces of requests.
 
-For: the command line. Does not know: what is done with them. Invariants: names, defaults and meanings are Triton's. Of
---trace-config, a setting of a mode that is not chosen is ignored, one that no mode has is refused, and it wins over the
---trace-* flags that it replaced.
+Invariants: names, defaults and meanings are Triton's. --trace-config wins over the --trace-* flags that it replaced;
+settings of a mode that is not chosen are ignored, unknown ones are refused.
 Source: Triton's command_line_parser.
 """
 
@@ -63,8 +62,6 @@ class LogFlags:
 
 @dataclass(frozen=True)
 class MetricsConfigFlags:
-    """Which metrics there are."""
-
     PANEL: ClassVar = "Metrics"
 
     metrics_config: Annotated[

@@ -1,9 +1,5 @@
-"""The flags of `vllm serve` for the server, under vLLM's names and with its meanings.
-
-For: the command line. Does not know: what is done with them. Invariant: each has an effect; those that have none are in
-`inert.py`, those of the engine in `engine.py`. Where Triton has a flag of the same name, Triton's meaning holds
-(--grpc-port).
-"""
+"""The flags of `vllm serve` for the server that have an effect, with vLLM's meanings. The others are in `inert.py`,
+those of the engine in `engine.py`. Where Triton has a flag of the same name, Triton's meaning holds (--grpc-port)."""
 
 from __future__ import annotations
 

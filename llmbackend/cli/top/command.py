@@ -1,16 +1,20 @@
-"""`llmbackend top`: its flags, the live screen, and one look for scripts.
+"""`llmbackend top`: its flags, the reader of a server's feed, the live screen, and `--once` for scripts.
 
-For: operators at a terminal, and scripts. Does not know: what events mean; `feed_state.py` does. Invariants: it only
-watches; a server that goes away is waited for; exit code 0 = ended by the user, or `--once` has shown its look; 1 =
-there is no such server, or it refuses.
+Does not know: what events mean; `feed_state.py` does. Invariants: the server is only watched; the reader connects again
+when a connection ends, unless the server refuses; exit code 0 = ended by the user, or after `--once`; 1 = no server, or
+one that refuses.
 """
 
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
 from collections.abc import Sequence
-from typing import Annotated, Final
+from dataclasses import dataclass
+from typing import Annotated, Any, Final
+from urllib.parse import urlencode
 
 import typer
 from rich.console import Console
@@ -20,14 +24,17 @@ from ..api_client import ApiClient, ApiError
 from ..command_line import PlainHelpCommand
 from ..terminal_text import harmless
 from .feed_state import FeedState, as_object
-from .reader import Event, FeedReader
 from .screen import View, render
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _MIN_FEED_INTERVAL_MS, _MAX_FEED_INTERVAL_MS = 50, 200
 _SILENCE_S: Final = 120.0
-"""An idle server says nothing but now and then a comment."""
+"""An idle server sends a comment now and then."""
+_PATH: Final = "/v2/engine/events"
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 5.0
+_MAX_QUEUED: Final = 1000
+"""Then the reader waits, and the server drops events for this viewer."""
 
 
 @app.command(cls=PlainHelpCommand)
@@ -108,7 +115,7 @@ def _show_once(
 
 
 def _take(reader: FeedReader, state: FeedState, notice: str, timeout_s: float) -> str:
-    """Applies what has come; the notice that now holds."""
+    """Applies the events that have come; returns the current notice."""
     for item in reader.read(timeout_s):
         if isinstance(item, Event):
             state.apply(item.name, item.data, time.monotonic())
@@ -120,3 +127,68 @@ def _take(reader: FeedReader, state: FeedState, notice: str, timeout_s: float) -
 def _view(console: Console, url: str, notice: str) -> View:
     width, height = console.size
     return View(url, width, height, time.monotonic(), notice)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    name: str
+    data: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What is wrong with the connection; "" = nothing."""
+
+    text: str
+
+
+class FeedReader:
+    """Reads the feed on a thread of its own. The queue has the events in order; an ApiError is its last item."""
+
+    def __init__(self, client: ApiClient, models: Sequence[str], interval_ms: int) -> None:
+        self._client = client
+        query = [*(("model", model) for model in models), ("interval_ms", str(interval_ms))]
+        self._path = f"{_PATH}?{urlencode(query)}"
+        self._queue: queue.Queue[Event | Notice | ApiError] = queue.Queue(_MAX_QUEUED)
+        self._had_snapshot = False
+        self._thread = threading.Thread(target=self._run, name="feed-reader", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def read(self, timeout_s: float) -> list[Event | Notice]:
+        """Waits for the first item. Raises ApiError if no more will come."""
+        found: list[Event | Notice] = []
+        try:
+            item = self._queue.get(timeout=timeout_s)
+            while True:
+                if isinstance(item, ApiError):
+                    raise item
+                found.append(item)
+                item = self._queue.get_nowait()
+        except queue.Empty:
+            return found
+
+    def _run(self) -> None:
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                self._follow()
+                reason = "the server ended the connection"
+                wait_s = _FIRST_WAIT_S
+            except ApiError as error:
+                if error.status in range(400, 500) or not self._had_snapshot:
+                    self._queue.put(error)
+                    return
+                reason = str(error)
+            self._queue.put(Notice(f"{reason}; connecting again"))
+            time.sleep(wait_s)
+            wait_s = min(wait_s * 2, _MAX_WAIT_S)
+
+    def _follow(self) -> None:
+        with self._client.events(self._path) as events:
+            for event in events:
+                if event.name == "snapshot":
+                    self._had_snapshot = True
+                    self._queue.put(Notice(""))
+                self._queue.put(Event(event.name, event.json()))

@@ -1,8 +1,8 @@
-"""What a server's feed of events says of its engines and requests, put together: the state at any time.
+"""The state of a server's engines and requests, built from its feed of events.
 
 For: the screen and `--once`. Does not know: connections, terminals. Invariants: a snapshot replaces everything; an
-event of something that nothing told of before is taken or ignored, never an error, because events right behind a
-snapshot may repeat what it shows; a window of steps is bounded.
+event about an unknown instance or request is no error, because events right after a snapshot may repeat its content;
+the number of kept steps is bounded.
 """
 
 from __future__ import annotations
@@ -23,32 +23,27 @@ Key = tuple[str, str, str]
 
 @dataclass(slots=True)
 class Request:
-    """One request, as the server numbers it.
-
-    received       unix time, seconds
-    output_tokens  so far
-    state          waiting, running, or how it ended
-    ended          unix time, seconds; 0 = it has not
-    """
-
     number: int
+    """The server's."""
     id: str = ""
     key_name: str = ""
     received: float = 0.0
+    """Unix seconds."""
     prompt_tokens: int | None = None
     max_tokens: int | None = None
     state: str = "waiting"
+    """waiting, running, or how it ended."""
     reason: str = ""
     output_tokens: int = 0
     num_preemptions: int = 0
     ended: float = 0.0
+    """Unix seconds; 0 = it has not."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """A step, when it was told of: at_s is of the local clock."""
-
     at_s: float
+    """When its event came, by the local clock."""
     duration_ms: float
     output_tokens: int
     prompt_tokens: int
@@ -63,7 +58,7 @@ class Instance:
     recovery_ms: float | None = None
     limits: Mapping[str, Any] = field(default_factory=dict)
     loading: str = ""
-    """Stage of its load, and how far it is."""
+    """Stage and progress of its load."""
     num_running: int = 0
     num_waiting: int = 0
     used_blocks: int = 0
@@ -88,7 +83,7 @@ class FeedState:
         self.ended: deque[tuple[Key, Request]] = deque(maxlen=MAX_ENDED)
         """The last ones to end, newest last."""
         self.num_dropped = 0
-        """Events that came too fast for this viewer."""
+        """Events that the server left out, because they came too fast for this viewer."""
         self.since_s = 0.0
         """Of the local clock: when the first snapshot came."""
         self._clock_s = 0.0
@@ -192,7 +187,7 @@ class FeedState:
 
     @staticmethod
     def _count(instance: Instance) -> None:
-        """Where no step tells: an idle engine, and backends without steps."""
+        """For idle engines and backends without steps, whose events have no counts."""
         running = sum(request.state == "running" for request in instance.requests.values())
         instance.num_running, instance.num_waiting = running, len(instance.requests) - running
         if not instance.requests:
@@ -219,12 +214,7 @@ def _request(row: Mapping[str, Any]) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one instance.
-
-    output_tokens_per_s, prompt_tokens_per_s  in the window
-    step_ms       mean duration of a step in the window; None = there was none
-    max_num_seqs, num_blocks  limits; None = a backend without them
-    """
+    """Of one instance; rates are those of the window, limits are None for a backend without them."""
 
     model: str
     version: str
@@ -242,6 +232,7 @@ class Figures:
     prompt_tokens_per_s: float
     steps_per_s: float
     step_ms: float | None
+    """Mean; None = no step."""
     used_blocks: int
     cached_blocks: int
     num_blocks: int | None

@@ -1,7 +1,7 @@
-"""The screen of `llmbackend top`: a table of instances, a table of requests, as much as has room.
+"""The screen of `llmbackend top`: a table of instances, and a table of the requests for which there is room.
 
-For: the command. Does not know: where the state comes from. Invariants: nothing is wider or higher than the terminal:
-columns that matter least go first; texts of clients are shown without control characters.
+Invariants: nothing is wider or higher than the terminal: the least important columns go first; texts of clients are
+shown without control characters.
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ _FRAME_LINES = 6
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the screen needs beside the state.
-
-    notice  what is wrong with the connection; "" = nothing
-    """
-
     url: str
     width: int
     height: int
     now_s: float
     notice: str = ""
+    """What is wrong with the connection."""
 
 
 def render(state: FeedState, view: View) -> RenderableType:
