@@ -1,7 +1,7 @@
-"""What a load would give, and what it would take, without reading weights.
+"""What a load would produce and need, found without reading weights.
 
 For: the adapter's forecast for `llmbackend check`. Does not know: text, Triton. Imports torch and transformers, as the
-load itself does. Invariant: nothing is decided here; what is said comes from the code that loads.
+load itself does. Invariant: nothing is decided here; every value comes from the code that loads.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Watch(msgspec.Struct, frozen=True, array_like=True):
     """Host → engine: what to report from now on.
 
     steps   each step
-    blocks  which block holds what, now and then
+    blocks  which block holds what, at intervals and when work ends
     """
 
     steps: bool = False

@@ -12,9 +12,9 @@ step writes behind what earlier steps of its row computed, and a block is regist
 was committed.
 
 Where layers have a window, a row gives back the blocks that lie wholly behind it while it goes on; they stay cached
-like others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). What is said of a row's
-blocks is then said of those of the group that sees all: they have texts, and a text's windowed blocks are the parts of
-its blocks (window_parts.py). A text is found up to where the parts that the next query sees have not been reused.
+like others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). A row's blocks
+are then those of the group that sees all: they have texts, and a text's windowed blocks are the parts of its blocks
+(window_parts.py). A text is found up to where the parts that the next query sees have not been reused.
 
 Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
 have filled one.

@@ -50,7 +50,7 @@ from .served_order import (
 logger = logging.getLogger(__name__)
 
 SILENCES: Final = 5
-"""Of heartbeat_timeout_s, after which hosts leave the engine: it may come back to them, until its keeper ends it."""
+"""A silent process is killed after this many heartbeat_timeout_s. Hosts leave after one and may return until then."""
 BACKLOG: Final = 1024
 """Hosts that may wait for the next process."""
 
@@ -99,7 +99,7 @@ class KeptTransport(ProcessTransport):
     def __init__(
         self, fork_server: ServedForkServer, silence_s: float, wake_fd: int, progress: Callable[[LoadProgress], None]
     ) -> None:
-        """silence_s: after which the process is killed."""
+        """silence_s: a process that is silent for this long is killed."""
         super().__init__(fork_server, wake_fd, progress)
         self._silence_s = silence_s
         self._socket.heartbeat_ivl = self._socket.heartbeat_timeout = math.ceil(silence_s * 1e3 / 2)
