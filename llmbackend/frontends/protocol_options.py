@@ -42,7 +42,7 @@ class RequestDefaults:
     stream_interval_tokens: int = 1
     """Tokens of a choice per chunk."""
     per_request_metrics: bool = False
-    """Whether requests may ask for their times with `include_metrics`."""
+    """Whether answers with one choice have their times, unless a request says otherwise."""
     sse_keep_alive_s: float | None = 15.0
     """Seconds of silence after which a stream sends a comment; None: never."""
 

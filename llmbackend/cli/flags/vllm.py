@@ -67,7 +67,7 @@ class VllmServerFlags:
     ] = 1
     enable_per_request_metrics: Annotated[
         bool,
-        typer.Option("--enable-per-request-metrics", help="Requests of /v1 may ask for their times: include_metrics."),
+        typer.Option("--enable-per-request-metrics", help="Answers of /v1 with one choice have their times: metrics."),
     ] = False
     sse_keep_alive_interval: Annotated[
         float, typer.Option(min=0, help="Seconds of silence after which a stream of /v1 sends a comment; 0 = never.")

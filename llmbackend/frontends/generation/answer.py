@@ -113,17 +113,16 @@ class Usage:
 
 
 def request_metrics(delta: Delta, num_output_tokens: int) -> JsonObject:
-    """vLLM's per-request metrics, from the last delta of the only choice. Times in ms: to the first token from the
-    request's arrival, of the generation from when an engine took it."""
+    """vLLM's per-request metrics, from the last delta of the only choice. Times in ms: to the first token from when an
+    engine took the request, of the generation from the first token to the last."""
     assert delta.times_ns is not None
     arrival, taken, first, last = (ns / 1e6 for ns in delta.times_ns)
-    generation_ms = last - taken
     return {
-        "time_to_first_token_ms": first - arrival,
-        "generation_time_ms": generation_ms,
+        "time_to_first_token_ms": first - taken,
+        "generation_time_ms": last - first,
         "queue_time_ms": taken - arrival,
         "mean_itl_ms": (last - first) / (num_output_tokens - 1) if num_output_tokens > 1 else None,
-        "tokens_per_second": num_output_tokens / generation_ms * 1e3 if generation_ms > 0 else None,
+        "tokens_per_second": num_output_tokens / (last - taken) * 1e3 if last > taken else None,
     }
 
 

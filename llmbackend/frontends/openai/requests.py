@@ -48,7 +48,7 @@ def with_defaults(body: JsonObject, defaults: RequestDefaults) -> JsonObject:
     if body.get("include_metrics") is True and not defaults.per_request_metrics:
         message = "'include_metrics' is not supported: the server was started without --enable-per-request-metrics"
         raise OpenAIError(message, param="include_metrics", code="unsupported_parameter")
-    added: JsonObject = {}
+    added: JsonObject = {"include_metrics": True} if defaults.per_request_metrics else {}
     if defaults.return_tokens_as_token_ids and body.get("logprobs") not in (None, False):
         added["return_tokens_as_token_ids"] = True
     if body.get("stream") is True:

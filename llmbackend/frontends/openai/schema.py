@@ -223,7 +223,7 @@ class _Request(Sampling, StructuredOutputFields, Labels, UnservedFields):
         None, description="With logprobs: return tokens as token_id:7 instead of text."
     )
     include_metrics: Flag | None = Field(
-        None, description="Return times of an answer with one choice, where the server allows it."
+        None, description="Return the times of an answer with one choice; default: true where the server allows it."
     )
     request_id: (
         Annotated[str, StringConstraints(pattern=REQUEST_ID), Expected("1 to 128 visible characters")] | None
