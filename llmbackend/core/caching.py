@@ -10,13 +10,15 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import Metric
 
-from .backend_api import ParameterValue
+from .backend_api import MetricFamily, ParameterValue
+from .c_api.library import CompiledCache
 from .errors import ErrorCode, TritonError, internal, invalid_argument, unsupported
 from .messages import InferenceResponse
 from .requests.queued_request import QueuedRequest
@@ -338,14 +340,23 @@ def unpack(entry: bytes) -> tuple[Iterable[Tensor], Mapping[str, ParameterValue]
     return [from_wire(each.name, each.datatype, each.shape, each.raw) for each in found.outputs], found.parameters
 
 
-def create_cache(config: Mapping[str, Mapping[str, str]]) -> ResponseCache | None:
-    """The cache of `--cache-config`. config: cache name → settings; {} = None. Raises TritonError with the texts of
+def create_cache(
+    config: Mapping[str, Mapping[str, str]],
+    directory: Path | None = None,
+    metric_family: Callable[..., MetricFamily] | None = None,
+) -> ResponseCache | None:
+    """The cache of `--cache-config`. config: cache name → settings; {} = None. directory: has the libraries of caches;
+    metric_family: for their metrics. Raises TritonError with the texts of
     Triton and its caches."""
     if not config:
         return None
     if len(config) > 1:
         raise invalid_argument("found multiple cache configurations, but only a single cache is currently supported")
     ((name, settings),) = config.items()
+    library = directory / name / f"libtritoncache_{name}.so" if directory is not None else None
+    if library is not None and Path(name).name == name and library.is_file():
+        assert metric_family is not None
+        return CompiledCache(library, settings, metric_family)
     if name == "local":
         return LocalCache.create(settings)
     if name == "redis":
@@ -356,14 +367,22 @@ def create_cache(config: Mapping[str, Mapping[str, str]]) -> ResponseCache | Non
 class CacheSlot:
     """The server's cache from `open` to `close`; `current` is None outside of it and without --cache-config."""
 
-    def __init__(self, config: Mapping[str, Mapping[str, str]], registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Mapping[str, str]],
+        directory: Path | None,
+        registry: CollectorRegistry,
+        metric_family: Callable[..., MetricFamily],
+    ) -> None:
         self._config = config
+        self._directory = directory
+        self._metric_family = metric_family
         self._registry = registry
         self.current: ResponseCache | None = None
 
     def open(self) -> None:
         """Raises TritonError when the cache cannot be made."""
-        self.current = create_cache(self._config)
+        self.current = create_cache(self._config, self._directory, self._metric_family)
         if isinstance(self.current, LocalCache):
             self._registry.register(LocalCacheMetrics(self.current))
 

@@ -85,7 +85,7 @@ class HostServices:
             LeakLog(families),
             options.metrics,
             host,
-            CacheSlot(options.cache_config, registry),
+            CacheSlot(options.cache_config, options.cache_directory, registry, families.get),
             RateLimiter(options.rate_limit, options.rate_limit_resources),
             HostGpus.find(options.backend_config),
             options.host_policies,

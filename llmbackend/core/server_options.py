@@ -28,6 +28,7 @@ class ServerOptions:
     model_config_name: a model's `configs/<name>.pbtxt` replaces its config.pbtxt; "" = none
     model_namespacing: models of different repositories may have the same name
     cache_config: settings by response cache
+    cache_directory: directory of response caches that are shared libraries, each in `<name>/`
     host_policies: what the instances of a group are bound to, by name
     starts_instances: false = models are initialised without instances, for forecasts
     """
@@ -51,6 +52,7 @@ class ServerOptions:
     allow_client_shm: bool = False
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
     cache_config: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    cache_directory: Path | None = None
     host_policies: Mapping[str, HostPolicy] = field(default_factory=dict)
     rate_limit: RateLimitMode = "off"
     rate_limit_resources: Sequence[RateLimitResource] = ()

@@ -536,7 +536,7 @@ class SlowCache:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> SlowCache:
     cache = SlowCache()
-    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda config: cache)
+    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda *_: cache)
     return cache
 
 
@@ -616,7 +616,7 @@ def test_redis_that_hangs_delays_a_request_by_one_lookup_and_not_by_all_before(
 ) -> None:
     client, clock = HangingRedis(), Clock()
     cache = RedisCache(client, 1, wait_timeout_s=0.1, clock=clock)
-    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda config: cache)
+    monkeypatch.setattr("llmbackend.core.caching.create_cache", lambda *_: cache)
     with serving(cached, "m") as server:
         clients = [send(server, "m", x(1), id="a")]
         eventually(lambda: client.num_lookups)

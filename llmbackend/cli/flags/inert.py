@@ -36,7 +36,6 @@ TRITON: Final[Mapping[str, str]] = {
     "cuda_virtual_address_size": _MEMORY,
     "model_load_gpu_limit": _MEMORY,
     "buffer_manager_thread_count": "tensors are not copied on the way to a backend",
-    "cache_directory": "the caches local and redis are built in, and Triton's libraries cannot be loaded",
     "allow_sagemaker": _FRONTEND,
     "sagemaker_port": _FRONTEND,
     "sagemaker_safe_port_range": _FRONTEND,

@@ -173,6 +173,9 @@ class SchedulingFlags:
             help="<cache>,<key>=<value>[,<key>=<value>…]: local,size=BYTES or redis,host=HOST,port=PORT; repeatable.",
         ),
     ] = None
+    cache_directory: Annotated[
+        Path | None, typer.Option(help="Directory with a directory for each cache that is a shared library.")
+    ] = None
     response_cache_byte_size: Annotated[
         int, typer.Option(min=0, help="Deprecated: --cache-config local,size=BYTES.")
     ] = 0
@@ -198,6 +201,7 @@ class SchedulingFlags:
         return replace(
             options,
             cache_config=self._cache_config(),
+            cache_directory=self.cache_directory,
             rate_limit=self.rate_limit,  # type: ignore[arg-type]  # checked above
             rate_limit_resources=tuple(_resource(text) for text in self.rate_limit_resource or ()),
             host_policies=_host_policies(self.host_policy or ()),

@@ -8,14 +8,13 @@ and tritonserver.h.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
 import orjson
 
 from ..backend_api import (
-    Backend,
     InferenceHandle,
     InferenceRequest,
     InferenceResponse,
@@ -48,8 +47,8 @@ ErrorPair = tuple[int, str]
 """Number of a TRITONSERVER_Error_Code, message."""
 WireTensor = tuple[str, str, tuple[int, ...], Any]
 """Name, datatype, shape, and an object with the buffer protocol that holds the raw bytes."""
-backends: list[Backend] = []
-"""The compiled backends that are loaded: metric families, which belong to the server, are made through any of them."""
+family_makers: list[Callable[..., MetricFamily]] = []
+"""`Backend.metric_family` of what is loaded: families, which belong to the server, are made through any of them."""
 
 
 def pair_of(error: TritonError) -> ErrorPair:
@@ -244,9 +243,9 @@ def cancel(handle: InferenceHandle) -> None:
 
 
 def metric_family(kind: int, name: str, description: str) -> MetricFamily:
-    if not backends:
+    if not family_makers:
         raise unavailable(f"metric family '{name}': no backend is loaded")
-    return backends[-1].metric_family(_METRIC_KINDS[kind], name, description, None)
+    return family_makers[-1](_METRIC_KINDS[kind], name, description, None)
 
 
 def declare_metric(family: MetricFamily, labels: dict[str, str], buckets: Sequence[float]) -> None:

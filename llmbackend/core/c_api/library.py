@@ -1,8 +1,8 @@
-"""Loads a compiled backend, `libtriton_<backend>.so`, and stands for it as a module with TRITONBACKEND_* functions.
+"""Loads compiled backends, batching strategies and response caches, and stands for them as the host calls them.
 
-For: BackendManager. Does not know: what C objects hold (native/). Invariants: the C API's library is in the process's
-global scope before any backend is loaded, so that a backend's calls reach it whatever it was linked with; a C object
-lives from its Initialize until after its Finalize. Source: TritonBackend::LoadBackendLibrary in Triton's core.
+Invariants: the C API's library is in the process's global scope before any other is loaded, so that a library's calls
+reach it whatever it was linked with; a C object lives from its Initialize until after its Finalize. Does not know: what
+C objects hold (native/). Source: TritonBackend::LoadBackendLibrary in Triton's core.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
@@ -30,6 +30,7 @@ from ..backend_api import (
     InstanceGroupKind,
     MemoryType,
     MemoryUsage,
+    MetricFamily,
     Model,
     ModelInstance,
     Request,
@@ -37,7 +38,7 @@ from ..backend_api import (
     Tenant,
     common_tenant,
 )
-from ..errors import internal, unsupported
+from ..errors import internal, not_found, unsupported
 from ..tensors import wire_view
 from . import host_calls
 
@@ -73,10 +74,10 @@ def load(file: Path) -> ctypes.CDLL:
         raise internal(f"unable to load shared library: {error}") from None
 
 
-def address_of(library: ctypes.CDLL, name: str) -> int:
-    """Of TRITONBACKEND_<name>; 0 where the library does not have it."""
+def address_of(library: ctypes.CDLL, name: str, prefix: str = "TRITONBACKEND_") -> int:
+    """Of a function; 0 where the library does not have it."""
     try:
-        return ctypes.cast(getattr(library, f"TRITONBACKEND_{name}"), ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(library, prefix + name), ctypes.c_void_p).value or 0
     except AttributeError:
         return 0
 
@@ -114,14 +115,14 @@ class CompiledBackend:
     def TRITONBACKEND_Initialize(self, backend: Backend) -> None:
         config = orjson.dumps({"cmdline": dict(backend.config)}).decode()
         backend.state = Handle(self._api.new_backend(backend, backend.name, str(backend.directory), config))
-        host_calls.backends.append(backend)
+        host_calls.family_makers.append(backend.metric_family)
         self._call("Initialize", backend)
         backend.execution_policy = _POLICIES[self._api.execution_policy(backend.state.object)]
 
     def TRITONBACKEND_Finalize(self, backend: Backend) -> None:
         self._call("Finalize", backend)
-        if backend in host_calls.backends:
-            host_calls.backends.remove(backend)
+        if backend.metric_family in host_calls.family_makers:
+            host_calls.family_makers.remove(backend.metric_family)
         backend.state = None
 
     def TRITONBACKEND_ModelInitialize(self, model: Model) -> None:
@@ -203,7 +204,7 @@ class CompiledStrategy:
         return int(batcher)
 
     def ModelBatcherFinalize(self, address: int, batcher: int) -> None:
-        _raise(self._api.finalize_batching(address, batcher))
+        _raise(self._api.finalize(address, batcher))
         del self._objects
 
     def ModelBatchInitialize(self, address: int, batcher: int) -> int:
@@ -217,7 +218,51 @@ class CompiledStrategy:
         return bool(included)
 
     def ModelBatchFinalize(self, address: int, batch: int) -> None:
-        _raise(self._api.finalize_batching(address, batch))
+        _raise(self._api.finalize(address, batch))
+
+
+class CompiledCache:
+    """A response cache that is a shared library, `libtritoncache_<name>.so`: a ResponseCache (core/caching.py).
+
+    Source: TRITONCACHE_* of Triton's tritoncache.h.
+    """
+
+    is_remote = False
+
+    def __init__(self, file: Path, settings: Mapping[str, str], metric_family: Callable[..., MetricFamily]) -> None:
+        """Raises TritonError NOT_FOUND for a library without the four functions of a cache, and the error of its
+        initialisation."""
+        self._api = api()
+        library = load(file)
+        names = ("CacheInitialize", "CacheFinalize", "CacheLookup", "CacheInsert")
+        initialize, self._finalize, self._lookup, self._insert = (
+            address_of(library, name, "TRITONCACHE_") for name in names
+        )
+        if not (initialize and self._finalize and self._lookup and self._insert):
+            raise not_found(f"unable to find a required entrypoint of a cache in {file}: {', '.join(names)}")
+        self._metric_family = metric_family
+        host_calls.family_makers.append(metric_family)
+        error, self._cache = self._api.new_cache(initialize, orjson.dumps(dict(settings)).decode())
+        _raise(error)
+
+    def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
+        task()
+
+    def run_insert(self, task: Callable[[], None]) -> None:
+        task()
+
+    def lookup(self, key: bytes) -> bytes | None:
+        """Triton's caches return NOT_FOUND where there is no entry."""
+        error, entry = self._api.cache_lookup(self._lookup, self._cache, key.hex())
+        return None if error is not None else bytes(entry)
+
+    def insert(self, key: bytes, entry: bytes) -> None:
+        _raise(self._api.cache_insert(self._insert, self._cache, key.hex(), entry))
+
+    def close(self) -> None:
+        error = self._api.finalize(self._finalize, self._cache)
+        host_calls.family_makers.remove(self._metric_family)
+        _raise(error)
 
 
 class Handle:

@@ -65,14 +65,10 @@ std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item) {
 
 // --- batching strategies: TRITONBACKEND_ModelBatch*, of a library beside a model ---------------------------------------
 
-namespace {
-
 PyObject* error_and_address(Error* error, const void* made) {
   Ref failure(result_of(error));
   return failure ? Py_BuildValue("(OK)", failure.get(), reinterpret_cast<unsigned long long>(made)) : nullptr;
 }
-
-}  // namespace
 
 // new_batcher(address of ModelBatcherInitialize, model): (error | None, batcher)
 PyObject* new_batcher(PyObject*, PyObject* arguments) {
@@ -121,8 +117,8 @@ PyObject* batch_includes(PyObject*, PyObject* arguments) {
   return failure ? Py_BuildValue("(OO)", failure.get(), included ? Py_True : Py_False) : nullptr;
 }
 
-// finalize_batching(address of ModelBatcherFinalize or ModelBatchFinalize, batcher or batch)
-PyObject* finalize_batching(PyObject*, PyObject* arguments) {
+// finalize(address, object): of a batcher, a batch or a cache
+PyObject* finalize(PyObject*, PyObject* arguments) {
   unsigned long long address = 0, object = 0;
   if (!PyArg_ParseTuple(arguments, "KK", &address, &object)) return nullptr;
   Error* error = nullptr;

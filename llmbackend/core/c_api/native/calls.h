@@ -20,7 +20,13 @@ PyObject* result_of(Error* error);
 // Null = an exception is set.
 std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item);
 
+// (error | None, address), for what a library has made.
+PyObject* error_and_address(Error* error, const void* made);
+
+PyObject* new_cache(PyObject* module, PyObject* arguments);
+PyObject* cache_lookup(PyObject* module, PyObject* arguments);
+PyObject* cache_insert(PyObject* module, PyObject* arguments);
 PyObject* new_batcher(PyObject* module, PyObject* arguments);
 PyObject* new_batch(PyObject* module, PyObject* arguments);
 PyObject* batch_includes(PyObject* module, PyObject* arguments);
-PyObject* finalize_batching(PyObject* module, PyObject* arguments);
+PyObject* finalize(PyObject* module, PyObject* arguments);

@@ -177,7 +177,10 @@ PyMethodDef methods[] = {
     {"new_batcher", new_batcher, METH_VARARGS, nullptr},
     {"new_batch", new_batch, METH_VARARGS, nullptr},
     {"batch_includes", batch_includes, METH_VARARGS, nullptr},
-    {"finalize_batching", finalize_batching, METH_VARARGS, nullptr},
+    {"finalize", finalize, METH_VARARGS, nullptr},
+    {"new_cache", new_cache, METH_VARARGS, nullptr},
+    {"cache_lookup", cache_lookup, METH_VARARGS, nullptr},
+    {"cache_insert", cache_insert, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr},
 };
 
