@@ -64,6 +64,7 @@ DIFFERENT_DEFAULTS = {
     "log-verbose": "0",
     "backend-directory": NONE,
     "repoagent-directory": NONE,
+    "cache-directory": NONE,
     "trace-rate": NONE,
     "trace-count": NONE,
     "trace-log-frequency": NONE,
