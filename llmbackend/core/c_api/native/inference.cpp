@@ -382,8 +382,10 @@ EXPORTED Error* TRITONSERVER_InferenceResponseDelete(TRITONSERVER_InferenceRespo
   return nullptr;
 }
 
+// A new error for each call, as Triton's core returns, though its header says that the response owns it: NVIDIA's python
+// backend deletes it.
 EXPORTED Error* TRITONSERVER_InferenceResponseError(TRITONSERVER_InferenceResponse* response) {
-  return response->error.get();
+  return response->error ? new TRITONSERVER_Error(*response->error) : nullptr;
 }
 
 EXPORTED Error* TRITONSERVER_InferenceResponseModel(TRITONSERVER_InferenceResponse* response, const char** name,

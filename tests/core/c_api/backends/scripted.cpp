@@ -72,6 +72,7 @@ void completed(TRITONSERVER_InferenceResponse* response, uint32_t, void* userp) 
   auto* promise = static_cast<std::promise<std::string>*>(userp);
   if (Error* error = TRITONSERVER_InferenceResponseError(response)) {
     promise->set_value(std::string("error: ") + TRITONSERVER_ErrorMessage(error));
+    TRITONSERVER_ErrorDelete(error);
   } else {
     const char* name;
     TRITONSERVER_DataType datatype;
