@@ -49,6 +49,8 @@ def make_work_folder(work: Path, models: Path) -> None:
         shutil.copytree(models / "repo" / name, work / "repo_none" / name)
     shutil.copytree(models / "repo_extra", work / "repo_extra")
     shutil.copytree(models / "backends", work / "dist" / "backends")
+    if nvidias := os.environ.get("LLMBACKEND_TRITON_BACKENDS"):  # a folder with NVIDIA's python backend
+        shutil.copytree(Path(nvidias) / "python", work / "dist" / "backends" / "python")
 
 
 class Server:
