@@ -1,6 +1,6 @@
-"""LoRA adapters that come and go while an engine runs: their files are read beside its steps.
+"""Loads and removes LoRA adapters while an engine runs; a thread of its own reads their files.
 
-For: the engine core, whose thread owns it. Does not know: what an adapter is, who asked for it. Invariants: each load
+For: the engine core, whose thread owns it. Does not know: what an adapter is, or who wants it. Invariants: each load
 ends with one result; an adapter is removed only when no live request uses it; the engine's thread never waits for a
 file: a request whose adapter is still being read is held here until it has been read.
 """
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters(Protocol):
-    """Those of one model; see model/lora.py and gpu/lora.py."""
+    """The adapters of one model; see model/lora.py and gpu/lora.py."""
 
     def read(self, name: str, path: str) -> Any: ...
     def add(self, name: str, matrices: Any) -> None: ...
@@ -42,7 +42,7 @@ def refuse_adapter(name: str) -> None:
 
 
 def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
-    """none: of "", the model without an adapter. Raises ValueError for an adapter that is not loaded."""
+    """none: the number of "", the model without an adapter. Raises ValueError for an adapter that is not loaded."""
     if name and name not in numbers:
         raise ValueError(f"'lora_name' is '{name}', expected one of: {', '.join(numbers)}")
     return numbers.get(name, none)
@@ -50,7 +50,7 @@ def number_of_adapter(name: str, numbers: Mapping[str, int], none: int) -> int:
 
 class AdapterLoads:
     def __init__(self, runner: Runner, is_used: Callable[[str], bool]) -> None:
-        """is_used: whether a live request has the adapter"""
+        """is_used: whether a live request uses the adapter"""
         self._adapters = runner.adapters if isinstance(runner, AdaptingRunner) else None
         self._is_used = is_used
         self._thread: ThreadPoolExecutor | None = None
@@ -76,7 +76,7 @@ class AdapterLoads:
         self._loading[wanted.name] = self._thread.submit(partial(self._adapters.read, wanted.name, wanted.path))
 
     def drop(self, name: str) -> None:
-        """As soon as no request has it."""
+        """Removes the adapter as soon as no request uses it."""
         self._unwanted.add(name)
         self._drop_unused()
 
@@ -95,7 +95,7 @@ class AdapterLoads:
         return self._held.pop(request_id, None) is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Until an adapter was read."""
+        """Waits until an adapter has been read."""
         wait(self._loading.values(), timeout_s, "FIRST_COMPLETED")
 
     def take_results(self, add: Callable[[InferRequest], None]) -> tuple[AdapterResult, ...]:

@@ -21,15 +21,15 @@ MAX_PORT: Final = 65535
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where an engine tells routers of others (llm-d, Dynamo) which KV blocks it has. Raises ValueError naming field,
-    value and what was expected.
+    """Where an engine publishes which KV blocks it has, for routers of other projects (llm-d, Dynamo). Raises
+    ValueError naming field, value and what was expected.
 
     enable_kv_cache_events  whether it does
-    publisher               "zmq", or "null" = it does not after all
+    publisher               "zmq", or "null" = nothing is published
     endpoint                tcp:// with a loopback address and a port, where subscribers connect; vLLM connects to an
                             address without "*", here it is bound
-    replay_endpoint         the same for requests of what was missed; None = there is no replay
-    buffer_steps            batches of events that are kept for it
+    replay_endpoint         the same, for subscribers that ask for missed batches; None = no replay
+    buffer_steps            batches of events that are kept for replay
     hwm                     batches that may wait for one subscriber before it misses some
     max_queue_size          accepted, without effect: what waits is bounded by `hwm`
     topic                   of all batches
@@ -111,12 +111,12 @@ HOST_FIELDS: Final = frozenset(
 
 
 MAX_FORCED_STEP_TOKENS = 64
-"""Drafts of a step that grammars force, of all its rows. Runners keep room for their logits."""
+"""Most drafts that grammars force in one step, over all rows. Runners reserve room for their logits."""
 
 
 GUESS_STEP_TOKENS, GUESS_STEP_TOKENS_ON_GPU = 8, 64
-"""Where a config does not say how many tokens a step with guesses may have. A GPU multiplies some hundred rows in the
-time in which it reads the weights; attention reads the keys once for each guess."""
+"""Tokens of the largest step with guesses, by default. A GPU multiplies about a hundred rows in the time in which it
+reads the weights, but attention reads the keys once for each guess."""
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -164,7 +164,7 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
     backend                        "auto" and "guidance" are the same here: llguidance
     disable_fallback               without effect on what is served: there is one backend, and never a fallback
     disable_any_whitespace         whether JSON is generated without any whitespace
-    disable_additional_properties  whether an object's schema that does not speak of additionalProperties forbids them
+    disable_additional_properties  whether an object's schema without additionalProperties forbids them
     enable_in_reasoning            only false: a grammar begins after the reasoning
     disable_jump_forward           SGLang's name: whether tokens that a grammar forces are computed one by one, not
                                    several in a step; the tokens are the same
@@ -183,8 +183,8 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below. What
-    is marked (host) is the model's (see HOST_FIELDS).
+    """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
+    Fields marked (host) are used by the host alone (see HOST_FIELDS).
 
     The model:
     model                         directory of a Hugging Face checkpoint, hub id, or "mock" (logits from a hash)
@@ -242,7 +242,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_offloading_size            GiB of host memory for KV blocks that leave a GPU; None = none
     num_host_kv_blocks            the same as a number of blocks; wins over kv_offloading_size
     enable_prefix_caching         whether computed prefixes are shared
-    kv_events_config              where routers of others are told which blocks the prefix cache has; None = nowhere
+    kv_events_config              where changes of the prefix cache are published; None = nowhere
 
     Scheduling:
     max_num_seqs                  requests that run at the same time
@@ -388,7 +388,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def split(self) -> str:
-        """Over what the model is split, for messages: the engine argument with its value."""
+        """The engine argument that splits the model, with its value, for messages."""
         if self.pipeline_parallel_size > 1:
             return f"engine argument 'pipeline_parallel_size' is {self.pipeline_parallel_size}"
         return f"engine argument 'tensor_parallel_size' is {self.tensor_parallel_size}"
@@ -419,8 +419,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ValueError(f"{self.split}, expected 1 where '{name}' is {shown}")
 
     def of_instance(self, index: int) -> EngineConfig:
-        """For one of the engines of a model: without what its host alone uses; each has ports of its own for KV
-        events."""
+        """The config of one engine of a model: without the fields of the host, and with its own ports for KV events."""
         plain, events = EngineConfig(model=self.model), self.kv_events_config
         if events is not None and index:
             events = msgspec.structs.replace(events, data_parallel_rank=index)

@@ -1,10 +1,10 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
 For: what drives an engine: the loop of a process or thread, a benchmark. Does not know: where requests come from, or
-where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest: where a
-device works beside the host, it computes while the host commits, emits and schedules. Invariants: every request that
-was added gets exactly one output with a finish_reason, and its row and blocks are free when that output is emitted; an
-error belongs to the request that caused it. One thread owns a core.
+where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest: an
+accelerator computes while the host commits, emits and schedules. Invariants: every request that was added gets exactly
+one output with a finish_reason, and its row and blocks are free when that output is emitted; an error belongs to the
+request that caused it. One thread owns a core.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _pacer(config: EngineConfig) -> StepPacer | None:
 
 class EngineCore:
     def __init__(self, config: EngineConfig, runner: Runner, now_s: Callable[[], float] = time.monotonic) -> None:
-        """now_s: a clock that never goes back."""
+        """now_s: a monotonic clock, in seconds."""
         self._now_s = now_s
         self.info: ModelInfo = runner.info
         self._runner = runner
@@ -129,7 +129,7 @@ class EngineCore:
         return bool(has_work) or (self._reporter is not None and self._reporter.has_work)
 
     def watch(self, watch: Watch) -> None:
-        """What the results of steps report from now on."""
+        """Sets what the results of steps report from now on."""
         if not (watch.steps or watch.blocks):
             self._reporter = None
             return
@@ -170,14 +170,16 @@ class EngineCore:
         self._constraints.set_vocabulary(vocabulary)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request in any state; its blocks are free on return. An unknown id is one that has ended already."""
+        """Ends a request in any state; its blocks are free on return. An unknown id belongs to a request that has
+        already ended."""
         if sequence := self._live.get(request_id):
             self._end(sequence)
         if sequence or self.adapters.forget(request_id):
             self._ended.append(StepOutput(request_id, finish_reason="abort"))
 
     def step(self) -> StepResult:
-        """One step of all that can run; also emits what ended since the last one. An exception ends the engine."""
+        """Runs one step of all rows that can run; also emits requests that ended since the last one. An exception ends
+        the engine."""
         if self._constraints.is_compiling:
             self._take_compiled()
         adapters = self.adapters.take_results(self.add)
@@ -214,7 +216,7 @@ class EngineCore:
             assert self._rows.num_free == self._table.max_num_seqs, "an idle engine holds rows"
 
     def check_idle(self) -> StepResult | None:
-        """The self-check of an engine that has nothing to do: logs a breach, and reports it in a result of its own."""
+        """The self-check of an idle engine: logs a breach and returns a result that reports it."""
         try:
             self.check()
         except AssertionError as error:
@@ -303,7 +305,7 @@ class EngineCore:
         return plan if masks is None else replace(plan, masks=masks)
 
     def _execute_one_by_one(self, plan: StepPlan) -> SampledTokens:
-        """A step, a row at a time: rows that fail alone get their own error, the others continue."""
+        """Runs a step one row at a time, so that only the rows that fail end with an error."""
         token_ids: list[int] = []
         logprobs: dict[int, Items[TokenLogprobs]] = {}
         errors: dict[int, str] = {}
@@ -366,7 +368,7 @@ class EngineCore:
     ) -> StepOutput:
         """The new tokens of a row, from `position` on, up to the one that ends its request, if any does."""
         sequence, reason = self._rows[row], None
-        if position >= sequence.max_total_tokens:  # max_tokens 0: the prompt is all
+        if position >= sequence.max_total_tokens:  # max_tokens 0: only the prompt is computed
             self._end(sequence)
             return StepOutput(sequence.request.request_id, (), "length", num_cached_tokens=sequence.num_cached_tokens)
         for index, token_id in enumerate(token_ids):
@@ -406,8 +408,8 @@ class EngineCore:
         self._scheduler.remove(sequence)
 
     def _times_s(self, step: CompletedStep) -> tuple[float, float, float]:
-        """What the step took, and the two parts of that in which it was computed. Where steps overlap, each one's time
-        begins at the end of the one before it, so that they are together the time in which there was work."""
+        """Seconds of the step, and of these the forward pass and sampling. Where steps overlap, a step's time begins at
+        the end of the one before it, so that the sum is the time in which the engine worked."""
         now_s = self._now_s()
         began_s = max(step.planned_s, self._step_end_s)
         self._step_end_s = now_s

@@ -23,7 +23,7 @@ _NO_THREAD: Final = "can't start new thread"
 """The interpreter's text."""
 
 LOST_RANK_EXIT_CODE: Final = 70
-"""Of an engine's process that lost another rank. The last line of its output says which."""
+"""The exit code of an engine's process that lost another rank. The last line of its output says which."""
 
 DeathKind = Literal["exit", "signal", "killed", "hang", "message", "load", "thread", "loop", "shortage", "disconnect"]
 """How an engine was lost; a label of the restart metric. killed: SIGKILL; signal: any other signal; shortage: it could

@@ -38,7 +38,7 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         return self.num_full + self.num_windowed
 
     def most_blocks(self, num_tokens: int, chunk_tokens: int, block_size: int) -> int:
-        """That a request of so many tokens holds at once, when it is computed in chunks of so many."""
+        """Most blocks that a request of `num_tokens` holds at once, when it is computed in chunks of `chunk_tokens`."""
         columns = -(-num_tokens // block_size)
         at_once = self.most_windowed(chunk_tokens, block_size)
         return self.num_full * columns + self.num_windowed * min(columns, at_once)
@@ -49,7 +49,7 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         return (self.window + chunk_tokens + 2 * block_size - 3) // block_size
 
     def max_chunk(self, num_tokens: int, block_size: int, num_blocks: int) -> int:
-        """The largest chunks in which a request of so many tokens can be computed in that many blocks; 0: it cannot."""
+        """The largest chunks in which a request of `num_tokens` can be computed in `num_blocks`; 0: it cannot."""
         columns = -(-num_tokens // block_size)
         if self.count * columns <= num_blocks:
             return num_tokens
@@ -59,8 +59,8 @@ class KVGroups(msgspec.Struct, frozen=True, array_like=True):
         return max((at_once - 1) * block_size + 2 - self.window, 0)
 
     def most_tokens(self, block_size: int, num_blocks: int, chunk_tokens: int = 1) -> int:
-        """The longest request that can be computed in that many blocks, in chunks of so many tokens; sys.maxsize: any
-        length."""
+        """Tokens of the longest request that can be computed in `num_blocks`, in chunks of `chunk_tokens`; sys.maxsize:
+        no limit."""
         columns = num_blocks // self.count
         at_once = self.most_windowed(chunk_tokens, block_size)
         if self.num_windowed and at_once <= columns:
@@ -94,9 +94,9 @@ def layer_groups(windows: Sequence[int], max_model_len: int, are_alike: bool) ->
     """windows: of each layer, the positions that a query sees, itself included; 0: all. are_alike: whether all layers
     keep as many bytes for a position.
 
-    Layers with a window get groups of as many layers as there are without one, neighbours together. All layers are one
-    group, which sees what the widest window shows, where layers are not alike, or more than a fifth of the memory of
-    two kinds of blocks would be for no layer. Raises ValueError where there is no layer.
+    Neighbouring layers with a window form groups of as many layers as there are without one. All layers form one group,
+    with the widest window, where layers are not alike or more than a fifth of the memory would be padding. Raises
+    ValueError where there is no layer.
     """
     if not windows:
         raise ValueError("the model has no layers")

@@ -60,7 +60,7 @@ class ManagerCallbacks:
                                         were pulled; get_requests may give them out again, to the next engine. After
                                         an exception of get_requests the owner may have given out more, and after one
                                         of send_responses some of them may have ended.
-    vocabulary()                        what tokens stand for, for requests with a grammar; once an engine; None = such
+    vocabulary()                        what tokens stand for, for requests with a grammar; once per engine; None = such
                                         requests cannot be served
     adapters()                          the LoRA adapters that the engine should have, name → folder; None = those of
                                         the config. A changed mapping is another object.
@@ -94,7 +94,7 @@ class ManagerCallbacks:
 logger = logging.getLogger(__name__)
 
 RUNNERS = "llmbackend.engine.make_runner"
-"""By its name: the host need not import what computes."""
+"""A name, so that the host does not import what computes."""
 NOT_WATCHED = Watch()
 STALL_TIMEOUT_S = 60.0
 """An engine with requests that finishes no step for this long is not ready."""
@@ -140,9 +140,9 @@ class LlmManager:
         self._stall_timeout_s = stall_timeout_s
         self._wakeup = Wakeup()
         self._has_sent_vocabulary = False
-        """Whether this engine knows what tokens stand for, from this host or another one."""
+        """Whether this engine has the vocabulary, from this host or another one."""
         self._prepares_grammars = False
-        """Whether the engine is to know it before its first request with a grammar."""
+        """Whether the engine gets it before its first request with a grammar."""
         self._configured_adapters: Mapping[str, str] = config.lora_modules
         self._sent_adapters: Mapping[str, str] = config.lora_modules
         """What the engine has, or will have."""
@@ -150,13 +150,13 @@ class LlmManager:
         self._watch = self._sent_watch = NOT_WATCHED
         """What is to be reported, and what the engine was told."""
         self._follows_prefixes = self._sent_prefixes = False
-        """The same of its prefix cache."""
+        """The same for changes of its prefix cache."""
         self._policy = policy
         source = _source(config, index, self._wakeup, policy)
         self._supervisor = Supervisor(config, source, self._wakeup, callbacks.progress)
         self._thread = threading.Thread(target=self._run, name="llm-manager", daemon=True)
         self._is_ordered = threading.Event()
-        """Whether an engine was asked for, and its process is on its way."""
+        """Set once the first engine was ordered."""
         self._first_load: Future[ModelInfo] = Future()
         self._is_up = False
         """Whether there is an engine that has loaded the model."""
@@ -184,12 +184,12 @@ class LlmManager:
         return self._max_num_seqs - len(self._live) - self._supervisor.num_requests_of_others
 
     def watch(self, watch: Watch) -> None:
-        """What this engine, and each that follows it, reports from now on. Any thread, cheap."""
+        """Sets what this engine and later ones report from now on. Any thread, cheap."""
         self._watch = watch
         self._wakeup.set()
 
     def follow_prefixes(self, is_wanted: bool) -> None:
-        """Whether this engine, and each that follows it, tells which blocks its prefix cache has. Any thread, cheap."""
+        """Sets whether this engine and later ones report changes of their prefix cache. Any thread, cheap."""
         self._follows_prefixes = is_wanted
         self._wakeup.set()
 
@@ -221,9 +221,8 @@ class LlmManager:
         self._wakeup.set()
 
     def prepare_grammars(self) -> None:
-        """Has an engine in a process of its own read the vocabulary now, while nobody waits for it, rather than with
-        its first request with a grammar, beside which others would stand still. Any thread. The next engine, after this
-        one has died, has requests to go on with: it reads it when it is needed."""
+        """Makes an engine in its own process read the vocabulary now, while it is idle: with its first request with a
+        grammar, other requests would wait for that. Later engines read it when it is needed. Any thread."""
         self._prepares_grammars = self._reads_ahead
         self._wakeup.set()
 
@@ -299,7 +298,7 @@ class LlmManager:
                 self._call(self._on.state_changed, self._history.slept())
 
     def _forget_engine(self) -> None:
-        """What the next engine knows, and what it does not."""
+        """Resets what is known of the engine to how the next one begins."""
         self._has_sent_vocabulary = self._prepares_grammars = False
         self._sent_adapters = self._configured_adapters
         self._is_up = False
@@ -358,8 +357,8 @@ class LlmManager:
         return is_wanted
 
     def _adapter_changes(self) -> tuple[tuple[AdapterLoad, ...], tuple[str, ...]]:
-        """What the engine lacks, and what it has too much. After requests were pulled: those name adapters that are
-        already wanted."""
+        """Adapters to load and adapters to drop. Called after requests were pulled: these only name adapters that are
+        wanted by then."""
         wanted, sent = None if self._on.adapters is None else self._call(self._on.adapters), self._sent_adapters
         if wanted is None or wanted is sent:
             return (), ()
@@ -368,7 +367,7 @@ class LlmManager:
         return tuple(load), tuple(name for name in sent if name not in wanted)
 
     def _first_vocabulary(self, add: Sequence[InferRequest]) -> Vocabulary | None:
-        """Once for each engine: when it is to be prepared, or with its first request with a grammar."""
+        """The vocabulary, once per engine: when it is to be prepared, or with its first request with a grammar."""
         if self._has_sent_vocabulary or not (self._prepares_grammars or any(request.grammar for request in add)):
             return None
         vocabulary = self._call(self._on.vocabulary)

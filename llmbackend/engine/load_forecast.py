@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class LoadForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """Raises nothing: an engine that would not start has no forecast.
+    """An engine that would not start has no forecast.
 
     path              "native program", "transformers modules", "accelerator" or "mock"
     why_not_faster    why it is not the native program; "" = it is, or the device is no CPU
     device            "cpu", "cuda:0" …
     threads           on CPU
     weight_bytes      in memory, as packed; without embedding_bytes, of which a step reads few rows
-    kv_bytes_per_token  None: only the weights tell, as for the next three
+    kv_bytes_per_token  None: unknown until the weights are loaded, as the next three
     num_kv_blocks     of the whole KV memory; on an accelerator known when it is loaded
     kv_bytes          the whole KV memory; pages are taken when they are used
     full_length_requests  how many requests of max_model_len tokens fit at once

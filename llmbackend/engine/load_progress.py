@@ -1,4 +1,4 @@
-"""How far the load of a model has come, what each part takes, which ways it chose: from deep in the loader to the host.
+"""Reports of a load, from the loader to the host: its progress, the duration of its parts, the choices that it made.
 
 Invariants: a report without a listener costs nothing; no part of a load depends on one.
 """
@@ -76,14 +76,14 @@ def counted(stage: str, items: Collection[T]) -> Iterator[T]:
 
 
 def show(engine: int, model: str, progress: LoadProgress | None) -> None:
-    """On the host: what an engine reports; None = it needs no more showing. A handler of this module's logger finds
-    the values on the record."""
+    """On the host: logs the progress of an engine, with the values on the record for a handler; None = the load is
+    over."""
     logger.debug("%s: %s", model, progress, extra={"engine": engine, "model": model, "progress": progress})
 
 
 def download_bar() -> type | None:
-    """In the place of tqdm for downloads of huggingface_hub, on whichever threads: its bytes are reported to who
-    listens to this thread now, and nothing is drawn. None: nobody listens."""
+    """A class in place of tqdm for downloads of huggingface_hub: it reports bytes, from any thread, to this thread's
+    listener, and draws nothing. None: there is no listener."""
     sink = _sink.get()
     if sink is None:
         return None
@@ -114,7 +114,7 @@ def download_bar() -> type | None:
 
 
 class CountedBar:
-    """In the place of a progress bar of transformers (tqdm): it reports, and draws nothing."""
+    """In place of a progress bar of transformers (tqdm): reports, and draws nothing."""
 
     def __init__(self, bar: Any, stage: str, items: Collection[Any]) -> None:
         self._bar = bar
@@ -143,14 +143,14 @@ def bar_hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[s
 
 
 class StartPart(msgspec.Struct, frozen=True, array_like=True):
-    """One thing that was done, and its duration without the parts within it."""
+    """One part of a start, and its duration without the parts inside it."""
 
     name: str
     seconds: float
 
 
 class Start:
-    """A start so far. One thread writes to it."""
+    """The parts and notes of a start so far. One thread writes to it."""
 
     def __init__(self, parts: tuple[StartPart, ...] = ()) -> None:
         self.parts = parts
@@ -160,7 +160,7 @@ class Start:
         """Of the parts within the one that is being measured."""
 
     def begin(self, earlier: Start) -> None:
-        """What was done for it before."""
+        """Puts what was done before for this start first."""
         self.parts, self.notes = earlier.parts + self.parts, earlier.notes + self.notes
 
     @contextlib.contextmanager
@@ -180,7 +180,7 @@ _start: ContextVar[Start | None] = ContextVar("start", default=None)
 
 @contextlib.contextmanager
 def collecting() -> Iterator[Start]:
-    """What this thread does meanwhile."""
+    """Collects what this thread does meanwhile."""
     start = Start()
     token = _start.set(start)
     try:
@@ -191,7 +191,7 @@ def collecting() -> Iterator[Start]:
 
 @contextlib.contextmanager
 def part(name: str) -> Iterator[None]:
-    """What is done inside is a part of the start."""
+    """Measures its block as a part of the start."""
     start = _start.get()
     if start is None:
         yield
@@ -201,7 +201,7 @@ def part(name: str) -> Iterator[None]:
 
 
 def note(text: str) -> None:
-    """Which way was chosen, and why; for the log."""
+    """Notes for the log which way was chosen, and why."""
     start = _start.get()
     if start is not None:
         start.notes += (text,)

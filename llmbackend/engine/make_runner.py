@@ -1,9 +1,9 @@
 """The runner that a config names, and what engines of one config share in the fork server they come from.
 
 For: what drives an engine core; LlmManager hands this module to the engine's process, which imports it by name. Does
-not know: requests, processes' lives. A model that is a native program is packed once, by the first engine's process,
-which then ends (`ModelPrepared`); the fork server reads the packed weights into memory that all later engines share.
-All other models are loaded in each engine, which shares imports alone. Invariants: importing this module imports
+not know: requests, lifetimes of processes. A model that is a native program is packed once, by the first engine's
+process, which then ends (`ModelPrepared`); the fork server reads the packed weights into memory that all later engines
+share. All other models are loaded in each engine, which shares imports alone. Invariants: importing this module imports
 neither torch nor transformers; a forked engine finds what was made here unchanged, and writes to none of it; a fork
 server imports torch only where its engines compute with it.
 """
@@ -56,14 +56,14 @@ class SharedParts:
         self._pack_or_run = pack_or_run
         self._packed: PackedModel | None = None
         self._draft: Draft | None = None
-        """Where the next process that packs the model puts it; it stays, for the process that publishes it."""
+        """Where the next process that packs the model puts it; kept for the process that publishes it."""
         self._writers = -1
         """Locked by the process that writes the draft."""
         self._why_whole = self._prepare_imports()
 
     def before_fork(self, is_whole: bool) -> None:
-        """Reads the packed weights, or makes a place for them; or imports what loading a checkpoint takes. What fails
-        fails again in the engine, or makes it load the checkpoint."""
+        """Reads the packed weights, or makes a place for them; or imports what loading a checkpoint needs. A failure is
+        repeated in the engine, or makes it load the checkpoint."""
         if self._config.model == "mock":
             return
         if is_whole:
@@ -77,8 +77,8 @@ class SharedParts:
     def in_own_process(
         self, is_whole: bool, lifeline_fd: int, meeting: RankMeeting | None = None
     ) -> Callable[[], Runner | ModelPrepared]:
-        """Forks the other ranks of a model that is split, which close `lifeline_fd`, unless others start them, which
-        come to the meeting."""
+        """Forks the other ranks of a split model, which close `lifeline_fd`; with a meeting, they are started elsewhere
+        and connect to it."""
         config = self._config
         if config.num_ranks > 1 and meeting is not None:
             return partial(self._make_runner, config, meeting)
@@ -104,7 +104,7 @@ class SharedParts:
             self._draft.publish()
 
     def _prepare_imports(self) -> str:
-        """Imports what all engines of this config need; why they load the checkpoint themselves, "" = they need not."""
+        """Imports what all engines of this config need. Returns why they load the checkpoint themselves, or ""."""
         if self._config.model == "mock":
             return "it is the mock"
         from .cpu.native_runner import why_modules
@@ -159,7 +159,7 @@ class SharedParts:
         return runner
 
     def _pack(self, draft: Draft) -> Runner | ModelPrepared:
-        """Packs the model; its runner where it can not be packed."""
+        """Packs the model. Returns its runner where it cannot be packed."""
         from .cpu.packed_decoder import PackedModel
 
         with self._sole_writer():
@@ -180,7 +180,7 @@ class SharedParts:
 
     @contextlib.contextmanager
     def _sole_writer(self) -> Iterator[None]:
-        """One process at a time; one that ends is followed by the next."""
+        """Lets one process at a time write; the lock ends with its process."""
         descriptor = os.open(f"/proc/self/fd/{self._writers}", os.O_RDWR | os.O_CLOEXEC)  # a lock of its own
         try:
             try:
@@ -220,7 +220,7 @@ def shared_parts(config: EngineConfig) -> SharedParts:
 
 
 def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
-    """others: the other ranks of a model that is split, or where they come to.
+    """others: the other ranks of a split model, or where they connect.
 
     Raises ValueError, OSError or RuntimeError with a text for the user.
     """

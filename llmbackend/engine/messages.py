@@ -1,7 +1,7 @@
 """The messages between an engine and the host: requests in, outputs of a step out.
 
-For: every thread and process border of the engine. Does not know: text, tensors, clients. Invariant: all are frozen and
-self-contained, so that a request and the tokens sent so far are enough to continue it in another engine process.
+For: every thread and process boundary of the engine. Does not know: text, tensors, clients. Invariant: all are frozen
+and self-contained, so that a request and the tokens sent so far are enough to continue it in another engine process.
 Names are vLLM's.
 """
 
@@ -19,7 +19,7 @@ from .reports import EngineReport, Watch
 
 
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
-    """Since the message before. A block is in at most one of the two.
+    """Changes since the last message. A block is in at most one of `stored` and `removed`.
 
     stored       hashes of blocks that are found from now on, 8 bytes each
     removed      hashes of blocks that are not found any more
@@ -38,8 +38,8 @@ class RequestEvent(msgspec.Struct, frozen=True, array_like=True):
     """One event of a traced request.
 
     request_id
-    name        compile, compiled: of its grammar; prefill: a chunk of its prompt is computed; recompute: tokens are,
-                that were computed before, after a preemption or by an engine that died; preempted: it lost its blocks
+    name        compile, compiled: its grammar; prefill: a chunk of its prompt; recompute: tokens that were computed
+                before a preemption, or by an engine that died; preempted: it lost its blocks
     time_ns     monotonic, the same for all processes of a machine
     num_tokens  of the chunk
     """
@@ -77,8 +77,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos          whether end-of-sequence tokens are like any other
     logprobs            None = none, n = the sampled token's and the n most likely ones', of the raw distribution
                         (before penalties and temperature), as vLLM's default
-    logprob_token_ids   tokens whose logprobs are given, too, at each position; only with logprobs
-    prompt_logprobs     the same for the prompt's tokens but the first; -1 = of the whole vocabulary
+    logprob_token_ids   further tokens whose logprobs are given at each position; only with logprobs
+    prompt_logprobs     as logprobs, for the prompt's tokens except the first; -1 = of the whole vocabulary
     bad_words           sequences of two or more tokens that must not be completed, also where they begin in the prompt
     allowed_token_ids   the only tokens that may be sampled; () = all
     """
@@ -125,7 +125,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     request_id        unique in its engine
     prompt_token_ids  at least one
-    output_token_ids  generated (and sent) by an engine that died: generation goes on after them
+    output_token_ids  generated (and sent) by an engine that died: generation continues after them
     num_prompt_logprobs  tokens of the prompt whose logprobs that engine sent
     sampling          how to choose tokens
     priority          smaller is earlier
@@ -215,7 +215,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generation_tokens       + tokens
     num_drafts              + speculations of one row in one step
     num_draft_tokens        + their tokens
-    num_accepted_tokens     + those that the model sampled, too
+    num_accepted_tokens     + of them, those that the model sampled as well
     num_steps               + steps
     last_step_s               seconds of the last step; where steps overlap, since the end of the one before
     last_forward_s            of them, computing logits
@@ -298,8 +298,8 @@ class EngineInput(msgspec.Struct, frozen=True, array_like=True):
     load        adapters, before the requests that name them
     drop        names of adapters that no further request will have
     watch       what to report from now on; None = as before
-    prefixes    whether results tell from now on which blocks the prefix cache has: first all of them, also where they
-                did so before; None = as before
+    prefixes    whether results report changes of the prefix cache from now on; true also asks for a snapshot; None = as
+                before
     """
 
     add: tuple[InferRequest, ...] = ()
@@ -316,7 +316,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     """Engine → host, one message per step.
 
     step_id  counts from 1
-    outputs  of all requests that the step did something for
+    outputs  of all requests that the step advanced or ended
     stats    after the step
     adapters of loads that have ended since the last one
     events   of traced requests since the last one
@@ -395,8 +395,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelPrepared(msgspec.Struct, frozen=True):
-    """Engine → host, in the place of a ModelInfo: the process has packed the model for engines that are forked from now
-    on, and ends. There is nothing to wait for before the next one is started.
+    """Engine → host, in place of a ModelInfo: the process has packed the model for later engines, and ends. The next
+    engine can be started at once.
 
     paths  for the log, as a ModelInfo has them
     parts  of the load, as a ModelInfo has them
@@ -429,19 +429,20 @@ def stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> 
 
 
 def own_stop_token_ids(sampling: SamplingParams, eos_token_ids: Collection[int]) -> frozenset[int]:
-    """Of them, the request's: an end-of-sequence token is the model's also where the request names it (as in vLLM)."""
+    """The request's own among them: an end-of-sequence token is the model's also where the request names it (as in
+    vLLM)."""
     return frozenset(sampling.stop_token_ids).difference(() if sampling.ignore_eos else eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputEnd:
-    """Numbers of tokens are of the output alone, or all of prompt and output: as its user counts."""
+    """Its user decides whether numbers of tokens include the prompt."""
 
     stop_token_ids: frozenset[int]
     min_tokens: int
-    """No stop token ends so many tokens."""
+    """A stop token does not end the output up to this number of tokens."""
     max_tokens: int
-    """So many tokens are the end."""
+    """This number of tokens ends the output."""
 
     def finish_reason(self, last_token_id: int, num_tokens: int) -> FinishReason | None:
         """Why `num_tokens` tokens with this last one are the whole output, if they are."""

@@ -88,7 +88,7 @@ def _looked_up(config: EngineConfig) -> SharedParts:
 
 
 def main() -> None:
-    """In the other process."""
+    """Packs the model, in a process of its own."""
     parts = _looked_up(msgspec.json.decode(sys.argv[1], type=EngineConfig))
     if parts.is_unpacked:
         parts.in_own_process(is_whole=False, lifeline_fd=-1)()

@@ -16,7 +16,7 @@ class RankMeeting(msgspec.Struct, frozen=True):
     """Raises ValueError.
 
     address  IP address of rank 0's machine, by which the others reach it
-    port     of that address, free on that machine as long as the engine is wanted
+    port     of that address, free on that machine as long as the engine lives
     key      secret of this engine's ranks, 32 characters or more
     """
 
@@ -55,7 +55,8 @@ class RankOrder(msgspec.Struct, frozen=True):
 
 
 def fingerprint_of(config: EngineConfig, release: str) -> str:
-    """Equal where ranks compute parts of the same model alike. Its folder is each machine's own."""
+    """Equal for ranks that compute parts of the same model in the same way. The model's folder may differ between
+    machines."""
     same = msgspec.structs.replace(config, model="", device="", num_threads=0)
     digest = hashlib.sha256(msgspec.json.encode(same, order="sorted")).hexdigest()
     return f"{release} {digest[:16]}"

@@ -1,4 +1,4 @@
-"""What an engine tells those who watch it: its state, each step, what waits and why, which block holds what.
+"""What an engine reports while it is watched: its state, each step, what waits and why, which block holds what.
 
 For: the engine core, which makes reports of steps only while someone watches; the LLM manager, whose loop owns an
 EngineHistory; the host, which passes both on. Does not know: how they are made or shown. Invariants: all messages are
@@ -13,7 +13,8 @@ from typing import Final, Literal
 import msgspec
 
 RowKind = Literal["prefill", "decode", "recompute"]
-"""What a row's tokens are: of a prompt; behind one; computed before, by an engine that died or before a preemption."""
+"""prefill: tokens of a prompt; decode: tokens behind it; recompute: tokens that were computed before a preemption, or
+by an engine that died."""
 WaitReason = Literal["max_num_seqs", "kv_blocks", "token_budget", "prefix", "long_prefill", "grammar"]
 """Why a request is not among the running ones: no row; no KV blocks; the step's tokens are spent; a running request is
 computing the beginning that both share; another long prompt is being computed; its grammar is being compiled."""
@@ -48,7 +49,7 @@ class StepReport(msgspec.Struct, frozen=True, array_like=True):
     request_ids        of the rows
     kinds              of the rows, a byte each: places in ROW_KINDS
     num_tokens         of the rows: computed, with drafts
-    num_output_tokens  of the rows: that the request got
+    num_output_tokens  of the rows: new tokens of the request
     preempted          requests whose blocks were taken back for it
     waiting            requests and reasons, in the order of their turn
     num_running        requests after the step

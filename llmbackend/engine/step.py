@@ -1,4 +1,4 @@
-"""What the engine's two sides say to each other: rows of live requests, one step's plan, and what the step sampled.
+"""The interface between the engine's two sides: rows of live requests, one step's plan, and what the step sampled.
 
 For: the control side (scheduler, engine core), which owns rows and decides, and the compute side (a `Runner`), which
 owns the weights and the KV memory and computes. Does not know: how tokens are scheduled, or how logits are made.
@@ -36,7 +36,7 @@ class RowTable:
     """The state of every live request, as arrays over permanent rows 0..max_num_seqs-1.
 
     token_ids            int32 [max_num_seqs, max_model_len]      prompt, then output; valid up to num_tokens[row],
-                                                                  and during `execute` on through the row's drafts
+                                                                  during `execute` up to the end of the row's drafts
     num_tokens           int32 [max_num_seqs]                     prompt + output tokens known so far; those that
                                                                   launched steps sample count as known
     num_prompt_tokens    int32 [max_num_seqs]                     the first output token is at this position
@@ -44,7 +44,7 @@ class RowTable:
                                                                   steps that are launched have run
     num_pending_drafts   int32 [max_num_seqs]                     drafts of launched steps that are not read yet:
                                                                   num_tokens and num_computed_tokens count them as if
-                                                                  they were accepted, and may turn out to be less
+                                                                  they were accepted, and may decrease
     block_tables         int32 [groups, max_num_seqs, max_blocks_per_seq]
                                                                   KV block ids, each in 0..num_blocks-1, for each
                                                                   group of layers (ModelInfo.kv_groups)
@@ -101,9 +101,9 @@ class StepPlan:
     Drafts are guesses of what a row will sample. The d drafts of a row stand in table.token_ids[row, num_tokens :
     num_tokens + d] and are the last d of its scheduled tokens; only rows that sample have any. Such a row samples 1 + d
     tokens, from the logits of its last 1 + d scheduled tokens, each as if the drafts before it were output tokens: the
-    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; of a launched step the
-    runner does, too, so that it can compute the next one. Of a launched step a row's drafts may all be PENDING_TOKEN:
-    the runner then looks them up in the row's text (`look_up`).
+    j-th has position num_tokens[row] + j. The control side decides which of them are accepted; in a launched step the
+    runner decides it as well, so that it can compute the next one. There a row's drafts may all be PENDING_TOKEN: the
+    runner then looks them up in the row's text (`look_up`).
     """
 
     rows: Int32Array
@@ -159,8 +159,8 @@ class SampledTokens:
     forward_s  seconds that computing the logits took, by the clock of the device that computed
     sample_s   the same of sampling
     prompt_logprobs  by row, for rows that need logprobs of their prompt: those of its next tokens
-    num_accepted_tokens  int32 [rows with drafts], in the order of plan.rows: how many of its first drafts each row's
-                         tokens are equal to; of a launched step with drafts, else None
+    num_accepted_tokens  int32 [rows with drafts], in the order of plan.rows: how many of each row's drafts, from the
+               first on, its tokens equal; None unless a launched step had drafts
 
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs are ignored), since the drafts before it may be wrong. If those are accepted, the position is the first one
@@ -229,7 +229,7 @@ class Runner(Protocol):
 
 @runtime_checkable
 class OverlappingRunner(Runner, Protocol):
-    """A runner whose steps continue while the host prepares the next: for devices that work beside the host.
+    """A runner that computes a step while the host prepares the next one.
 
     Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
     table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. Among the tokens that a plan computes,
@@ -344,8 +344,8 @@ def flatten(plan: StepPlan, table: RowTable, order: Int32Array | None = None) ->
 
 
 def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
-    """From where each sampled row's chunk ends to where its known tokens end and to all of its drafts; empty where no
-    row's prompt ends."""
+    """Where each sampled row's last known token and its drafts are, from where its chunk ends; empty where no row
+    samples."""
     if plan.num_draft_tokens is None:
         return last_tokens
     counts = plan.num_draft_tokens[plan.sample_rows] + 1
@@ -354,7 +354,7 @@ def _with_drafts(plan: StepPlan, last_tokens: Int32Array) -> Int32Array:
 
 
 class LookupLengths(NamedTuple):
-    """Tokens of the shortest and of the longest ending of a text that is searched for in it."""
+    """Lengths in tokens of the shortest and the longest ending of a text that are searched for in it."""
 
     shortest: int
     longest: int
@@ -365,8 +365,8 @@ class LookupLengths(NamedTuple):
 
 
 def look_up(text: Int32Array, count: int, lengths: LookupLengths) -> Int32Array:
-    """The next `count` tokens of a text, int32 [n], n ≥ 1: those behind the last earlier occurrence of its longest
-    ending, again and again where the text ends before them; its last token where no ending has occurred."""
+    """Guesses the next `count` tokens of a text, int32 [n], n ≥ 1: those that followed the last earlier occurrence of
+    its longest ending, repeated where the text ends before `count`; without such an occurrence, its last token."""
     ends = np.arange(len(text) - 1)
     matched, is_equal = np.zeros(len(ends), np.int32), np.ones(len(ends), np.bool_)
     for back in range(min(lengths.longest, len(text) - 1)):

@@ -67,12 +67,12 @@ class TokenMasks:
     errors: Mapping[int, str] = field(default_factory=dict)
 
     def only(self, begin: int, end: int) -> TokenMasks:
-        """Those of the samples from `begin` to before `end`."""
+        """The masks of the samples begin .. end - 1."""
         errors = {sample - begin: text for sample, text in self.errors.items() if begin <= sample < end}
         return TokenMasks(self.index[begin:end], self.words, errors)
 
     def result(self) -> TokenMasks:
-        """As of a mask that is still computed (`PendingMasks`)."""
+        """So that computed masks can stand for `PendingMasks`."""
         return self
 
 
