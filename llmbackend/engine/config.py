@@ -24,7 +24,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Where an engine publishes which KV blocks it has, for routers of other projects (llm-d, Dynamo). Raises
     ValueError naming field, value and what was expected.
 
-    enable_kv_cache_events  whether it does
+    enable_kv_cache_events  whether it publishes
     publisher               "zmq", or "null" = nothing is published
     endpoint                tcp:// with a loopback address and a port, where subscribers connect; vLLM connects to an
                             address without "*", here it is bound
@@ -182,6 +182,12 @@ class StructuredOutputsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_
             raise ValueError("'enable_in_reasoning' is true, expected false: a grammar begins after the reasoning")
 
 
+_AT_LEAST_ONE: Final = (
+    *("tensor_parallel_size", "pipeline_parallel_size", "block_size", "max_num_seqs", "max_num_batched_tokens"),
+    *("max_engine_failures", "max_loras", "max_lora_rank"),
+)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Raises ValueError naming field, value and what was expected. Units are in the names; defaults follow below.
     Fields marked (host) are used by the host alone (see HOST_FIELDS).
@@ -331,21 +337,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     fault_directory: str = ""
 
     def __post_init__(self) -> None:
-        self._at_least("tensor_parallel_size", self.tensor_parallel_size, 1)
-        self._at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        for name in _AT_LEAST_ONE:
+            self._at_least(name, getattr(self, name), 1)
+        for name in ("long_prefill_token_threshold", "num_threads", "mock_steps_in_flight"):
+            self._at_least(name, getattr(self, name), 0)
         if self.num_ranks > 1:
             self._check_split()
-        self._at_least("block_size", self.block_size, 1)
-        self._at_least("max_num_seqs", self.max_num_seqs, 1)
-        self._at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
-        self._at_least("long_prefill_token_threshold", self.long_prefill_token_threshold, 0)
-        self._at_least("num_threads", self.num_threads, 0)
         self._check_offloading()
         self._check_resources()
-        self._at_least("mock_steps_in_flight", self.mock_steps_in_flight, 0)
-        self._at_least("max_engine_failures", self.max_engine_failures, 1)
         for name in ("step_timeout_s", "load_timeout_s"):
-            self._above_zero(name, getattr(self, name))
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"engine argument '{name}' is {getattr(self, name):g}, expected a number above 0")
         for name, milliseconds in (("mock_step_ms", self.mock_step_ms), ("step_target_ms", self.step_target_ms or 0.0)):
             if not 0 <= milliseconds < math.inf:
                 raise ValueError(f"engine argument '{name}' is {milliseconds:g}, expected a number of at least 0")
@@ -355,8 +357,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(
                 f"engine argument 'weight_cache_size' is {self.weight_cache_size:g}, expected a number of at least 0"
             )
-        self._at_least("max_loras", self.max_loras, 1)
-        self._at_least("max_lora_rank", self.max_lora_rank, 1)
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
         if self.enable_lora and self.quantization is not None:
@@ -490,8 +490,3 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def _at_least(name: str, value: int, minimum: int) -> None:
         if value < minimum:
             raise ValueError(f"engine argument '{name}' is {value}, expected at least {minimum}")
-
-    @staticmethod
-    def _above_zero(name: str, value: float) -> None:
-        if not 0 < value < math.inf:
-            raise ValueError(f"engine argument '{name}' is {value:g}, expected a number above 0")

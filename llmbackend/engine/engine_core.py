@@ -1,7 +1,7 @@
 """Continuous batching, one step at a time: schedule → run → commit → emit.
 
 For: what drives an engine: the loop of a process or thread, a benchmark. Does not know: where requests come from, or
-where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest: an
+where outputs go. `step()` launches steps while the runner has room for them, and then waits for the oldest, so that an
 accelerator computes while the host commits, emits and schedules. Invariants: every request that was added gets exactly
 one output with a finish_reason, and its row and blocks are free when that output is emitted; an error belongs to the
 request that caused it. One thread owns a core.

@@ -17,7 +17,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from llmbackend.testing.faults import Faults, with_faults
 
@@ -38,22 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class MakeRunner(Protocol):
-    def __call__(self, config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner: ...
-
-
 class SharedParts:
-    def __init__(
-        self,
-        config: EngineConfig,
-        make_runner: MakeRunner,
-        pack_or_run: Callable[[EngineConfig, PackingPlace], PackedModel | Runner],
-    ) -> None:
-        """Of engine/make_runner.py, both in an engine's process: `make_runner` loads the checkpoint and runs it,
-        `pack_or_run` packs it, if it can."""
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._make_runner = make_runner
-        self._pack_or_run = pack_or_run
         self._packed: PackedModel | None = None
         self._draft: Draft | None = None
         """Where the next process that packs the model puts it; kept for the process that publishes it."""
@@ -81,17 +68,17 @@ class SharedParts:
         and connect to it."""
         config = self._config
         if config.num_ranks > 1 and meeting is not None:
-            return partial(self._make_runner, config, meeting)
+            return partial(make_runner, config, meeting)
         if config.num_ranks > 1:
             from .gpu.parallel.followers import fork_followers
 
             followers = fork_followers(config.num_ranks, partial(_follow, config), [lifeline_fd])
-            return partial(self._make_runner, config, followers)
+            return partial(make_runner, config, followers)
         if is_whole or self._why_whole:
-            return partial(self._make_runner, config)
+            return partial(make_runner, config)
         if self._packed is not None:
             return partial(self._run, self._packed)
-        return partial(self._make_runner, config) if self._draft is None else partial(self._pack, self._draft)
+        return partial(make_runner, config) if self._draft is None else partial(self._pack, self._draft)
 
     @property
     def is_unpacked(self) -> bool:
@@ -169,7 +156,7 @@ class SharedParts:
             draft.prefault()
             with part("import torch"):
                 _import_torch(self._config)
-            made = self._pack_or_run(self._config, draft)
+            made = pack_or_run(self._config, draft)
             if not isinstance(made, PackedModel):
                 draft.abandon()
                 return self._with_faults(made)
@@ -216,7 +203,7 @@ T = TypeVar("T")
 
 def shared_parts(config: EngineConfig) -> SharedParts:
     """In a fork server: what the engines of this config have in common."""
-    return SharedParts(config, make_runner, pack_or_run)
+    return SharedParts(config)
 
 
 def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = None) -> Runner:
@@ -224,14 +211,13 @@ def make_runner(config: EngineConfig, others: Followers | RankMeeting | None = N
 
     Raises ValueError, OSError or RuntimeError with a text for the user.
     """
-    runner = _make_runner(config) if others is None else _make_parallel_runner(config, others)
+    if others is None:
+        runner = _make_runner(config)
+    else:
+        from .gpu.parallel.parallel_runner import start_rank_0
+
+        runner = start_rank_0(config, others)
     return with_faults(runner, Faults(config.fault_directory)) if config.fault_directory else runner
-
-
-def _make_parallel_runner(config: EngineConfig, others: Followers | RankMeeting) -> Runner:
-    from .gpu.parallel.parallel_runner import start_rank_0
-
-    return start_rank_0(config, others)
 
 
 def _make_runner(config: EngineConfig) -> Runner:

@@ -8,7 +8,7 @@ frozen; none holds a token or a text.
 from __future__ import annotations
 
 import time
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -158,22 +158,8 @@ class EngineHistory:
     def stopped(self) -> EngineState:
         return self._change("stopped", reason="")
 
-    def _change(
-        self,
-        name: StateName,
-        *,
-        reason: str | None = None,
-        pid: int | None = None,
-        num_restarts: int | None = None,
-        recovery_s: float | None = None,
-    ) -> EngineState:
-        before = self.current
-        self.current = EngineState(
-            name=name,
-            time_s=time.time(),
-            reason=before.reason if reason is None else reason,
-            pid=pid,
-            num_restarts=before.num_restarts if num_restarts is None else num_restarts,
-            recovery_s=recovery_s,
-        )
+    def _change(self, name: StateName, **changes: Any) -> EngineState:
+        """Keeps reason and num_restarts unless they change, but neither pid nor recovery_s."""
+        fields = {"pid": None, "recovery_s": None} | changes
+        self.current = msgspec.structs.replace(self.current, name=name, time_s=time.time(), **fields)
         return self.current

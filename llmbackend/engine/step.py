@@ -160,7 +160,7 @@ class SampledTokens:
     sample_s   the same of sampling
     prompt_logprobs  by row, for rows that need logprobs of their prompt: those of its next tokens
     num_accepted_tokens  int32 [rows with drafts], in the order of plan.rows: how many of each row's drafts, from the
-               first on, its tokens equal; None unless a launched step had drafts
+                         first on, its tokens equal; None unless a launched step had drafts
 
     Logits that are not finite: a row's first position gets the error BROKEN_LOGITS; a later one gets NO_TOKEN (its
     logprobs are ignored), since the drafts before it may be wrong. If those are accepted, the position is the first one

@@ -161,20 +161,14 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, dtype: torch.dtype) -> str:
-    """Replaces every plain linear layer of the model in place. Returns a word about how they compute."""
+    """Replaces every plain linear layer of the model in place. Returns a short text on how they compute."""
     compute_dtype = dtype if has_native(dtype) else torch.float32
     if compute_dtype != dtype and not _fits(model, compute_dtype):
         compute_dtype = dtype
     if compute_dtype == torch.float16 or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return "torch"
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            # Exact types only: a subclass may compute something else.
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child.weight, child.bias, compute_dtype))
-            elif type(child) is Conv1D:
-                transposed: Any = child
-                setattr(parent, name, PackedLinear(transposed.weight.t(), transposed.bias, compute_dtype))
+    for parent, name, linear in list(_plain_linears(model)):
+        setattr(parent, name, PackedLinear(_matrix(linear), linear.bias, compute_dtype))
     return f"packed {str(compute_dtype).removeprefix('torch.')}"
 
 

@@ -36,10 +36,10 @@ def release_pages(address: int, size_bytes: int) -> None:
 
 
 class FilePages:
-    """A file's pages in the memory of this process, given back when they have become many.
+    """Limits how much of a mapped file is in the memory of this process.
 
-    They stay in the system's cache, from where they come back in a microsecond; but each row that is read brings its
-    neighbours, so that an embedding would be in the process as a whole after some thousand different tokens.
+    Pages that are given back stay in the system's cache, and return within a microsecond. Each row that is read brings
+    its neighbours: without the limit a whole embedding would be resident after some thousand different tokens.
     """
 
     LIMIT_BYTES: Final = 16 << 20
@@ -50,10 +50,10 @@ class FilePages:
         self._pages = pages
         self._rows_left = self._ROWS_PER_CHECK
         self._others_bytes = _file_bytes()
-        """Of other files, such as libraries."""
+        """Bytes of other files, such as libraries."""
 
     def read(self, num_rows: int) -> None:
-        """So many more rows are read."""
+        """`num_rows` more rows are read."""
         self._rows_left -= num_rows
         if self._rows_left > 0:
             return
@@ -145,7 +145,7 @@ class NativeKVMemory:
 
 
 def check_kv_dtype(config: EngineConfig) -> None:
-    """For all that is no program on an accelerator. Raises ValueError."""
+    """For everything but a program on an accelerator. Raises ValueError."""
     if config.kv_cache_dtype != "auto":
         raise ValueError(
             f"engine argument 'kv_cache_dtype' is '{config.kv_cache_dtype}', expected 'auto': only the accelerator "

@@ -136,7 +136,7 @@ class PackedDecoder(msgspec.Struct, frozen=True, kw_only=True):
     """Logits are x = head(norm(h)) * logit_factor, or with a softcap: softcap * tanh(x / softcap).
 
     kernel_variant  of the library whose probes the program has passed; panels of all variants are alike
-    linear_kind     a word about how linear layers compute, for the log
+    linear_kind     how linear layers compute, for the log
     kernel_report   why these kernels, for the log
     """
 

@@ -76,7 +76,7 @@ class Constraints:
         return RowConstraint(request, self._info, None) if is_constrained(request) else None
 
     def compile(self, request: InferRequest) -> None:
-        """Begins with the constraint of a request with a grammar; `take_compiled` gives it."""
+        """Starts to compile a request's grammar; `take_compiled` gives its constraint."""
         self._compiling[request.request_id] = request, self._compiler.compile(request.grammar)
 
     def take_compiled(self) -> list[tuple[str, RowConstraint | str]]:
@@ -85,7 +85,7 @@ class Constraints:
         return [(request.request_id, self._finish(request, future)) for request, future in done]
 
     def wait(self, timeout_s: float) -> None:
-        """Until a grammar is compiled."""
+        """Waits until a grammar is compiled."""
         wait([future for _, future in self._compiling.values()], timeout_s, "FIRST_COMPLETED")
 
     def forget(self, request_id: str) -> None:
@@ -94,7 +94,7 @@ class Constraints:
             waiting[1].cancel()
 
     def masks(self, plan: StepPlan, constraints: Mapping[int, RowConstraint]) -> PendingMasks | None:
-        """Of the step's samples; they are computed beside the caller, and hold until the next call. None = all tokens
+        """The masks of the step's samples, computed on another thread and valid until the next call. None = all tokens
         for all samples. constraints: by row."""
         if self._latest is not None:
             self._latest.result()  # of a step that was given up, too: a constraint has one user at a time
@@ -124,7 +124,7 @@ class Constraints:
             return f"'structured_outputs' cannot be compiled: {type(error).__name__}: {error}"
 
     def known(self, row: int, constraint: RowConstraint) -> None:
-        """Brings the row's constraint behind all its tokens. Raises BadInputError."""
+        """Advances the row's constraint over all its known tokens. Raises BadInputError."""
         constraint.advance(self._new_token_ids(row, constraint))
 
     def _new_token_ids(self, row: int, constraint: RowConstraint) -> list[int]:

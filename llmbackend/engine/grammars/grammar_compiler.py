@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GrammarLimits:
-    """Each of one grammar, or of one mask of it."""
+    """Limits of one grammar, or of computing one mask of it."""
 
     initial_lexer_fuel: int = 1_000_000
     """Some 20 ms for the regular expressions of a grammar."""
@@ -36,7 +36,7 @@ class GrammarLimits:
     step_max_items: int = 50_000
     """Some 3 ms of one mask."""
     max_items_in_row: int = 2_000
-    """Ways in which the grammar may go on from one place."""
+    """Ways in which the grammar may continue from one place."""
     max_lexer_states: int = 50_000
     """Up to 100 MB."""
     max_grammar_size: int = 500_000
@@ -75,7 +75,7 @@ class GrammarCompiler:
         self._started().submit(self._read_vocabulary)
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
-        """A matcher of its own. The future raises BadInputError naming the field."""
+        """A new matcher. The future raises BadInputError naming the field."""
         return self._started().submit(self._compile, grammar)
 
     def _started(self) -> ThreadPoolExecutor:
@@ -84,7 +84,7 @@ class GrammarCompiler:
         return self._thread
 
     def _read_vocabulary(self) -> None:
-        """What is wrong with it is told to those who need it."""
+        """Its error is raised for the requests that need it."""
         with contextlib.suppress(BadInputError):
             self._get_tokenizer()
         self._vocabulary = None

@@ -57,7 +57,7 @@ def begin(reasoning: Reasoning | None) -> Progress:
 
 
 def advance(reasoning: Reasoning, progress: Progress, token_id: int) -> Progress:
-    """Behind one more token of the output."""
+    """After one more token of the output."""
     if progress.phase is Phase.ANSWER:
         return progress
     if progress.phase is Phase.START:

@@ -11,10 +11,10 @@ new row's writes come later, and it reads only what it has written. A late write
 step writes behind what earlier steps of its row computed, and a block is registered only when the step that filled it
 was committed.
 
-Where layers have a window, a row gives back the blocks that lie wholly behind it while it goes on; they stay cached
-like others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). A row's blocks
-are then those of the group that sees all: they have texts, and a text's windowed blocks are the parts of its blocks
-(window_parts.py). A text is found up to where the parts that the next query sees have not been reused.
+Where layers have a window, a row gives back the blocks that lie wholly behind it while it runs; they stay cached like
+others. Where some layers see all, blocks are of one group of layers each (kv_groups.py). A row's blocks are then those
+of the group that sees all: they have texts, and a text's windowed blocks are the parts of its blocks (window_parts.py).
+A text is found up to where the parts that the next query sees have not been reused.
 
 Allocating, freeing and finding cost O(1) per block; a step costs Python time only for rows that need a new block or
 have filled one.
@@ -36,7 +36,7 @@ from .window_parts import FREED_BLOCK, WindowParts
 NEVER = np.iinfo(np.int32).max
 """A number of registered blocks that no row exceeds: its blocks are not shared."""
 NOT_SHARED: Final = 0
-"""What is before the blocks of a row that does not share them: no block has this identity."""
+"""The parent of a row whose blocks are not shared: no block has this identity."""
 ONE_GROUP: Final = KVGroups()
 
 
@@ -89,16 +89,16 @@ class KVCacheManager:
     # --- what fits ----------------------------------------------------------------------------------------------------
 
     def max_chunk(self, num_tokens: int) -> int:
-        """The largest chunks in which a row of so many tokens can be computed in the whole memory; 0: it cannot."""
+        """The largest chunks in which a row of `num_tokens` can be computed in the whole memory; 0: it cannot."""
         return self._groups.max_chunk(num_tokens, self.block_size, self.num_blocks)
 
     def min_blocks(self, num_tokens: int) -> int:
-        """Without which a row of so many tokens cannot be computed, in chunks of any size."""
+        """The fewest blocks with which a row of `num_tokens` can be computed, in chunks of any size."""
         return self._groups.most_blocks(num_tokens, 1, self.block_size)
 
     def future_blocks(self, rows: Int32Array, chunk_tokens: int) -> int:
-        """How many more blocks these rows will hold at once than now, each until its known tokens are computed in
-        chunks of so many. What a chunk in flight will give back counts as given back."""
+        """How many more blocks than now these rows will hold at once, until their known tokens are computed in chunks
+        of `chunk_tokens`. Blocks that a chunk in flight will free count as free."""
         num_tokens, computed = self._table.num_tokens[rows], self._table.num_computed_tokens[rows]
         columns = -(-num_tokens // self.block_size)
         missing = np.maximum(columns - self._held[rows], 0)
@@ -111,8 +111,8 @@ class KVCacheManager:
         return int(to_come.sum())
 
     def blocks_to_begin(self, prefix: Prefix, num_tokens: int, chunk_tokens: int) -> int:
-        """How many of the free blocks a waiting row of so many tokens takes at once at most, behind its prefix. Blocks
-        of the prefix that other rows use are not free."""
+        """Most free blocks that a waiting row of `num_tokens` takes at once, behind its prefix. Blocks of the prefix
+        that other rows use are not free."""
         groups, columns, num_hit = self._groups, -(-num_tokens // self.block_size), len(prefix.blocks) * self.block_size
         needed = groups.num_full * (columns - _num_used(prefix.blocks, self._holders))
         if self._window:
@@ -145,8 +145,8 @@ class KVCacheManager:
         self._held[row] = self._num_freed[row] = 0
 
     def tell(self, journal: BlockJournal | None) -> None:
-        """From now on `journal` hears which blocks can be found by any request; None = nobody does. Where prefix
-        caching is off there are none."""
+        """Reports to `journal` from now on which blocks any request can find; None = to nobody. Without prefix caching
+        there are none."""
         self._prefixes.tell(journal if self._is_enabled else None)
 
     # --- prefixes that are shared -------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class KVCacheManager:
 
     def invalidate(self, row: int) -> None:
         """The row failed, so none of its blocks is found any more: neither those that it computed, which may be bad,
-        nor those that it found, which may be the cause. Other rows that use them go on."""
+        nor those that it found, which may be the cause. Other rows that use them continue."""
         if self._first_held(row) and isinstance(last := self._parent[row], int):
             for block in self._prefixes.forget_through(last):
                 self._discard(block)
@@ -222,8 +222,8 @@ class KVCacheManager:
             self._discard_part(block)
 
     def contents(self) -> tuple[Int32Array, Int32Array, Int32Array]:
-        """What is in each block, int32 [num_blocks] each: 0 free, 1 cached, 2 used; by how many rows; one of them, or
-        -1."""
+        """Of each block, int32 [num_blocks]: its state (0 free, 1 cached, 2 used); how many rows hold it; one of them,
+        or -1."""
         states: Int32Array = np.where(self._holders > 0, 2, 0).astype(np.int32)
         states[[entry for entry in self._cached if entry >= 0]] = 1
         rows: Int32Array = np.full(self.num_blocks, -1, np.int32)
@@ -318,7 +318,7 @@ class KVCacheManager:
         return blocks
 
     def _give_back(self, blocks: Int32Array) -> None:
-        """A row holds these blocks no more, the first of which are reused last."""
+        """A row no longer holds these blocks; the first of them are reused last."""
         blocks = blocks[::-1]
         self._holders[blocks] -= 1
         unused = blocks[self._holders[blocks] == 0]
@@ -345,11 +345,11 @@ class KVCacheManager:
         self._num_free += len(blocks)
 
     def _first_seen(self, num_tokens: int) -> int:
-        """The first block that queries behind so many tokens see."""
+        """The first block that queries behind `num_tokens` see."""
         return max(num_tokens - self._window + 1, 0) // self.block_size if self._window else 0
 
     def _free_behind_window(self, row: int, num_tokens: int) -> None:
-        """Frees the blocks that no query sees once so many tokens are computed."""
+        """Frees the blocks that no query sees once `num_tokens` are computed."""
         first, end = int(self._num_freed[row]), self._first_seen(num_tokens)
         blocks = self._block_table[row, first:end]
         if self._parts is not None:
@@ -384,7 +384,7 @@ class KVCacheManager:
             self._add_free(self._parts.detach(np.array([block], np.int32)))
 
     def _take(self, row: int, count: int) -> None:
-        """Gives a row so many more blocks, and their parts."""
+        """Gives a row `count` more blocks, and their parts."""
         held, blocks = int(self._held[row]), self._allocate(count)
         self._block_table[row, held : held + count] = blocks
         self._holders[blocks] = 1
@@ -403,7 +403,7 @@ class KVCacheManager:
         return blocks
 
     def _allocate(self, count: int) -> Int32Array:
-        """`count` of the free blocks, which are free no more."""
+        """Takes `count` of the free blocks."""
         while self._num_free < count:
             self._reuse()
         self._num_free -= count
@@ -425,5 +425,5 @@ class KVCacheManager:
 
 
 def _num_used(blocks: list[int], holders: Int32Array) -> int:
-    """How many of them rows hold. Those from len(holders) on are in host memory."""
+    """How many of these blocks rows hold. Those from len(holders) on are in host memory."""
     return int(np.count_nonzero(holders[[block for block in blocks if block < len(holders)]]))

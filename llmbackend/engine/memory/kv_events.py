@@ -1,6 +1,6 @@
-"""Who is told which blocks the prefix cache has: hosts, and other routers, by vLLM's KV events over ZeroMQ.
+"""Reports which blocks the prefix cache has: to hosts, and to other routers as vLLM's KV events over ZeroMQ.
 
-For: the engine core. Does not know: steps, requests, who subscribes. Invariants: while nobody is told, there is no
+For: the engine core. Does not know: steps, requests, who subscribes. Invariants: without a receiver there is no
 journal; the events are those of vLLM in their array form ([tag, field, …]), in batches [time, events,
 data_parallel_rank] with a topic and a number that counts from 0 in each process; the first event of a process is
 AllBlocksCleared. The engine's thread never waits: a thread of its own has the sockets.
@@ -45,7 +45,7 @@ class BlockStored(_Event):
     token_ids   of all of them
     block_size  tokens of each
     lora_id     always None
-    extra_keys  for each block: what makes it another than its tokens say (tenant, salt), at the beginning of a text
+    extra_keys  for each block: what distinguishes it beside its tokens (tenant, salt), at the beginning of a text
     """
 
     block_hashes: list[int]
@@ -119,7 +119,7 @@ class KVEvents:
             self._events.append(BlockRemoved([_number(block_hash)], MEDIUM))
 
     def send(self) -> None:
-        """The events since the last call, if there are any but the first one of all."""
+        """Publishes the events since the last call, unless the first one of all is the only one."""
         if self._events and not isinstance(self._events[-1], AllBlocksCleared):
             self._queue.send(_encode(EventBatch(time.time(), self._events, self._rank)))
             self._events = []
@@ -132,7 +132,7 @@ class KVEvents:
 
 
 class _Publisher:
-    """Sends batches, and those that someone missed again. Its thread owns it."""
+    """Publishes batches, and repeats those that a subscriber missed. Its thread owns it."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], config: KVEventsConfig) -> None:
         """Raises ZMQError."""
@@ -207,11 +207,11 @@ class PrefixPublishing:
 
     @property
     def has_work(self) -> bool:
-        """Whether hosts have something to be told though nothing is computed."""
+        """Whether there are changes for hosts although nothing is computed."""
         return self._is_wanted and self._journal is not None and self._journal.has_changes
 
     def publish(self, is_wanted: bool) -> None:
-        """Whether hosts are told from now on; first of all blocks, also where they were told before."""
+        """Sets whether hosts get changes from now on; true also asks for a snapshot."""
         self._is_wanted = is_wanted
         if is_wanted:
             (self._journal or self._begin()).ask_for_snapshot()
@@ -220,7 +220,7 @@ class PrefixPublishing:
             self._kv_cache.tell(None)
 
     def take(self) -> BlockChanges | None:
-        """What hosts are to be told after a step; subscribers are told here."""
+        """The changes for hosts after a step; KV events are published here."""
         if self._journal is None:
             return None
         if self._events is not None:

@@ -32,17 +32,18 @@ _TOKENS: Final = "i"
 
 @lru_cache(maxsize=1024)
 def root_hash(salt: tuple[str, ...]) -> bytes:
-    """What is before the first block of a text with this salt."""
+    """The hash before the first block of a text with this salt."""
     return blake2b(msgspec.msgpack.encode(salt), digest_size=HASH_BYTES).digest()
 
 
 def next_hash(before: bytes, token_bytes: bytes) -> bytes:
-    """Of the block with these tokens (int32, one after the other) behind the one whose hash is `before`."""
+    """The hash of the block with these tokens (int32, one after the other) behind the one whose hash is `before`."""
     return blake2b(before + token_bytes, digest_size=HASH_BYTES).digest()
 
 
 def prefix_hashes(salt: tuple[str, ...], token_ids: Sequence[int], block_size: int) -> array[int]:
-    """Of all blocks of a text that a prefix cache may have: the full ones, without its last token. uint64 [blocks]."""
+    """The hashes of all blocks of a text that a prefix cache may have: the full ones, without its last token. uint64
+    [blocks]."""
     size, before = block_size * array(_TOKENS).itemsize, root_hash(salt)
     data = array(_TOKENS, token_ids).tobytes()
     hashes = bytearray()
@@ -80,7 +81,7 @@ class FoundBlock:
 
 
 class BlockListener(Protocol):
-    """Hears of each change as it happens."""
+    """Gets each change as it happens."""
 
     def stored(self, block: FoundBlock, before: bytes | None, tokens: bytes) -> None:
         """before: the hash of the block before it; None for the first of a text. tokens: int32"""
@@ -90,7 +91,7 @@ class BlockListener(Protocol):
 
 class BlockJournal:
     """Which blocks the prefix cache would find, as hashes that other processes can compute, and their changes; kept
-    while somebody asks for it.
+    while there is a receiver.
 
     It has exactly the blocks that a look-up from the beginning of a text reaches: a block behind a forgotten one stays
     registered, but is reported as removed with it. A block's hash follows from the salt and from all tokens up to the
@@ -133,7 +134,7 @@ class BlockJournal:
             self._remove(one)
 
     def ask_for_snapshot(self) -> None:
-        """The next changes are all that is found."""
+        """Makes the next changes a snapshot of all that is found."""
         self._is_snapshot_due = True
 
     @property
@@ -202,7 +203,7 @@ class PrefixCache:
         self._live_identities: set[int] = set()
         self._last_identity = NOT_REGISTERED
         self._journal: BlockJournal | None = None
-        """None while nobody asks what is registered."""
+        """None while nobody follows what is registered."""
 
     def __len__(self) -> int:
         return len(self._block_of)
@@ -211,7 +212,7 @@ class PrefixCache:
         return self._identity_of[block] != NOT_REGISTERED
 
     def tell(self, journal: BlockJournal | None) -> None:
-        """From now on `journal` hears of each change, and at once of all that is registered; None = nobody does."""
+        """Reports each change to `journal` from now on, and at once all that is registered; None = to nobody."""
         self._journal = journal
         if journal is None:
             return

@@ -57,7 +57,7 @@ class Projection:
     bias: torch.Tensor | None
     """float32 [n]"""
     parts: tuple[tuple[nn.Module, int], ...] = ()
-    """The model's layers that this is, and how many of the n outputs are of each; none: of a router or a rank."""
+    """The model's layers that it consists of, with their numbers of outputs; none: of a router or a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class Experts:
     """[experts, width]: the top_k experts of a token are those of its largest outputs."""
     top_k: int
     renormalises: bool
-    """Shares are of a softmax over all experts; whether a token's are divided by their sum."""
+    """Whether a token's shares, of a softmax over all experts, are divided by their sum."""
     gate_up: ExpertProjection
     """Matrices [2 * n, width], gates and ups in the order of the activation."""
     down: ExpertProjection

@@ -140,7 +140,7 @@ def _experts(
 
 
 def _bias(linear: Any, name: str, tensors: Mapping[str, torch.Tensor]) -> nn.Parameter | None:
-    """Raises CheckpointError for a layer that is none, and one with a bias that the model has not."""
+    """Raises CheckpointError where the module is no plain linear layer, or the file has a bias that the model lacks."""
     if type(linear) is not nn.Linear:
         raise CheckpointError(f"its '{name}' is in 4 bits, expected plain weights for a {type(linear).__name__}")
     stored = tensors.get(f"{name}.bias")

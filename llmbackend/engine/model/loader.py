@@ -66,10 +66,10 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     model_type: str
     linear_kind: str
-    """A word about how linear layers compute."""
+    """How linear layers compute, for the log."""
     checked: CheckedModel
     kernels: NativeKernels | None
-    """The native kernels, when they compute the linear layers."""
+    """The native kernels, where they compute the linear layers."""
     store: WeightStore | None
     """The memory of the layers' packed weights, when those kernels compute them."""
     decoder: Decoder | None
@@ -223,13 +223,14 @@ def _place(
     new_memory: NewMemory | None,
 ) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
     """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
-    they compute these; a word about how linear layers compute."""
+    they compute these; how linear layers compute, for the log."""
     if dense and config.quantization is not None:
         check_device(config.quantization, device, dtype)
         quantize_linears(model, model.get_output_embeddings(), config.quantization, device)
     model = model.to(device).eval()
     if dense:
-        return model, None, None, _join_linears(config, model)
+        join_neighbours(model)
+        return model, None, None, f"torch {config.quantization}" if config.quantization else "torch"
     kernels = _native_kernels(config, device, dtype)
     return model, kernels, *_swap_linears(config, model, dtype, kernels, new_memory)
 
@@ -281,8 +282,11 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Pa
     except CheckpointError as error:
         raise bad_checkpoint(config.model, error) from None
     if int4 is not None:
-        if dense:
-            _check_int4(config)
+        if dense and config.quantization is not None:
+            raise ValueError(
+                f"engine argument 'quantization' is '{config.quantization}', expected null for '{config.model}', whose "
+                "weights are in 4 bits"
+            )
         del hf_config.quantization_config
         return int4
     method = str(settings.get("quant_method"))
@@ -296,15 +300,6 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Pa
     return None
 
 
-def _check_int4(config: EngineConfig) -> None:
-    """Raises ValueError for what weights of 4 bits are not combined with on an accelerator."""
-    if config.quantization is not None:
-        raise ValueError(
-            f"engine argument 'quantization' is '{config.quantization}', expected null for '{config.model}', whose "
-            "weights are in 4 bits"
-        )
-
-
 def _swap_linears(
     config: EngineConfig,
     model: Any,
@@ -312,16 +307,11 @@ def _swap_linears(
     kernels: NativeKernels | None,
     new_memory: NewMemory | None = None,
 ) -> tuple[WeightStore | None, str]:
-    """Puts packed linear layers into the model; the memory of native ones, and a word about how they compute."""
+    """Puts packed linear layers into the model; the memory of native ones, and how they compute, for the log."""
     if kernels is None:
         return None, pack_linears(model, dtype)
     kind = config.quantization or str(dtype).removeprefix("torch.")
     return swap_linears(model, kernels, config.quantization, new_memory), f"{kernels.library.variant} {kind}"
-
-
-def _join_linears(config: EngineConfig, model: Any) -> str:
-    join_neighbours(model)
-    return f"torch {config.quantization}" if config.quantization else "torch"
 
 
 def describe_or_why(

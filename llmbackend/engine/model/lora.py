@@ -246,7 +246,7 @@ class ModuleAdapters:
         batch: LoraBatch,
         place: Callable[[nn.ModuleList], nn.ModuleList],
     ) -> None:
-        """place: puts plain linear layers where the model's are, in the form in which the model's compute"""
+        """place: moves plain linear layers to the model's device, in the form in which its own compute"""
         self._reader = reader
         self._layers = layers
         self._place = place
@@ -257,7 +257,7 @@ class ModuleAdapters:
         return self._reader.read(name, path)
 
     def add(self, name: str, matrices: AdapterMatrices) -> None:
-        """From now on rows may have it."""
+        """Rows may use it from now on."""
         plain = nn.ModuleList()
         for pair in matrices.values():
             fill = -pair.rank % _RANK_MULTIPLE
@@ -285,7 +285,8 @@ def load_adapters(
     dtype: torch.dtype,
     place: Callable[[nn.ModuleList], nn.ModuleList],
 ) -> ModuleAdapters:
-    """The adapters that the config names; further ones may come. Raises ValueError naming adapter, file and reason."""
+    """The adapters that the config names; others may be added later. Raises ValueError naming adapter, file and
+    reason."""
     shapes = {name: layer.shape for name, layer in wrapped.items()}
     reader = AdapterReader(model, shapes, dtype, config.max_lora_rank)
     adapters = ModuleAdapters(reader, wrapped, batch, place)

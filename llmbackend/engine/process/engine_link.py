@@ -4,7 +4,7 @@ For: the supervisor, which makes a new transport for each engine. Does not know:
 engine first reports how its load goes, and then one message for each step; whatever an engine does or fails to do, a
 call returns within the time that the caller allows. One thread at a time uses a transport; `kill` is for any.
 
-Hosts import this module before they order an engine, so it imports nothing that an engine's process needs.
+Hosts import this module before they start an engine, so it imports nothing that an engine's process needs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Transport(ABC):
 
     @abstractmethod
     def launch(self) -> None:
-        """Starts the engine, which then loads its model, or goes to it; returns at once."""
+        """Starts the engine, which then loads its model, or connects to it; returns at once."""
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
         """Blocks until the model is loaded or prepared; None after a wake-up, a report of the load's progress, or
@@ -94,7 +94,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, *, force: bool = False) -> None:
-        """Leaves the engine, by a message first unless `force`, and frees everything; an engine of this host's own
+        """Leaves the engine, with a message unless `force`, and frees everything; an engine that this host started
         ends. Never raises for a dead engine."""
 
     @abstractmethod

@@ -63,10 +63,10 @@ def load(
     link: Link,
     before: Start | None = None,
 ) -> EngineCore | None:
-    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; None, too, where
+    """Loads the model and reports it, or reports in one line why it cannot be loaded and returns None; also None where
     it was prepared for the next engine.
 
-    before: what was done for this start by others.
+    before: the parts of this start that other processes did.
     """
 
     def tell(progress: LoadProgress) -> None:
@@ -141,7 +141,8 @@ class EngineProgram:
         self._is_first = True
 
     def before_fork(self, order: bytes) -> None:
-        """What is done now is a part of that engine's start, and of the first one's what was done before."""
+        """What is done now counts as a part of that engine's start; so does what was done before, for the first
+        engine."""
         with collecting() as start:
             self._parts.before_fork(_decode_order(order).is_whole)
         if self._is_first:
@@ -154,32 +155,23 @@ class EngineProgram:
         engine = _decode_order(order)
         make_runner = self._parts.in_own_process(engine.is_whole, lifeline_fd, engine.meeting)
         end_with_host(lifeline_fd)
-        _run_engine(self._config, make_runner, engine.endpoint, self._before)
+        logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
+        with zmq.Context() as context, context.socket(zmq.PAIR) as link:
+            link.set_hwm(0)
+            link.linger = LINGER_MS
+            link.connect(engine.endpoint)
+            core = load(self._config, make_runner, link, self._before)
+            if core is not None:
+                gc.collect()
+                gc.freeze()  # what loading made stays; the collector need not walk over it again
+                run(core, link, self._config.fault_directory)
+        if core is None:
+            end_at_once()
 
 
 def prepare(runners: str, config_json: str) -> EngineProgram:
     """In the fork server. `runners`: the name of a module like engine/make_runner.py."""
     return EngineProgram(msgspec.json.decode(config_json, type=EngineConfig), runners)
-
-
-def _run_engine(
-    config: EngineConfig,
-    make_runner: Callable[[], Runner | ModelPrepared],
-    endpoint: str,
-    before: Start,
-) -> None:
-    logging.basicConfig(level=logging.INFO, format="engine %(process)d %(levelname)s %(message)s")
-    with zmq.Context() as context, context.socket(zmq.PAIR) as link:
-        link.set_hwm(0)
-        link.linger = LINGER_MS
-        link.connect(endpoint)
-        core = load(config, make_runner, link, before)
-        if core is not None:
-            gc.collect()
-            gc.freeze()  # what loading made stays; the collector need not walk over it again
-            run(core, link, config.fault_directory)
-    if core is None:
-        end_at_once()
 
 
 def end_at_once() -> None:

@@ -5,8 +5,8 @@ gives them to the next engine. Invariants: at most one engine exists at a time, 
 is launched; a call blocks only until there is something to do; each engine in a row that finished no step is followed
 by a longer pause, and after `max_engine_failures` of them requests should not wait for this engine, which is still
 tried again at intervals. A start that fails because the machine lacks descriptors, memory or processes is tried again
-at growing intervals, and does not count as a failure. A process that has prepared the model for the next one ends as it
-should; what both take together is the time of one load.
+at growing intervals, and does not count as a failure. A process that prepares the model for the next one ends without a
+failure; both together have the time limit of one load.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Supervisor:
         self._num_shortages = 0
         self._num_preparations = 0
         self._prepared = ModelPrepared()
-        """What processes did so far that prepared the model for the next one."""
+        """What earlier processes did to prepare the model."""
         self._can_reset_failures = True
         self._launch_at_s = 0.0
         self._load_began_s = 0.0
         self._is_load_due = False
-        """Whether the time of a load runs, and there is no engine yet."""
+        """Whether a load has begun and has no engine yet."""
         self._progress_at_s = time.monotonic()
         self._used_at_s = time.monotonic()
         self._cause = ""
@@ -184,7 +184,7 @@ class Supervisor:
             self._launch_at_s = time.monotonic()
 
     def discard(self, reason: str) -> EngineDeadError:
-        """Ends this engine because its owner cannot go on with it; the next one follows."""
+        """Ends this engine because its owner cannot continue with it; the next one follows."""
         error = EngineDeadError(reason, "loop")
         if self._transport is not None:
             self._reap(error)
@@ -245,7 +245,7 @@ class Supervisor:
             load_s=time.monotonic() - self._load_began_s,
         )
         if self._cause:
-            logger.info("another engine exists: %s", whole.summary)
+            logger.info("the engine is back: %s", whole.summary)
         return whole
 
     def _relaunch(self, transport: Transport, prepared: ModelPrepared) -> None:

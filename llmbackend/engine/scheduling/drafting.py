@@ -91,7 +91,7 @@ class Speculator:
         return np.array(drafts, np.int32) if any(drafts) else None
 
     def learn(self, rows: Int32Array, num_drafts: Int32Array, num_accepted: Int32Array) -> None:
-        """Records the outcome of a step's drafts. Called after table.num_tokens has moved on."""
+        """Records the outcome of a step's drafts. Called after table.num_tokens was updated."""
         for row, drafted, accepted in zip(rows.tolist(), num_drafts.tolist(), num_accepted.tolist(), strict=True):
             state = self._states.get(row)
             if drafted and state is not None:
@@ -262,7 +262,7 @@ class Drafter:
         return constraint.num_possible(self._table.token_ids[row, num_tokens : num_tokens + num_guesses].tolist())
 
     def _known(self, row: int) -> RowConstraint | None:
-        """The row's constraint after its known tokens; None also where these do not follow it: the masks say so."""
+        """The row's constraint after its known tokens; None also where these violate it, which the masks report."""
         constraint = self._rows.constraints.get(row)
         if constraint is None:
             return None

@@ -1,11 +1,11 @@
 """Which tokens the next step computes.
 
-For: the engine core. Does not know: logits, finish rules, processes. One idea: a request has num_tokens and chases it
-with num_computed_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are that one chase,
-under one token budget per step: requests that generate first, then running prompts, then waiting ones, each in the
-order of (priority, arrival). What the prefix cache has of a waiting request counts as computed when it is admitted. A
-request whose next block a running one computes waits for that; those after it may overtake it, but take neither the
-row nor the blocks that it needs.
+For: the engine core. Does not know: logits, finish rules, processes. One idea: a request's num_computed_tokens catches
+up with its num_tokens. Prefill, chunked prefill, decode and recomputation after a preemption are the same, under one
+token budget per step: requests that generate first, then running prompts, then waiting ones, each in the order of
+(priority, arrival). The prefix of a waiting request that is cached counts as computed when it is admitted. A request
+whose next block a running one computes waits for that; those after it may overtake it, but take neither the row nor the
+blocks that it needs.
 
 A prompt is long while more of its tokens are missing than a threshold. Long prompts leave half of a step's budget for
 prompts to shorter ones, while there are any, and are started one after the other; shorter ones overtake those that
@@ -38,8 +38,8 @@ from .sequence import Rows, Sequence
 from .step_pacing import StepBudget, StepPacer
 
 COSTLY_MASK_S, COSTLY_MASKS_OF_A_STEP_S = 0.001, 0.01
-"""Rows whose masks take longer than the first have together no more than the second in a step, or are a single row. A
-usual mask takes some 20 µs; a grammar can be made whose masks take milliseconds."""
+"""Rows whose masks take longer than the first value get no more than the second in a step, or are a single row. A usual
+mask takes some 20 µs; a grammar can be made whose masks take milliseconds."""
 MAX_OVERTAKEN = 16
 """Requests of one step that wait for a prefix and are overtaken: each costs a look-up in the prefix cache."""
 

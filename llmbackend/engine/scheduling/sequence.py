@@ -97,7 +97,7 @@ class Rows:
         self.generation: Int32Array = np.zeros(table.max_num_seqs, np.int32)
         """[max_num_seqs] Counts up when a row is given or taken back: a step in flight is for one generation."""
         self.recompute_until: Int32Array = np.zeros(table.max_num_seqs, np.int32)
-        """[max_num_seqs] Of each row in use: tokens before this were computed before, and lost. For reports alone."""
+        """[max_num_seqs] Of each row in use: the KV of tokens before this was computed and lost. For reports alone."""
 
     def __getitem__(self, row: int) -> Sequence:
         sequence = self._holder[row]

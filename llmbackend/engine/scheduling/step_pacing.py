@@ -6,8 +6,8 @@ that computes prompts computes at least MIN_CHUNK tokens of one; budgets change 
 follow.
 
 It measures the time of steps without prompts, and the time that a prompt's token adds to a step, by the context that it
-attends to, with which attention's share grows. Both are running means, in which a measurement counts at most as twice
-and at least as half of the expectation, so that a busy moment of the machine changes little.
+attends to, with which attention's share grows. Both are running means, in which a measurement counts as at most twice
+and at least half of the expected value, so that a busy moment of the machine changes little.
 """
 
 from __future__ import annotations

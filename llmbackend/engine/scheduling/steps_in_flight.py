@@ -1,11 +1,11 @@
 """Steps that are launched and not read yet, and how the row table runs ahead of them.
 
-For: the engine core. Where a device works beside the host, the next step is launched before the last one's tokens are
-known; a runner that computes when called has one step in flight at most, and its launch computes it. Does not know: why
-rows were chosen, what ends a request, blocks. Invariants: a launched step's rows advance at once, with PENDING_TOKEN in
-place of what they sample, as far as they can get: as if all of their drafts were accepted. A step's results are applied
-once, in launch order, and only to rows that still belong to the requests for which it was launched; a row with fewer
-tokens than that moves back, and with it what later steps compute of it.
+For: the engine core. An OverlappingRunner gets the next step before the last one's tokens are known; a runner that
+computes when called has one step in flight at most, and its launch computes it. Does not know: why rows were chosen,
+what ends a request, blocks. Invariants: a launched step's rows advance at once, with PENDING_TOKEN in place of what
+they sample, as far as they can get: as if all of their drafts were accepted. A step's results are applied once, in
+launch order, and only to rows that still belong to the requests for which it was launched; a row with fewer tokens than
+that moves back, and with it what later steps compute of it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CompletedStep:
 
 
 class Launcher(Protocol):
-    """Of an OverlappingRunner, what launches and collects steps."""
+    """The part of an OverlappingRunner that launches and collects steps."""
 
     @property
     def max_steps_in_flight(self) -> int: ...

@@ -63,7 +63,7 @@ class CachedModel:
         """Takes some milliseconds; never raises for what is wrong with the cache or the checkpoint."""
         self.directory = ""
         self.key = ""
-        """Of what the image depends on; "" where there is no place for one."""
+        """A digest of what the image depends on; "" where there is no place for one."""
         self.why_not = ""
         """Why there is no place for an image on disk; "" where there is one."""
         self._folder: CacheFolder | None = None
@@ -170,8 +170,7 @@ class Draft:
         atexit.register(self._clear, os.getpid())
 
     def prefault(self) -> None:
-        """Begins to take the memory that a `new_memory` will probably ask for from the system, beside what else the
-        process does."""
+        """Begins to allocate, on a thread, the memory that `new_memory` will probably need."""
         if self._expected_bytes and (memory := self.new_memory(self._expected_bytes)) is not None:
             self._prefault = Prefault(memory)
 
@@ -424,7 +423,8 @@ def _this_program() -> tuple[Any, ...]:
 
 
 def _version(package: str) -> str:
-    """Of an installed package, which is not imported: the name of its folder of metadata, and when it was installed."""
+    """The version of an installed package, without importing it: the name of its folder of metadata, and when it was
+    installed."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return f"no {package}"
@@ -441,7 +441,7 @@ def _this_machine() -> tuple[Any, ...]:
 
 
 def _processor() -> str:
-    """Its name and what it can execute, by the kernel's first entry."""
+    """The processor's name and features, by the first entry of /proc/cpuinfo."""
     try:
         with Path("/proc/cpuinfo").open("rb") as file:
             entry = file.read(16384).partition(b"\n\n")[0].decode(errors="replace")

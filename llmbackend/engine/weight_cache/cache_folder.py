@@ -44,7 +44,7 @@ def directory_of(config: EngineConfig) -> Path:
 
 
 def usable_directory(config: EngineConfig) -> Path | None:
-    """The folder, made and checked, for other files that starts keep; None, without a word, where it is not used."""
+    """The folder, created and checked, for other files that starts keep; None where it is not used."""
     try:
         if not (limit_bytes := limit_bytes_of(config)):
             return None
@@ -164,7 +164,7 @@ class CacheFolder:
             with contextlib.suppress(OSError):
                 descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=self._fd)
                 try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails where its writer lives
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its writer lives
                     os.unlink(name, dir_fd=self._fd)
                 finally:
                     os.close(descriptor)

@@ -7,8 +7,8 @@ is written last, so that a file which was not finished has none; nothing is used
 byte is unpickled or executed; a mapping is only written to where the disk has room for it (else: SIGBUS).
 
 Checksums are made word by word and page by page, as fast as memory is read; a CRC of the bytes takes three times as
-long. A chunk in which one word differs, or two pages are exchanged, has another checksum; they protect against nobody
-who wants a collision (the folder's owner and mode do). Processes that map the same pages share them, and a CPU reads
+long. A chunk in which one word differs, or two pages are exchanged, has another checksum; they do not protect against
+deliberate collisions (the folder's owner and mode do). Processes that map the same pages share them, and a CPU reads
 huge pages about a quarter faster than small ones. Whether pages are huge is read from /proc/self/smaps: it depends on
 the kernel, the file system, and how the file came into memory.
 """
@@ -73,8 +73,8 @@ def prefer_huge_pages(memory: Bytes) -> None:
 
 
 class Prefault:
-    """Has the system give a writable mapping its pages, on a thread, until `stop`: their clearing takes longer than
-    anything else that is done to them, above all in virtual machines."""
+    """Populates the pages of a writable mapping on a thread, until `stop`: clearing them takes longer than filling
+    them, above all in virtual machines."""
 
     def __init__(self, memory: Bytes) -> None:
         self._memory = memory
@@ -83,7 +83,7 @@ class Prefault:
         self._thread.start()
 
     def stop(self) -> None:
-        """The thread has ended; the pages that it had come to stay in the file."""
+        """Ends the thread; the pages that it has populated stay in the file."""
         self._is_stopped = True
         self._thread.join()
 

@@ -17,19 +17,19 @@ NOT_WATCHING = Watch()
 
 
 class AttachedHost:
-    """As long as its connection lasts; the same host comes back as another one."""
+    """Lasts as long as its connection; a host that reconnects gets a new one."""
 
     def __init__(self, number: int, routing_id: bytes, host_id: str, shared_adapters: Container[str]) -> None:
         """number: of this attachment, unique in the engine's process. shared_adapters: those of the engine's config,
-        whose names are everybody's."""
+        whose names all hosts share."""
         self.routing_id = routing_id
         self.host_id = host_id
         self.watch = NOT_WATCHING
         self.follows_prefixes = False
         self.requests: dict[str, str] = {}
-        """Live ones: its id → the engine's."""
+        """Live requests: the host's id → the engine's."""
         self.adapters: set[str] = set()
-        """The engine's names of those that it had loaded."""
+        """The engine's names of the adapters that this host loaded."""
         self.prompt_tokens = 0
         self.generation_tokens = 0
         self._prefix = f"{number}/"
@@ -89,7 +89,7 @@ class AttachedHost:
         )
 
     def _blocks(self, blocks: BlockMap) -> BlockMap:
-        """Those of other hosts are in use by nobody whom this host knows."""
+        """Blocks of other hosts are in use without a holder."""
         runs = tuple(
             (first, count, state, self._own(holder) if holder and self._is_own(holder) else None, num_holders)
             for first, count, state, holder, num_holders in blocks.runs
@@ -104,6 +104,6 @@ class AttachedHost:
 
 
 def owner_of(engine_name: str, hosts: Mapping[int, AttachedHost]) -> AttachedHost | None:
-    """None: its host has left. Names of adapters of the engine's config are nobody's."""
+    """None: its host has left, or it is an adapter of the engine's config."""
     number, separator, _ = engine_name.partition("/")
     return hosts.get(int(number)) if separator and number.isdecimal() else None

@@ -54,7 +54,7 @@ STATE_INTERVAL_S: Final = 1.0
 """How often the keeper is told that the engine is not stuck, unless steps must be shorter than four of these."""
 LINGER_MS: Final = 1000
 GOODBYE_TIMEOUT_S: Final = 0.5
-"""How long a process that ends waits for its hosts to leave, which have then read its last word."""
+"""How long a process that ends waits for its hosts to leave, which have then read its last message."""
 _WARNING_INTERVAL_S: Final = 10.0
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -82,16 +82,16 @@ class HostLinks:
         self._context = zmq.Context()
         self._check = ClientCheck(self._context, secrets.curve_public_key)
         self._hosts: dict[int, AttachedHost] = {}
-        """By their numbers, the longest attached first: that one counts what the engine does for all."""
+        """By number, the longest attached first: that host counts what the engine does for all."""
         self._by_routing_id: dict[bytes, AttachedHost] = {}
         self._numbers = itertools.count(1)
         self._said = EngineStarted()
-        """The last word about the load, for hosts that come later."""
+        """The latest message about the load, for hosts that attach later."""
         self._core: EngineCore | None = None
         """From the end of the load on."""
         self._knows_vocabulary = False
         self._num_requests = 0
-        """Live ones of all hosts."""
+        """Live requests of all hosts."""
         self._stats, self._step_id = EngineStats(), 0
         self._state_interval_s = min(STATE_INTERVAL_S, config.step_timeout_s / 4)
         self._is_report_due = False
@@ -117,7 +117,7 @@ class HostLinks:
 
     def send(self, data: bytes, flags: int = 0) -> None:
         """Tells all hosts, and those that come later, what the load says; and the keeper, unless the load has failed:
-        it would end this process, which is to tell hosts why."""
+        it would end this process, which still has to tell hosts why."""
         self._take_messages()
         self._said = _decode_started(data)
         if not self._said.error:
@@ -126,11 +126,11 @@ class HostLinks:
             self._tell(host, STARTED, data)
 
     def recv(self, flags: int = 0) -> bytes:
-        """Nobody says anything to an engine that loads."""
+        """There are no messages for an engine that loads."""
         raise zmq.Again
 
     def answer_until_left(self, timeout_s: float) -> None:
-        """After the load's last word: answers hosts until all have left, or that time is over."""
+        """After the load's last message: answers hosts until all have left, or that time is over."""
         self._answer(timeout_s, lambda: not self._hosts)
 
     def answer_for(self, duration_s: float) -> None:
@@ -191,7 +191,7 @@ class HostLinks:
         if is_state_due:
             self._state_at_s = now_s
             if is_idle and self._hosts:
-                self._report_to_all(now_s)  # a host that has gone is noticed by this alone
+                self._report_to_all(now_s)  # only this shows that a host has gone
             self._keeper.send(_encode(KeptState(num_hosts=len(self._hosts))))
 
     def _deliver(self, result: StepResult) -> None:
@@ -216,13 +216,13 @@ class HostLinks:
             for host in self._hosts.values():
                 if (report := host.report(result.report)) is not None:
                     reports[host] = report
-                    news[host]  # it is told, also where it has no outputs
+                    news[host]  # it gets a message even without outputs
         for host, one in news.items():
             parts = tuple(one.outputs), result.stats, tuple(one.adapters), tuple(one.events), reports.get(host)
             self._report_to(host, _encode(StepResult(result.step_id, *parts)))
 
     def _tell_of_blocks(self, result: StepResult) -> None:
-        """Each host that asked, in the order of the steps."""
+        """Sends changes of the prefix cache to each host that follows them."""
         encoded = _encode(result)
         for host in tuple(self._hosts.values()):
             if host.follows_prefixes:
@@ -332,7 +332,7 @@ class HostLinks:
         self._drop(host, reason)
 
     def _drop(self, host: AttachedHost, why: str) -> None:
-        """Its requests end, and its adapters go."""
+        """Its requests are aborted, and its adapters dropped."""
         if self._by_routing_id.pop(host.routing_id, None) is None:
             return
         self._hosts = {number: one for number, one in self._hosts.items() if one is not host}

@@ -1,4 +1,4 @@
-"""Where engines are that run apart from their hosts: what a cluster tells the engine's side of a host.
+"""Where engines run that are not children of their hosts: what a cluster tells a host.
 
 For: the cluster, which implements EngineLocator and installs it, and the supervisors of remote engines. Does not know:
 how engines are placed or started. Invariant: without a locator, engines are children of their host.
@@ -47,16 +47,15 @@ class EngineLocator(Protocol):
         """Never blocks. None = it is not up yet; `on_change` tells. Raises EngineDeadError where there will be none."""
 
     def on_change(self, callback: Callable[[], None]) -> None:
-        """`callback`, cheap and for any thread, is called when `locate` may answer otherwise, until this process
-        ends."""
+        """Calls `callback`, cheap and thread-safe, when `locate` may answer differently, until this process ends."""
 
     def release(self, index: int, config: EngineConfig) -> None:
-        """This host needs it no more. Never blocks."""
+        """This host no longer needs it. Never blocks."""
 
 
 class EngineUsers:
-    """The supervisors of this process that the locator serves: a model that is loaded again has two for a while, which
-    have one engine. Any thread."""
+    """The supervisors of this process that the locator serves: a model that is reloaded has two for a while, which
+    share an engine. Any thread."""
 
     def __init__(self, locator: EngineLocator) -> None:
         self._locator = locator
@@ -64,7 +63,7 @@ class EngineUsers:
         self._callbacks: list[Callable[[], None]] = []
         self._counts: Counter[tuple[int, bytes]] = Counter()
         self.are_stopping = False
-        """Whether nobody shall wait any more for an engine that was never there."""
+        """Whether loads no longer wait for an engine that has never been up."""
         locator.on_change(self._wake)
 
     def enter(self, index: int, config: EngineConfig, wake: Callable[[], None]) -> None:

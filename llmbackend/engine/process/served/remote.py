@@ -1,4 +1,4 @@
-"""A host's link to an engine that other hosts use, too: ZeroMQ over TCP with CURVE.
+"""A host's link to an engine that other hosts share: ZeroMQ over TCP with CURVE.
 
 For: supervisors, when a locator of engines is installed. Does not know: who started the engine; requests. Invariants:
 a link speaks to one process and never connects again: the end of its connection, or silence for longer than the
@@ -35,7 +35,7 @@ from .remote_messages import STARTED, WELCOME, Head, SharedCounters, Welcome, bo
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_TIMEOUT_MS: Final = 8_000
-"""From the connection to the engine's first word: its process may have to be started."""
+"""From the connection to the engine's first message: its process may have to be started."""
 NEVER_MS: Final = 24 * 3600 * 1000
 """For reconnections: with -1, libzmq 4.3.5 hangs at the end of the context where a handshake has failed."""
 GOODBYE_LINGER_MS: Final = 500
@@ -103,7 +103,7 @@ class RemoteTransport(Transport):
             while self._messages and self._loss is None:
                 head, body = self._messages.popleft()
                 if head == STARTED:
-                    self._loss = self._lost(_decode_started(body).error or "it starts anew")
+                    self._loss = self._lost(_decode_started(body).error or "it restarts")
                 else:
                     results.append(self._read_result(head, body))
         except (msgspec.DecodeError, struct.error) as error:
@@ -140,7 +140,7 @@ class RemoteTransport(Transport):
         return started
 
     def receive_started(self, timeout_s: float | None) -> ModelInfo | ModelPrepared | None:
-        """Raises EngineDeadError, also when the engine does not take this host."""
+        """Raises EngineDeadError, also when the engine refuses this host."""
         try:
             return super().receive_started(timeout_s)
         except EngineDeadError as error:

@@ -51,10 +51,10 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Engine → host, when it takes it.
+    """Engine → host, when it accepts the host.
 
     incarnation       of the engine's process
-    monotonic_ns      the engine's clock, which request events are given in
+    monotonic_ns      the engine's clock, by which request events are timed
     boot_id           two machines have different ones, and so different clocks; "" = unknown
     knows_vocabulary  whether another host has sent it: it is large
     """
@@ -98,7 +98,7 @@ def hello(host_id: str, config: EngineConfig) -> Hello:
 
 
 def refusal(said: Hello, config: EngineConfig, node: str) -> str:
-    """Why an engine of `config` does not take this host; "" = it does. Names what differs, on both sides."""
+    """Why an engine of `config` refuses this host; "" = it does not. Names what differs, on both sides."""
     where = f"the engine on {node}" if node else "the engine"
     if (said.protocol, said.release) != (PROTOCOL_VERSION, llmbackend.__version__):
         return (

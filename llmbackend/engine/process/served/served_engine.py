@@ -91,8 +91,8 @@ class ServedForkServer(EngineForkServer):
 
 
 class KeptTransport(ProcessTransport):
-    """To an engine that tells its keeper how it is, and nothing of requests. A process that is stopped, or whose
-    machine does not run it, is known by its silence, also within a step: ZeroMQ's own thread answers heartbeats."""
+    """A link to an engine that reports its state to its keeper, and nothing about requests. A process that is stopped
+    or not scheduled is recognised by its silence, also within a step: ZeroMQ's own thread answers heartbeats."""
 
     num_hosts = 0
 
@@ -126,7 +126,7 @@ class KeptTransport(ProcessTransport):
         return [StepResult(0, (), EngineStats()) for _ in states]
 
     def _receive_started(self, timeout_s: float | None) -> list[EngineStarted]:
-        """Without the states that may follow at once, of which nothing is left in this form."""
+        """Without the KeptStates that may follow at once: they decode to empty EngineStarted messages."""
         return [started for started in super()._receive_started(timeout_s) if started != EngineStarted()]
 
 
@@ -224,7 +224,7 @@ def listen(order: ServedEngineOrder) -> socket.socket:
 
 
 def _tell(news: ServedEngineNews, record_file: str = "") -> None:
-    """Of a process that was started, the record comes first: who hears of it finds it there."""
+    """Writes the record first, so that whoever reads the line finds it."""
     if record_file:
         try:
             write_record(Path(record_file), news)

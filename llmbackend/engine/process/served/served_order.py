@@ -34,7 +34,7 @@ class ServedEngineOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                          from one command to the next
     node                 for people: which machine
     heartbeat_timeout_s  a host that is silent for longer is gone
-    outlives_parent      whether the engine goes on when standard input ends
+    outlives_parent      whether the engine continues when standard input ends
     orphan_timeout_s     then: how long without any host until it ends
     meeting              where the other ranks of a split model come, which others start; None = they are forked
     runners              name of a module like engine/make_runner.py
@@ -115,7 +115,7 @@ class ServedEngineNews(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 class EngineRecord(msgspec.Struct, frozen=True):
     """pid    of the command that keeps the engine
     start  of that process, as the system counts it: process ids are used again
-    news   the last that it said
+    news   its latest
     """
 
     pid: int
@@ -124,7 +124,7 @@ class EngineRecord(msgspec.Struct, frozen=True):
 
 
 def write_record(file: Path, news: ServedEngineNews) -> None:
-    """Of this process. Raises OSError."""
+    """Writes the record of this process. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     written = file.with_suffix(".new")
     written.write_bytes(msgspec.json.encode(EngineRecord(os.getpid(), started_ticks(os.getpid()), news)))
@@ -132,7 +132,7 @@ def write_record(file: Path, news: ServedEngineNews) -> None:
 
 
 def read_record(file: Path) -> EngineRecord | None:
-    """Of an engine that still runs."""
+    """The record of an engine that still runs; None = there is none."""
     try:
         record = msgspec.json.decode(file.read_bytes(), type=EngineRecord)
     except (OSError, msgspec.DecodeError):
