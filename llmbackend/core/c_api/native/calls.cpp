@@ -38,7 +38,7 @@ std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item) {
                         &outputs, &trace, &context))
     return nullptr;
   auto request = std::make_unique<TRITONBACKEND_Request>();
-  request->host = std::make_shared<Source>();
+  request->host = SourcePtr::make();
   request->host->request = Ref::borrowed(host);
   request->flags = flags;
   request->timeout_us = timeout_us;

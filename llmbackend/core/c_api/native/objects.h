@@ -8,6 +8,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -222,8 +223,34 @@ struct TRITONSERVER_InferenceTrace {
 // still follow. Shared by the request, its factories and its responses, so that a response takes no lock to be made.
 struct Source {
   Ref request, factory;
+  std::atomic<int> count{0};  // of SourcePtr
 
   ~Source();
+};
+
+// A counted pointer to a Source, from any thread. (std::shared_ptr needs a symbol of glibc 2.32, newer than wheels may.)
+class SourcePtr {
+ public:
+  SourcePtr() = default;
+  static SourcePtr make() { return SourcePtr(new Source); }
+  SourcePtr(const SourcePtr& other) : SourcePtr(other.source_) {}
+  SourcePtr(SourcePtr&& other) noexcept : source_(std::exchange(other.source_, nullptr)) {}
+  SourcePtr& operator=(SourcePtr other) noexcept {
+    std::swap(source_, other.source_);
+    return *this;
+  }
+  ~SourcePtr() {
+    if (source_ && source_->count.fetch_sub(1) == 1) delete source_;
+  }
+  int use_count() const { return source_->count; }
+  Source& operator*() const { return *source_; }
+  Source* operator->() const { return source_; }
+
+ private:
+  explicit SourcePtr(Source* source) : source_(source) {
+    if (source_) source_->count.fetch_add(1);
+  }
+  Source* source_ = nullptr;
 };
 
 struct TRITONBACKEND_Request {
@@ -237,15 +264,15 @@ struct TRITONBACKEND_Request {
   std::vector<std::string> outputs;
   std::vector<std::unique_ptr<TRITONBACKEND_State>> states;
   std::unique_ptr<TRITONSERVER_InferenceTrace> trace;
-  std::shared_ptr<Source> host;
+  SourcePtr host;
 };
 
 struct TRITONBACKEND_ResponseFactory {
-  std::shared_ptr<Source> host;
+  SourcePtr host;
 };
 
 struct TRITONBACKEND_Response {
   std::vector<std::unique_ptr<TRITONBACKEND_Output>> outputs;
   Parameters parameters;
-  std::shared_ptr<Source> host;
+  SourcePtr host;
 };

@@ -299,7 +299,7 @@ EXPORTED Error* TRITONBACKEND_StateUpdate(TRITONBACKEND_State* state) {
 EXPORTED Error* TRITONBACKEND_ResponseFactoryNew(TRITONBACKEND_ResponseFactory** factory,
                                                  TRITONBACKEND_Request* request) {
   Locked lock;
-  auto source = std::make_shared<Source>();
+  auto source = SourcePtr::make();
   if (Error* error = host_call("new_factory", Py_BuildValue("(O)", request->host->request.get()), &source->factory))
     return error;
   *factory = new TRITONBACKEND_ResponseFactory{std::move(source)};
