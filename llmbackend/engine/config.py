@@ -260,8 +260,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed                          of the random weights of load_format "dummy"
     speculative_config            None = no speculation
     structured_outputs_config     see StructuredOutputsConfig
-    async_scheduling              whether the next step is launched before the last one's tokens are read; None =
-                                  where the device works beside the host
+    async_scheduling              whether the next step is launched before the last one's tokens are read; None = where
+                                  the runner supports it
 
     Failures:
     step_timeout_s                an engine whose step takes longer is replaced
@@ -433,8 +433,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def may_draft(self) -> bool:
-        """Whether a step may have drafts on a device that works beside the host: those that only grammars force wait
-        for each step to be read."""
+        """Whether steps of an overlapping runner may have drafts: those that only grammars force need each step to be
+        read first."""
         return self.speculative_config is not None or not self.may_overlap
 
     @property

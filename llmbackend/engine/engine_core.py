@@ -119,7 +119,7 @@ class EngineCore:
         self._step_end_s = 0.0
         """When the last step was read, by `now_s`."""
         self._reporter: StepReporter | None = None
-        """None while nobody watches."""
+        """None while steps are not watched."""
         self.prefixes = PrefixPublishing(self._kv_cache, config.kv_events_config)
 
     @property

@@ -62,7 +62,7 @@ class ProgramUnsupportedError(Exception):
 
 def is_shortage(error: BaseException) -> bool:
     """Whether the machine lacks descriptors, processes, threads, memory or disk, so that the engine is not to blame.
-    ZMQError has an errno, too."""
+    ZMQError also has an errno."""
     if isinstance(error, MemoryError):
         return True
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:

@@ -148,7 +148,7 @@ class LlmManager:
         """What the engine has, or will have."""
         self._history = EngineHistory()
         self._watch = self._sent_watch = NOT_WATCHED
-        """What is to be reported, and what the engine was told."""
+        """What to report, and what the engine was last asked to report."""
         self._follows_prefixes = self._sent_prefixes = False
         """The same for changes of its prefix cache."""
         self._policy = policy

@@ -141,7 +141,7 @@ class SharedParts:
 
         with part("program"):
             runner = self._with_faults(NativeRunner(self._config, packed))
-        if self._draft is not None:  # the disk may take seconds, for which nobody should wait
+        if self._draft is not None:  # the disk may take seconds
             threading.Thread(target=self._draft.publish, name="publish-weights", daemon=True).start()
         return runner
 

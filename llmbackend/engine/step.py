@@ -234,9 +234,9 @@ class OverlappingRunner(Runner, Protocol):
     Steps run in the order in which they were launched, and a step sees all that earlier ones wrote and sampled: where
     table.token_ids holds PENDING_TOKEN, the runner takes what it sampled itself. Among the tokens that a plan computes,
     a pending one is always the last token of its row, and what the row's latest step sampled; pending tokens further
-    back in the row's output (penalties count them) were sampled by steps that are in flight, too. Where
-    table.num_pending_drafts says that a row may be shorter than the table does, the runner knows by how much: all that
-    the plan computes and samples of the row comes as many positions earlier.
+    back in the row's output (penalties count them) were also sampled by steps in flight. Where table.num_pending_drafts
+    says that a row may be shorter than the table does, the runner knows by how much: all that the plan computes and
+    samples of the row comes as many positions earlier.
 
     `add_row` and `remove_row` may be called while steps that hold the row are in flight. Those continue with what they
     were launched with, their results for the row are dropped, and what they write to its blocks is never read.

@@ -97,7 +97,7 @@ class Constraints:
         """The masks of the step's samples, computed on another thread and valid until the next call. None = all tokens
         for all samples. constraints: by row."""
         if self._latest is not None:
-            self._latest.result()  # of a step that was given up, too: a constraint has one user at a time
+            self._latest.result()  # also of an abandoned step: a constraint has one user at a time
         jobs, count = self._jobs(plan, constraints)
         if not jobs:
             return None

@@ -147,7 +147,7 @@ class RowConstraint:
         return self._matcher is not None
 
     def is_free(self, num_drafts: int) -> bool:
-        """Whether all tokens are allowed at the next position and behind that many drafts."""
+        """Whether all tokens are allowed at the next position and behind `num_drafts` drafts."""
         if self._matcher is not None or self._allowed is not None:
             return False
         limit = None if self._reasoning is None else self._reasoning.max_tokens
@@ -256,7 +256,7 @@ class RowConstraint:
         return ""
 
     def _write(self, words: Words) -> str:
-        """What grammar and reasoning allow; and the field that says so, or ""."""
+        """Writes what grammar and reasoning allow. Returns the field that restricts it, or ""."""
         marked, progress, matcher = self._reasoning, self._progress, self._matcher
         if marked is not None and progress.phase is Phase.REASONING:
             forced = forced_token(marked, progress)

@@ -26,7 +26,7 @@ from .prefix_cache import BlockJournal, FoundBlock
 logger = logging.getLogger(__name__)
 
 MEDIUM: Final = "GPU"
-"""vLLM's word for where an engine finds its blocks; those that went to host memory are found, too."""
+"""vLLM's word for where an engine finds its blocks; it also stands for those in host memory."""
 SEQUENCE_BYTES: Final = 8
 END_OF_REPLAY: Final = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _QUEUE: Final = "inproc://batches"

@@ -203,7 +203,7 @@ class PrefixCache:
         self._live_identities: set[int] = set()
         self._last_identity = NOT_REGISTERED
         self._journal: BlockJournal | None = None
-        """None while nobody follows what is registered."""
+        """None = changes are not reported."""
 
     def __len__(self) -> int:
         return len(self._block_of)

@@ -52,7 +52,7 @@ _FORKS_WELL = {"OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"
 """Neither BLAS threads nor an initialised CUDA driver would survive a fork: the server's imports must make neither."""
 
 _PROGRAM: Final = f"{__package__}.engine_process"
-"""Imported where an engine runs: in a host that has engines in other processes, nobody should wait for it."""
+"""Imported only where an engine runs, so that hosts with engines in other processes start faster."""
 
 T = TypeVar("T")
 

@@ -96,7 +96,7 @@ class NativeSampling:
     def sample(
         self, rows: Int32Array, positions: Int32Array, logits: Float32Array, table: RowTable, masks: TokenMasks | None
     ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As Sampling.sample; a logit's neighbour in its row lies beside it. Raises MemoryError."""
+        """As TokenChooser.sample; a logit's neighbour in its row lies beside it. Raises MemoryError."""
         assert logits.dtype == np.float32 and logits.strides[-1] == 4, "logits are rows of float32"
         at = NativeLogits(int(logits.ctypes.data), logits.strides[0] // 4, Type.FLOAT32)
         return self.sample_from(at, rows, positions, table, masks)
@@ -108,7 +108,7 @@ class NativeSampling:
     def sample_from(
         self, logits: NativeLogits, rows: Int32Array, positions: Int32Array, table: RowTable, masks: TokenMasks | None
     ) -> tuple[Int32Array, SampleLogprobs | None]:
-        """As Sampling.sample. Raises MemoryError."""
+        """As TokenChooser.sample. Raises MemoryError."""
         rows, positions = (np.ascontiguousarray(array, np.int32) for array in (rows, positions))
         token_ids = np.empty(len(rows), np.int32)
         samples = self._samples

@@ -51,7 +51,7 @@ class Sampler(Generic[LogitsT]):
         self._rows = rows
         self._sampling = sampling
         self._bad_words: dict[int, tuple[BadWords, dict[int, float]]] = {}
-        """By row; and the bias that its request has besides."""
+        """By row: its bad words, and the bias of its request."""
         self._logprob_token_ids: dict[int, list[int]] = {}
         """By row, of the rows that ask for logprobs of tokens by their ids."""
 
@@ -83,8 +83,8 @@ class Sampler(Generic[LogitsT]):
         return self._with_others(sampled, rows, logits) if self._logprob_token_ids else sampled
 
     def _with_others(self, sampled: SampledTokens, rows: Int32Array, logits: LogitsT) -> SampledTokens:
-        """With the logprobs of tokens that rows ask for by their ids: what the sampled token's logprob says of the sum
-        holds for them, too."""
+        """Adds the logprobs of tokens that rows ask for by their ids: their normaliser follows from the sampled token's
+        logprob."""
         logprobs = dict(sampled.logprobs)
         for row, token_ids in self._logprob_token_ids.items():
             if row in logprobs:

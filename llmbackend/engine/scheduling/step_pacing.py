@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 MIN_CHUNK = 2
-"""Tokens. Behind many thousands of tokens a CPU computes no more in the time of a step."""
+"""Tokens. After many thousands of tokens of context a CPU computes no more in the time of a step."""
 TILE = 16
 """Tokens that kernels compute together; longer chunks are multiples of it."""
 FIRST_CHUNK = 32

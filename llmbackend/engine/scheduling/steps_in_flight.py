@@ -30,7 +30,7 @@ class CompletedStep:
     positions            of the first new token of each of them
     new_token_ids        one or more for each of them
     planned_s            when the step was begun, by the core's clock
-    sampled              as the runner gave it, with refusals; may have other rows, too
+    sampled              as the runner gave it, with refusals; may contain other rows
     num_guesses          int32 [sampled rows]  drafts that were guesses; None where the step had none
     """
 

@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 _IN_MEMORY: Final = "weights"
 """The key of an image that lies in memory alone, and is read by the process whose child wrote it."""
 NewMemory = Callable[[int], Bytes]
-"""Of so many bytes, such as `KernelLibrary.memory`: on huge pages, aligned, zeros."""
+"""Allocates that many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeros."""
 _SAME_SHARE: Final = 0.95
 _INT8_SHARE: Final = 0.45
 """Of a checkpoint's bytes in 16 bits: resident memory, rather less than more of it."""

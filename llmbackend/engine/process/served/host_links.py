@@ -3,8 +3,8 @@
 For: the keeper's fork server (`prepare`). Does not know: how a step is computed; how engines are started. Invariants: a
 host is told about its own requests alone; one that has gone, is silent for longer than the heartbeat timeout, or sends
 what cannot be read is dropped, and its requests end; nothing that a host does ends the engine. Hosts are answered from
-before the load on; a load that fails is told to hosts for FAILED_LOAD_S, before the keeper hears of it and starts
-another process; the process never outlives its keeper. What is for all hosts is encoded once, and sent at most every
+before the load on; hosts are told of a failed load for FAILED_LOAD_S, before the keeper is, which starts another
+process; the process never outlives its keeper. What is for all hosts is encoded once, and sent at most every
 REPORT_INTERVAL_S beside a host's own outputs, so that a host costs time only for its requests.
 """
 

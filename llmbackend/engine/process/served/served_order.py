@@ -1,8 +1,8 @@
 """What the command `served_engine` reads and writes: JSON, a line each, and the file that it leaves.
 
-For: those who start served engines or find one that somebody started before, and the command itself. Does not know: how
-engines run. Invariants: an order that exists is valid; the record names the engine's latest process, and is void when
-its command has ended.
+For: what starts served engines or finds running ones, and the command itself. Does not know: how engines run.
+Invariants: an order that exists is valid; the record names the engine's latest process, and is void when its command
+has ended.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def with_paths(config: EngineConfig, paths: Mapping[str, str]) -> EngineConfig:
 
 
 class ServedProcessOrder(EngineOrder, frozen=True, kw_only=True):
-    """What the fork server's child is told, beside an EngineOrder (whose endpoint is the keeper's): how to serve hosts.
+    """An EngineOrder, whose endpoint is the keeper's, that also says how to serve hosts.
 
     config               of the engine, as its hosts have it
     listen_endpoint      what the listening socket is bound to: tcp://host:port
