@@ -31,6 +31,7 @@ def check_contents(wheel: Path) -> None:
     """Raises SystemExit for a wheel that lacks something or has too much."""
     names = set(zipfile.ZipFile(wheel).namelist())
     needed = {f"llmbackend/engine/kernels/_{variant}.abi3.so" for variant in VARIANTS}
+    needed.add("llmbackend/core/c_api/_triton_api.abi3.so")
     needed |= {"llmbackend/py.typed", "llmbackend/demo_repository/demo/1/model.safetensors"}
     if missing := needed - names:
         raise SystemExit(f"FAIL {wheel.name} lacks {', '.join(sorted(missing))}")
