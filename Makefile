@@ -10,7 +10,7 @@
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
 # make cluster  frontends, hosts, engines and Ray's processes are killed under live streams (ARGS="--kills 50" for less than all)
-# make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB)
+# make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB); with VLLM_SOURCE=FOLDER vLLM's own server tests, too
 # make soak    saturation with random cancels and kills (20 minutes; ARGS="--minutes 120" for longer)
 # make overload   ten times the capacity offered for a minute
 # make fuzz    hostile input to every protocol and in configurations, beside live streams (10 minutes)
@@ -107,8 +107,15 @@ schemas: $(VENV)/.test
 fuzz: $(VENV)/.test
 	$(BIN)/python -m trials.fuzz $(ARGS)
 
-clients: $(VENV)/.test
+# vLLM's own server tests need its source package, which pip downloads only with all that building it needs.
+clients: $(VENV)/.test $(if $(VLLM_SOURCE),$(VENV)/real_models)
 	$(BIN)/python -m trials.clients $(ARGS)
+ifdef VLLM_SOURCE
+	$(PIP_INSTALL) pytest-asyncio
+	$(BIN)/python -m trials.clients.vllm_suite $(VLLM_SOURCE) $(VENV)/real_models/smollm2
+else
+	@echo "vLLM's own server tests: left out; VLLM_SOURCE=FOLDER names its unpacked source package"
+endif
 
 formats: $(VENV)/.test
 	$(DOWNLOAD_TEMPLATES) --no-binary llama-cpp-python llama-cpp-python==0.3.36
