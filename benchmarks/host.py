@@ -1,7 +1,8 @@
 """The cost of the host itself, compared with NVIDIA's C++ server on the same models: `python -m benchmarks.host`.
 
 For: docs/benchmarks_host.md. Does not know: LLMs; its models are an identity model and one that only streams.
-perf_analyzer is the client for single requests, a raw gRPC stream for streamed responses.
+The client for single requests is a loop of raw connections (HTTP) or perf_analyzer (gRPC), for streamed responses a raw
+gRPC stream.
 Invariants: both servers are measured in turns within one run, one under load at a time; CPU time is that of a server's
 whole process tree, without the client's.
 """
@@ -9,6 +10,7 @@ whole process tree, without the client's.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import csv
 import json
 import os
@@ -31,20 +33,25 @@ from tests.helpers.server_process import start_server, stop_server
 from trials.live.real_triton import RealTriton
 
 from .environments import Environments
+from .unary_client import http_latencies_s
 
 ROOT = Path(__file__).resolve().parent.parent
-CONCURRENCIES = (1, 8, 32)
+CONCURRENCIES = (1, 8, 32, 64)
 STREAMED_RESPONSES = 4000
 WINDOW_MS = 1500
+WARMUP_S = 0.3
 UNSTABLE_PERCENT = "999"
 """How far windows may be apart: rounds and medians take care of that here."""
+COMPILED = "llmbackend, compiled backend"
+"""Has no model that streams."""
+COMPILED_IDENTITY = ROOT / "tests" / "core" / "c_api" / "backends" / "identity.cpp"
 FLAGS = ("--model-control-mode=explicit", "--load-model=*")
 
 IDENTITY_CONFIG = """
 backend: "python"
 max_batch_size: 0
-input [ { name: "X" data_type: TYPE_FP32 dims: [ 16 ] } ]
-output [ { name: "Y" data_type: TYPE_FP32 dims: [ 16 ] } ]
+input [ { name: "INPUT0" data_type: TYPE_FP32 dims: [ 16 ] } ]
+output [ { name: "OUTPUT0" data_type: TYPE_FP32 dims: [ 16 ] } ]
 instance_group [ { kind: KIND_CPU } ]
 """
 IDENTITY_MODEL = """
@@ -52,8 +59,8 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def execute(self, requests):
-        return [pb_utils.InferenceResponse([pb_utils.Tensor("Y", pb_utils.get_input_tensor_by_name(r, "X").as_numpy())])
-                for r in requests]
+        inputs = [pb_utils.get_input_tensor_by_name(request, "INPUT0").as_numpy() for request in requests]
+        return [pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT0", data)]) for data in inputs]
 """
 BURST_CONFIG = """
 backend: "python"
@@ -91,9 +98,9 @@ def TRITONBACKEND_ModelInstanceExecute(instance, requests):
                 response.send()
             request.response_factory().send_flags(ResponseFlag.FINAL)
         else:
-            x = request.inputs["X"]
+            x = request.inputs["INPUT0"]
             response = request.new_response()
-            response.add_output(Tensor("Y", x.datatype, x.shape, x.data))
+            response.add_output(Tensor("OUTPUT0", x.datatype, x.shape, x.data))
             response.send(ResponseFlag.FINAL)
         end = time.monotonic_ns()
         instance.report_statistics(request, True, start, start, end, end)
@@ -143,21 +150,31 @@ def _servers(triton: RealTriton, scratch: Path) -> list[Callable[[], Any]]:
     backend = scratch / "backends" / "echo" / "backend.py"
     backend.parent.mkdir(parents=True)
     backend.write_text(ECHO_BACKEND)
+    compiled_models = scratch / "compiled"
+    _write_model(compiled_models, "identity", IDENTITY_CONFIG.replace('"python"', '"identity"'))
+    compiled = backend.parent.parent / "identity" / "libtriton_identity.so"
+    compiled.parent.mkdir()
+    command = ["g++", "-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden"]
+    subprocess.run([*command, str(COMPILED_IDENTITY), "-o", str(compiled)], check=True)
+    backends = f"--backend-directory={backend.parent.parent}"
     return [
         lambda: _real(triton, python_models, scratch / "triton.log"),
         lambda: _ours("llmbackend, python backend", python_models),
-        lambda: _ours("llmbackend, host alone", own_models, f"--backend-directory={backend.parent.parent}"),
+        lambda: _ours("llmbackend, host alone", own_models, backends),
+        lambda: _ours(COMPILED, compiled_models, backends),
     ]
 
 
 def _write_models(repository: Path, backend: str) -> None:
     for name, config, code in (("identity", IDENTITY_CONFIG, IDENTITY_MODEL), ("burst", BURST_CONFIG, BURST_MODEL)):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(
-            config.replace('"python"', f'"{backend}"') if backend else config
-        )
+        _write_model(repository, name, config.replace('"python"', f'"{backend}"') if backend else config)
         if not backend:
             (repository / name / "1" / "model.py").write_text(code)
+
+
+def _write_model(repository: Path, name: str, config: str) -> None:
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "config.pbtxt").write_text(config)
 
 
 @contextmanager
@@ -181,21 +198,35 @@ def _measure(targets: list[Target], environments: Environments, scratch: Path, r
         for protocol in ("http", "grpc"):
             for concurrency in CONCURRENCIES:
                 for target in targets:
-                    yield {
-                        "server": target.name, "what": f"{protocol} {concurrency}", "round": round_number,
-                        **_single_requests(target, environments, protocol, concurrency, scratch / "report.csv"),
-                    }  # fmt: skip
+                    if protocol == "http":
+                        measured = _http_requests(target, concurrency)
+                    else:
+                        measured = _grpc_requests(target, environments, concurrency, scratch / "report.csv")
+                    what = f"{protocol} {concurrency}"
+                    yield {"server": target.name, "what": what, "round": round_number, **measured}
         for what, stream in (("gRPC stream", _grpc_stream), ("generate_stream", _event_stream)):
             for target in targets:
-                yield {"server": target.name, "what": what, "round": round_number, **_streamed(target, stream)}
+                if target.name != COMPILED:
+                    yield {"server": target.name, "what": what, "round": round_number, **_streamed(target, stream)}
 
 
-def _single_requests(
-    target: Target, environments: Environments, protocol: str, concurrency: int, report: Path
-) -> dict[str, float]:
+def _http_requests(target: Target, connections: int) -> dict[str, float]:
+    duration_s = WINDOW_MS / 1000
+    asyncio.run(http_latencies_s(target.http, "identity", connections, WARMUP_S))
+    cpu_s = target.cpu_s()
+    latencies_s = asyncio.run(http_latencies_s(target.http, "identity", connections, duration_s))
+    count = len(latencies_s)
+    return {
+        "per_s": count / duration_s,
+        "p50_us": 1e6 * latencies_s[count // 2],
+        "p99_us": 1e6 * latencies_s[count * 99 // 100],
+        "server_cpu_us": 1e6 * (target.cpu_s() - cpu_s) / count,
+    }
+
+
+def _grpc_requests(target: Target, environments: Environments, concurrency: int, report: Path) -> dict[str, float]:
     program, libraries = environments.perf_analyzer()
-    url = target.http if protocol == "http" else target.grpc
-    command = [program, "-m", "identity", "-u", url, "-i", protocol, "--concurrency-range", str(concurrency)]
+    command = [program, "-m", "identity", "-u", target.grpc, "-i", "grpc", "--concurrency-range", str(concurrency)]
     command += ["--measurement-interval", str(WINDOW_MS), "--max-trials", "3", "-s", UNSTABLE_PERCENT, "-f", report]
     start_s, cpu_s = time.monotonic(), target.cpu_s()
     environ = os.environ | {"LD_LIBRARY_PATH": libraries}
