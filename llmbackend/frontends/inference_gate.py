@@ -77,13 +77,16 @@ class InferenceGate:
 
     def check_room(self, count: int = 1) -> None:
         """Raises LimitReachedError if `count` more inferences exceed the limit of the server or of the API key."""
+        account = _account()
+        self._check(count, self._counts.held(_OPEN), account, 0 if account is None else self._shares.held(account))
+
+    def _check(self, count: int, num_open: int, account: Account | None, num_of_account: int) -> None:
+        """num_open, num_of_account: open inferences without these `count`"""
         most = self._limits.max_concurrent_requests
-        now_open = self._counts.held(_OPEN)
-        if now_open + count > most:
+        if num_open + count > most:
             raise LimitReachedError(f"the server is at its limit of {most} concurrent requests")
-        identity = REQUEST_IDENTITY.get()
-        if identity is not None:
-            self._shares.check(identity.account, count, most - now_open - count)
+        if account is not None:
+            self._shares.check(account, count, num_of_account, most - num_open - count)
 
     def admit(self, count: int) -> None:
         """Admits all `count` generations of a body, or none. Raises LimitReachedError if there is no room for them, or
@@ -157,7 +160,6 @@ class InferenceGate:
             request = replace(request, trace=trace)
         raw_bytes = sum(len(tensor.raw) for tensor in request.inputs if isinstance(tensor, RawTensor))
         is_small = raw_bytes <= LARGE_BODY_BYTES and string_count_bound(request.inputs) <= MANY_STRINGS
-        self.check_room()
         inference = self._new_inference(backlog)
         leave = self._enter()
         if is_small:
@@ -186,17 +188,28 @@ class InferenceGate:
         Raises TritonError if the host refuses it, LimitReachedError if there is no room. The refusal of a host in
         another process is the only response.
         """
-        self.check_room(count)
         inference = self._new_inference(backlog, listener)
-        return inference.accepted(self.server.infer_async(request, inference), self._enter(count))
+        leave = self._enter(count)
+        try:
+            return inference.accepted(self.server.infer_async(request, inference), leave)
+        except BaseException:
+            leave()
+            raise
 
     def _enter(self, count: int = 1) -> Callable[[], None]:
-        """Counts further open inferences, until the returned function is called."""
-        self._counts.add(_OPEN, count)
-        identity = REQUEST_IDENTITY.get()
-        if identity is not None:
-            self._shares.enter(identity.account, count)
-        return partial(self._leave, count, None if identity is None else identity.account)
+        """Counts further open inferences, until the returned function is called. Raises as `check_room`.
+
+        They are counted before they are compared: processes that enter at the same moment see each other's.
+        """
+        account = _account()
+        num_open = self._counts.add(_OPEN, count)
+        num_of_account = count if account is None else self._shares.enter(account, count)
+        try:
+            self._check(count, num_open - count, account, num_of_account - count)
+        except LimitReachedError:
+            self._leave(count, account)
+            raise
+        return partial(self._leave, count, account)
 
     def _leave(self, count: int, account: Account | None) -> None:
         self._counts.add(_OPEN, -count)
@@ -208,6 +221,12 @@ class InferenceGate:
         if self._mailbox is None or self._mailbox.loop is not loop:
             self._mailbox = Mailbox(loop)
         return Inference(self._mailbox, backlog or self.new_backlog(), listener)
+
+
+def _account() -> Account | None:
+    """That of the API key whose request is handled."""
+    identity = REQUEST_IDENTITY.get()
+    return None if identity is None else identity.account
 
 
 def _leave_if_refused(leave: Callable[[], None], accepting: asyncio.Future[InferenceHandle]) -> None:

@@ -25,7 +25,8 @@ from typing import Final, Protocol
 class Counts(Protocol):
     def held(self, name: str) -> int: ...
 
-    def add(self, name: str, change: int) -> None: ...
+    def add(self, name: str, change: int) -> int:
+        """Returns the count afterwards, over all processes."""
 
 
 class LocalCounts:
@@ -37,12 +38,13 @@ class LocalCounts:
     def held(self, name: str) -> int:
         return self._held[name]
 
-    def add(self, name: str, change: int) -> None:
+    def add(self, name: str, change: int) -> int:
         held = self._held[name] + change
         if held:
             self._held[name] = held
         else:
             del self._held[name]
+        return held
 
 
 log = logging.getLogger(__name__)
@@ -92,18 +94,20 @@ class SharedCounts:
         record = self._find(name)
         return 0 if record is None else sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
 
-    def add(self, name: str, change: int) -> None:
-        """Without a free record, a new name is not counted, and so not limited; a warning says so."""
+    def add(self, name: str, change: int) -> int:
+        """Without a free record, a new name is not counted (0 is returned), and so not limited; a warning says so."""
         with self.lock:
             try:
                 record = self._take(name)
             except RuntimeError as error:
                 log.warning("%s", error)
-                return
+                return 0
             at = self._counts_at(record) + self._process * _COUNT.size
             (count,) = _COUNT.unpack_from(self._memory, at)
             _COUNT.pack_into(self._memory, at, max(count + change, 0))  # below 0: `add` found no record
+            held: int = sum(self._columns.unpack_from(self._memory, self._counts_at(record)))
             self._free_if_unused(record)
+            return held
 
     def forget(self, process: int) -> None:
         """Removes the counts of a process that has ended."""

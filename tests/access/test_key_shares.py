@@ -24,7 +24,7 @@ class Room:
         if self.open + 1 > MOST:
             return False
         try:
-            self.shares.check(account, 1, MOST - self.open - 1)
+            self.shares.check(account, 1, self.shares.held(account), MOST - self.open - 1)
         except LimitReachedError:
             return False
         self.shares.enter(account)
@@ -76,9 +76,9 @@ def test_a_servers_only_key_may_use_all_of_it() -> None:
 
 def test_several_at_once_enter_together_or_not_at_all() -> None:
     shares, (account,) = KeyShares(LocalCounts()), accounts(0)
-    shares.check(account, 60, MOST - 60)
+    shares.check(account, 60, 0, MOST - 60)
     with pytest.raises(LimitReachedError, match=r"'k0' is at its share .* it has 0, asked for 61 more"):
-        shares.check(account, 61, MOST - 61)
+        shares.check(account, 61, 0, MOST - 61)
 
 
 def test_a_key_without_requests_always_gets_one() -> None:

@@ -70,8 +70,7 @@ def test_what_processes_count_at_once_adds_up(tmp_path: Path, opened: Callable[[
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_counts_of_one_process(is_shared: bool, opened: Callable[[int], SharedCounts]) -> None:
     counts: Counts = opened(1) if is_shared else LocalCounts()
-    for number in range(300):
-        counts.add(f"peer {number}", number)
+    assert [counts.add(f"peer {number}", number) for number in range(300)] == [*range(300)]
     assert [counts.held(f"peer {number}") for number in (0, 7, 299, 300)] == [0, 7, 299, 0]
     counts.add("peer 7", -7)
     counts.add("peer 8", -1)
@@ -93,8 +92,7 @@ def test_a_bucket_stays_as_it_is_for_the_next_who_opens_it(opened: Callable[[int
 def test_a_key_s_share_is_that_of_all_processes(opened: Callable[[int], SharedCounts]) -> None:
     one, two = (KeyShares(opened(number)) for number in (1, 2))
     account = Account("one", Limits(concurrency=2))
-    one.enter(account)
-    two.enter(account)
+    assert (one.enter(account), two.enter(account)) == (1, 2)
     assert one.held(account) == two.held(account) == 2
     one.leave(account)
     assert two.held(account) == 1

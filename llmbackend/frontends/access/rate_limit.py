@@ -228,9 +228,10 @@ class KeyShares:
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
 
-    def check(self, account: Account, count: int, free: int) -> None:
-        """Raises LimitReachedError if `count` more are too many for the key. free: room of the server after them"""
-        held, limit = self.held(account), account.limits.concurrency
+    def check(self, account: Account, count: int, held: int, free: int) -> None:
+        """Raises LimitReachedError if `count` more than `held` are too many for the key. free: room of the server
+        after them"""
+        limit = account.limits.concurrency
         if limit and held + count > limit:
             raise LimitReachedError(f"API key '{account.name}' is at its limit of {limit} concurrent requests")
         if not limit and not account.is_only_one and held + count > free:
@@ -242,8 +243,9 @@ class KeyShares:
     def held(self, account: Account) -> int:
         return self._counts.held(_SHARE_OF + account.name)
 
-    def enter(self, account: Account, count: int = 1) -> None:
-        self._counts.add(_SHARE_OF + account.name, count)
+    def enter(self, account: Account, count: int = 1) -> int:
+        """Returns how many the key has afterwards."""
+        return self._counts.add(_SHARE_OF + account.name, count)
 
     def leave(self, account: Account, count: int = 1) -> None:
         self._counts.add(_SHARE_OF + account.name, -count)
