@@ -66,7 +66,7 @@ def test_the_last_place_of_the_server_goes_to_one_process(is_submitted: bool) ->
 @pytest.mark.parametrize("is_submitted", [True, False])
 def test_the_last_place_of_a_key_goes_to_one_process(is_submitted: bool) -> None:
     async def begin_with_key() -> None:
-        REQUEST_IDENTITY.set(RequestIdentity(KEY, "openai", AccessMetrics(CollectorRegistry())))
+        REQUEST_IDENTITY.set(RequestIdentity(KEY, "http", AccessMetrics(CollectorRegistry())))
         await begin(gate, is_submitted)
 
     server = Mock(InferenceServer)
