@@ -29,6 +29,8 @@ class Type(IntEnum):
     INT8 = 2
     FIXED16 = 3
     """For keys and values only (native/fixed16.h)."""
+    BFLOAT16_TILES = 4
+    """For activations only (native/tile_rows.h)."""
 
 
 class Rows(IntEnum):

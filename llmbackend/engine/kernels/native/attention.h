@@ -14,6 +14,7 @@
 #include "rotary.h"
 #include "step.h"
 #include "team.h"
+#include "tile_rows.h"
 
 namespace llmb {
 
@@ -244,21 +245,26 @@ class TileRunner {
     void write_out(const Tile& tile, const SoftmaxState& state) const {
         for (int r = 0; r < num_rows_; r++) {
             const int head = tile.kv_head * group_ + r % group_;
-            const size_t token = step_.query_start[tile.row] + tile.first_query + r / group_;
-            const size_t at = token * op_.out_stride + static_cast<size_t>(head) * op_.head_dim;
+            const int token = step_.query_start[tile.row] + tile.first_query + r / group_;
+            const int column = head * op_.head_dim;
+            const size_t at = static_cast<size_t>(token) * op_.out_stride + column;
             const float factor = normaliser(state, r, op_.sinks ? op_.sinks + head : nullptr);
             const float* weighted = state.weighted + static_cast<size_t>(r) * shape_.padded_dim;
-            if (op_.out_type == Type::kBfloat16) write_row(static_cast<bf16*>(op_.out) + at, weighted, factor);
-            else write_row(static_cast<float*>(op_.out) + at, weighted, factor);
+            if (op_.out_type == Type::kBfloat16Tiles)
+                write_row(TileRow<bf16>(static_cast<bf16*>(op_.out), token, op_.out_stride), column, weighted, factor);
+            else if (op_.out_type == Type::kBfloat16) write_row(static_cast<bf16*>(op_.out) + at, 0, weighted, factor);
+            else write_row(static_cast<float*>(op_.out) + at, 0, weighted, factor);
         }
     }
 
-    // Plus zero turns -0 into 0: a sum of zeros alone may be either.
-    template <class Out>
-    void write_row(Out* out, const float* weighted, float factor) const {
+    // From `column` of a row on, which is a pointer, or a row of tiles. Plus zero turns -0 into 0: a sum of zeros alone may
+    // be either.
+    template <class Row>
+    void write_row(Row row, int column, const float* weighted, float factor) const {
         int d = 0;
-        for (; d + kLanes <= shape_.dim; d += kLanes) store(out + d, load(weighted + d) * factor + 0.0f);
-        for (; d < shape_.dim; d++) out[d] = narrow(weighted[d] * factor + 0.0f, Out{});
+        if (shape_.dim == shape_.padded_dim)  // then no vector crosses the border of a tile
+            for (; d < shape_.dim; d += kLanes) store(row + (column + d), load(weighted + d) * factor + 0.0f);
+        for (; d < shape_.dim; d++) set(row[column + d], weighted[d] * factor + 0.0f);
     }
 
     const AttentionOp& op_;

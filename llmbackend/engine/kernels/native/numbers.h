@@ -45,6 +45,9 @@ inline bf16 to_bf16(float x) {
     return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
+inline void set(float& to, float from) { to = from; }
+inline void set(bf16& to, float from) { to = to_bf16(from); }
+
 inline Floats splat(float x) { return x - Floats{}; }  // minus zero changes nothing, not even -0, so it costs nothing
 
 inline Floats load(const float* p) {

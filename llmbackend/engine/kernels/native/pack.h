@@ -27,9 +27,6 @@ inline int padded_k(int k, int multiple) { return (k + multiple - 1) / multiple 
 inline size_t panel_size(const float*, int k) { return static_cast<size_t>(k) * kPanel; }
 inline size_t panel_size(const bf16*, int k) { return static_cast<size_t>(padded_k(k, kPairPad)) * kPanel; }
 
-inline void set(float& to, float from) { to = from; }
-inline void set(bf16& to, float from) { to = to_bf16(from); }
-
 // Where element (k, column) lies in its panel.
 inline size_t panel_index(const float*, int k, int column) { return static_cast<size_t>(k) * kPanel + column; }
 inline size_t panel_index(const bf16*, int k, int column) {

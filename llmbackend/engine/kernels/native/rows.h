@@ -6,6 +6,7 @@
 #include "numbers.h"
 #include "step.h"
 #include "team.h"
+#include "tile_rows.h"
 
 namespace llmb {
 
@@ -43,9 +44,9 @@ inline float row_sum(const float* x, int width, Square&& term) {
     return sum(total) + rest;
 }
 
-// out[i] (+)= x[i] * factor * weight[i]
+// out[i] (+)= x[i] * factor * weight[i]. `out`: a pointer, or a row of tiles.
 template <class Out>
-inline void scale_row(const NormOp& op, const float* x, float factor, Out* out) {
+inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
     int i = 0;
     for (; i + kLanes <= op.width; i += kLanes) {
         Floats v = load(x + i) * splat(factor) * load(op.weight + i);
@@ -55,20 +56,22 @@ inline void scale_row(const NormOp& op, const float* x, float factor, Out* out) 
     for (; i < op.width; i++) {
         float v = x[i] * factor * op.weight[i];
         if (op.accumulate) v += to_float(out[i]);
-        if constexpr (std::is_same_v<Out, bf16>)
-            out[i] = to_bf16(v);
-        else
-            out[i] = v;
+        set(out[i], v);
     }
 }
 
 inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
     const auto square = [](Floats v, Floats total) { return fma(v, v, total); };
     const float factor = 1.0f / std::sqrt(row_sum(x, op.width, square) / static_cast<float>(op.width) + op.eps);
-    if (op.out_type == Type::kBfloat16)
+    if (op.out_type == Type::kBfloat16Tiles) {
+        const TileRow<bf16> out(static_cast<bf16*>(op.out), static_cast<int>(out_row), op.out_stride);
+        scale_row(op, x, factor, out);
+        for (int i = op.width; i < op.out_stride; i++) out[i] = {};
+    } else if (op.out_type == Type::kBfloat16) {
         scale_row(op, x, factor, static_cast<bf16*>(op.out) + out_row * op.out_stride);
-    else
+    } else {
         scale_row(op, x, factor, static_cast<float*>(op.out) + out_row * op.out_stride);
+    }
 }
 
 inline void norm(Worker& worker, const NormOp& op, const Step& step) {

@@ -9,7 +9,13 @@
 
 namespace llmb {
 
-enum class Type : int32_t { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2, kFixed16 = 3 };  // kFixed16: of KV alone
+enum class Type : int32_t {
+    kFloat32 = 0,
+    kBfloat16 = 1,
+    kInt8 = 2,           // of weights
+    kFixed16 = 3,        // of keys and values
+    kBfloat16Tiles = 4,  // of activations: bfloat16 as tile_rows.h orders it; a stride is the padded number of columns
+};
 
 // Which rows an operation computes: all tokens of the batch, or those that are sampled.
 enum class Rows : int32_t { kTokens = 0, kSampled = 1 };
