@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from ctypes import c_int32, c_int64
 from pathlib import Path
 
 from transformers import AutoConfig
@@ -19,13 +18,9 @@ from transformers import AutoConfig
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.engine_core import EngineCore
 from llmbackend.engine.kernels.choice import choose_library
-from llmbackend.engine.kernels.library import KernelLibrary, Type
+from llmbackend.engine.kernels.library import Type
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import InferRequest, SamplingParams
-
-PEAK_STEPS = 20_000
-PEAK_REPEATS = 50
-"""A tenth of a millisecond each: some of them nothing interrupts."""
 
 
 def seconds_of(run: Callable[[], object], threads: int) -> float:
@@ -34,18 +29,6 @@ def seconds_of(run: Callable[[], object], threads: int) -> float:
     begin = clock()
     run()
     return clock() - begin
-
-
-def peak_rate(library: KernelLibrary, weights: Type) -> float:
-    """Operations per second of one thread that only multiplies registers, as for weights of this type."""
-    multiply_registers = library.functions.llmb_peak
-    multiply_registers.restype, multiply_registers.argtypes = c_int64, [c_int32, c_int64]
-
-    def rate() -> float:
-        begin = time.perf_counter()
-        return float(multiply_registers(weights, PEAK_STEPS)) / (time.perf_counter() - begin)
-
-    return max(rate() for _ in range(PEAK_REPEATS))
 
 
 def prompt_operations(model: Path, tokens: int) -> tuple[float, float]:
@@ -82,7 +65,7 @@ def main() -> None:
             InferRequest(request_id=str(round_index), prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1))
         )
         prompts.append(seconds_of(core.step, given.threads))
-        peaks.append(peak_rate(choice.library, weights))
+        peaks.append(choice.library.peak_rate(weights))
     linear, attention = prompt_operations(given.model, given.tokens)
     peak, seconds = max(peaks) * given.threads, min(prompts[1:])
     rate = (linear + attention) / seconds

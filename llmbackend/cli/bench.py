@@ -181,6 +181,14 @@ def check_output(flag: str, path: Path | None) -> None:
         raise bad_option(flag, f"{flag} is '{path}', which cannot be written")
 
 
+def check_task(workload: Path | None, profile: bool, of_workloads: Mapping[str, object]) -> None:
+    """of_workloads: the flags that only a workload has. Raises BadParameter."""
+    if profile == (workload is not None):
+        raise bad_option("--workload", "expected either --workload or --profile")
+    if profile and (given := next((flag for flag, value in of_workloads.items() if value), None)):
+        raise bad_option(given, f"{given} is of a workload, expected none with --profile")
+
+
 def run_bench(
     model: str,
     workload_path: Path,

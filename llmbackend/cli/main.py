@@ -10,7 +10,7 @@ import gc
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -73,9 +73,9 @@ def check() -> None:
 def bench(
     model: Annotated[str, typer.Option(help="Checkpoint directory, hub id, or mock.")],
     workload: Annotated[
-        Path,
+        Path | None,
         typer.Option(help='JSON list of {"prompt_token_ids": [...] or "prompt_tokens": n, "output_tokens": n}.'),
-    ],
+    ] = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Write plots to this file, as SVG.")] = None,
     dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
@@ -88,29 +88,34 @@ def bench(
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Instead: where the time of a prompt and of decode steps goes, on CPU.")
+    ] = False,
 ) -> None:
     """Run a workload through the engine alone, all requests at once, end-of-sequence ignored."""
-    from .bench import check_output, further_arguments, run_bench
+    from .bench import check_output, check_task, further_arguments, run_bench
+    from .bench_profile import run_profile
 
+    check_task(workload, profile, {"--plot": plot_path, "--ablate": ablate})
     further = further_arguments(engine_args)
     for flag, path in (("--json", json_path), ("--plot", plot_path)):
         check_output(flag, path)
+    engine: dict[str, Any] = {
+        "model": model, "dtype": dtype, "device": device, "load_format": load_format, "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens, "quantization": quantization, **further,
+    }  # fmt: skip
     try:
-        run_bench(
-            model=model,
-            workload_path=workload,
-            json_path=json_path,
-            plot_path=plot_path,
-            dtype=dtype,
-            device=device,
-            load_format=load_format,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            quantization=quantization,
-            ablate=ablate,
-            as_served=True,
-            **further,
-        )
+        if workload is None:
+            run_profile(json_path, as_served=True, **engine)
+        else:
+            run_bench(
+                workload_path=workload,
+                json_path=json_path,
+                plot_path=plot_path,
+                ablate=ablate,
+                as_served=True,
+                **engine,
+            )
     except (ValueError, RuntimeError, OSError) as error:
         typer.echo(f"bench: {error}", err=True)
         raise typer.Exit(1) from error

@@ -58,6 +58,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServerSettings]:
         (["serve", "--nosuch"], "--nosuch"),
         (["serve", "--http-port", "many"], "--http-port"),
         (["bench"], "--model"),
+        (["bench", "--model=mock"], "expected either --workload or --profile"),
+        (["bench", "--model=mock", "--profile", "--workload=w"], "expected either --workload or --profile"),
+        (["bench", "--model=mock", "--profile", "--ablate"], "--ablate is of a workload, expected none with --profile"),
         (["bench", "--model=mock", "--workload=w", "--engine-args={"], "--engine-args is '{', expected a JSON object"),
         (["bench", "--model=mock", "--workload=w", '--engine-args={"nope": 1}'], "--engine-args is '{\"nope\": 1}'"),
         (

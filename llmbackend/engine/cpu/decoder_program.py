@@ -10,6 +10,8 @@ description (cpu/packed_decoder.py).
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from enum import StrEnum
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -43,10 +45,30 @@ from .packed_decoder import (
 )
 
 Float32Array = npt.NDArray[np.float32]
+Float64Array = npt.NDArray[np.float64]
 
 # Rows that are a multiple of 4 KiB apart would share the same few sets of the first cache.
 _ROW_PADDING: Final = 16
 _ACTIVATIONS: Final = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
+
+
+class Role(StrEnum):
+    """What an operation is in the model, in the order in which a layer has them."""
+
+    EMBEDDING = "embedding"
+    NORM = "norm"
+    QKV = "qkv"
+    ROTARY = "rotary, KV write"
+    ATTENTION = "attention"
+    ATTENTION_OUT = "attention out"
+    GATE_UP = "gate·up"
+    DOWN = "down"
+    HEAD = "output head"
+
+
+class Operation(NamedTuple):
+    role: Role
+    op: ctypes.Structure
 
 
 class _Buffer:
@@ -99,16 +121,18 @@ class DecoderProgram:
         self._kv = NativeKVMemory(kernels.library, shapes, num_blocks, block_size, TYPE_OF[decoder.dtype])
         self._max_tokens, self._max_samples = max_tokens, max_samples
         self._make_buffers(max_tokens, max_samples)
-        self._ops: list[ctypes.Structure] = []
+        self.operations: list[Operation] = []
+        """In the order in which they run. Constant."""
         self._starts: list[tuple[int, int]] = []
         """The first operation of each part, and its group."""
         self._add_operations()
-        ends = [first for first, _ in self._starts[1:]] + [len(self._ops)]
+        ops = [operation.op for operation in self.operations]
+        ends = [first for first, _ in self._starts[1:]] + [len(ops)]
         self._parts = [
-            _Part(group, op_pointers(self._ops[first:end]), end - first)
+            _Part(group, op_pointers(ops[first:end]), end - first)
             for (first, group), end in zip(self._starts, ends, strict=True)
         ]
-        self._head_pointers = op_pointers(self._ops[-2:])
+        self._head_pointers = op_pointers(ops[-2:])
 
     def forward(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float32Array:
         """Computes the step; logits float32 [samples, vocab], valid until the next call. Raises MemoryError.
@@ -116,6 +140,25 @@ class DecoderProgram:
         Of each group of layers: slots int32 [groups, tokens]; block_tables int32 [groups, rows, blocks], of the step's
         rows.
         """
+        for call in self._calls(step, slots, block_tables):
+            self._kernels.run(*call)
+        return self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
+
+    def profile(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Float64Array:
+        """As `forward`: the seconds of each of `operations`, without the last two where nothing is sampled. Raises
+        OSError where the library cannot time them."""
+        seconds = [self._kernels.profile(*call) for call in self._calls(step, slots, block_tables)]
+        self._finished(self._logits.floats(len(step.sampled_tokens), self._vocab_size))
+        return np.concatenate(seconds)
+
+    def write_kv(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> None:
+        """Writes keys and values of the step's tokens and computes nothing else: they are what the last step left."""
+        for pointers, num_ops, native_step in self._calls(step, slots, block_tables):
+            writes = [each for each in pointers[:num_ops] if ctypes.c_int32.from_address(each).value == Kind.ROTARY]
+            self._kernels.run((ctypes.c_void_p * len(writes))(*writes), len(writes), native_step)
+
+    def _calls(self, step: FlatStep, slots: Int32Array, block_tables: Int32Array) -> Iterator[tuple[Any, int, Step]]:
+        """The native calls of a step, to be made as they come: the arrays that they read end with the iterator."""
         num_samples = len(step.sampled_tokens)
         if len(step.token_ids) > self._max_tokens or num_samples > self._max_samples:
             raise RuntimeError(f"a step of {len(step.token_ids)} tokens and {num_samples} samples has no room")
@@ -123,10 +166,9 @@ class DecoderProgram:
         tables = zip(slots, blocks, strict=True)
         steps = [self._native_step(step, *tables_of_group) for tables_of_group in tables]
         for part in self._parts[:-1]:
-            self._kernels.run(part.pointers, part.num_ops, steps[part.group])
+            yield part.pointers, part.num_ops, steps[part.group]
         last = self._parts[-1]
-        self._kernels.run(last.pointers, last.num_ops if num_samples else last.num_ops - 2, steps[last.group])
-        return self._finished(self._logits.floats(num_samples, self._vocab_size))
+        yield last.pointers, last.num_ops if num_samples else last.num_ops - 2, steps[last.group]
 
     def _native_step(self, step: FlatStep, slots: Int32Array, blocks: Int32Array) -> Step:
         arrays = (step.token_ids, step.positions, slots, step.query_start, step.seq_lens, blocks, step.sampled_tokens)
@@ -176,15 +218,16 @@ class DecoderProgram:
         self._add_embedding()
         for layer, group, place in zip(decoder.layers, groups.group_of, groups.place_of, strict=True):
             if group != self._starts[-1][1]:
-                self._starts.append((len(self._ops), group))
+                self._starts.append((len(self.operations), group))
             self._add_attention(layer, self._kv.layers[place])
             self._add_mlp(layer)
         self._add_norm(decoder.norm, self._hidden, self._sampled, Rows.SAMPLED)
-        self._add_linear(decoder.head, self._sampled, self._logits, rows=Rows.SAMPLED)
+        self._add_linear(Role.HEAD, decoder.head, self._sampled, self._logits, rows=Rows.SAMPLED)
 
     def _add_embedding(self) -> None:
         decoder = self._decoder
-        self._ops.append(
+        self._add(
+            Role.EMBEDDING,
             EmbedOp(
                 kind=Kind.EMBED,
                 weight_type=TYPE_OF[decoder.dtype],
@@ -193,21 +236,25 @@ class DecoderProgram:
                 width=self._width,
                 out_stride=self._hidden.stride,
                 scale=decoder.embedding_factor,
-            )
+            ),
         )
+
+    def _add(self, role: Role, op: ctypes.Structure) -> None:
+        self.operations.append(Operation(role, op))
 
     def _add_attention(self, layer: PackedLayer, cache: NativeLayerCache) -> None:
         attention = layer.attention
         x = self._input(layer.attention_norm)
-        self._add_linear(attention.qkv, x, self._qkv)
+        self._add_linear(Role.QKV, attention.qkv, x, self._qkv)
         self._add_rotary(attention, cache)
         self._add_attend(attention, cache)
-        self._add_to_hidden(attention.out, self._attended, layer.attention_out_norm, layer.residual_factor)
+        out_norm, factor = layer.attention_out_norm, layer.residual_factor
+        self._add_to_hidden(Role.ATTENTION_OUT, attention.out, self._attended, out_norm, factor)
 
     def _add_mlp(self, layer: PackedLayer) -> None:
         x = self._input(layer.mlp_norm)
         self._add_gate(layer.mlp, x)
-        self._add_to_hidden(layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
+        self._add_to_hidden(Role.DOWN, layer.mlp.down, self._gated, layer.mlp_out_norm, layer.residual_factor)
 
     def _input(self, norm: PackedNorm | None) -> _Buffer:
         """A block's input: the residual stream, normalised where the block has a norm before it."""
@@ -216,16 +263,19 @@ class DecoderProgram:
         self._add_norm(norm, self._hidden, self._normed, Rows.TOKENS)
         return self._normed
 
-    def _add_to_hidden(self, projection: PackedProjection, x: _Buffer, norm: PackedNorm | None, factor: float) -> None:
+    def _add_to_hidden(
+        self, role: Role, projection: PackedProjection, x: _Buffer, norm: PackedNorm | None, factor: float
+    ) -> None:
         """hidden += norm(x·Wᵀ + b), or without a norm factor * (x·Wᵀ + b)"""
         if norm is None:
-            self._add_linear(projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor)
+            self._add_linear(role, projection, x, self._hidden, epilogue=Epilogue.ADD, factor=factor)
             return
-        self._add_linear(projection, x, self._block)
+        self._add_linear(role, projection, x, self._block)
         self._add_norm(norm, self._block, self._hidden, Rows.TOKENS, accumulate=True)
 
     def _add_norm(self, norm: PackedNorm, x: _Buffer, out: _Buffer, rows: Rows, accumulate: bool = False) -> None:
-        self._ops.append(
+        self._add(
+            Role.NORM,
             NormOp(
                 kind=Kind.NORM,
                 rows=rows,
@@ -238,23 +288,23 @@ class DecoderProgram:
                 out_type=out.type,
                 eps=norm.eps,
                 accumulate=accumulate,
-            )
+            ),
         )
 
     def _add_linear(
-        self, projection: PackedProjection, x: _Buffer, y: _Buffer, rows: Rows = Rows.TOKENS,
+        self, role: Role, projection: PackedProjection, x: _Buffer, y: _Buffer, rows: Rows = Rows.TOKENS,
         epilogue: Epilogue = Epilogue.STORE, factor: float = 1.0,
     ) -> None:  # fmt: skip
         op = self._linear(projection, x, y)
         op.rows, op.epilogue, op.factor = rows, epilogue, factor
-        self._ops.append(op)
+        self._add(role, op)
 
     def _add_gate(self, mlp: PackedMlp, x: _Buffer) -> None:
         op = self._linear(mlp.gate, x, self._gated)
         op.weight2, op.scale2, op.sums2 = self._memories.matrix_addresses(mlp.up.weight)
         op.bias2 = self._pointer(mlp.up.bias)
         op.epilogue = _ACTIVATIONS[mlp.activation]
-        self._ops.append(op)
+        self._add(Role.GATE_UP, op)
 
     def _linear(self, projection: PackedProjection, x: _Buffer, y: _Buffer) -> LinearOp:
         weight = projection.weight
@@ -281,7 +331,8 @@ class DecoderProgram:
         q_bytes = 4 * attention.out.weight.k
         kv_bytes = 4 * cache.num_kv_heads * cache.head_dim
         q_norm, k_norm = attention.q_norm, attention.k_norm
-        self._ops.append(
+        self._add(
+            Role.ROTARY,
             RotaryOp(
                 kind=Kind.ROTARY,
                 kv_type=cache.type,
@@ -301,11 +352,12 @@ class DecoderProgram:
                 block_size=cache.block_size,
                 norm_whole=attention.norm_whole,
                 eps=q_norm.eps if q_norm else 0.0,
-            )
+            ),
         )
 
     def _add_attend(self, attention: PackedAttention, cache: NativeLayerCache) -> None:
-        self._ops.append(
+        self._add(
+            Role.ATTENTION,
             AttentionOp(
                 kind=Kind.ATTENTION,
                 kv_type=cache.type,
@@ -324,7 +376,7 @@ class DecoderProgram:
                 out_type=self._attended.type,
                 scaling=attention.scaling,
                 softcap=attention.softcap,
-            )
+            ),
         )
 
     def _pointer(self, array: ArrayAt | None) -> int | None:

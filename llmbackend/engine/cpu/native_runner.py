@@ -48,14 +48,18 @@ class NativeRunner:
         if reason := why_modules(config):
             raise ProgramUnsupportedError(reason)
         decoder = packed.decoder
-        self._kernels = _kernels(config, decoder.kernel_variant)
+        self.kernels = _kernels(config, decoder.kernel_variant)
         layers = decoder.layer_groups
         bytes_per_token = layers.share_of_block(decoder.kv_bytes_per_token)
         num_blocks = num_kv_blocks(config, bytes_per_token, decoder.max_model_len, layers.groups)
         rows = SamplingRows(config.max_num_seqs, decoder.vocab_size, decoder.eos_token_ids)
-        self._sampler = Sampler(rows, NativeSampling(self._kernels, rows))
-        forward = _Forward(config, self._kernels, packed, num_blocks)
-        self._steps = HostSteps(forward, self._sampler, decoder.vocab_size)
+        self._sampler = Sampler(rows, NativeSampling(self.kernels, rows))
+        self.program = DecoderProgram(
+            self.kernels, packed, num_blocks, config.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_samples=max(config.max_step_samples, PIECE_TOKENS),
+        )  # fmt: skip
+        self._steps = HostSteps(_Forward(self.program, packed), self._sampler, decoder.vocab_size)
         note(f"kernels {decoder.kernel_report}")
         self._info = ModelInfo(
             model_type=decoder.model_type,
@@ -68,7 +72,7 @@ class NativeRunner:
             device=config.device,
             load_s=time.monotonic() - start_s,
             description=(
-                f"cpu, {decoder.dtype}, {self._kernels.num_threads} threads, {decoder.linear_kind} linear layers, "
+                f"cpu, {decoder.dtype}, {self.kernels.num_threads} threads, {decoder.linear_kind} linear layers, "
                 "one native program"
             ),
             weight_bytes=packed.memories.resident.nbytes,
@@ -94,8 +98,8 @@ class NativeRunner:
         return self._steps.execute(plan, table)
 
     def close(self) -> None:
-        self._kernels.close()
-        del self._steps, self._sampler
+        self.kernels.close()
+        del self._steps, self._sampler, self.program
 
 
 def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
@@ -108,12 +112,8 @@ def _kernels(config: EngineConfig, variant: str) -> NativeKernels:
 class _Forward:
     """The program with a step's table."""
 
-    def __init__(self, config: EngineConfig, kernels: NativeKernels, packed: PackedModel, num_blocks: int) -> None:
-        self._program = DecoderProgram(
-            kernels, packed, num_blocks, config.block_size,
-            max_tokens=config.max_num_batched_tokens,
-            max_samples=max(config.max_step_samples, PIECE_TOKENS),
-        )  # fmt: skip
+    def __init__(self, program: DecoderProgram, packed: PackedModel) -> None:
+        self._program = program
         self._tables = FilePages(packed.memories.mapped) if packed.memories.is_file else None
         self._step: FlatStep
         """The last one that was computed."""

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib.machinery
 import logging
+import time
 import weakref
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_size_t, c_void_p
@@ -122,6 +123,8 @@ PANEL: Final = 32
 """Output columns of a packed weight per panel."""
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
 _ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.INT8: 1}
+_PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
+"""A tenth of a millisecond each."""
 
 
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
@@ -151,6 +154,18 @@ class KernelLibrary:
         """How keys and values of a model of this type, float32 or bfloat16, are stored."""
         return Type.FIXED16 if model_type is Type.BFLOAT16 and self._keeps_fixed_point else model_type
 
+    def peak_rate(self, weights: Type) -> float:
+        """Multiplications and additions per second of one thread that only multiplies registers, as for weights of this
+        type: the best of many short runs, which nothing interrupts."""
+        multiply_registers = self.functions.llmb_peak
+        multiply_registers.restype, multiply_registers.argtypes = c_int64, [c_int32, c_int64]
+
+        def rate() -> float:
+            begin = time.perf_counter()
+            return float(multiply_registers(weights, _PEAK_STEPS)) / (time.perf_counter() - begin)
+
+        return max(rate() for _ in range(_PEAK_REPEATS))
+
     def memory(self, size_bytes: int) -> npt.NDArray[np.uint8]:
         """Zeros, uint8 [size_bytes], on huge pages if available. Pages take no memory before they are written. Raises
         MemoryError."""
@@ -175,6 +190,18 @@ class NativeKernels:
         """Runs `ops`, an array of pointers to operations from `op_pointers`. Raises MemoryError."""
         if self.library.functions.llmb_run(self.pointer, ops, num_ops, ctypes.byref(step)):
             raise MemoryError("scratch memory for a step could not be allocated")
+
+    def profile(self, ops: Any, num_ops: int, step: Step) -> npt.NDArray[np.float64]:
+        """As `run`: how many seconds each operation took. Raises MemoryError, and OSError for a library that is older
+        than this."""
+        profile = getattr(self.library.functions, "llmb_profile", None)
+        if profile is None:
+            raise OSError(f"the native kernels '{self.library.variant}' cannot time operations: reinstall this package")
+        profile.restype, profile.argtypes = c_int32, [c_void_p, c_void_p, c_int32, c_void_p, c_void_p]
+        seconds = np.zeros(num_ops, np.float64)
+        if profile(self.pointer, ops, num_ops, ctypes.byref(step), seconds.ctypes.data):
+            raise MemoryError("scratch memory for a step could not be allocated")
+        return seconds
 
     def pack(
         self, weight: int, weight_type: Type, shape: tuple[int, int], stride: int, packed: int, packed_type: Type,

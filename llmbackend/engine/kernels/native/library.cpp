@@ -2,6 +2,7 @@
 //
 // For: Python. Does not know: models. Invariant: a program's operations run one after the other, with a barrier after
 // each, on all threads of the team; what they compute does not depend on the number of threads.
+#include <chrono>
 #include <cstddef>
 #include <iterator>
 
@@ -61,6 +62,25 @@ inline void run_op(Worker& worker, const void* op, const Step& step, char* scrat
     }
 }
 
+// Runs ops[0..num_ops-1] on the step; after each, the calling thread calls after(i). 0, or -1 when scratch memory could not
+// be had.
+template <class After>
+inline int run_ops(Engine& engine, const void* const* ops, int num_ops, const Step& step, After after) {
+    size_t bytes = 0;
+    for (int i = 0; i < num_ops; i++) bytes = std::max(bytes, scratch_bytes(ops[i], step, engine.team.size()));
+    char* scratch = engine.scratch.at_least(bytes);
+    if (bytes > 0 && scratch == nullptr) return -1;
+    engine.team.run([&](Worker& worker) {
+        [[maybe_unused]] const FlushToZero flush;
+        for (int i = 0; i < num_ops; i++) {
+            run_op(worker, ops[i], step, scratch);
+            worker.barrier();
+            if (worker.rank == 0) after(i);
+        }
+    });
+    return 0;
+}
+
 }  // namespace llmb
 
 LLMB_EXPORT void* llmb_engine_new(int num_threads) { return new llmb::Engine(num_threads); }
@@ -68,20 +88,19 @@ LLMB_EXPORT void* llmb_engine_new(int num_threads) { return new llmb::Engine(num
 LLMB_EXPORT void llmb_engine_delete(void* engine) { delete static_cast<llmb::Engine*>(engine); }
 
 // Runs ops[0..num_ops-1] on the step. 0, or -1 when scratch memory could not be had.
-LLMB_EXPORT int llmb_run(void* engine_pointer, const void* const* ops, int num_ops, const llmb::Step* step) {
-    auto& engine = *static_cast<llmb::Engine*>(engine_pointer);
-    size_t bytes = 0;
-    for (int i = 0; i < num_ops; i++) bytes = std::max(bytes, llmb::scratch_bytes(ops[i], *step, engine.team.size()));
-    char* scratch = engine.scratch.at_least(bytes);
-    if (bytes > 0 && scratch == nullptr) return -1;
-    engine.team.run([&](llmb::Worker& worker) {
-        [[maybe_unused]] const llmb::FlushToZero flush;
-        for (int i = 0; i < num_ops; i++) {
-            llmb::run_op(worker, ops[i], *step, scratch);
-            worker.barrier();
-        }
+LLMB_EXPORT int llmb_run(void* engine, const void* const* ops, int num_ops, const llmb::Step* step) {
+    return llmb::run_ops(*static_cast<llmb::Engine*>(engine), ops, num_ops, *step, [](int) {});
+}
+
+// As llmb_run; seconds [num_ops]: how long each operation took, its barrier included.
+LLMB_EXPORT int llmb_profile(void* engine, const void* const* ops, int num_ops, const llmb::Step* step, double* seconds) {
+    using Clock = std::chrono::steady_clock;
+    auto begin = Clock::now();
+    return llmb::run_ops(*static_cast<llmb::Engine*>(engine), ops, num_ops, *step, [&](int i) {
+        const auto end = Clock::now();
+        seconds[i] = std::chrono::duration<double>(end - begin).count();
+        begin = end;
     });
-    return 0;
 }
 
 // The sizes of the structures that Python mirrors, in the order of `Kind` after Step.

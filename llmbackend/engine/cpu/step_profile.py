@@ -1,0 +1,189 @@
+"""Where a step's time goes: the operations of a native program by what they are in the model, each timed, with what it
+multiplies and reads.
+
+For: `llmbackend bench --profile`. Does not know: requests, scheduling, sampling. Invariants: what is counted follows
+from an operation's shape and the step, and not from how a library computes it; a time is the least of several rounds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+import numpy as np
+
+from ..kernels.library import AttentionOp, EmbedOp, LinearOp, Rows, Type, packed_bytes
+from ..messages import ModelInfo
+from ..step import FlatStep, Int32Array, RowTable, StepPlan, flatten
+from .decoder_program import DecoderProgram, Float64Array, Role
+from .native_runner import NativeRunner
+
+PROMPT_TOKENS: Final = 1024
+CONTEXT_TOKENS: Final = 1024
+"""Of each row of a decode step."""
+_MIN_ROUNDS, _MAX_ROUNDS, _ENOUGH_S = 3, 50, 3.0
+_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.FIXED16: 2}
+
+
+class Counts(NamedTuple):
+    """Of one operation in one step. Attention multiplies, and reads, what a query can see and nothing else."""
+
+    operations: int = 0
+    """Multiplications and additions of matrix products, in the numbers' type."""
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    """Keys and values, each counted once."""
+
+
+class RoleTime(msgspec.Struct, frozen=True):
+    """All operations of one role."""
+
+    role: Role
+    seconds: float
+    operations: int
+    weight_bytes: int
+    kv_bytes: int
+
+
+class StepProfile(msgspec.Struct, frozen=True):
+    """One or more steps, one after the other. Of roles that the program has, in the order in which they first run."""
+
+    title: str
+    num_tokens: int
+    roles: tuple[RoleTime, ...]
+    whole_s: float
+    """With what Python does for a step."""
+
+    @property
+    def seconds(self) -> float:
+        return sum(each.seconds for each in self.roles)
+
+    @property
+    def operations(self) -> int:
+        return sum(each.operations for each in self.roles)
+
+
+class EngineProfile(msgspec.Struct, frozen=True):
+    description: str
+    weights: str
+    """Their type, in linear layers."""
+    peak_rate: float
+    """Operations per second of all threads, if each only multiplied registers as for these weights."""
+    steps: tuple[StepProfile, ...]
+
+
+class Batch(NamedTuple):
+    """What a program computes in one step."""
+
+    step: FlatStep
+    slots: Int32Array
+    block_tables: Int32Array
+
+
+def profile_runner(runner: NativeRunner, max_tokens: int, max_rows: int) -> EngineProfile:
+    """A prompt in steps of max_tokens, and decode steps of one row and of max_rows. Raises OSError where the library
+    cannot time operations."""
+    info, program, kernels = runner.info, runner.program, runner.kernels
+    weights = next(Type(op.weight_type) for _, op in program.operations if isinstance(op, LinearOp))
+    steps = [_profile_prompt(program, info, max_tokens)]
+    steps += [_profile_decode(program, info, rows, max_tokens) for rows in sorted({1, min(max_rows, max_tokens)})]
+    peak_rate = kernels.library.peak_rate(weights) * kernels.num_threads
+    return EngineProfile(info.description, weights.name.lower(), peak_rate, tuple(steps))
+
+
+def _profile_prompt(program: DecoderProgram, info: ModelInfo, max_tokens: int) -> StepProfile:
+    length = min(PROMPT_TOKENS, _longest(info, 1))
+    batches = chunks(_table(info, 1, length), 0, length, max_tokens)
+    in_steps = "in one step" if len(batches) == 1 else f"in {len(batches)} steps of at most {max_tokens:,}"
+    return profile_batches(program, f"a prompt of {length:,} tokens {in_steps}", batches)
+
+
+def _profile_decode(program: DecoderProgram, info: ModelInfo, rows: int, max_tokens: int) -> StepProfile:
+    rows = min(rows, info.num_blocks // info.kv_groups.count)
+    context = min(CONTEXT_TOKENS, _longest(info, rows) - 1)
+    table = _table(info, rows, context + 1)
+    for batch in chunks(table, 0, context, max_tokens // rows):
+        program.write_kv(*batch)
+    title = f"a decode step of {rows} row{'s' * (rows > 1)} with {context:,} tokens before it"
+    return profile_batches(program, title, chunks(table, context, context + 1, 1))
+
+
+def profile_batches(program: DecoderProgram, title: str, batches: Sequence[Batch]) -> StepProfile:
+    for batch in batches:
+        program.forward(*batch)
+    least, whole_s = _least_seconds(program, batches)
+    timed: dict[Role, list[tuple[float, Counts]]] = {role: [] for role, _ in program.operations}
+    for batch, seconds in zip(batches, least, strict=True):
+        for (role, op), taken in zip(program.operations, seconds, strict=False):
+            timed[role].append((float(taken), count(op, batch.step)))
+    num_tokens = sum(len(batch.step.token_ids) for batch in batches)
+    return StepProfile(title, num_tokens, tuple(_sum(role, times) for role, times in timed.items()), whole_s)
+
+
+def _sum(role: Role, times: Sequence[tuple[float, Counts]]) -> RoleTime:
+    counts = [each for _, each in times]
+    return RoleTime(
+        role,
+        seconds=sum(seconds for seconds, _ in times),
+        operations=sum(each.operations for each in counts),
+        weight_bytes=sum(each.weight_bytes for each in counts),
+        kv_bytes=sum(each.kv_bytes for each in counts),
+    )
+
+
+def _least_seconds(program: DecoderProgram, batches: Sequence[Batch]) -> tuple[list[Float64Array], float]:
+    """Of each operation of each batch, and of all batches as a whole."""
+    rounds: list[list[Float64Array]] = []
+    whole: list[float] = []
+    while len(rounds) < _MIN_ROUNDS or (len(rounds) < _MAX_ROUNDS and sum(whole) < _ENOUGH_S):
+        begin = time.perf_counter()
+        rounds.append([program.profile(*batch) for batch in batches])
+        whole.append(time.perf_counter() - begin)
+    return [np.min(of_batch, axis=0) for of_batch in zip(*rounds, strict=True)], min(whole)
+
+
+def count(op: ctypes.Structure, step: FlatStep) -> Counts:
+    if isinstance(op, LinearOp):
+        rows = len(step.token_ids) if op.rows == Rows.TOKENS else len(step.sampled_tokens)
+        matrices = 2 if op.weight2 else 1
+        size_bytes = packed_bytes(op.n, op.k, Type(op.weight_type))
+        return Counts(2 * rows * op.n * op.k * matrices, size_bytes * matrices)
+    if isinstance(op, EmbedOp):
+        return Counts(weight_bytes=len(step.token_ids) * op.width * _BYTES[Type(op.weight_type)])
+    if isinstance(op, AttentionOp):
+        window = op.window or int(step.seq_lens.max())
+        seen_by_queries = int(np.minimum(step.positions + 1, window).sum(dtype=np.int64))
+        seen_by_rows = int(np.minimum(step.seq_lens, step.query_lens + (window - 1)).sum(dtype=np.int64))
+        of_position = 2 * op.num_kv_heads * op.head_dim * _BYTES[Type(op.kv_type)]
+        return Counts(4 * op.num_heads * op.head_dim * seen_by_queries, kv_bytes=seen_by_rows * of_position)
+    return Counts()
+
+
+def _longest(info: ModelInfo, rows: int) -> int:
+    """Tokens that so many rows can have at once."""
+    return min(info.max_model_len, info.num_blocks // (info.kv_groups.count * rows) * info.block_size)
+
+
+def _table(info: ModelInfo, rows: int, length: int) -> RowTable:
+    """Rows of random tokens with blocks of their own."""
+    table = RowTable(rows, length, info.block_size, info.kv_groups.count)
+    table.token_ids[:] = np.random.default_rng(0).integers(0, info.vocab_size, table.token_ids.shape)
+    table.num_tokens[:] = length
+    table.block_tables[:] = np.arange(table.block_tables.size).reshape(table.block_tables.shape)
+    return table
+
+
+def chunks(table: RowTable, begin: int, end: int, size: int) -> list[Batch]:
+    """All rows' tokens begin..end-1, in steps of `size` tokens a row. Rows sample where they end."""
+    batches = []
+    rows = np.arange(table.max_num_seqs, dtype=np.int32)
+    for start in range(begin, end, size):
+        stop = min(start + size, end)
+        table.num_computed_tokens[:] = start
+        is_sampled = np.full(len(rows), stop == int(table.num_tokens[0]))
+        step = flatten(StepPlan(rows, np.full_like(rows, stop - start), is_sampled), table)
+        batches.append(Batch(step, step.slots_of_groups(table), step.blocks_in_use(table)))
+    return batches
