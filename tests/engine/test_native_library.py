@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.machinery
 import logging
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,17 @@ from transformers.pytorch_utils import Conv1D
 
 from llmbackend.engine.cpu.linear import NativeLinear, swap_linears
 from llmbackend.engine.kernels import choice, library
-from llmbackend.engine.kernels.library import STRUCTURES, NativeKernels, Type, fault_of
+from llmbackend.engine.kernels.library import (
+    STRUCTURES,
+    EmbedOp,
+    Kind,
+    NativeKernels,
+    Step,
+    Type,
+    fault_of,
+    op_pointers,
+)
+from tests.helpers.native_engines import engine
 
 pytestmark = pytest.mark.slow
 native = pytest.mark.skipif(not library.available(), reason="no native kernels are built here")
@@ -66,6 +77,24 @@ def test_a_library_of_other_sources_is_refused(
 def test_every_library_passes_its_self_test(variant: str) -> None:
     loaded = library.load(variant)
     assert loaded is not None and fault_of(loaded) == ""
+
+
+@native
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="the mode is x86's")
+@pytest.mark.parametrize("variant", library.available())
+def test_subnormal_numbers_count_as_zero(variant: str) -> None:
+    """On all threads of a team, read ones as well as results; afterwards the caller computes with them as before."""
+    embedding, tokens = np.array([1e-39, 1e-20], np.float32), np.repeat(np.arange(2, dtype=np.int32), 64)
+    kernels = engine(variant, 2)
+    for scale, expected in ((1e30, (0.0, np.float32(1e-20) * np.float32(1e30))), (1e-20, (0.0, 0.0))):
+        out = np.full(len(tokens), np.nan, np.float32)
+        op = EmbedOp(
+            kind=Kind.EMBED, weight_type=Type.FLOAT32, weight=embedding.ctypes.data, out=out.ctypes.data, width=1,
+            out_stride=1, scale=scale,
+        )  # fmt: skip
+        kernels.run(op_pointers([op]), 1, Step(num_tokens=len(tokens), token_ids=tokens.ctypes.data))
+        assert np.array_equal(out, np.repeat(np.array(expected, np.float32), 64))
+    assert np.array([1e-39], np.float32) * np.float32(1e30) > 0
 
 
 @native
