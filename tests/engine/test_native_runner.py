@@ -127,6 +127,21 @@ def test_the_same_bits_without_torch(family: str, dtype: torch.dtype, options: d
     assert outputs == outputs_of(config, model)
 
 
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}])
+@pytest.mark.parametrize("same", [("avx2", "avx_vnni"), ("avx512", "avx512_vnni", "avx512_bf16", "amx")])
+def test_float32_models_have_the_same_bits_at_one_vector_width(
+    same: tuple[str, ...], options: dict[str, Any], tmp_path: Path
+) -> None:
+    """As docs/numerics.md says."""
+    variants = [name for name in library.available() if name in same]
+    if len(variants) < 2:
+        pytest.skip(f"this CPU can execute {len(variants)} of {', '.join(same)}")
+    model, config = packed(tmp_path, "gemma2", **options), config_of(tmp_path, **options)
+    decoders = [msgspec.structs.replace(model.decoder, kernel_variant=name) for name in variants]
+    first, *others = (outputs_of(config, PackedModel(decoder, model.memories)) for decoder in decoders)
+    assert all(outputs == first for outputs in others)
+
+
 def test_blocks_behind_every_layer_s_window_are_given_back(tmp_path: Path) -> None:
     """The tokens and logprobs are those of a row that keeps all its blocks."""
     model = packed(tmp_path, "mistral")
