@@ -49,6 +49,8 @@ Float64Array = npt.NDArray[np.float64]
 
 # Rows that are a multiple of 4 KiB apart would share the same few sets of the first cache.
 _ROW_PADDING: Final = 16
+_TILE_ROWS: Final = 16
+_TILE_COLUMNS: Final = 32
 _ACTIVATIONS: Final = {"silu": Epilogue.SILU_MUL, "gelu_tanh": Epilogue.GELU_MUL}
 
 
@@ -72,12 +74,15 @@ class Operation(NamedTuple):
 
 
 class _Buffer:
-    """Rows of float32 or bfloat16 in native memory."""
+    """Rows of float32 or bfloat16 in native memory, or tiles of bfloat16."""
 
     def __init__(self, kernels: NativeKernels, rows: int, width: int, kind: Type) -> None:
         self.stride = -(-width // 16) * 16 + _ROW_PADDING
+        if kind is Type.BFLOAT16_TILES:
+            self.stride = -(-width // _TILE_COLUMNS) * _TILE_COLUMNS
+            rows = -(-rows // _TILE_ROWS) * _TILE_ROWS
         self.type = kind
-        self._memory = kernels.library.memory(rows * self.stride * (4 if kind == Type.FLOAT32 else 2))
+        self._memory = kernels.library.memory(rows * self.stride * (4 if kind is Type.FLOAT32 else 2))
         self.address = int(self._memory.ctypes.data)
 
     def floats(self, rows: int, width: int) -> Float32Array:
@@ -111,9 +116,7 @@ class DecoderProgram:
         self._decoder = decoder
         self._memories = memories
         self._vocab_size = decoder.head.weight.n
-        # Where weights are widened to be multiplied, activations are kept in float32.
-        rounded = kernels.library.multiplies_bfloat16 and decoder.dtype == "bfloat16"
-        self._activation = Type.BFLOAT16 if rounded else Type.FLOAT32
+        self._activation = kernels.library.activation_type(TYPE_OF[decoder.dtype])
         self._layer_groups = decoder.layer_groups
         of_first_group = zip(decoder.layers, self._layer_groups.group_of, strict=True)
         attentions = [layer.attention for layer, group in of_first_group if group == 0]

@@ -100,7 +100,7 @@ class _Piece:
     def __init__(self, library: KernelLibrary, weights: Type) -> None:
         self._kernels = NativeKernels(library, 1)
         self._keep: list[npt.NDArray[Any]] = []
-        rows = Type.BFLOAT16 if library.multiplies_bfloat16 and weights is not Type.FLOAT32 else Type.FLOAT32
+        rows = library.activation_type(Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16)
         kv_type = library.kv_type(Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16)
         self._ops = [self._linear(weights, rows), self._attention(kv_type, rows)]
         self._pointers = op_pointers(self._ops)

@@ -118,7 +118,6 @@ VARIANTS: Final = {
     "amx": 8, "avx512_bf16": 16, "avx512_vnni": 4, "avx512": 2, "avx_vnni": 32, "avx2": 1, "generic": 0,
 }  # fmt: skip
 """Widest first, with the bits that the generic library reports for a CPU that can execute it (native/cpu.h)."""
-_MULTIPLY_BFLOAT16: Final = ("amx", "avx512_bf16")
 PANEL: Final = 32
 """Output columns of a packed weight per panel."""
 _K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
@@ -139,8 +138,6 @@ class KernelLibrary:
     def __init__(self, variant: str, path: Path) -> None:
         """Raises OSError if it cannot be loaded, or was built from other sources."""
         self.variant = variant
-        self.multiplies_bfloat16 = variant in _MULTIPLY_BFLOAT16
-        """Whether bfloat16 weights are best multiplied by bfloat16 rows, and not widened."""
         self.functions: Any = ctypes.CDLL(str(path))
         _declare(self.functions)
         sizes = (c_int32 * len(STRUCTURES))()
@@ -149,6 +146,10 @@ class KernelLibrary:
             raise OSError(f"{path.name} was built from other sources than this package's: reinstall it")
         # Libraries built before fixed point existed do not have the entry.
         self._keeps_fixed_point = bool(getattr(self.functions, "llmb_keeps_fixed_point", int)())
+
+    def activation_type(self, model_type: Type) -> Type:
+        """How the inputs of linear layers in a model of this type, float32 or bfloat16, are stored."""
+        return Type(self.functions.llmb_activation_type()) if model_type is Type.BFLOAT16 else model_type
 
     def kv_type(self, model_type: Type) -> Type:
         """How keys and values of a model of this type, float32 or bfloat16, are stored."""
@@ -276,6 +277,7 @@ def _declare(functions: Any) -> None:
         "llmb_run": (c_int32, [c_void_p, c_void_p, c_int32, c_void_p]),
         "llmb_pack": (None, [c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int64, c_void_p, c_int32, c_void_p,
                              c_void_p]),
+        "llmb_activation_type": (c_int32, []),
         "llmb_memory_new": (c_void_p, [c_size_t]),
         "llmb_memory_delete": (None, [c_void_p, c_size_t]),
     }  # fmt: skip

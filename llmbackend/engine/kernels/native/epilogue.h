@@ -1,7 +1,7 @@
 // What happens to the sums of one panel of a linear layer: bias, activation, product, residual sum, and the store.
 //
-// For: the float32 and the tile kernels. Does not know: how sums come about. Invariant: an element's operations depend on
-// its own sums alone; nothing is written past the last column or row.
+// For: the linear kernels. Does not know: how sums come about. Invariant: an element's operations depend on its own sums
+// alone; nothing is written past the last column or row.
 #pragma once
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include "numbers.h"
 #include "pack.h"
 #include "step.h"
+#include "tile_rows.h"
 
 namespace llmb {
 
@@ -25,16 +26,12 @@ inline Floats gelu(Floats x) {
     return x / (splat(1.0f) + exp(min(u * -2.0f, splat(88.0f))));
 }
 
+inline bool is_gated(Epilogue epilogue) { return epilogue == Epilogue::kSiluMul || epilogue == Epilogue::kGeluMul; }
+
 // One row of one panel.
 struct PanelRow {
     Floats v[kPanelVectors];
 };
-
-inline PanelRow panel_row(const float* sums, const float* bias) {
-    PanelRow row;
-    for (int v = 0; v < kPanelVectors; v++) row.v[v] = load(sums + v * kLanes) + load(bias + v * kLanes);
-    return row;
-}
 
 inline PanelRow combine(Epilogue epilogue, PanelRow row, const PanelRow& other) {
     for (int v = 0; v < kPanelVectors; v++)
@@ -58,38 +55,57 @@ inline void add_row(float* y, int columns, float factor, PanelRow row) {
     store_row(y, columns, row);
 }
 
+// Writes what a layer's row has in one panel, or adds it. Tiles are filled up to their last column: with the zeros of the
+// panel's padding.
+inline void write_panel_row(const LinearOp& op, int row, int panel, const PanelRow& result) {
+    const int column = panel * kPanel, columns = std::min(op.n - column, kPanel);
+    const size_t at = static_cast<size_t>(row) * op.y_stride + column;
+    if (op.epilogue == Epilogue::kAdd) add_row(static_cast<float*>(op.y) + at, columns, op.factor, result);
+    else if (op.y_type == Type::kFloat32) store_row(static_cast<float*>(op.y) + at, columns, result);
+    else if (op.y_type == Type::kBfloat16) store_row(static_cast<bf16*>(op.y) + at, columns, result);
+    else store_row(TileRow<bf16>(static_cast<bf16*>(op.y), row, op.y_stride) + column, kPanel, result);
+}
+
+
 // Brings one row's part of y near, to be added to or written when the sums are done.
-inline void fetch_y(const LinearOp& op, int row, int column) {
+inline void fetch_y(const LinearOp& op, int row, int panel) {
+    if (op.y_type == Type::kBfloat16Tiles) return;
     const int size = op.y_type == Type::kFloat32 ? 4 : 2;
-    char* at = static_cast<char*>(op.y) + (static_cast<int64_t>(row) * op.y_stride + column) * size;
+    char* at = static_cast<char*>(op.y) + (static_cast<int64_t>(row) * op.y_stride + panel * kPanel) * size;
     for (int byte = 0; byte < kPanel * size; byte += 64) __builtin_prefetch(at + byte, 1, 3);
 }
 
-inline void copy_bias(const float* bias, int columns, float* to) {
-    std::fill(to, to + kPanel, 0.0f);
-    if (bias) std::copy(bias, bias + columns, to);
-}
+// What belongs to one panel's columns of one weight, zero beyond n: of weights that need no scale, the bias.
+struct FloatColumns {
+    alignas(64) float bias[kPanel] = {};
+
+    FloatColumns() = default;
+    FloatColumns(const LinearOp& op, bool second, int panel, int = 0) {
+        const int first = panel * kPanel;
+        const float* all = second ? op.bias2 : op.bias;
+        if (all) std::copy(all + first, all + std::min(op.n, first + kPanel), bias);
+    }
+
+    // `sums_of` gives the address of the sums from a column on.
+    template <class Sums>
+    PanelRow result(Sums&& sums_of, float = 1.0f) const {
+        PanelRow row;
+        for (int v = 0; v < kPanelVectors; v++) row.v[v] = load(sums_of(v * kLanes)) + load(bias + v * kLanes);
+        return row;
+    }
+};
 
 // sums [rows][32] of panel `panel`, and sums2 of the second weight where there is one; first_row is the first one's
 // place in y.
 inline void finish_panel(const LinearOp& op, int panel, int first_row, int rows, const float* sums,
                          const float* sums2) {
-    const int first = panel * kPanel;
-    const int columns = std::min(op.n - first, kPanel);
-    alignas(64) float bias[kPanel], bias2[kPanel];
-    copy_bias(op.bias ? op.bias + first : nullptr, columns, bias);
-    copy_bias(op.bias2 ? op.bias2 + first : nullptr, columns, bias2);
-    const bool two = op.epilogue == Epilogue::kSiluMul || op.epilogue == Epilogue::kGeluMul;
+    const bool two = is_gated(op.epilogue);
+    const FloatColumns columns(op, false, panel), columns2(op, two, panel);
     for (int r = 0; r < rows; r++) {
-        PanelRow row = panel_row(sums + r * kPanel, bias);
-        if (two) row = combine(op.epilogue, row, panel_row(sums2 + r * kPanel, bias2));
-        const int64_t at = static_cast<int64_t>(first_row + r) * op.y_stride + first;
-        if (op.epilogue == Epilogue::kAdd)
-            add_row(static_cast<float*>(op.y) + at, columns, op.factor, row);
-        else if (op.y_type == Type::kFloat32)
-            store_row(static_cast<float*>(op.y) + at, columns, row);
-        else
-            store_row(static_cast<bf16*>(op.y) + at, columns, row);
+        PanelRow row = columns.result([&](int column) { return sums + r * kPanel + column; });
+        if (two)
+            row = combine(op.epilogue, row, columns2.result([&](int column) { return sums2 + r * kPanel + column; }));
+        write_panel_row(op, first_row + r, panel, row);
     }
 }
 

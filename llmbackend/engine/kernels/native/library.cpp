@@ -137,6 +137,17 @@ LLMB_EXPORT int32_t llmb_keeps_fixed_point() {
 #endif
 }
 
+// How the activations of bfloat16 models are best stored: as the products of bfloat16 weights read them.
+LLMB_EXPORT llmb::Type llmb_activation_type() {
+#if defined(LLMB_HAS_TILES)
+    return llmb::Type::kBfloat16Tiles;
+#elif defined(LLMB_BF16_DOTS)
+    return llmb::Type::kBfloat16;
+#else
+    return llmb::Type::kFloat32;
+#endif
+}
+
 // Multiplies registers for `steps` steps, on the calling thread; the number of operations.
 LLMB_EXPORT int64_t llmb_peak(llmb::Type weights, int64_t steps) { return llmb::peak(weights, steps); }
 

@@ -9,39 +9,37 @@
 #include "linear_float.h"
 #include "linear_int8.h"
 #include "linear_tile.h"
-#include "pack.h"
 #include "step.h"
 #include "team.h"
 
 namespace llmb {
 
-inline int linear_num_rows(const LinearOp& op, const Step& step) {
-    return op.rows == Rows::kTokens ? step.num_tokens : step.num_sampled;
-}
-
-// Whether tiles compute it: a choice by types alone, never by the number of rows.
-inline bool runs_on_tiles([[maybe_unused]] const LinearOp& op) {
+// Whether tiles compute it: with bfloat16 a choice by types alone, never by the number of rows; sums of int8 are exact, and
+// for few rows vectors keep pace with the memory, while tiles would be mostly empty.
+inline bool runs_on_tiles([[maybe_unused]] const LinearOp& op, [[maybe_unused]] const Step& step) {
 #if defined(LLMB_HAS_TILES)
-    return op.weight_type == Type::kBfloat16 && op.x_type == Type::kBfloat16;
+    constexpr int kFewRows = 4;
+    if (op.weight_type == Type::kInt8) return num_rows(op.rows, step) > kFewRows;
+    return op.weight_type == Type::kBfloat16 && op.x_type != Type::kFloat32;
 #else
     return false;
 #endif
 }
 
 inline size_t linear_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
-    if (op.weight_type == Type::kInt8) return linear_int8_scratch_bytes(op, step, num_threads);
 #if defined(LLMB_HAS_TILES)
-    if (runs_on_tiles(op)) return panels::linear_tile_scratch_bytes(op, linear_num_rows(op, step), num_threads);
+    if (runs_on_tiles(op, step)) return linear_tile_scratch_bytes(op, step, num_threads);
 #endif
-    return panels::linear_float_scratch_bytes(op, linear_num_rows(op, step), num_threads);
+    if (op.weight_type == Type::kInt8) return linear_int8_scratch_bytes(op, step, num_threads);
+    return panels::linear_float_scratch_bytes(op, num_rows(op.rows, step), num_threads);
 }
 
 inline void linear(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
-    if (op.weight_type == Type::kInt8) return linear_int8(worker, op, step, scratch);
 #if defined(LLMB_HAS_TILES)
-    if (runs_on_tiles(op)) return panels::linear_tile(worker, op, linear_num_rows(op, step), scratch);
+    if (runs_on_tiles(op, step)) return linear_tile(worker, op, step, scratch);
 #endif
-    panels::linear_float(worker, op, linear_num_rows(op, step), scratch);
+    if (op.weight_type == Type::kInt8) return linear_int8(worker, op, step, scratch);
+    panels::linear_float(worker, op, num_rows(op.rows, step), scratch);
 }
 
 }  // namespace llmb

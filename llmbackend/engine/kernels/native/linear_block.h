@@ -50,7 +50,6 @@ inline Floats load_first(const bf16* w, int v) { return even(load_pairs(w + 2 * 
 inline Floats load_second(const bf16* w, int v) { return odd(load_pairs(w + 2 * v * kLanes)); }
 
 // Calls f(0) ... f(N - 1), unrolled before optimisation: only then does an array that f indexes become registers.
-#define LLMB_INLINE __attribute__((always_inline))
 template <int N, class F>
 LLMB_INLINE inline void repeat(F f) {
     [&]<int... I>(std::integer_sequence<int, I...>) LLMB_INLINE {

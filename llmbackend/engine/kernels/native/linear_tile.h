@@ -1,148 +1,221 @@
-// y = x·Wᵀ for bfloat16 x and weights on the CPU's tile unit.
+// y = x·Wᵀ on the CPU's tile unit, for bfloat16 or int8 weights.
 //
-// For: linear.h. Does not know: other types. Invariant: every row goes through the same tile instructions with the same
-// cuts of k, all of 32, for any number of rows: rows are padded to tiles with zeros, and a row of a product of tiles
-// depends on that row alone.
+// For: linear.h. Does not know: the order of memory within a block (tile_block.h). Invariant: how rows, panels and k are
+// cut depends on sizes alone and changes no result. While one unit's products are computed, the sums of the unit before
+// become y, so that the tile unit does not wait for vector arithmetic.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "amx.h"
-#include "linear_piece.h"
+#include "epilogue.h"
+#include "epilogue_int8.h"
 #include "numbers.h"
 #include "pack.h"
+#include "quantised_rows.h"
 #include "step.h"
 #include "team.h"
+#include "tile_block.h"
+#include "tile_finish.h"
+#include "tile_plan.h"
+#include "tile_rows.h"
+#include "tile_wide.h"
 
 #if defined(LLMB_HAS_TILES)
 
-namespace llmb::panels {
+namespace llmb::tile {
 
-constexpr int kTileK = amx::kTileBytes / static_cast<int>(sizeof(bf16));        // 32
-constexpr size_t kTileSize = static_cast<size_t>(amx::kTileRows) * kTileK;         // elements
-constexpr int kTileChunkRows = 256;  // of x at a time: with kOuterK of k, a quarter of the L2 cache
-constexpr int kTileInnerK = 256;     // of a panel at a time: a third of the L1 cache, beside as much of x
+using Quantised = int8::QuantisedRows<int8::TileOrder>;
 
-// A chunk's rows of x as tiles, [rows / 16][k / 32][16][32], padded with zeros.
-struct TileRows {
-    using Weight = bf16;
-    const bf16* data;
-    int rows;
-    int k;
-
-    bool streams() const { return false; }
-    int sum_rows() const { return padded_k(rows, amx::kTileRows); }
-    size_t block_size() const { return amx::kTileRows * static_cast<size_t>(padded_k(k, kTileK)); }
+// Rows as tiles, and how many bytes lie between 16 of them and the next; int8's scales and wide elements.
+struct TileX {
+    const char* data;
+    size_t stride_bytes;
+    const float* scales = nullptr;
+    const WideElements* wide = nullptr;
 };
 
-inline void load_sums(float* sums, bool resume) {
-    constexpr ptrdiff_t kStride = kPanel * sizeof(float);
-    if (!resume) return tile_zero<0>(), tile_zero<1>();
-    tile_load<0>(sums, kStride);
-    tile_load<1>(sums + 16, kStride);
-}
+// One thread's part of the operation.
+template <class Type>
+class Product {
+  public:
+    Product(const LinearOp& op, const Plan& plan, TileX x, char* sums)
+        : op_(op), plan_(plan), x_(x), sums_(sums), beside_{Finisher<Type>(op, plan, x.scales), {}} {}
 
-inline void load_second_sums(float* sums, bool resume) {
-    constexpr ptrdiff_t kStride = kPanel * sizeof(float);
-    if (!resume) return tile_zero<2>(), tile_zero<3>();
-    tile_load<2>(sums, kStride);
-    tile_load<3>(sums + 16, kStride);
-}
+    // `next`: what this thread will do afterwards.
+    void run(int task, int next) {
+        const int first_row = task / plan_.groups * plan_.chunk_rows;
+        const int rows = std::min(plan_.chunk_rows, plan_.rows - first_row);
+        const int begin = first_unit(task), end = std::min(begin + plan_.group_units, plan_.units);
+        for (int k = 0; k < plan_.k_tiles; k += plan_.slab_tiles) {
+            const int k_end = std::min(k + plan_.slab_tiles, plan_.k_tiles);
+            for (int unit = begin; unit < end; unit++) {
+                char* own = sums_ + (slot_ + unit - begin) % plan_.slots() * plan_.slot_bytes();
+                const bool last_unit = unit + 1 == end, last_slab = k_end == plan_.k_tiles;
+                const Weights ahead = !last_unit ? weights(unit + 1, k)
+                                      : !last_slab ? weights(begin, k_end)
+                                                   : weights(first_unit(next), 0);
+                multiply_unit(first_row, rows, unit, k, k_end, own, ahead);
+                beside_.finisher.all();
+                if (last_slab) beside_.finisher.begin(unit, first_row, rows, own);
+            }
+        }
+        slot_ = (slot_ + end - begin) % plan_.slots();
+    }
 
-// sums (+)= one or two tiles of rows times one panel, `steps` tiles of k. Tiles 0 to 3 hold the sums, 4 and 5 the rows, 6
-// and 7 the weights, whose 16 columns of pairs are every other 64 bytes.
-template <bool kTwo>
-void multiply_tiles(const bf16* a, size_t block_size, const bf16* w, int steps, float* sums, bool resume, Ahead ahead) {
-    constexpr ptrdiff_t kStride = kPanel * sizeof(float);
-    float* second = sums + amx::kTileRows * kPanel;
-    load_sums(sums, resume);
-    if constexpr (kTwo) load_second_sums(second, resume);
-    for (int step = 0; step < steps; step++, a += kTileSize, w += kTileK * kPanel) {
-        tile_load<4>(a, amx::kTileBytes);
-        tile_load<6>(w, 2 * amx::kTileBytes);
-        tile_load<7>(w + kTileK, 2 * amx::kTileBytes);
-        ahead.fetch_step();
-        tile_dot<0, 4, 6>();
-        tile_dot<1, 4, 7>();
-        if constexpr (kTwo) {
-            tile_load<5>(a + block_size, amx::kTileBytes);
-            tile_dot<2, 5, 6>();
-            tile_dot<3, 5, 7>();
+    void finish() { beside_.finisher.all(); }
+
+  private:
+    // What is done beside the products.
+    struct Beside {
+        Finisher<Type> finisher;
+        WideAdder wide[2];  // of the two row tiles of the block before
+
+        LLMB_INLINE void step() {
+            finisher.step();
+            if constexpr (std::is_same_v<Type, Int8>) wide[0].step(), wide[1].step();
+        }
+    };
+
+    // A unit's panels from some tile of k on.
+    struct Weights {
+        const char* panel[2];
+    };
+
+    int first_unit(int task) const { return task % plan_.groups * plan_.group_units; }
+
+    Weights weights(int unit, int k) const {
+        const size_t panel_bytes = plan_.k_tiles * kPanelTileBytes;
+        const auto at = [&](const void* weight, int panel) {
+            return static_cast<const char*>(weight) + panel * panel_bytes + k * kPanelTileBytes;
+        };
+        if (plan_.gated) return {{at(op_.weight, unit), at(op_.weight2, unit)}};
+        const int panel = unit * plan_.unit_panels;
+        return {{at(op_.weight, panel), at(op_.weight, std::min(panel + 1, plan_.panels - 1))}};
+    }
+
+    void multiply_unit(int first_row, int rows, int unit, int k, int k_end, char* sums, Weights ahead) {
+        const int panels = plan_.panels_of(unit), row_tiles = divide_up(rows, amx::kTileRows);
+        const int first_tile = first_row / amx::kTileRows;
+        for (int end = 0; k < k_end; k = end) {
+            end = std::min(k + plan_.part_tiles, k_end);
+            const Weights own = weights(unit, k), next = end < k_end ? weights(unit, end) : ahead;
+            multiply_part(first_tile, row_tiles, panels, k, end - k, own, next, sums);
         }
     }
-    tile_store<0>(sums, kStride);
-    tile_store<1>(sums + 16, kStride);
-    if constexpr (kTwo) {
-        tile_store<2>(second, kStride);
-        tile_store<3>(second + 16, kStride);
-    }
-}
 
-// sums (+)= all rows times k_begin..k_end of one panel. `w` is the panel's k_begin; `next` are the weights after these.
-inline void multiply_panel(const TileRows& x, int k_begin, int k_end, const bf16* w, float* sums, const bf16* next) {
-    const int tiles = x.sum_rows() / amx::kTileRows;
-    const int step_bytes = kTileK * kPanel * 2 / ((tiles + 1) / 2);
-    const int part = part_of_k(k_end - k_begin, kTileInnerK);
-    for (int k = k_begin; k < k_end; k += part, w += part * kPanel) {
-        const int steps = (std::min(part, k_end - k) + kTileK - 1) / kTileK;
-        const char* target = reinterpret_cast<const char*>(k + part < k_end ? w + part * kPanel : next);
-        for (int tile = 0; tile < tiles; tile += 2, target += steps * step_bytes) {
-            const bf16* a = x.data + tile * x.block_size() + k / kTileK * kTileSize;
-            const auto multiply = tile + 1 < tiles ? multiply_tiles<true> : multiply_tiles<false>;
-            multiply(a, x.block_size(), w, steps, sums + tile * amx::kTileRows * kPanel, k > 0, {target, step_bytes});
+    // All rows of a chunk times a part of a unit's panels.
+    void multiply_part(int first_tile, int row_tiles, int panels, int k, int steps, Weights w, Weights next, char* sums) {
+        constexpr int kLines = kPanelTileBytes / 64;
+        const int blocks = divide_up(row_tiles, 2), lines = divide_up(kLines, blocks);
+        for (int block = 0; block < blocks; block++) {
+            const int tile = first_tile + 2 * block;
+            const char* rows = x_.data + tile * x_.stride_bytes + k * kTileSizeBytes;
+            const bool two = 2 * block + 1 < row_tiles;
+            const auto multiply = two ? multiply_block<Type, true, Beside> : multiply_block<Type, false, Beside>;
+            for (int panel = 0; panel < panels; panel++, sums += kBlockBytes) {
+                multiply(rows, x_.stride_bytes, w.panel[panel], steps, sums, k > 0,
+                         {next.panel[panel] + static_cast<size_t>(block) * steps * lines * 64, lines}, beside_);
+                if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w.panel[panel], k, sums);
+            }
         }
+        if constexpr (std::is_same_v<Type, Int8>) beside_.wide[0].all(), beside_.wide[1].all();
     }
-}
 
-// A row of x to its place among the tiles; null: zeros.
-inline void tile_row(const bf16* x, int k, bf16* to) {
-    for (int i = 0; i < k; i += kTileK, to += kTileSize) {
-        const int count = x ? std::min(kTileK, k - i) : 0;
-        if (count) std::memcpy(to, x + i, count * sizeof(bf16));
-        std::memset(to + count, 0, (kTileK - count) * sizeof(bf16));
+    // Lets the wide elements of a block be added beside the next one.
+    void add_wide(int tile, bool two, const char* w, int k, char* sums) {
+        for (int i = 0; i < 2; i++) beside_.wide[i].all();
+        for (int i = 0; i < (two ? 2 : 1); i++)
+            beside_.wide[i].begin(x_.wide->of(tile + i, k), w, k, sums + 2 * i * kTileSizeBytes);
     }
+
+    const LinearOp& op_;
+    const Plan& plan_;
+    const TileX x_;
+    char* const sums_;
+    int slot_ = 0;
+    Beside beside_;
+};
+
+template <class Type>
+void multiply(Worker& worker, const LinearOp& op, const Plan& plan, TileX x, char* sums) {
+    Product<Type> product(op, plan, x, sums + worker.rank * plan.sums_bytes());
+    tiles_begin();
+    int taken = 0, taken_end = 0;  // but not begun: one piece late, a thread knows what it will need next
+    const auto run = [&](int next) {
+        for (int task = taken; task < taken_end; task++) product.run(task, task + 1 < taken_end ? task + 1 : next);
+    };
+    worker.share(plan.tasks(), plan.grain(worker.size), [&](int begin, int end) {
+        run(begin);
+        taken = begin, taken_end = end;
+    });
+    run(taken);
+    product.finish();
+    tiles_end();
 }
 
-inline int num_tiles(int rows) { return (rows + amx::kTileRows - 1) / amx::kTileRows; }
-
-inline size_t tile_rows_bytes(const LinearOp& op, int rows) {
-    return sizeof(bf16) * num_tiles(rows) * kTileSize * (padded_k(op.k, kTileK) / kTileK);
-}
-
+// Rows of bfloat16 that are not in tiles are copied to them.
 inline void tile_x(Worker& worker, const LinearOp& op, int rows, bf16* tiles) {
-    const auto* x = static_cast<const bf16*>(op.x);
-    const size_t block_size = amx::kTileRows * static_cast<size_t>(padded_k(op.k, kTileK));
-    worker.share(num_tiles(rows) * amx::kTileRows, 4, [&](int begin, int end) {
-        for (int row = begin; row < end; row++)
-            tile_row(row < rows ? x + static_cast<int64_t>(row) * op.x_stride : nullptr, op.k,
-                     tiles + row / amx::kTileRows * block_size + row % amx::kTileRows * kTileK);
+    const int width = divide_up(op.k, Bfloat16::kDepth) * Bfloat16::kDepth;
+    worker.share(rows, 4, [&](int begin, int end) {
+        for (int row = begin; row < end; row++) {
+            const bf16* from = static_cast<const bf16*>(op.x) + static_cast<int64_t>(row) * op.x_stride;
+            const TileRow<bf16> to(tiles, row, width);
+            for (int i = 0; i < width; i += Bfloat16::kDepth) {
+                const int count = std::min(Bfloat16::kDepth, op.k - i);
+                std::memcpy(to + i, from + i, count * sizeof(bf16));
+                std::memset((to + i) + count, 0, (Bfloat16::kDepth - count) * sizeof(bf16));
+            }
+        }
     });
     worker.barrier();
 }
 
-inline size_t linear_tile_scratch_bytes(const LinearOp& op, int rows, int num_threads) {
-    return tile_rows_bytes(op, rows) + num_threads * sums_bytes(std::min(num_tiles(rows) * amx::kTileRows, kTileChunkRows));
-}
-
-inline void linear_tile(Worker& worker, const LinearOp& op, int rows, char* scratch) {
-    auto* tiles = reinterpret_cast<bf16*>(scratch);
-    tile_x(worker, op, rows, tiles);
-    const size_t own = sums_bytes(std::min(num_tiles(rows) * amx::kTileRows, kTileChunkRows));
-    auto* sums = reinterpret_cast<float*>(scratch + tile_rows_bytes(op, rows) + worker.rank * own);
-    tiles_begin();
-    share_panels(worker, op, sizeof(bf16) * panel_size(tiles, op.k), [&](int begin, int end) {
-        for (int first = 0; first < rows; first += kTileChunkRows) {
-            const int count = std::min(kTileChunkRows, rows - first);
-            const TileRows x{tiles + static_cast<size_t>(first) * padded_k(op.k, kTileK), count, op.k};
-            linear_piece(op, x, first, begin, end, sums);
+inline void quantise(Worker& worker, const LinearOp& op, const Plan& plan, Quantised& x, WideElements& wide) {
+    worker.share(plan.row_tiles(), 1, [&](int begin, int end) {
+        for (int tile = begin; tile < end; tile++) {
+            const int first = tile * amx::kTileRows;
+            for (int row = first; row < std::min(first + amx::kTileRows, plan.rows); row++) x.fill(op, row);
+            wide.sort(x, tile);
         }
     });
-    tiles_end();
+    worker.barrier();
 }
 
-}  // namespace llmb::panels
+}  // namespace llmb::tile
+
+namespace llmb {
+
+inline size_t linear_tile_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
+    const tile::Plan plan(op, step, num_threads);
+    const size_t sums_bytes = plan.sums_bytes() * num_threads;
+    if (op.weight_type == Type::kInt8)
+        return sums_bytes + tile::Quantised::bytes(plan.rows, op.k) + tile::WideElements::bytes(plan, op.k);
+    return sums_bytes + (op.x_type == Type::kBfloat16Tiles ? 0 : plan.x_tiles_bytes());
+}
+
+inline void linear_tile(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
+    const tile::Plan plan(op, step, worker.size);
+    char* memory = scratch + plan.sums_bytes() * worker.size;
+    if (op.weight_type == Type::kInt8) {
+        tile::Quantised x(memory, plan.rows, op.k);
+        tile::WideElements wide(memory + tile::Quantised::bytes(plan.rows, op.k), plan, op.k);
+        tile::quantise(worker, op, plan, x, wide);
+        const tile::TileX tiles{reinterpret_cast<const char*>(x.data), plan.k_tiles * kTileSizeBytes, x.scale, &wide};
+        return tile::multiply<tile::Int8>(worker, op, plan, tiles, scratch);
+    }
+    tile::TileX x{static_cast<const char*>(op.x), op.x_stride * sizeof(bf16) * amx::kTileRows};
+    if (op.x_type != Type::kBfloat16Tiles) {
+        x = {memory, plan.k_tiles * kTileSizeBytes};
+        tile::tile_x(worker, op, plan.rows, reinterpret_cast<bf16*>(memory));
+    }
+    tile::multiply<tile::Bfloat16>(worker, op, plan, x, scratch);
+}
+
+}  // namespace llmb
 
 #endif

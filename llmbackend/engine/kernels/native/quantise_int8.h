@@ -41,10 +41,10 @@ struct Magnitudes {
     float typical;  // a mean that a few huge elements do not change
 };
 
-// Element i is added to sum i % 64, for every vector width. Of two sums, i and i + 32, the smaller one stands
+// `x`: a pointer, or a row of tiles. Element i is added to sum i % 64, for every vector width. Of two sums, i and i + 32, the smaller one stands
 // for both in the typical magnitude.
 template <class X>
-inline Magnitudes magnitudes(const X* x, int k) {
+inline Magnitudes magnitudes(X x, int k) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
     Ints best[2] = {};
     Floats sums[kVectors] = {};
@@ -103,7 +103,7 @@ struct Wide {
 
 // Calls put(i, q) with the quantised vector of x[i..]; beyond k, q is zero.
 template <class X, class Put>
-inline void quantise_row(const X* x, int k, float factor, Put&& put) {
+inline void quantise_row(X x, int k, float factor, Put&& put) {
     const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
     auto rounded = [&](Floats v) { return (Ints)(v * factor + magic) - (Ints)magic; };
     int i = 0;

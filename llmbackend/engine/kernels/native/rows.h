@@ -10,8 +10,6 @@
 
 namespace llmb {
 
-inline int num_rows(Rows rows, const Step& step) { return rows == Rows::kSampled ? step.num_sampled : step.num_tokens; }
-
 // Few rows are not worth a share each.
 constexpr int kRowGrain = 4;
 

@@ -37,6 +37,9 @@ struct Step {
     const int32_t* sampled_tokens;  // [num_sampled]: which token's logits are wanted
 };
 
+// Of an operation that computes these.
+inline int num_rows(Rows rows, const Step& step) { return rows == Rows::kSampled ? step.num_sampled : step.num_tokens; }
+
 enum class Kind : int32_t { kEmbed = 0, kNorm = 1, kLinear = 2, kRotary = 3, kAttention = 4 };
 
 // out[t] = weight[token_ids[t]] * scale

@@ -1,0 +1,165 @@
+// Rows of activations as int8 integers with one scale each (quantise_int8.h), in the order that a kernel reads.
+//
+// For: the int8 linear layers. Does not know: products. Invariants: a row depends on that row of x alone; its integers are
+// the same in every order.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+#include "quantise_int8.h"
+#include "quantise_tiles.h"
+#include "step.h"
+#include "tile_rows.h"
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(LLMB_EMULATE_AVX_VNNI)
+#define LLMB_HAS_VNNI 1
+#endif
+
+namespace llmb::int8 {
+
+// q + kUnsignedOffset as bytes, for instructions whose first factor is unsigned.
+constexpr int kUnsignedOffset = 128;
+inline void store_quantised(uint8_t* p, Ints q) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)(q + kUnsignedOffset)));
+#elif defined(__AVX2__)
+    const __m256i words = _mm256_packs_epi32((__m256i)(q + kUnsignedOffset), _mm256_setzero_si256());
+    const __m256i bytes = _mm256_packus_epi16(words, _mm256_setzero_si256());
+    const int32_t low = _mm256_extract_epi32(bytes, 0), high = _mm256_extract_epi32(bytes, 4);
+    std::memcpy(p, &low, 4);
+    std::memcpy(p + 4, &high, 4);
+#else
+    for (int i = 0; i < kLanes; i++) p[i] = static_cast<uint8_t>(q[i] + kUnsignedOffset);
+#endif
+}
+
+// Quads in the order 0 2 1 3, which the even and odd bytes of the weights meet in pairs.
+inline void store_quantised(int16_t* p, Ints q) {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    for (int i = 0; i < kLanes; i++) p[(i & ~3) + kOrder[i & 3]] = static_cast<int16_t>(q[i]);
+}
+
+// How the kernels on vectors read them: row by row. Their stride is an odd number of cache lines, so that a block of rows
+// spreads over all cache sets.
+struct VectorOrder {
+#if defined(LLMB_HAS_VNNI)
+    using Stored = uint8_t;
+#else
+    using Stored = int16_t;
+#endif
+    static size_t stride_of(int k) { return (padded_k(k) * sizeof(Stored) / 64 | 1) * 64 / sizeof(Stored); }
+    static int padded_rows(int rows) { return rows; }
+    static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
+};
+
+struct TileOrder {
+    using Stored = uint8_t;
+    static size_t stride_of(int k) { return padded_k(k); }
+    static int padded_rows(int rows) { return (rows + amx::kTileRows - 1) / amx::kTileRows * amx::kTileRows; }
+    static TileRow<Stored> row(Stored* data, int row, size_t stride) { return {data, row, static_cast<int>(stride)}; }
+};
+
+template <class Order>
+struct QuantisedRows {
+    using Stored = typename Order::Stored;
+    Stored* data;
+    float* scale;
+    int32_t* num_wide;
+    Wide* wide;  // [rows][most_wide]
+    size_t stride;
+    int most_wide;
+
+    static size_t data_bytes(int rows, int k) { return Order::padded_rows(rows) * Order::stride_of(k) * sizeof(Stored); }
+    static size_t bytes(int rows, int k) {
+        return data_bytes(rows, k) + (rows * (8 + k / kWideEvery * sizeof(Wide)) + 63) / 64 * 64;
+    }
+
+    QuantisedRows(char* memory, int rows, int k)
+        : data(reinterpret_cast<Stored*>(memory)),
+          scale(reinterpret_cast<float*>(memory + data_bytes(rows, k))),
+          num_wide(reinterpret_cast<int32_t*>(scale + rows)),
+          wide(reinterpret_cast<Wide*>(num_wide + rows)),
+          stride(Order::stride_of(k)),
+          most_wide(k / kWideEvery) {}
+
+    const Wide* wide_of(int row) const { return wide + static_cast<size_t>(row) * most_wide; }
+
+    void fill(const LinearOp& op, int row) {
+        const size_t at = static_cast<size_t>(row) * op.x_stride;
+        if (op.x_type == Type::kFloat32) fill(row, static_cast<const float*>(op.x) + at, op.k);
+        else if (op.x_type == Type::kBfloat16) fill(row, static_cast<const bf16*>(op.x) + at, op.k);
+        else fill_from_tiles(op, row);
+    }
+
+  private:
+    void fill_from_tiles(const LinearOp& op, int row) {
+        const auto row_of_x = [&](int r) { return TileRow<const bf16>(static_cast<const bf16*>(op.x), r, op.x_stride); };
+#if defined(__AVX512F__)
+        if constexpr (std::is_same_v<Order, TileOrder>)
+            return fill(row, row_of_x(row), op.k, row_of_x(row + amx::kTileRows));
+#endif
+        fill(row, row_of_x(row), op.k);
+    }
+
+    template <class X>
+    void fill(int row, X x, int k) {
+        const Magnitudes magnitude = magnitudes(x, k);
+        float limit = narrow_limit(magnitude);
+        while (limit < magnitude.largest && !fill_wide(row, x, k, limit)) limit *= 1.5f;
+        if (!(limit < magnitude.largest)) fill_narrow(row, x, k, magnitude.largest);
+    }
+
+    template <class X>
+    void fill_narrow(int row, X x, int k, float limit) {
+        const Scale chosen(limit);
+        scale[row] = chosen.scale;
+        num_wide[row] = 0;
+        const auto out = Order::row(data, row, stride);
+        quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
+    }
+
+#if defined(__AVX512F__)
+    // The same for bfloat16 in tiles. `next` is fetched into the cache.
+    void fill(int row, TileRow<const bf16> x, int k, TileRow<const bf16> next) requires std::is_same_v<Order, TileOrder> {
+        const Magnitudes magnitude = magnitudes(x, k, next);
+        const auto with = [&](float limit) {
+            const Scale chosen(limit);
+            scale[row] = chosen.scale;
+            return LineQuantiser(x, Order::row(data, row, stride), chosen.factor);
+        };
+        for (float limit = narrow_limit(magnitude); limit < magnitude.largest; limit *= 1.5f) {
+            num_wide[row] = with(limit).with_wide(k, limit, wide + static_cast<size_t>(row) * most_wide, most_wide);
+            if (num_wide[row] <= most_wide) return;
+        }
+        with(magnitude.largest).narrow(k);
+        num_wide[row] = 0;
+    }
+#endif
+
+    // False: too many elements are beyond the limit.
+    template <class X>
+    bool fill_wide(int row, X x, int k, float limit) {
+        const Scale chosen(limit);
+        scale[row] = chosen.scale;
+        const auto out = Order::row(data, row, stride);
+        Wide* own = wide + static_cast<size_t>(row) * most_wide;
+        int count = 0;
+        quantise_row(x, k, chosen.factor, [&](int i, Ints q) {
+            Ints narrow = q > 127 ? Ints{} + 127 : q;
+            narrow = narrow < -127 ? Ints{} - 127 : narrow;
+            store_quantised(out + i, narrow);
+            const Ints rest = q - narrow;
+            if (!any(rest)) return;
+            for (int lane = 0; lane < kLanes; lane++)
+                if (rest[lane] != 0 && count++ < most_wide) own[count - 1] = {i + lane, rest[lane]};
+        });
+        num_wide[row] = count;
+        return count <= most_wide;
+    }
+};
+
+}  // namespace llmb::int8

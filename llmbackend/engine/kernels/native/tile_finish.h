@@ -1,0 +1,137 @@
+// From the sums of a linear layer's unit to y, row by row beside the products of the next unit.
+//
+// For: linear_tile.h. Does not know: products. Invariant: what is done to a row depends on that row alone.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "epilogue.h"
+#include "epilogue_int8.h"
+#include "numbers.h"
+#include "quantise_int8.h"
+#include "step.h"
+#include "tile_block.h"
+#include "tile_plan.h"
+
+#if defined(LLMB_HAS_TILES)
+
+namespace llmb::tile {
+
+// The sums of one row of a block, from a column on.
+struct Sums {
+    char* row;
+    float* operator()(int column) const { return reinterpret_cast<float*>(row + sums_offset(0, column)); }
+};
+
+template <class Type>
+class Finisher {
+    static constexpr bool kInt8 = std::is_same_v<Type, Int8>;
+    using Columns = std::conditional_t<kInt8, int8::Columns, FloatColumns>;
+
+  public:
+    // `row_scales`: int8's.
+    Finisher(const LinearOp& op, const Plan& plan, const float* row_scales)
+        : op_(op), plan_(plan), row_scales_(row_scales), rows_per_step_(plan.rows_per_step()) {}
+
+    void begin(int unit, int first_row, int rows, char* sums) {
+        first_row_ = first_row, rows_ = rows, sums_ = sums;
+        panel_ = unit * plan_.unit_panels;
+        num_panels_ = plan_.panels_of(unit);
+        slot_ = 0;
+        begin_panel();
+    }
+
+    // Some rows, beside a step of products.
+    LLMB_INLINE void step() {
+        for (int i = 0; i < rows_per_step_ && in_tile_ > 0; i++) row();
+    }
+
+    void all() {
+        while (in_tile_ > 0) row();
+    }
+
+  private:
+    LLMB_INLINE void row() {
+        PanelRow result = columns_[0].result(Sums{at_}, scale());
+        if (plan_.gated) result = combine(op_.epilogue, result, columns_[1].result(Sums{at_ + kBlockBytes}, scale()));
+        if (whole_panel_) write(result);
+        else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);
+        row_++;
+        at_ += amx::kTileBytes;
+        y_ += y_step_;
+        if (--in_tile_ == 0) next_tile();
+    }
+
+    LLMB_INLINE void write(PanelRow row) {
+        if (op_.y_type == llmb::Type::kFloat32) {
+            auto* y = reinterpret_cast<float*>(y_);
+            for (int v = 0; v < kPanelVectors; v++) {
+                __builtin_prefetch(y_ + kFetchRows * y_step_ + v * 64, 1, 3);
+                if (op_.epilogue == Epilogue::kAdd) row.v[v] = fma(row.v[v], splat(op_.factor), load(y + v * kLanes));
+                store(y + v * kLanes, row.v[v]);
+            }
+        } else {
+            for (int v = 0; v < kPanelVectors; v++) store(reinterpret_cast<bf16*>(y_) + v * kLanes, row.v[v]);
+        }
+    }
+
+    void begin_panel() {
+        for (int i = 0; i < (plan_.gated ? 2 : 1); i++) columns_[i] = Columns(op_, i == 1, panel_ + slot_, offset());
+        whole_panel_ = (panel_ + slot_ + 1) * kPanel <= op_.n || op_.y_type == llmb::Type::kBfloat16Tiles;
+        row_ = 0;
+        begin_tile();
+    }
+
+    void begin_tile() {
+        in_tile_ = std::min(amx::kTileRows, rows_ - row_);
+        at_ = block_of(row_, slot_) + sums_offset(row_ % kBlockRows, 0);
+        const int row = first_row_ + row_, column = (panel_ + slot_) * kPanel;
+        if (op_.y_type == llmb::Type::kBfloat16Tiles) {
+            y_ = reinterpret_cast<char*>(TileRow<bf16>(static_cast<bf16*>(op_.y), row, op_.y_stride) + column);
+            y_step_ = amx::kTileBytes;
+        } else {
+            const int item_bytes = op_.y_type == llmb::Type::kFloat32 ? 4 : 2;
+            y_ = static_cast<char*>(op_.y) + (static_cast<size_t>(row) * op_.y_stride + column) * item_bytes;
+            y_step_ = static_cast<ptrdiff_t>(op_.y_stride) * item_bytes;
+        }
+    }
+
+    void next_tile() {
+        if (row_ < rows_) begin_tile();
+        else if (!plan_.gated && ++slot_ < num_panels_) begin_panel();
+    }
+
+    char* block_of(int row, int slot) const {
+        return sums_ + static_cast<size_t>(row / kBlockRows * num_panels_ + slot) * kBlockBytes;
+    }
+
+    float scale() const {
+        if constexpr (kInt8) return row_scales_[first_row_ + row_];
+        else return 1.0f;
+    }
+
+    static constexpr int offset() { return kInt8 ? int8::kUnsignedOffset : 0; }
+
+    static constexpr int kFetchRows = 8;  // so far ahead y is brought near
+
+    const LinearOp& op_;
+    const Plan& plan_;
+    const float* row_scales_;
+    const int rows_per_step_;
+    int panel_ = 0, num_panels_ = 0;     // of the unit
+    int first_row_ = 0, rows_ = 0;       // of the chunk
+    int slot_ = 0, row_ = 0, in_tile_ = 0;  // the panel and the row that is next, and how many rows its tile still has
+    bool whole_panel_ = true;
+    char* sums_ = nullptr;
+    char* at_ = nullptr;  // of the next row
+    char* y_ = nullptr;
+    ptrdiff_t y_step_ = 0;
+    Columns columns_[2];
+};
+
+}  // namespace llmb::tile
+
+#endif

@@ -1,0 +1,114 @@
+// The elements of int8 activations that are larger than 127 (quantise_int8.h): what they have beyond it is added to sums
+// that tiles computed without it.
+//
+// For: linear_tile.h. Does not know: how rows are quantised. Invariant: sums are exact, so the order of additions does not
+// count. Elements are sorted by part of k, so that their weights are in the L1 cache when they are multiplied.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "epilogue_int8.h"
+#include "numbers.h"
+#include "quantised_rows.h"
+#include "tile_block.h"
+#include "tile_plan.h"
+
+#if defined(LLMB_HAS_TILES)
+
+namespace llmb::tile {
+
+struct WideElement {
+    int32_t row;  // of 16
+    int32_t k;
+    int32_t rest;
+};
+
+struct WideRange {
+    const WideElement* begin;
+    const WideElement* end;
+};
+
+// Those of all rows: of 16 at a time, by part of k.
+class WideElements {
+  public:
+    static size_t bytes(const Plan& plan, int k) {
+        const size_t of_tile = plan.num_parts() + 1 + sizeof(WideElement) / 4 * amx::kTileRows * (k / int8::kWideEvery);
+        return plan.row_tiles() * of_tile * sizeof(int32_t);
+    }
+
+    WideElements(char* memory, const Plan& plan, int k)
+        : plan_(plan), parts_(plan.num_parts()), room_(amx::kTileRows * (k / int8::kWideEvery)),
+          starts_(reinterpret_cast<int32_t*>(memory)),
+          elements_(reinterpret_cast<WideElement*>(starts_ + static_cast<size_t>(plan.row_tiles()) * (parts_ + 1))) {}
+
+    // Takes those of 16 rows, or fewer, as they were found.
+    template <class Rows>
+    void sort(const Rows& rows, int row_tile) {
+        const int first = row_tile * amx::kTileRows, count = std::min(amx::kTileRows, plan_.rows - first);
+        int32_t* starts = starts_ + static_cast<size_t>(row_tile) * (parts_ + 1);
+        WideElement* elements = elements_ + static_cast<size_t>(row_tile) * room_;
+        const auto each = [&](auto f) {
+            for (int r = 0; r < count; r++)
+                for (int i = 0; i < rows.num_wide[first + r]; i++) f(r, rows.wide_of(first + r)[i]);
+        };
+        std::fill(starts, starts + parts_ + 1, 0);
+        each([&](int, const int8::Wide& wide) { starts[part_of(wide)]++; });
+        int32_t total = 0;
+        for (int part = 0; part <= parts_; part++) total += std::exchange(starts[part], total);
+        each([&](int r, const int8::Wide& wide) { elements[starts[part_of(wide)]++] = {r, wide.k, wide.rest}; });
+        std::copy_backward(starts, starts + parts_, starts + parts_ + 1);
+        starts[0] = 0;
+    }
+
+    WideRange of(int row_tile, int k_tile) const {
+        const int32_t* starts = starts_ + static_cast<size_t>(row_tile) * (parts_ + 1) + plan_.part_of(k_tile);
+        const WideElement* elements = elements_ + static_cast<size_t>(row_tile) * room_;
+        return {elements + starts[0], elements + starts[1]};
+    }
+
+  private:
+    int part_of(const int8::Wide& wide) const { return plan_.part_of(wide.k / Int8::kDepth); }
+
+    const Plan& plan_;
+    const int parts_;
+    const int room_;
+    int32_t* const starts_;  // [row tiles][parts + 1]
+    WideElement* const elements_;
+};
+
+// Adds the products of one row tile's wide elements of a part of k with one panel, some beside each step of the products
+// of the next block.
+class WideAdder {
+  public:
+    // `w`: the panel's weights from k_tile on; `sums`: of the row tile.
+    void begin(WideRange range, const char* w, int k_tile, char* sums) {
+        range_ = range, sums_ = sums;
+        weights_ = reinterpret_cast<const int8_t*>(w) - static_cast<ptrdiff_t>(k_tile) * kPanelTileBytes;
+    }
+
+    LLMB_INLINE void step() {
+        constexpr int kPerStep = 4;
+        for (int i = 0; i < kPerStep && range_.begin < range_.end; i++) add(*range_.begin++);
+    }
+
+    void all() {
+        while (range_.begin < range_.end) add(*range_.begin++);
+    }
+
+  private:
+    void add(const WideElement& element) const {
+        char* sums = sums_ + sums_offset(element.row, 0);
+        int8::add_wide(weights_, {element.k, element.rest}, [=](int column) { return sums + sums_offset(0, column); });
+    }
+
+    WideRange range_{};
+    const int8_t* weights_ = nullptr;
+    char* sums_ = nullptr;
+};
+
+}  // namespace llmb::tile
+
+#endif
