@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +11,6 @@ import pytest
 from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import (
     Epilogue,
-    KernelLibrary,
     Kind,
     LinearOp,
     NativeKernels,
@@ -24,7 +20,19 @@ from llmbackend.engine.kernels.library import (
     op_pointers,
     packed_bytes,
 )
-from tests.helpers.native_engines import Array, best_is_fast, engine, from_bf16, numbers, stored, to_bf16
+from tests.helpers.native_engines import (
+    NAN_BFLOAT16,
+    Array,
+    best_is_fast,
+    engine,
+    from_bf16,
+    in_tiles,
+    numbers,
+    out_of_tiles,
+    stored,
+    stride,
+    to_bf16,
+)
 
 VARIANTS = [name for name in library.available() if name != "amx"]
 TYPES = [(Type.FLOAT32, Type.FLOAT32), (Type.BFLOAT16, Type.FLOAT32), (Type.BFLOAT16, Type.BFLOAT16)]
@@ -90,6 +98,10 @@ class Layer:
         count = len(x)
         y = self.old_y(count) if y is None else y
         before = y.copy()
+        if self.y_type is Type.BFLOAT16_TILES:
+            y = in_tiles(y[:count, : self.n])
+        if self.x_type is Type.BFLOAT16_TILES:
+            x = in_tiles(x[:, : self.k])
         addresses = {
             "weight": self.packed[0].ctypes.data,
             "weight2": self.packed[1].ctypes.data if self.two() else None,
@@ -99,12 +111,17 @@ class Layer:
             "y": y.ctypes.data,
         }
         op = LinearOp(
-            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=x.shape[1], y_stride=y.shape[1],
+            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=stride(x), y_stride=stride(y),
             weight_type=self.weight_type, x_type=self.x_type, y_type=self.y_type, epilogue=self.epilogue,
             factor=self.factor, **addresses,
         )  # fmt: skip
         tokens, sampled = (count, 0) if rows is Rows.TOKENS else (0, count)
         (runner or self.engine).run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
+        if self.y_type is Type.BFLOAT16_TILES:
+            y = out_of_tiles(y)
+            assert not y[:count, self.n :].any(), "the padding is not zero"
+            assert (y[count:] == NAN_BFLOAT16).all(), "wrote past the rows"
+            return y[:count, : self.n]
         bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
         assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
         assert np.array_equal(y[count:].view(bits), before[count:].view(bits)), "wrote past the rows"
@@ -229,19 +246,6 @@ def test_packing(variant: str, weight_type: Type, packed_type: Type) -> None:
     assert packed.tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-@pytest.fixture(scope="module")
-def tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeKernels:
-    """The library with the tile unit emulated in plain C++, and otherwise generic."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler")
-    source = Path(library.__file__).parent / "native" / "library.cpp"
-    target = tmp_path_factory.mktemp("tiles") / "tiles.so"
-    flags = "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC"
-    subprocess.run([compiler, *flags.split(), "-DLLMB_EMULATE_AMX", "-o", target, source], check=True)
-    return NativeKernels(KernelLibrary("emulated tiles", target), 1)
-
-
 def tile_product(x: Array, weight: Array) -> Array:
     """What Intel documents for TDPBF16PS, chained over k: in each 32 of k, even and odd ones are summed apart."""
     k = -(-x.shape[1] // 32) * 32
@@ -255,29 +259,45 @@ def tile_product(x: Array, weight: Array) -> Array:
     return total
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [(32, 32), (33, 7), (70, 1100)])
+TILE_SHAPES = [(32, 32), (33, 7), (70, 1100), (480, 2100)]
+
+
+@pytest.mark.parametrize("shape", TILE_SHAPES)
+@pytest.mark.parametrize("x_type", [Type.BFLOAT16, Type.BFLOAT16_TILES])
 @pytest.mark.parametrize("rows", [1, 16, 17, 53])
-def test_tiles_compute_what_is_documented(tiles: NativeKernels, shape: tuple[int, int], rows: int) -> None:
-    layer = Layer(tiles, *shape, x_type=Type.BFLOAT16, with_bias=False)
+def test_tiles_compute_what_is_documented(
+    tiles: NativeKernels, shape: tuple[int, int], x_type: Type, rows: int
+) -> None:
+    layer = Layer(tiles, *shape, x_type=x_type, with_bias=False)
     x = layer.x(rows)
     assert np.array_equal(layer.run(x), tile_product(from_bf16(x[:, : layer.k]), layer.weights[0]))
 
 
-@pytest.mark.slow
+def test_a_chunk_of_many_rows_goes_in_slabs_of_k(tiles: NativeKernels) -> None:
+    layer = Layer(tiles, 480, 2100, x_type=Type.BFLOAT16_TILES)
+    x = layer.x(530)
+    whole = layer.run(x)
+    assert np.array_equal(layer.run(x[500:]), whole[500:])
+    pair = NativeKernels(tiles.library, 2)
+    assert np.array_equal(layer.run(x, runner=pair), whole)
+    pair.close()
+
+
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-@pytest.mark.parametrize("y_type", [Type.FLOAT32, Type.BFLOAT16])
-def test_epilogues_on_tiles(tiles: NativeKernels, epilogue: Epilogue, y_type: Type) -> None:
-    if epilogue is Epilogue.ADD and y_type is Type.BFLOAT16:
+@pytest.mark.parametrize("y_type", [Type.FLOAT32, Type.BFLOAT16, Type.BFLOAT16_TILES])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_epilogues_on_tiles(tiles: NativeKernels, epilogue: Epilogue, y_type: Type, with_bias: bool) -> None:
+    if epilogue is Epilogue.ADD and y_type is not Type.FLOAT32:
         pytest.skip("the residual stream is float32")
-    layer = Layer(tiles, 70, 70, x_type=Type.BFLOAT16, y_type=y_type, epilogue=epilogue)
-    x = layer.x(21)
-    assert_close(layer, layer.run(x), layer.expected(x))
+    layer = Layer(tiles, 70, 70, x_type=Type.BFLOAT16, y_type=y_type, epilogue=epilogue, with_bias=with_bias)
+    for rows in (1, 21, 40):
+        x = layer.x(rows)
+        assert_close(layer, layer.run(x), layer.expected(x))
 
 
-@pytest.mark.slow
-def test_a_row_on_tiles_does_not_know_its_batch(tiles: NativeKernels) -> None:
-    layer = Layer(tiles, 40, 1090, x_type=Type.BFLOAT16, epilogue=Epilogue.SILU_MUL)
+@pytest.mark.parametrize("x_type", [Type.BFLOAT16, Type.BFLOAT16_TILES])
+def test_a_row_on_tiles_does_not_know_its_batch(tiles: NativeKernels, x_type: Type) -> None:
+    layer = Layer(tiles, 40, 1090, x_type=x_type, epilogue=Epilogue.SILU_MUL)
     x = layer.x(290)
     y = layer.run(x)
     pair = NativeKernels(tiles.library, 2)

@@ -24,7 +24,17 @@ from llmbackend.engine.kernels.library import (
     op_pointers,
     packed_bytes,
 )
-from tests.helpers.native_engines import Array, best_is_fast, engine, numbers, stored
+from tests.helpers.native_engines import (
+    NAN_BFLOAT16,
+    Array,
+    best_is_fast,
+    engine,
+    in_tiles,
+    numbers,
+    out_of_tiles,
+    stored,
+    stride,
+)
 
 VARIANTS = list(library.available())
 
@@ -41,7 +51,7 @@ def quantised(x: Array, limit: Array | None = None) -> tuple[Array, Array]:
 
 
 def narrow_limits(x: Array) -> Array:
-    """The magnitude [rows, 1] that becomes 127 in rows of activations: 8 typical ones of a row, but no less than their
+    """The magnitude [rows, 1] that becomes 127 in rows of activations: 12 typical ones of a row, but no less than their
     mean, and so that at most one element in 32 is beyond it."""
     rows, k = x.shape
     magnitudes = np.zeros((rows, -(-k // 64) * 64), np.float32)
@@ -52,7 +62,7 @@ def narrow_limits(x: Array) -> Array:
     mean = by_halves(sums) / np.float32(k)
     typical = by_halves(np.minimum(sums[:, :32], sums[:, 32:])) * np.float32(2) / np.float32(k)
     largest = magnitudes.max(axis=1, keepdims=True)
-    limit: Array = np.minimum(np.maximum(typical * np.float32(8), mean), largest)
+    limit: Array = np.minimum(np.maximum(typical * np.float32(12), mean), largest)
     while (crowded := (np.abs(quantised(x, limit)[0]) > 127).sum(axis=1, keepdims=True) > k // 32).any():
         limit = np.where(crowded, np.minimum(limit * np.float32(1.5), largest), limit)
     return limit
@@ -130,7 +140,7 @@ class Layer:
     def op(self, x: Array, y: Array, rows: Rows) -> LinearOp:
         first, second = self.packed[0], self.packed[-1]
         return LinearOp(
-            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=x.shape[1], y_stride=y.shape[1],
+            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=stride(x), y_stride=stride(y),
             weight_type=Type.INT8, x_type=self.x_type, y_type=self.y_type, epilogue=self.epilogue, factor=self.factor,
             weight=first.panels.ctypes.data, scale=first.scale.ctypes.data, sums=first.sums.ctypes.data,
             weight2=second.panels.ctypes.data if self.two else None,
@@ -145,9 +155,15 @@ class Layer:
         y = self.old_y(len(x))
         before = y.copy()
         tokens, sampled = (len(x), 0) if rows is Rows.TOKENS else (0, len(x))
-        runner = self.engine if threads == 1 else engine(self.engine.library.variant, threads)
+        runner = self.engine if threads == 1 else NativeKernels(self.engine.library, threads)
+        if self.y_type is Type.BFLOAT16_TILES:
+            y = in_tiles(y[:tokens, : self.n])
+        if self.x_type is Type.BFLOAT16_TILES:
+            x = in_tiles(x[:, : self.k])
         op = self.op(x, y, rows)
         runner.run(op_pointers([op]), 1, Step(num_tokens=tokens, num_sampled=sampled))
+        if self.y_type is Type.BFLOAT16_TILES:
+            return out_of_tiles(y)[:tokens, : self.n]
         bits = np.uint32 if self.y_type is Type.FLOAT32 else np.uint16
         assert np.array_equal(y[:, self.n :].view(bits), before[:, self.n :].view(bits)), "wrote past the columns"
         assert np.array_equal(y[len(x) :].view(bits), before[len(x) :].view(bits)), "wrote past the rows"
@@ -262,6 +278,31 @@ def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue) -> 
         results.append(np.concatenate([layer.run(layer.x(29)), layer.run(layer.x_with_outliers(29))]))
     for variant, result in zip(fused, results, strict=True):
         assert np.array_equal(result, results[0]), variant
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("shape", [(70, 333), (480, 2500)])
+def test_tiles_of_bfloat16_give_the_same_bits_as_rows(
+    tiles: NativeKernels, epilogue: Epilogue, shape: tuple[int, int]
+) -> None:
+    of_rows = Layer(tiles, *shape, epilogue, x_type=Type.BFLOAT16)
+    of_tiles = Layer(tiles, *shape, epilogue, x_type=Type.BFLOAT16_TILES)
+    for rows in (1, 4, 5, 16, 17, 50, 530):
+        for x in (of_rows.x(rows), of_rows.x_with_outliers(rows)):
+            x[rows // 2, 3] = NAN_BFLOAT16 if rows > 5 else 0
+            assert np.array_equal(of_tiles.run(x), of_rows.run(x), equal_nan=True), f"{rows} rows"
+            assert np.array_equal(of_tiles.run(x, threads=2), of_rows.run(x), equal_nan=True), f"{rows} rows"
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.STORE, Epilogue.SILU_MUL, Epilogue.GELU_MUL])
+def test_it_writes_tiles(tiles: NativeKernels, epilogue: Epilogue) -> None:
+    rounded, in_tiles_too = (
+        Layer(tiles, 70, 333, epilogue, x_type=Type.BFLOAT16, y_type=y_type)
+        for y_type in (Type.BFLOAT16, Type.BFLOAT16_TILES)
+    )
+    for rows in (1, 4, 5, 40):
+        x = rounded.x(rows)
+        assert np.array_equal(in_tiles_too.run(x), rounded.run(x)), f"{rows} rows"
 
 
 @pytest.fixture(scope="module")

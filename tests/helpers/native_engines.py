@@ -16,6 +16,8 @@ from llmbackend.engine.kernels.library import NativeKernels, Type
 
 Array = npt.NDArray[Any]
 
+NAN_BFLOAT16 = 0x7FC0
+
 
 def best_is_fast(variants: Sequence[str]) -> list[ParameterSet]:
     """Parameters of tests that run on every variant: the fast tests (`make check`) take the best one alone."""
@@ -42,6 +44,24 @@ def from_bf16(bits: Array) -> Array:
 def stored(x: Array, kind: Type) -> Array:
     """x as a kernel reads it."""
     return np.ascontiguousarray(x, np.float32) if kind is Type.FLOAT32 else to_bf16(x)
+
+
+def in_tiles(rows: Array) -> Array:
+    """bfloat16 [rows, columns] as native/tile_rows.h orders it: [rows/16, columns/32, 16, 32]; NaN in added rows."""
+    num_rows, columns = rows.shape
+    padded = np.full((-(-num_rows // 16) * 16, -(-columns // 32) * 32), NAN_BFLOAT16, np.uint16)
+    padded[:num_rows, :columns] = rows
+    padded[:num_rows, columns:] = 0
+    return np.ascontiguousarray(padded.reshape(-1, 16, padded.shape[1] // 32, 32).transpose(0, 2, 1, 3))
+
+
+def out_of_tiles(tiles: Array) -> Array:
+    return np.ascontiguousarray(tiles.transpose(0, 2, 1, 3).reshape(tiles.shape[0] * 16, -1))
+
+
+def stride(rows: Array) -> int:
+    """Elements from row to row, or the columns of rows in tiles."""
+    return int(rows.shape[1] * (32 if rows.ndim == 4 else 1))
 
 
 def numbers(x: Array, kind: Type) -> Array:

@@ -47,7 +47,7 @@ inline Floats within_range(Floats x) {
 // Calls f(d, vector) for all elements of a head; the last vector is filled up with zeros.
 template <class F>
 inline void each_vector(const float* x, int dim, F&& f) {
-    for (int d = 0; d < dim; d += kLanes) f(d, int8::load_some(x + d, std::min(kLanes, dim - d)));
+    for (int d = 0; d < dim; d += kLanes) f(d, load_some(x + d, std::min(kLanes, dim - d)));
 }
 
 inline Floats magnitude(Floats x) { return max(x, -x); }

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -121,6 +122,30 @@ inline float sum(Floats v) {
     for (int half = kLanes / 2; half > 0; half /= 2)
         for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
     return lanes[0];
+}
+
+// `count` (1..kLanes) numbers, the rest zero.
+template <class X>
+inline Floats load_some(const X* p, int count) {
+    if (count == kLanes) return load(p);
+    alignas(64) X some[kLanes] = {};
+    std::memcpy(some, p, count * sizeof(X));
+    return load(some);
+}
+
+// The sum of term(v) over the vectors of x[0..n-1], the last one filled up with zeros, for which it is zero: element i is
+// added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
+template <class Term>
+inline float sum_of(const float* x, int n, Term&& term) {
+    constexpr int kSums = 64, kVectors = kSums / kLanes;
+    Floats sums[kVectors] = {};
+    int i = 0;
+    for (; i + kSums <= n; i += kSums)
+        for (int j = 0; j < kVectors; j++) sums[j] = term(load(x + i + j * kLanes), sums[j]);
+    for (int j = 0; i < n; i += kLanes, j++) sums[j] = term(load_some(x + i, n - i < kLanes ? n - i : kLanes), sums[j]);
+    for (int half = kVectors / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) sums[j] += sums[j + half];
+    return sum(sums[0]);
 }
 
 inline float max(Floats v) {

@@ -26,15 +26,6 @@ constexpr int kColumns = 32;  // of a panel of packed weights
 
 inline int padded_k(int k) { return (k + 63) / 64 * 64; }
 
-// `count` (1..kLanes) numbers, the rest zero.
-template <class X>
-inline Floats load_some(const X* p, int count) {
-    if (count == kLanes) return load(p);
-    alignas(64) X some[kLanes] = {};
-    std::memcpy(some, p, count * sizeof(X));
-    return load(some);
-}
-
 struct Magnitudes {
     float largest;  // of a row with an infinity or a NaN: one of these
     float mean;
@@ -56,7 +47,7 @@ inline Magnitudes magnitudes(X x, int k) {
     };
     int i = 0;
     for (; i + kSums <= k; i += kSums)
-        for (int j = 0; j < kVectors; j++) take(j, load(x + i + j * kLanes));
+        for (int j = 0; j < kVectors; j++) take(j, load(x + (i + j * kLanes)));
     for (int j = 0; i < k; i += kLanes, j++) take(j, load_some(x + i, std::min(kLanes, k - i)));
     Floats smaller[kVectors / 2];
     for (int j = 0; j < kVectors / 2; j++) {
@@ -86,7 +77,7 @@ struct Scale {
     }
 };
 
-constexpr float kNarrow = 8.0f;  // the narrow limit in typical magnitudes; Gaussian rows stay below it
+constexpr float kNarrow = 12.0f;  // the narrow limit in typical magnitudes; Gaussian rows stay far below it
 constexpr int kWideEvery = 32;   // at most one element of so many is wide: that bounds what they cost
 
 // The magnitude that becomes 127 in a row of activations. It is no smaller than the mean, so a row's integers have a

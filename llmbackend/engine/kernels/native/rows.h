@@ -31,17 +31,6 @@ inline void embed(Worker& worker, const EmbedOp& op, const Step& step) {
     });
 }
 
-// The sum of f(i) for the vectors at i = 0, kLanes, … plus that of the single elements at the end.
-template <class Square>
-inline float row_sum(const float* x, int width, Square&& term) {
-    Floats total{};
-    int i = 0;
-    for (; i + kLanes <= width; i += kLanes) total = term(load(x + i), total);
-    float rest = 0.0f;
-    for (; i < width; i++) rest += term(splat(x[i]), Floats{})[0];
-    return sum(total) + rest;
-}
-
 // out[i] (+)= x[i] * factor * weight[i]. `out`: a pointer, or a row of tiles.
 template <class Out>
 inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
@@ -60,7 +49,7 @@ inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
 
 inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
     const auto square = [](Floats v, Floats total) { return fma(v, v, total); };
-    const float factor = 1.0f / std::sqrt(row_sum(x, op.width, square) / static_cast<float>(op.width) + op.eps);
+    const float factor = 1.0f / std::sqrt(sum_of(x, op.width, square) / static_cast<float>(op.width) + op.eps);
     if (op.out_type == Type::kBfloat16Tiles) {
         const TileRow<bf16> out(static_cast<bf16*>(op.out), static_cast<int>(out_row), op.out_stride);
         scale_row(op, x, factor, out);
@@ -72,11 +61,19 @@ inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
     }
 }
 
+constexpr int kRowsAhead = 2;
+
+inline void fetch_row(const float* x, int width) {
+    for (int i = 0; i < width; i += 16) __builtin_prefetch(x + i);
+}
+
 inline void norm(Worker& worker, const NormOp& op, const Step& step) {
     worker.share(num_rows(op.rows, step), kRowGrain, [&](int begin, int end) {
         for (int row = begin; row < end; row++) {
             const int token = op.rows == Rows::kSampled ? step.sampled_tokens[row] : row;
-            norm_row(op, op.x + static_cast<int64_t>(token) * op.x_stride, row);
+            const float* x = op.x + static_cast<int64_t>(token) * op.x_stride;
+            fetch_row(x + kRowsAhead * static_cast<int64_t>(op.x_stride), op.width);
+            norm_row(op, x, row);
         }
     });
 }

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <utility>
 
 #include "epilogue_int8.h"
@@ -90,7 +91,7 @@ class WideAdder {
     }
 
     LLMB_INLINE void step() {
-        constexpr int kPerStep = 4;
+        constexpr int kPerStep = 2;
         for (int i = 0; i < kPerStep && range_.begin < range_.end; i++) add(*range_.begin++);
     }
 
@@ -99,9 +100,26 @@ class WideAdder {
     }
 
   private:
-    void add(const WideElement& element) const {
-        char* sums = sums_ + sums_offset(element.row, 0);
-        int8::add_wide(weights_, {element.k, element.rest}, [=](int column) { return sums + sums_offset(0, column); });
+    LLMB_INLINE void add(const WideElement& element) const {
+        char* row = sums_ + sums_offset(element.row, 0);
+#if defined(__AVX512VNNI__)
+        // Most are small enough to be a factor of the CPU's products of bytes.
+        const int magnitude = std::abs(element.rest);
+        if (__builtin_expect(magnitude < 256, true)) {
+            const char* w = reinterpret_cast<const char*>(weights_) + element.k / 4u * int8::kQuadBytes;
+            const __m512i factors = _mm512_set1_epi32(magnitude << element.k % 4u * 8);
+            const __m512i sign = _mm512_set1_epi32(element.rest >> 31);
+            for (int half = 0; half < 2; half++) {
+                char* sums = row + half * kTileSizeBytes;
+                const __m512i product = _mm512_dpbusd_epi32(_mm512_setzero_si512(), factors,
+                                                            _mm512_loadu_si512(w + half * amx::kTileBytes));
+                const __m512i with_sign = _mm512_sub_epi32(_mm512_xor_si512(product, sign), sign);
+                _mm512_storeu_si512(sums, _mm512_add_epi32(_mm512_loadu_si512(sums), with_sign));
+            }
+            return;
+        }
+#endif
+        int8::add_wide(weights_, {element.k, element.rest}, [=](int column) { return row + sums_offset(0, column); });
     }
 
     WideRange range_{};
