@@ -68,8 +68,8 @@ class Program:
     def __init__(self, engine: NativeKernels, model: str, weight_type: Type, max_rows: int) -> None:
         self.engine = engine
         self.weight_type = weight_type
-        rounded = engine.library.multiplies_bfloat16 and weight_type is not Type.FLOAT32
-        self.x_type = Type.BFLOAT16 if rounded else Type.FLOAT32
+        model_type = Type.FLOAT32 if weight_type is Type.FLOAT32 else Type.BFLOAT16
+        self.x_type = engine.library.activation_type(model_type)
         num_layers, shapes, head = MODELS[model]
         self.shapes = shapes * num_layers + [head]
         self.keep: list[Any] = []
@@ -79,10 +79,13 @@ class Program:
         self.keep.append(ops)
         self.ops, self.num_ops = op_pointers(ops), len(ops)
 
+    def _x_stride(self, k: int) -> int:
+        return -(-k // 32) * 32 if self.x_type is Type.BFLOAT16_TILES else -(-k // 16) * 16 + 16
+
     def _rows(self, rows: int, width: int) -> Any:
         data = self.engine.library.memory(rows * (width + 31) // 16 * 16 * 4 + 4096).view(np.float32)
         data[:] = np.random.default_rng(0).standard_normal(1024).repeat(data.size // 1024 + 1)[: data.size]
-        if self.x_type is Type.BFLOAT16:  # both halves of a float32 are numbers
+        if self.x_type is not Type.FLOAT32:  # both halves of a float32 are numbers
             bits = data.view(np.uint32)
             bits[:] = bits & 0xFFFF0000 | bits >> 16
         return data
@@ -109,7 +112,7 @@ class Program:
     def _op(self, shape: Shape, rows: Rows) -> LinearOp:
         op = LinearOp(
             kind=Kind.LINEAR, rows=rows, n=shape.n, k=shape.k, weight=self._weight(shape),
-            x=self.x[shape.k].ctypes.data, x_stride=-(-shape.k // 16) * 16 + 16,
+            x=self.x[shape.k].ctypes.data, x_stride=self._x_stride(shape.k),
             y=self.y[shape.n].ctypes.data, y_stride=-(-shape.n // 16) * 16 + 16,
             weight_type=self.weight_type, x_type=self.x_type, epilogue=shape.epilogue, factor=1e-9,
         )  # fmt: skip

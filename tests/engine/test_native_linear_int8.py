@@ -286,6 +286,8 @@ def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue) -> 
 def test_tiles_of_bfloat16_give_the_same_bits_as_rows(
     tiles: NativeKernels, epilogue: Epilogue, shape: tuple[int, int]
 ) -> None:
+    if shape[1] > 2048 and tiles.library.variant != "amx":
+        pytest.skip("an emulated tile unit is too slow for k in slabs")
     of_rows = Layer(tiles, *shape, epilogue, x_type=Type.BFLOAT16)
     of_tiles = Layer(tiles, *shape, epilogue, x_type=Type.BFLOAT16_TILES)
     for rows in (1, 4, 5, 17, 530) if shape[1] > 2048 else (1, 4, 5, 16, 17, 50):
