@@ -20,11 +20,13 @@ from llmbackend.engine.kernels import library
 from llmbackend.engine.kernels.library import Kind, NativeKernels, RotaryOp, Type
 from llmbackend.engine.kernels.weights import TYPE_OF
 from llmbackend.engine.step import FlatStep
-from tests.helpers.native_engines import Array, engine, from_bf16, to_bf16
+from tests.helpers.native_engines import COMPILER, EMULATED_TILES, Array, engine, from_bf16, to_bf16
 from tests.helpers.ragged_attention import SINKS, Batch, Pages, Shape, Tokens, attend, rounded, run, stored
 
 VARIANTS = [name for name in library.available() if name != "avx512_vnni"] or list(library.available())
 """The one left out compiles attention to float32 and bfloat16 as avx512 does."""
+if "amx" not in VARIANTS and COMPILER:
+    VARIANTS.append(EMULATED_TILES)
 FIXED_POINT = [
     name
     for name in library.available()
@@ -38,7 +40,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not VARIANTS, reason="no nati
 
 def rounds(variant: str, shape: Shape) -> bool:
     """Whether queries and weights are rounded to bfloat16, for products with bfloat16 keys and values."""
-    return variant == "avx512_bf16" and shape.kv_type is Type.BFLOAT16
+    return variant in ("amx", EMULATED_TILES, "avx512_bf16") and shape.kv_type is Type.BFLOAT16
 
 
 def tolerance(variant: str, shape: Shape) -> float:
@@ -84,6 +86,8 @@ SHAPES = {
     "one-query-head": Shape(heads=3, kv_heads=3, block_size=64),
     "qwen": Shape(heads=14, kv_heads=2, out_type=Type.BFLOAT16),
     "wide": Shape(heads=4, kv_heads=1, dim=128, block_size=96),
+    "wide-alone": Shape(heads=2, kv_heads=2, dim=128),
+    "widest-bfloat16": Shape(heads=3, kv_heads=1, dim=256),
     "widest": Shape(heads=8, kv_heads=1, dim=256, kv_type=Type.FLOAT32),
     "dim-96": Shape(heads=4, kv_heads=2, dim=96),
     "dim-80": Shape(heads=2, kv_heads=2, dim=80),
@@ -148,6 +152,30 @@ def test_contexts_of_several_partitions(variant: str, kv_type: Type) -> None:
     shape, lengths = Shape(heads=3, kv_heads=1, dim=32, kv_type=kv_type), (1025, 2100)
     for got, wanted in zip(whole(variant, shape, lengths), expected(variant, shape, lengths), strict=True):
         np.testing.assert_allclose(got, wanted, atol=tolerance(variant, shape))
+
+
+def test_emulated_tiles_are_like_real_ones() -> None:
+    """Bit by bit, so that what tests of the emulation show holds for the CPU's own tiles."""
+    if "amx" not in VARIANTS or COMPILER is None:
+        pytest.skip("needs a CPU with tiles, and a C++ compiler")
+    for shape in (Shape(heads=3, kv_heads=1, dim=80, window=140, softcap=5.0, sinks=True), Shape(heads=2, kv_heads=2)):
+        lengths = (33, 260)
+        got, wanted = (whole(variant, shape, lengths) for variant in (EMULATED_TILES, "amx"))
+        assert [bits.tobytes() for bits in got] == [bits.tobytes() for bits in wanted]
+
+
+@each_variant
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_any_number_of_queries_gives_the_same_bits(variant: str, kv_heads: int) -> None:
+    """The last ones of a row, up to several tiles of them."""
+    shape, length = Shape(heads=3, kv_heads=kv_heads, dim=32), 170
+    (sequence,) = sequences_of(shape, (length,))
+    (wanted,) = whole(variant, shape, (length,))
+    pages = Pages(shape, [length], 5)
+    attend(engine(variant), pages, [sequence], [(0, 0, length)])
+    for count in range(1, 71):
+        (bits,) = attend(engine(variant), pages, [sequence], [(0, length - count, count)])
+        assert bits.tobytes() == wanted[-count:].tobytes(), f"{count} queries"
 
 
 @each_kind

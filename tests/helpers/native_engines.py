@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +16,7 @@ import pytest
 from _pytest.mark.structures import ParameterSet
 
 from llmbackend.engine.kernels import library
-from llmbackend.engine.kernels.library import NativeKernels, Type
+from llmbackend.engine.kernels.library import KernelLibrary, NativeKernels, Type
 
 Array = npt.NDArray[Any]
 
@@ -24,9 +28,28 @@ def best_is_fast(variants: Sequence[str]) -> list[ParameterSet]:
     return [pytest.param(name, marks=[pytest.mark.slow] if i else []) for i, name in enumerate(variants)]
 
 
+EMULATED_TILES = "emulated-tiles"
+"""The library `amx` for CPUs without tiles: these in plain C++, and otherwise as many lanes as this CPU has."""
+COMPILER = shutil.which("g++") or shutil.which("c++")
+
+
+@functools.cache
+def emulated_tiles() -> KernelLibrary:
+    assert COMPILER is not None
+    source = Path(library.__file__).parent / "native" / "library.cpp"
+    flags = (
+        "-std=c++20 -O1 -ffp-contract=off -fno-math-errno -fvisibility=hidden -pthread -shared -fPIC -DLLMB_EMULATE_AMX"
+    )
+    lanes = ["-march=skylake-avx512"] if "avx512" in library.available() else []
+    with tempfile.TemporaryDirectory() as directory:
+        target = Path(directory) / "tiles.so"
+        subprocess.run([COMPILER, *flags.split(), *lanes, "-o", target, source], check=True)
+        return KernelLibrary(EMULATED_TILES, target)
+
+
 @functools.cache
 def engine(variant: str, num_threads: int = 1) -> NativeKernels:
-    loaded = library.load(variant)
+    loaded = emulated_tiles() if variant == EMULATED_TILES else library.load(variant)
     assert loaded is not None
     return NativeKernels(loaded, num_threads)
 

@@ -1,4 +1,4 @@
-// A step's attention as a list of tiles, and where their keys and values lie.
+// A step's attention as a list of tasks, and where their keys and values lie.
 //
 // For: attention.h. Does not know: threads' memory, arithmetic. Invariant: the list depends on the step and the size of
 // the team alone, so that every worker makes the same one; no result depends on it.
@@ -7,45 +7,79 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 
-#include "attention_tile.h"
+#include "attention_softmax.h"
 #include "step.h"
 
 namespace llmb {
 
-constexpr int kTileRows = 192;  // queries times heads: enough to use what is in the cache often
-constexpr int kMaxTileQueries = 64;
+constexpr int kTaskRows = 192;  // queries times heads: enough to use what is in the cache often
+constexpr int kMaxTaskQueries = 64;
 constexpr int kWhole = -1;
 
 // Some neighbouring queries of a row, and the query heads of one KV head.
-struct Tile {
+struct Task {
     int32_t row;
     int32_t kv_head;
     int32_t first_query;  // within the row's queries
     int32_t num_queries;
     int32_t key_begin;  // the positions that are visited; a multiple of kChunk
     int32_t key_end;
-    int32_t part;  // kWhole, or which of the parts of cut tiles this is
+    int32_t part;  // kWhole, or which of the parts of cut tasks this is
 };
 
-// A tile that is computed partition by partition, as parts first_part..first_part + num_parts - 1.
-struct CutTile {
-    Tile tile;
+// A task that is computed partition by partition, as parts first_part..first_part + num_parts - 1.
+struct CutTask {
+    Task task;
     int32_t first_part;
     int32_t num_parts;
 };
 
-struct Range {
-    int begin;
-    int end;
+// How many elements lie between neighbouring columns of a matrix of row pairs: bf16 [n/2][width][2], float [n][width].
+template <class T>
+constexpr int kColumnStep = sizeof(T) == 2 ? 2 : 1;
+
+// Where the positions of one chunk lie, and which sub-blocks' worth of memory to fetch beside the scores and beside the
+// values of each sub-block. Only sub-blocks that some row of the task sees are filled in.
+template <class T>
+struct Chunk {
+    int start;  // absolute position
+    const T* keys[kChunkBlocks];
+    const T* values[kChunkBlocks];
+    const char* ahead_of_keys[kChunkBlocks];
+    const char* ahead_of_values[kChunkBlocks];
 };
+
+// Memory that will be needed soon, fetched line by line beside the arithmetic.
+struct Ahead {
+    const char* next;
+    int step;  // bytes; 0: nothing to fetch
+
+    void fetch() {
+        for (int line = 0; line < step; line += 64) __builtin_prefetch(next + line);
+        next += step;
+    }
+};
+
+// Rows of `used` elements, `stride` apart, to rows of `width` elements, filled up with zeros.
+template <class T>
+inline void copy_padded(const T* from, int used, int stride, T* to, int width, int num_rows) {
+    for (int i = 0; i < num_rows; i++, from += stride, to += width) {
+        std::memcpy(to, from, used * sizeof(T));
+        std::memset(to + used, 0, (width - used) * sizeof(T));
+    }
+}
 
 inline int group_size(const AttentionOp& op) { return op.num_heads / op.num_kv_heads; }
 
-inline int tile_queries(const AttentionOp& op) { return std::clamp(kTileRows / group_size(op), 1, kMaxTileQueries); }
+inline int task_queries(const AttentionOp& op) { return std::clamp(kTaskRows / group_size(op), 1, kMaxTaskQueries); }
 
-// Which positions tiles see and where those lie.
+// At most.
+inline int task_rows(const AttentionOp& op) { return task_queries(op) * group_size(op); }
+
+// Which positions tasks see and where those lie.
 class Places {
   public:
     Places(const AttentionOp& op, const Step& step) : op_(op), step_(step) {}
@@ -56,31 +90,31 @@ class Places {
 
     int oldest_seen(int position) const { return op_.window > 0 ? std::max(0, position - op_.window + 1) : 0; }
 
-    // Calls f for every tile of the step, uncut.
+    // Calls f for every task of the step, uncut.
     template <class F>
-    void each_tile(F&& f) const {
-        const int size = tile_queries(op_);
+    void each_task(F&& f) const {
+        const int size = task_queries(op_);
         for (int row = 0; row < step_.num_rows; row++)
             for (int kv_head = 0; kv_head < op_.num_kv_heads; kv_head++)
                 for (int first = 0; first < num_queries(row); first += size)
-                    f(tile(row, kv_head, first, std::min(size, num_queries(row) - first)));
+                    f(task(row, kv_head, first, std::min(size, num_queries(row) - first)));
     }
 
-    // The sub-blocks of the chunk at `start` that some query of the tile sees.
-    Range seen_of(const Tile& tile, int start) const {
-        const int oldest = oldest_seen(position(tile.row, tile.first_query)) - start, seen = tile.key_end - start;
+    // The sub-blocks of the chunk at `start` that some query of the task sees.
+    Range seen_of(const Task& task, int start) const {
+        const int oldest = oldest_seen(position(task.row, task.first_query)) - start, seen = task.key_end - start;
         return {std::max(0, oldest / kSubBlock), std::min(kChunkBlocks, (seen + kSubBlock - 1) / kSubBlock)};
     }
 
-    // The memory of a position's block and of the tile's head, as an element offset.
-    size_t slab(const Tile& tile, int position) const {
+    // The memory of a position's block and of the task's head, as an element offset.
+    size_t slab(const Task& task, int position) const {
         const size_t block =
-            step_.block_table[static_cast<size_t>(tile.row) * step_.block_table_stride + position / op_.block_size];
-        return (block * op_.num_kv_heads + tile.kv_head) * op_.head_dim * op_.block_size;
+            step_.block_table[static_cast<size_t>(task.row) * step_.block_table_stride + position / op_.block_size];
+        return (block * op_.num_kv_heads + task.kv_head) * op_.head_dim * op_.block_size;
     }
 
   private:
-    Tile tile(int row, int kv_head, int first, int count) const {
+    Task task(int row, int kv_head, int first, int count) const {
         const int begin = position(row, first);
         return {row, kv_head, first, count, oldest_seen(begin) / kChunk * kChunk, begin + count, kWhole};
     }
@@ -89,41 +123,41 @@ class Places {
     const Step& step_;
 };
 
-inline int64_t cost(const Tile& tile) { return int64_t{tile.key_end - tile.key_begin} * tile.num_queries; }
+inline int64_t cost(const Task& task) { return int64_t{task.key_end - task.key_begin} * task.num_queries; }
 
-inline int count_partitions(const Tile& tile) {
-    return (tile.key_end - 1) / kPartition - tile.key_begin / kPartition + 1;
+inline int count_partitions(const Task& task) {
+    return (task.key_end - 1) / kPartition - task.key_begin / kPartition + 1;
 }
 
-// How many tiles there are, and which of them are so long that one worker would finish after the others.
-struct TilePlan {
-    int num_tiles = 0;
+// How many tasks there are, and which of them are so long that one worker would finish after the others.
+struct Plan {
+    int num_tasks = 0;
     int num_parts = 0;
     int num_cut = 0;
     int64_t longest = INT64_MAX;
 
-    bool cuts(const Tile& tile) const { return cost(tile) > longest && count_partitions(tile) > 1; }
+    bool cuts(const Task& task) const { return cost(task) > longest && count_partitions(task) > 1; }
 };
 
-inline TilePlan plan_tiles(const Places& places, int num_threads) {
-    TilePlan plan;
+inline Plan plan_tasks(const Places& places, int num_threads) {
+    Plan plan;
     int64_t total = 0;
-    places.each_tile([&](const Tile& tile) { total += cost(tile); });
+    places.each_task([&](const Task& task) { total += cost(task); });
     if (num_threads > 1) plan.longest = total / (4 * num_threads);
-    places.each_tile([&](const Tile& tile) {
-        const int parts = plan.cuts(tile) ? count_partitions(tile) : 0;
+    places.each_task([&](const Task& task) {
+        const int parts = plan.cuts(task) ? count_partitions(task) : 0;
         plan.num_parts += parts;
         plan.num_cut += parts > 0;
-        plan.num_tiles += std::max(parts, 1);
+        plan.num_tasks += std::max(parts, 1);
     });
     return plan;
 }
 
-// Cuts a tile at the borders of partitions; returns the end of what it has appended.
-inline Tile* cut_tile(const Tile& tile, int first_part, Tile* end) {
-    for (int begin = tile.key_begin; begin < tile.key_end; end++) {
-        const int stop = std::min((begin / kPartition + 1) * kPartition, tile.key_end);
-        *end = tile;
+// Cuts a task at the borders of partitions; returns the end of what it has appended.
+inline Task* cut_task(const Task& task, int first_part, Task* end) {
+    for (int begin = task.key_begin; begin < task.key_end; end++) {
+        const int stop = std::min((begin / kPartition + 1) * kPartition, task.key_end);
+        *end = task;
         end->key_begin = begin;
         end->key_end = stop;
         end->part = first_part++;
@@ -132,44 +166,44 @@ inline Tile* cut_tile(const Tile& tile, int first_part, Tile* end) {
     return end;
 }
 
-// Fills in the plan; long tiles come first, so that all workers finish at about the same time.
-inline void list_tiles(const Places& places, const TilePlan& plan, Tile* tiles, CutTile* cut) {
-    Tile* end = tiles;
+// Fills in the plan; long tasks come first, so that all workers finish at about the same time.
+inline void list_tasks(const Places& places, const Plan& plan, Task* tasks, CutTask* cut) {
+    Task* end = tasks;
     int part = 0;
-    places.each_tile([&](const Tile& tile) {
-        if (!plan.cuts(tile)) {
-            *end++ = tile;
+    places.each_task([&](const Task& task) {
+        if (!plan.cuts(task)) {
+            *end++ = task;
             return;
         }
-        *cut = {tile, part, count_partitions(tile)};
-        end = cut_tile(tile, part, end);
+        *cut = {task, part, count_partitions(task)};
+        end = cut_task(task, part, end);
         part += cut++->num_parts;
     });
-    const auto longer = [](const Tile& a, const Tile& b) { return cost(a) > cost(b); };
-    if (!std::is_sorted(tiles, end, longer)) std::stable_sort(tiles, end, longer);
+    const auto longer = [](const Task& a, const Task& b) { return cost(a) > cost(b); };
+    if (!std::is_sorted(tasks, end, longer)) std::stable_sort(tasks, end, longer);
 }
 
 // The sub-blocks of keys and values in the order in which they will be read, some of them ahead of the arithmetic and
-// into the tile after this one: blocks lie anywhere, so the CPU cannot guess them.
+// into the task after this one: blocks lie anywhere, so the CPU cannot guess them.
 template <class T>
 class LookAhead {
   public:
     LookAhead(const AttentionOp& op, const Places& places) : op_(op), places_(places) {}
 
-    // `tile` is computed now and `following`, which may be null, probably afterwards.
-    void begin(const Tile& tile, const Tile* following) {
+    // `task` is computed now and `following`, which may be null, probably afterwards.
+    void begin(const Task& task, const Task* following) {
         following_ = following;
-        if (tile_ == &tile) return;
-        enter(&tile);
+        if (task_ == &task) return;
+        enter(&task);
         const int slab_bytes = kSubBlock * op_.head_dim * static_cast<int>(sizeof(T));
         for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
     }
 
     // The start of the next kSubBlock positions of memory that will be read; any address when there is none.
     const char* next() {
-        if (tile_ == nullptr) return nullptr;
+        if (task_ == nullptr) return nullptr;
         const int position = start_ + sub_ * kSubBlock;
-        const size_t at = places_.slab(*tile_, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
+        const size_t at = places_.slab(*task_, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
         const T* found = static_cast<const T*>(values_ ? op_.values : op_.keys) + at;
         advance();
         return reinterpret_cast<const char*>(found);
@@ -178,14 +212,14 @@ class LookAhead {
   private:
     static constexpr int kDistanceBytes = 16384;
 
-    void enter(const Tile* tile) {
-        tile_ = tile;
-        if (tile) enter_chunk(tile->key_begin);
+    void enter(const Task* task) {
+        task_ = task;
+        if (task) enter_chunk(task->key_begin);
     }
 
     void enter_chunk(int start) {
         start_ = start;
-        subs_ = places_.seen_of(*tile_, start);
+        subs_ = places_.seen_of(*task_, start);
         sub_ = subs_.begin;
         values_ = false;
     }
@@ -194,14 +228,14 @@ class LookAhead {
         if (++sub_ < subs_.end) return;
         sub_ = subs_.begin;
         if (!values_) values_ = true;
-        else if (start_ + kChunk < tile_->key_end) enter_chunk(start_ + kChunk);
+        else if (start_ + kChunk < task_->key_end) enter_chunk(start_ + kChunk);
         else enter(std::exchange(following_, nullptr));
     }
 
     const AttentionOp& op_;
     const Places& places_;
-    const Tile* tile_ = nullptr;
-    const Tile* following_ = nullptr;
+    const Task* task_ = nullptr;
+    const Task* following_ = nullptr;
     int start_ = 0;
     Range subs_{};
     int sub_ = 0;

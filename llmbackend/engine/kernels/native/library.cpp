@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "memory.h"
 #include "peak.h"
+#include "rotary.h"
 #include "rows.h"
 #include "sampling.h"
 #include "step.h"
@@ -128,9 +129,9 @@ LLMB_EXPORT void llmb_memory_delete(void* memory, size_t bytes) { llmb::release_
 LLMB_EXPORT int32_t llmb_cpu_features() { return llmb::cpu_features(); }
 
 // Whether keys and values of bfloat16 models are best kept in fixed point: pairs of 16-bit integers are multiplied at twice
-// the rate of float32, and there are no dot products of bfloat16.
+// the rate of float32, and there are neither dot products nor tiles of bfloat16.
 LLMB_EXPORT int32_t llmb_keeps_fixed_point() {
-#if defined(LLMB_FIXED_POINT_KV) && !defined(LLMB_BF16_DOTS)
+#if defined(LLMB_FIXED_POINT_KV) && !defined(LLMB_BF16_DOTS) && !defined(LLMB_HAS_TILES)
     return 1;
 #else
     return 0;

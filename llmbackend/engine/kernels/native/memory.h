@@ -68,4 +68,23 @@ class Scratch {
     size_t bytes_ = 0;
 };
 
+// Cuts arrays from a block of memory; from a null block, only counts the bytes.
+class Carver {
+  public:
+    explicit Carver(char* memory) : memory_(memory) {}
+
+    template <class T>
+    T* take(size_t count) {
+        T* taken = reinterpret_cast<T*>(memory_ + used_);
+        used_ += (count * sizeof(T) + 63) / 64 * 64;
+        return taken;
+    }
+
+    size_t used() const { return used_; }
+
+  private:
+    char* memory_;
+    size_t used_ = 0;
+};
+
 }  // namespace llmb

@@ -1,0 +1,226 @@
+// Attention of a task's bfloat16 queries by the tile unit: blocks of 16 rows against chunks of keys and values.
+//
+// For: attention.h. Does not know: threads, how a step is cut. Invariant, beside the order of attention
+// (attention_softmax.h): every row goes through the same products of tiles, for any number of rows, and a row of such a
+// product depends on that row alone. A score is summed in steps of 32 dimensions, a weighted value in steps of 32 absolute
+// positions, within a step as amx.h says. Positions that a query does not see have a weight of zero, and steps that no
+// query of a block sees are skipped, which is the same.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "amx.h"
+#include "attention_plan.h"
+#include "attention_softmax.h"
+#include "memory.h"
+#include "numbers.h"
+#include "step.h"
+#include "tile_rows.h"
+
+#if defined(LLMB_HAS_TILES)
+
+namespace llmb {
+
+constexpr int kDepth = TileRow<bf16>::kColumns;  // dimensions or positions that are summed in one product
+static_assert(kSubBlock == kDepth);             // a sub-block of weights is a tile, and two tiles of keys are a sub-block
+
+// 2 * kLanes neighbouring elements, rounded to bfloat16.
+inline void store_rounded(bf16* to, Floats first, Floats second) {
+#if defined(__AVX512BF16__)
+    const __m512bh rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+    std::memcpy(to, &rounded, sizeof rounded);
+#else
+    store(to, first);
+    store(to + kLanes, second);
+#endif
+}
+
+inline void store_weights(bf16* to, Floats first, Floats second) { store_rounded(to, first, second); }
+
+// Sums of 16 rows and 32 columns are tiles kC and kC + 1, where kC is 0 or 2: while one pair is summed, the other is stored.
+constexpr int kSumColumns = 32;
+
+// Sums += A·B. A is tile 4 or 5, B are tiles 6 and 7: 32 rows, as pairs of rows.
+template <int kC>
+inline void add_product(const bf16* a, const bf16* b, ptrdiff_t b_stride_bytes) {
+    constexpr int kA = 4 + kC / 2;
+    tile_load<kA>(a, amx::kTileBytes);
+    tile_load<6>(b, b_stride_bytes);
+    tile_dot<kC, kA, 6>();
+    tile_load<7>(b + kDepth, b_stride_bytes);
+    tile_dot<kC + 1, kA, 7>();
+}
+
+// `stride`: elements from row to row.
+template <int kC>
+inline void load_sums(const float* sums, int stride) {
+    const ptrdiff_t bytes = stride * static_cast<ptrdiff_t>(sizeof(float));
+    tile_load<kC>(sums, bytes);
+    tile_load<kC + 1>(sums + kSumColumns / 2, bytes);
+}
+
+template <int kC>
+inline void store_sums(float* sums, int stride) {
+    const ptrdiff_t bytes = stride * static_cast<ptrdiff_t>(sizeof(float));
+    tile_store<kC>(sums, bytes);
+    tile_store<kC + 1>(sums + kSumColumns / 2, bytes);
+}
+
+// For each i: sums i, then stores the sums of i - 1. In this order, because a load waits for older stores whose addresses
+// end like its own. Calls sum(i, C) and store(i, C), where C is the number of the pair.
+template <class SumUp, class Store>
+inline void in_turns(Range range, SumUp&& sum, Store&& store) {
+    constexpr std::integral_constant<int, 0> kFirst{};
+    constexpr std::integral_constant<int, 2> kSecond{};
+    for (int i = range.begin; i < range.end; i += 2) {
+        sum(i, kFirst);
+        if (i > range.begin) store(i - 1, kSecond);
+        if (i + 1 < range.end) sum(i + 1, kSecond);
+        store(i, kFirst);
+    }
+    if ((range.end - range.begin) % 2 == 0 && range.end > range.begin) store(range.end - 1, kSecond);
+}
+
+class TileKernel {
+  public:
+    using Element = bf16;
+    static int padded_dim(const AttentionOp& op) { return (op.head_dim + kDepth - 1) / kDepth * kDepth; }
+    static int padded_rows(int num_rows) { return (num_rows + amx::kTileRows - 1) / amx::kTileRows * amx::kTileRows; }
+
+    TileKernel(const AttentionOp& op, int max_rows, Carver& memory)
+        : dim_(op.head_dim), padded_dim_(padded_dim(op)), block_size_(op.block_size), softcap_(op.softcap),
+          scaling_(op.scaling), pads_(dim_ != padded_dim_),
+          q_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * padded_dim_)),
+          weights_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
+          scores_(memory.take<float>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
+          padded_keys_(memory.take<bf16>(pads_ ? kChunk * padded_dim_ : 0)),
+          padded_values_(memory.take<bf16>(pads_ ? kChunk * padded_dim_ : 0)) {}
+
+    void begin(int num_rows) { num_blocks_ = padded_rows(num_rows) / amx::kTileRows; }
+
+    void place_query(int r, const float* q) {
+        const TileRow<bf16> to(q_, r, padded_dim_);
+        int d = 0;
+        for (; d + 2 * kLanes <= dim_; d += 2 * kLanes)
+            store_rounded(to + d, load(q + d) * scaling_, load(q + d + kLanes) * scaling_);
+        for (; d < padded_dim_; d++) to[d] = to_bf16(d < dim_ ? q[d] * scaling_ : 0.0f);
+    }
+
+    // The scores of all blocks, then their softmax, then their weighted values: vectors run at half their rate beside
+    // products of tiles and some 100 ns after them, and products wait some 250 ns after a pause of more than 400.
+    void visit(Chunk<bf16> chunk, const TaskRows& rows) {
+        if (pads_) pad(chunk);
+        for (int i = 0; i < num_blocks_; i++) score(chunk, block_at(i, chunk, rows));
+        for (int i = 0; i < num_blocks_; i++) soften(chunk, block_at(i, chunk, rows));
+        for (int i = 0; i < num_blocks_; i++) weigh(chunk, block_at(i, chunk, rows));
+    }
+
+  private:
+    // 16 rows, or the last ones, in one chunk.
+    struct Block {
+        int index;
+        TaskRows rows;
+        Range subs;  // what they see
+    };
+
+    Block block_at(int index, const Chunk<bf16>& chunk, const TaskRows& rows) const {
+        const int r = index * amx::kTileRows;
+        const TaskRows part = rows.part(r, std::min(amx::kTileRows, rows.count - r));
+        return {index, part, part.seen_in(chunk.start)};
+    }
+
+    const bf16* q(const Block& block) const { return q_ + static_cast<size_t>(block.index) * amx::kTileRows * padded_dim_; }
+    bf16* weights(const Block& block) const { return weights_ + block.index * amx::kTileRows * kChunk; }
+    float* scores(const Block& block) const { return scores_ + block.index * amx::kTileRows * kChunk; }
+
+    // Each block fetches its share of what will be needed, in steps of 32 dimensions.
+    Ahead ahead(const char* next, const Block& block, int step) const {
+        const int steps = padded_dim_ / kDepth;
+        const int bytes = (kSubBlock * dim_ * 2 / (steps * num_blocks_) + 63) / 64 * 64;
+        return {next + (block.index * steps + step) * bytes, bytes};
+    }
+
+    void score(const Chunk<bf16>& chunk, const Block& block) {
+        in_turns(block.subs, [&](int sub, auto c) { sum_scores<c>(chunk, block, sub); },
+                 [&](int sub, auto c) { store_sums<c>(scores(block) + sub * kSubBlock, kChunk); });
+    }
+
+    template <int kC>
+    void sum_scores(const Chunk<bf16>& chunk, const Block& block, int sub) {
+        const int row_elements = 2 * (pads_ ? kSubBlock : block_size_);
+        const bf16* a = q(block);
+        const bf16* b = chunk.keys[sub];
+        Ahead next = ahead(chunk.ahead_of_keys[sub], block, 0);
+        tile_zero<kC>();
+        tile_zero<kC + 1>();
+        for (int d = 0; d < padded_dim_; d += kDepth) {
+            next.fetch();
+            add_product<kC>(a, b, row_elements * sizeof(bf16));
+            a += TileRow<bf16>::kSize;
+            b += kDepth / 2 * row_elements;
+        }
+    }
+
+    void soften(const Chunk<bf16>& chunk, const Block& block) {
+        if (block.subs.end <= block.subs.begin) return;
+        const int begin = block.subs.begin * kSubBlock, end = block.subs.end * kSubBlock;
+        const TaskRows& rows = block.rows;
+        for (int r = 0; r < rows.count; r++) {
+            float* row = scores(block) + r * kChunk;
+            const float best = mask_row(row, begin, end, chunk.start, rows.first[r], rows.last[r], softcap_);
+            soften_row(rows.state, r, row, TileRow<bf16>(weights(block), r, kChunk), begin, end, best);
+        }
+    }
+
+    void weigh(const Chunk<bf16>& chunk, const Block& block) {
+        if (block.subs.end <= block.subs.begin) return;
+        float* weighted = block.rows.state.weighted;
+        in_turns({0, padded_dim_ / kSumColumns}, [&](int column, auto c) { sum_values<c>(chunk, block, column); },
+                 [&](int column, auto c) { store_sums<c>(weighted + column * kSumColumns, padded_dim_); });
+    }
+
+    template <int kC>
+    void sum_values(const Chunk<bf16>& chunk, const Block& block, int column) {
+        const int d = column * kSumColumns;
+        load_sums<kC>(block.rows.state.weighted + d, padded_dim_);
+        for (int sub = block.subs.begin; sub < block.subs.end; sub++) {
+            ahead(chunk.ahead_of_values[sub], block, column).fetch();
+            add_product<kC>(weights(block) + sub * TileRow<bf16>::kSize, chunk.values[sub] + 2 * d, 2 * sizeof(bf16) * padded_dim_);
+        }
+    }
+
+    // Copies a chunk, filled up with zeros, where head_dim is no multiple of a tile's columns.
+    void pad(Chunk<bf16>& chunk) const {
+        for (int sub = 0; sub < kChunkBlocks; sub++) {
+            if (chunk.keys[sub] == nullptr) continue;
+            bf16* keys = padded_keys_ + sub * kSubBlock * padded_dim_;
+            copy_padded(chunk.keys[sub], 2 * kSubBlock, 2 * block_size_, keys, 2 * kSubBlock, dim_ / 2);
+            std::memset(keys + kSubBlock * dim_, 0, sizeof(bf16) * kSubBlock * (padded_dim_ - dim_));
+            chunk.keys[sub] = keys;
+            bf16* values = padded_values_ + sub * kSubBlock * padded_dim_;
+            copy_padded(chunk.values[sub], 2 * dim_, 2 * dim_, values, 2 * padded_dim_, kSubBlock / 2);
+            chunk.values[sub] = values;
+        }
+    }
+
+    const int dim_;
+    const int padded_dim_;
+    const int block_size_;
+    const float softcap_;
+    const float scaling_;
+    const bool pads_;
+    bf16* const q_;              // tile_rows.h: [rows / 16][padded_dim / 32][16][32]
+    bf16* const weights_;        // tile_rows.h: [rows / 16][kChunk / 32][16][32]
+    float* const scores_;        // [rows][kChunk]
+    bf16* const padded_keys_;    // [sub-block][padded_dim / 2][kSubBlock][2]
+    bf16* const padded_values_;  // [sub-block][kSubBlock / 2][padded_dim][2]
+    int num_blocks_ = 0;
+};
+
+}  // namespace llmb
+
+#endif

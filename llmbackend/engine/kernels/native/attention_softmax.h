@@ -1,0 +1,149 @@
+// The running softmax of attention: scores of one chunk of positions become weights, rows are scaled and merged.
+//
+// For: the kernels of attention. Does not know: how scores and weighted values are computed, where keys and values lie.
+// Invariant, the order of attention: keys are visited in chunks of 128 absolute positions, which form partitions of 1024.
+// A chunk's weights are relative to the maximum so far, and partitions are merged in order. What a query does not see
+// has a weight of zero.
+#pragma once
+
+#include <cfloat>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "numbers.h"
+
+namespace llmb {
+
+constexpr int kSubBlock = 32;  // positions: KV blocks are made of whole ones
+constexpr int kChunk = 128;
+constexpr int kChunkBlocks = kChunk / kSubBlock;
+constexpr int kPartition = 1024;
+constexpr float kNothingSeen = -FLT_MAX;  // a maximum over no score: finite, so that it can be subtracted from itself
+
+struct Range {
+    int begin;
+    int end;
+};
+
+// The running softmax of some rows: queries of one head each.
+struct SoftmaxState {
+    float* sums;      // [rows][kLanes]: of weights, by position modulo kLanes
+    float* maxima;    // [rows]
+    float* weighted;  // [rows][width]: values times weights
+    int width;        // the head's dimensions, padded to a multiple of kLanes
+
+    SoftmaxState from(size_t r) const { return {sums + r * kLanes, maxima + r, weighted + r * width, width}; }
+};
+
+// The rows of a task, in the order of their positions: what they see, and their softmax.
+struct TaskRows {
+    int count;
+    const int32_t* first;  // [rows]: the oldest position a row sees
+    const int32_t* last;   // [rows]: its own
+    SoftmaxState state;
+
+    TaskRows part(int r, int size) const { return {size, first + r, last + r, state.from(r)}; }
+
+    // The sub-blocks of the chunk at `start` that some row sees; there may be none.
+    Range seen_in(int start) const {
+        const int oldest = first[0] - start, seen = last[count - 1] + 1 - start;
+        return {oldest > 0 ? oldest / kSubBlock : 0, seen < kChunk ? (seen + kSubBlock - 1) / kSubBlock : kChunkBlocks};
+    }
+};
+
+inline Ints iota() {
+    Ints v;
+    for (int i = 0; i < kLanes; i++) v[i] = i;
+    return v;
+}
+
+// tanh(x), absolute error below 2e-7.
+inline Floats tanh(Floats x) {
+    const Floats ten = splat(10.0f);
+    const Floats bounded = x > ten ? ten : x < -ten ? -ten : x;
+    return 1.0f - 2.0f / (exp(bounded * 2.0f) + 1.0f);
+}
+
+inline float exp_of(float x) { return exp(splat(x))[0]; }
+
+// Applies softcap and mask to scores of positions start + begin..end-1; returns the largest.
+inline float mask_row(float* scores, int begin, int end, int start, int first, int last, float softcap) {
+    const bool masked = start + begin < first || start + end - 1 > last;
+    Floats best = splat(kNothingSeen);
+    for (int i = begin; i < end; i += kLanes) {
+        Floats x = load(scores + i);
+        if (softcap != 0.0f) x = tanh(x / softcap) * softcap;
+        if (masked) {
+            const Ints position = iota() + (start + i);
+            x = position >= first ? x : splat(-INFINITY);
+            x = position <= last ? x : splat(-INFINITY);
+        }
+        if (masked || softcap != 0.0f) store(scores + i, x);
+        best = max(x, best);
+    }
+    return max(best);
+}
+
+inline void scale_row(const SoftmaxState& state, int r, float factor) {
+    store(state.sums + r * kLanes, load(state.sums + r * kLanes) * factor);
+    float* weighted = state.weighted + r * state.width;
+    for (int d = 0; d < state.width; d += kLanes) store(weighted + d, load(weighted + d) * factor);
+}
+
+// Weights of two vectors of neighbouring positions to where they are multiplied with values.
+template <class W>
+inline void store_weights(W* to, Floats first, Floats second) {
+    store(to, first);
+    store(to + kLanes, second);
+}
+
+// Scores of positions begin..end-1, whole sub-blocks, become weights relative to the row's maximum so far; its state is
+// scaled when that grows. `weights`: a pointer or TileRow.
+template <class Weights>
+inline void soften_row(const SoftmaxState& state, int r, const float* scores, Weights weights, int begin, int end,
+                       float best) {
+    if (best > state.maxima[r]) {
+        scale_row(state, r, exp_of(state.maxima[r] - best));
+        state.maxima[r] = best;
+    }
+    const Floats maximum = splat(state.maxima[r]);
+    Floats sums = load(state.sums + r * kLanes);
+    for (int i = begin; i < end; i += 2 * kLanes) {
+        const Floats first = exp(load(scores + i) - maximum);
+        const Floats second = exp(load(scores + i + kLanes) - maximum);
+        store_weights(weights + i, first, second);
+        sums += first;
+        sums += second;
+    }
+    store(state.sums + r * kLanes, sums);
+}
+
+inline void clear_state(const SoftmaxState& state, int num_rows) {
+    std::memset(state.sums, 0, sizeof(float) * num_rows * kLanes);
+    std::memset(state.weighted, 0, sizeof(float) * num_rows * state.width);
+    for (int r = 0; r < num_rows; r++) state.maxima[r] = kNothingSeen;
+}
+
+// total += part, for one row. Exact where one of them has seen nothing.
+inline void merge_row(const SoftmaxState& total, const SoftmaxState& part, int r) {
+    const float best = part.maxima[r] > total.maxima[r] ? part.maxima[r] : total.maxima[r];
+    const Floats a = splat(exp_of(total.maxima[r] - best)), b = splat(exp_of(part.maxima[r] - best));
+    const auto merge = [&](float* x, const float* y) { store(x, fma(load(y), b, load(x) * a)); };
+    merge(total.sums + r * kLanes, part.sums + r * kLanes);
+    for (int d = 0; d < total.width; d += kLanes)
+        merge(total.weighted + r * total.width + d, part.weighted + r * total.width + d);
+    total.maxima[r] = best;
+}
+
+// What a row's weighted values are multiplied with in the end: 1 / the sum of its weights, the sink's included.
+inline float normaliser(const SoftmaxState& state, int r, const float* sink) {
+    const float total = sum(load(state.sums + r * kLanes));
+    if (sink == nullptr) return 1.0f / total;
+    const float best = *sink > state.maxima[r] ? *sink : state.maxima[r];
+    const float factor = exp_of(state.maxima[r] - best);
+    return factor / fma(total, factor, exp_of(*sink - best));
+}
+
+}  // namespace llmb
