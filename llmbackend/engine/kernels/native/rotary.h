@@ -5,9 +5,13 @@
 // reused block would spoil another request's output (zero weight times NaN is NaN).
 #pragma once
 
+#include <algorithm>
 #include <cfloat>
 #include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
 
 #include "fixed16.h"
 #include "numbers.h"
@@ -16,20 +20,19 @@
 
 namespace llmb {
 
-template <class T>
-constexpr float kLargest = FLT_MAX;
-template <>
-inline constexpr float kLargest<bf16> = 3.38953139e38f;
+constexpr float kLargestBf16 = 3.38953139e38f;
 
-inline float narrow(float x, float) { return x; }
-inline bf16 narrow(float x, bf16) { return to_bf16(x); }
+// The nearest number that memory holds; 0 for a NaN.
+inline float finite(float x) {
+    const float bounded = x > FLT_MAX ? FLT_MAX : x < -FLT_MAX ? -FLT_MAX : x;
+    return x == x ? bounded : 0.0f;
+}
 
-// The nearest number that memory of type T holds; 0 for a NaN.
-template <class T>
-inline T finite(float x) {
-    const float limit = kLargest<T>;
-    const float bounded = x > limit ? limit : x < -limit ? -limit : x;
-    return narrow(x == x ? bounded : 0.0f, T{});
+// The same, rounded to bfloat16: in the upper halves of lanes whose lower halves are zero.
+inline Ints finite_bf16(Floats x) {
+    const Floats bounded = min(max(x, splat(-kLargestBf16)), splat(kLargestBf16));
+    const Ints bits = (Ints)(x == x ? bounded : Floats{});
+    return (bits + 0x7fff + (bits >> 16 & 1)) & static_cast<int32_t>(0xffff0000);
 }
 
 // The sum of x[i]², in one order for a given n.
@@ -82,81 +85,119 @@ inline void rotate_heads(const RotaryOp& op, float* x, int first, int last, cons
     }
 }
 
-// One position of a matrix of pairs of rows: column `column` of [dim/2][block_size][2] or [dim][block_size].
+// Half `odd` of `count` pairs, for which `pairs` is zero elsewhere. Another thread may be writing the other half.
+inline void store_half(bf16* to, int odd, Ints pairs, int count) {
+#if defined(__AVX512BW__)
+    const __mmask32 half = static_cast<__mmask32>(odd ? 0xaaaaaaaau : 0x55555555u);
+    _mm512_mask_storeu_epi16(to, half & (0xffffffffu >> (32 - 2 * count)), (__m512i)pairs);
+#else
+    for (int i = 0; i < count; i++) {
+        const uint32_t pair = static_cast<uint32_t>(pairs[i]);
+        to[2 * i + odd].bits = static_cast<uint16_t>(odd ? pair >> 16 : pair);
+    }
+#endif
+}
+
+// KV memory of one head in one block. Position `offset` is a column of keys [dim][block_size] and a row of values
+// [block_size][dim], or, in 16 bits, of [dim/2][block_size][2] and [block_size/2][dim][2].
 template <class T>
-inline void write_key(T* slab, const float* k, int dim, int block_size, int column) {
-    constexpr bool kPaired = sizeof(T) == 2;
-    T* to = slab + (kPaired ? 2 * column : column);
-    for (int d = 0; d < dim; d += 2) {
-        to[0] = finite<T>(k[d]);
-        to[kPaired ? 1 : block_size] = finite<T>(k[d + 1]);
-        to += 2 * block_size;
+struct Slab {
+    T* keys;
+    T* values;
+    int dim;
+    int block_size;
+};
+
+inline void write_position(const Slab<float>& slab, int offset, const float* k, const float* v) {
+    float* value = slab.values + static_cast<size_t>(offset) * slab.dim;
+    for (int d = 0; d < slab.dim; d++) {
+        slab.keys[static_cast<size_t>(d) * slab.block_size + offset] = finite(k[d]);
+        value[d] = finite(v[d]);
     }
 }
 
-// Row `row` of [block_size/2][dim][2] or [block_size][dim].
-template <class T>
-inline void write_value(T* slab, const float* v, int dim, int row) {
-    constexpr int kStep = sizeof(T) == 2 ? 2 : 1;
-    T* to = kStep == 2 ? slab + row / 2 * 2 * dim + row % 2 : slab + row * dim;
-    for (int d = 0; d < dim; d++) to[kStep * d] = finite<T>(v[d]);
-}
-
-
-template <class T>
-inline void write_position(T* keys, T* values, const float* k, const float* v, int dim, int block_size, int offset) {
-    write_key(keys, k, dim, block_size, offset);
-    write_value(values, v, dim, offset);
-}
-
-inline void write_position(fixed16* keys, fixed16* values, const float* k, const float* v, int dim, int block_size,
-                           int offset) {
-    const int exponent = value_exponent(v, dim);
-    encode_key(k, dim, exponent, [&](int d, fixed16 element) {
-        keys[static_cast<size_t>(d / 2) * 2 * block_size + 2 * offset + d % 2] = element;
+inline void write_position(const Slab<fixed16>& slab, int offset, const float* k, const float* v) {
+    const int exponent = value_exponent(v, slab.dim);
+    encode_key(k, slab.dim, exponent, [&](int d, fixed16 element) {
+        slab.keys[static_cast<size_t>(d / 2) * 2 * slab.block_size + 2 * offset + d % 2] = element;
     });
-    fixed16* to = values + static_cast<size_t>(offset / 2) * 2 * dim + offset % 2;
-    each_integer(v, dim, unit_factor(exponent), [&](int d, int integer) { to[2 * d] = {static_cast<int16_t>(integer)}; });
+    fixed16* to = slab.values + static_cast<size_t>(offset / 2) * 2 * slab.dim + offset % 2;
+    each_integer(v, slab.dim, unit_factor(exponent), [&](int d, int integer) { to[2 * d] = {static_cast<int16_t>(integer)}; });
 }
 
-template <class T>
-inline void write_heads(const RotaryOp& op, const float* k, const float* v, int first, int last, int slot) {
-    const int block = slot / op.block_size, offset = slot % op.block_size;
-    for (int head = first; head < last; head++) {
-        const size_t slab = (static_cast<size_t>(block) * op.num_kv_heads + head) * op.head_dim * op.block_size;
-        write_position(static_cast<T*>(op.keys) + slab, static_cast<T*>(op.values) + slab, k + head * op.head_dim,
-                       v + head * op.head_dim, op.head_dim, op.block_size, offset);
+// Positions offset..offset + N - 1, whose k and v are `stride` apart: one, or two that share their pairs of values.
+template <int N>
+inline void write_positions(const Slab<bf16>& slab, int offset, const float* k, const float* v, size_t stride) {
+    for (int d = 0; d < slab.dim; d += kLanes) {
+        const int count = std::min(kLanes, slab.dim - d);
+        uint32_t lanes[N][kLanes], pairs[kLanes / 2][N];
+        Ints values{};
+        for (int i = 0; i < N; i++) {
+            const Ints keys = finite_bf16(load_some(k + i * stride + d, count));
+            std::memcpy(lanes[i], &keys, sizeof keys);
+            for (int j = 0; j < kLanes / 2; j++) pairs[j][i] = lanes[i][2 * j] >> 16 | lanes[i][2 * j + 1];
+            const Ints upper = finite_bf16(load_some(v + i * stride + d, count));
+            values |= (offset + i) % 2 ? upper : upper >> 16 & 0xffff;
+        }
+        bf16* key = slab.keys + static_cast<size_t>(d) * slab.block_size + 2 * offset;
+        for (int j = 0; 2 * j < count; j++) std::memcpy(key + static_cast<size_t>(2 * j) * slab.block_size, pairs[j], sizeof pairs[j]);
+        bf16* value = slab.values + static_cast<size_t>(offset / 2 * slab.dim + d) * 2;
+        if constexpr (N == 2) std::memcpy(value, &values, count * sizeof(int32_t));
+        else store_half(value, offset % 2, values, count);
     }
+}
+
+// The tokens begin..end-1, KV heads first..last-1.
+template <class T>
+inline void write_heads(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {
+    for (int token = begin, count = 1; token < end; token += count) {
+        const int slot = step.slots[token], block = slot / op.block_size, offset = slot % op.block_size;
+        const bool two = token + 1 < end && slot % 2 == 0 && step.slots[token + 1] == slot + 1;
+        count = std::is_same_v<T, bf16> && two ? 2 : 1;
+        for (int head = first; head < last; head++) {
+            const size_t at = (static_cast<size_t>(block) * op.num_kv_heads + head) * op.head_dim * op.block_size;
+            const Slab<T> slab{static_cast<T*>(op.keys) + at, static_cast<T*>(op.values) + at, op.head_dim, op.block_size};
+            const size_t from = static_cast<size_t>(token) * op.stride + head * op.head_dim;
+            if constexpr (!std::is_same_v<T, bf16>) write_position(slab, offset, op.k + from, op.v + from);
+            else if (two) write_positions<2>(slab, offset, op.k + from, op.v + from, op.stride);
+            else write_positions<1>(slab, offset, op.k + from, op.v + from, op.stride);
+        }
+    }
+}
+
+inline void write_kv(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {
+    if (op.kv_type == Type::kBfloat16) write_heads<bf16>(op, step, begin, end, first, last);
+    else if (op.kv_type == Type::kFixed16) write_heads<fixed16>(op, step, begin, end, first, last);
+    else write_heads<float>(op, step, begin, end, first, last);
 }
 
 // KV heads first..last-1 of a token and the query heads that attend to them.
-inline void rotary_part(const RotaryOp& op, const Step& step, int token, int first, int last) {
+inline void rotate_token(const RotaryOp& op, const Step& step, int token, int first, int last) {
     const size_t row = static_cast<size_t>(token) * op.stride;
     const int group = op.num_heads / op.num_kv_heads;
     float* q = op.q + row;
     float* k = op.k + row;
     if (op.q_norm) normalise_heads(op, q, op.q_norm, first * group, last * group);
     if (op.k_norm) normalise_heads(op, k, op.k_norm, first, last);
-    if (op.cos_sin) {
-        const float* cos = op.cos_sin + static_cast<size_t>(step.positions[token]) * op.rotary_dim;
-        rotate_heads(op, q, first * group, last * group, cos);
-        rotate_heads(op, k, first, last, cos);
-    }
-    if (op.kv_type == Type::kBfloat16) write_heads<bf16>(op, k, op.v + row, first, last, step.slots[token]);
-    else if (op.kv_type == Type::kFixed16) write_heads<fixed16>(op, k, op.v + row, first, last, step.slots[token]);
-    else write_heads<float>(op, k, op.v + row, first, last, step.slots[token]);
+    if (!op.cos_sin) return;
+    const float* cos = op.cos_sin + static_cast<size_t>(step.positions[token]) * op.rotary_dim;
+    rotate_heads(op, q, first * group, last * group, cos);
+    rotate_heads(op, k, first, last, cos);
+}
+
+inline void rotary_part(const RotaryOp& op, const Step& step, int begin, int end, int first, int last) {
+    for (int token = begin; token < end; token++) rotate_token(op, step, token, first, last);
+    write_kv(op, step, begin, end, first, last);
 }
 
 inline void rotary(Worker& worker, const RotaryOp& op, const Step& step) {
+    const int heads = op.num_kv_heads;
     // Few tokens are shared head by head, unless all heads of a token are normalised together.
-    const bool by_head = step.num_tokens < 4 * worker.size && !op.norm_whole;
-    const int parts = by_head ? op.num_kv_heads : 1, heads = op.num_kv_heads / parts;
-    worker.share(step.num_tokens * parts, by_head ? 1 : 4, [&](int begin, int end) {
-        for (int i = begin; i < end; i++) {
-            const int first = i % parts * heads;
-            rotary_part(op, step, i / parts, first, first + heads);
-        }
-    });
+    if (step.num_tokens < 4 * worker.size && !op.norm_whole)
+        worker.share(step.num_tokens * heads, 1, [&](int i, int) {
+            rotary_part(op, step, i / heads, i / heads + 1, i % heads, i % heads + 1);
+        });
+    else worker.share(step.num_tokens, 8, [&](int begin, int end) { rotary_part(op, step, begin, end, 0, heads); });
 }
 
 }  // namespace llmb
