@@ -19,7 +19,8 @@ namespace llmb {
 
 namespace amx {
 constexpr int kTileRows = 16;
-constexpr int kTileBytes = 64;  // of a row
+constexpr int kTileBytes = 64;      // of a row
+constexpr int kFirstRightTile = 6;  // 6 and 7 always have 16 rows; the others fewer where tiles_begin says so
 }  // namespace amx
 
 #if defined(LLMB_EMULATE_AMX)
@@ -41,7 +42,8 @@ struct EmulatedTile {
 };
 inline thread_local EmulatedTile emulated_tiles[8];
 
-inline void tiles_begin() {}
+// The emulation always computes 16 rows.
+inline void tiles_begin(int = amx::kTileRows) {}
 inline void tiles_end() {}
 
 template <int kTile>
@@ -99,8 +101,9 @@ static_assert(sizeof(TileConfiguration) == 64);
 
 // Clobbering memory matters in all of these: compilers take them for functions of their registers and move them across
 // the stores of what they read.
-inline void tiles_begin() {
-    const TileConfiguration configuration;
+inline void tiles_begin(int rows = amx::kTileRows) {
+    TileConfiguration configuration;
+    for (int tile = 0; tile < amx::kFirstRightTile; tile++) configuration.rows[tile] = static_cast<uint8_t>(rows);
     asm volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
 }
 inline void tiles_end() { asm volatile("tilerelease" : : : "memory"); }

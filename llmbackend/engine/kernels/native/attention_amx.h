@@ -85,6 +85,15 @@ inline void in_turns(Range range, SumUp&& sum, Store&& store) {
     if ((range.end - range.begin) % 2 == 0 && range.end > range.begin) store(range.end - 1, kSecond);
 }
 
+// `count` pairs, filled up to 32 with zeros.
+inline void copy_row(const bf16* from, int count, bf16* to) {
+    for (int i = 0; i < kDepth; i += kLanes) {
+        const auto* vector = reinterpret_cast<const float*>(from + 2 * i);
+        const Floats pairs = i < count ? load_some(vector, std::min(kLanes, count - i)) : Floats{};
+        std::memcpy(to + 2 * i, &pairs, sizeof pairs);
+    }
+}
+
 class TileKernel {
   public:
     using Element = bf16;
@@ -92,15 +101,23 @@ class TileKernel {
     static int padded_rows(int num_rows) { return (num_rows + amx::kTileRows - 1) / amx::kTileRows * amx::kTileRows; }
 
     TileKernel(const AttentionOp& op, int max_rows, Carver& memory)
-        : dim_(op.head_dim), padded_dim_(padded_dim(op)), block_size_(op.block_size), softcap_(op.softcap),
-          scaling_(op.scaling), pads_(dim_ != padded_dim_),
+        : dim_(op.head_dim), whole_(dim_ / kDepth * kDepth), padded_dim_(padded_dim(op)), pads_(dim_ != padded_dim_),
+          block_size_(op.block_size), softcap_(op.softcap), scaling_(op.scaling),
           q_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * padded_dim_)),
           weights_(memory.take<bf16>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
           scores_(memory.take<float>(static_cast<size_t>(padded_rows(max_rows)) * kChunk)),
-          padded_keys_(memory.take<bf16>(pads_ ? kChunk * padded_dim_ : 0)),
-          padded_values_(memory.take<bf16>(pads_ ? kChunk * padded_dim_ : 0)) {}
+          rest_of_keys_(memory.take<bf16>(pads_ ? kChunkBlocks * kRestSize : 0)),
+          rest_of_values_(memory.take<bf16>(pads_ ? kChunkBlocks * kRestSize : 0)) {}
 
-    void begin(int num_rows) { num_blocks_ = padded_rows(num_rows) / amx::kTileRows; }
+    void begin(int num_rows) {
+        num_blocks_ = padded_rows(num_rows) / amx::kTileRows;
+        const int steps = num_blocks_ * (padded_dim_ / kDepth), sub_block_bytes = kSubBlock * dim_ * 2;
+        ahead_bytes_ = (sub_block_bytes / steps + 63) / 64 * 64;
+        // A few rows alone take less time as smaller tiles.
+        const int tile_rows = std::min(num_rows, amx::kTileRows);
+        if (tile_rows != tile_rows_) tiles_begin(tile_rows);
+        tile_rows_ = tile_rows;
+    }
 
     void place_query(int r, const float* q) {
         const TileRow<bf16> to(q_, r, padded_dim_);
@@ -112,8 +129,8 @@ class TileKernel {
 
     // The scores of all blocks, then their softmax, then their weighted values: vectors run at half their rate beside
     // products of tiles and some 100 ns after them, and products wait some 250 ns after a pause of more than 400.
-    void visit(Chunk<bf16> chunk, const TaskRows& rows) {
-        if (pads_) pad(chunk);
+    void visit(const Chunk<bf16>& chunk, const TaskRows& rows) {
+        if (pads_) copy_rest(chunk);
         for (int i = 0; i < num_blocks_; i++) score(chunk, block_at(i, chunk, rows));
         for (int i = 0; i < num_blocks_; i++) soften(chunk, block_at(i, chunk, rows));
         for (int i = 0; i < num_blocks_; i++) weigh(chunk, block_at(i, chunk, rows));
@@ -139,9 +156,7 @@ class TileKernel {
 
     // Each block fetches its share of what will be needed, in steps of 32 dimensions.
     Ahead ahead(const char* next, const Block& block, int step) const {
-        const int steps = padded_dim_ / kDepth;
-        const int bytes = (kSubBlock * dim_ * 2 / (steps * num_blocks_) + 63) / 64 * 64;
-        return {next + (block.index * steps + step) * bytes, bytes};
+        return {next + (block.index * (padded_dim_ / kDepth) + step) * ahead_bytes_, ahead_bytes_};
     }
 
     void score(const Chunk<bf16>& chunk, const Block& block) {
@@ -151,18 +166,19 @@ class TileKernel {
 
     template <int kC>
     void sum_scores(const Chunk<bf16>& chunk, const Block& block, int sub) {
-        const int row_elements = 2 * (pads_ ? kSubBlock : block_size_);
+        const int row_elements = 2 * block_size_;
         const bf16* a = q(block);
         const bf16* b = chunk.keys[sub];
         Ahead next = ahead(chunk.ahead_of_keys[sub], block, 0);
         tile_zero<kC>();
         tile_zero<kC + 1>();
-        for (int d = 0; d < padded_dim_; d += kDepth) {
+        for (int d = 0; d < whole_; d += kDepth) {
             next.fetch();
             add_product<kC>(a, b, row_elements * sizeof(bf16));
             a += TileRow<bf16>::kSize;
             b += kDepth / 2 * row_elements;
         }
+        if (pads_) add_product<kC>(a, rest_of_keys_ + sub * kRestSize, kRestStride);
     }
 
     void soften(const Chunk<bf16>& chunk, const Block& block) {
@@ -189,36 +205,45 @@ class TileKernel {
         load_sums<kC>(block.rows.state.weighted + d, padded_dim_);
         for (int sub = block.subs.begin; sub < block.subs.end; sub++) {
             ahead(chunk.ahead_of_values[sub], block, column).fetch();
-            add_product<kC>(weights(block) + sub * TileRow<bf16>::kSize, chunk.values[sub] + 2 * d, 2 * sizeof(bf16) * padded_dim_);
+            const bf16* a = weights(block) + sub * TileRow<bf16>::kSize;
+            if (d < whole_) add_product<kC>(a, chunk.values[sub] + 2 * d, 2 * sizeof(bf16) * dim_);
+            else add_product<kC>(a, rest_of_values_ + sub * kRestSize, kRestStride);
         }
     }
 
-    // Copies a chunk, filled up with zeros, where head_dim is no multiple of a tile's columns.
-    void pad(Chunk<bf16>& chunk) const {
+    // Copies the last dimensions of a chunk, filled up with zeros, where head_dim is no multiple of 32.
+    void copy_rest(const Chunk<bf16>& chunk) const {
+        const int rest = dim_ - whole_;
         for (int sub = 0; sub < kChunkBlocks; sub++) {
             if (chunk.keys[sub] == nullptr) continue;
-            bf16* keys = padded_keys_ + sub * kSubBlock * padded_dim_;
-            copy_padded(chunk.keys[sub], 2 * kSubBlock, 2 * block_size_, keys, 2 * kSubBlock, dim_ / 2);
-            std::memset(keys + kSubBlock * dim_, 0, sizeof(bf16) * kSubBlock * (padded_dim_ - dim_));
-            chunk.keys[sub] = keys;
-            bf16* values = padded_values_ + sub * kSubBlock * padded_dim_;
-            copy_padded(chunk.values[sub], 2 * dim_, 2 * dim_, values, 2 * padded_dim_, kSubBlock / 2);
-            chunk.values[sub] = values;
+            const bf16* keys = chunk.keys[sub] + static_cast<size_t>(whole_) * block_size_;
+            const bf16* values = chunk.values[sub] + 2 * whole_;
+            for (int i = 0; i < kDepth / 2; i++) {
+                const int at = sub * kRestSize + i * 2 * kDepth;
+                copy_row(keys + i * 2 * block_size_, i < rest / 2 ? kSubBlock : 0, rest_of_keys_ + at);
+                copy_row(values + i * 2 * dim_, rest, rest_of_values_ + at);
+            }
         }
     }
 
+    static constexpr int kRestSize = kDepth * kSubBlock;
+    static constexpr ptrdiff_t kRestStride = 2 * kDepth * sizeof(bf16);
+
     const int dim_;
-    const int padded_dim_;
+    const int whole_;       // dimensions in whole steps
+    const int padded_dim_;  // in all
+    const bool pads_;       // there is a rest
     const int block_size_;
     const float softcap_;
     const float scaling_;
-    const bool pads_;
-    bf16* const q_;              // tile_rows.h: [rows / 16][padded_dim / 32][16][32]
-    bf16* const weights_;        // tile_rows.h: [rows / 16][kChunk / 32][16][32]
-    float* const scores_;        // [rows][kChunk]
-    bf16* const padded_keys_;    // [sub-block][padded_dim / 2][kSubBlock][2]
-    bf16* const padded_values_;  // [sub-block][kSubBlock / 2][padded_dim][2]
+    bf16* const q_;               // tile_rows.h: [rows / 16][padded_dim / 32][16][32]
+    bf16* const weights_;         // tile_rows.h: [rows / 16][kChunk / 32][16][32]
+    float* const scores_;         // [rows][kChunk]
+    bf16* const rest_of_keys_;    // [sub-block][16][kSubBlock][2]
+    bf16* const rest_of_values_;  // [sub-block][kSubBlock / 2][32][2]
+    int tile_rows_ = amx::kTileRows;  // as tiles are configured when a worker begins
     int num_blocks_ = 0;
+    int ahead_bytes_ = 0;  // see ahead()
 };
 
 }  // namespace llmb

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <utility>
 
 #include "attention_softmax.h"
@@ -62,15 +61,6 @@ struct Ahead {
         next += step;
     }
 };
-
-// Rows of `used` elements, `stride` apart, to rows of `width` elements, filled up with zeros.
-template <class T>
-inline void copy_padded(const T* from, int used, int stride, T* to, int width, int num_rows) {
-    for (int i = 0; i < num_rows; i++, from += stride, to += width) {
-        std::memcpy(to, from, used * sizeof(T));
-        std::memset(to + used, 0, (width - used) * sizeof(T));
-    }
-}
 
 inline int group_size(const AttentionOp& op) { return op.num_heads / op.num_kv_heads; }
 
@@ -199,9 +189,10 @@ class LookAhead {
         for (int i = std::max(1, kDistanceBytes / slab_bytes); i > 0; i--) next();
     }
 
-    // The start of the next kSubBlock positions of memory that will be read; any address when there is none.
+    // The start of the next kSubBlock positions of memory that will be read; any address when there is none, and one that
+    // exists, because the CPU looks for others in vain.
     const char* next() {
-        if (task_ == nullptr) return nullptr;
+        if (task_ == nullptr) return static_cast<const char*>(op_.keys);
         const int position = start_ + sub_ * kSubBlock;
         const size_t at = places_.slab(*task_, position) + static_cast<size_t>(position % op_.block_size) * op_.head_dim;
         const T* found = static_cast<const T*>(values_ ? op_.values : op_.keys) + at;

@@ -330,7 +330,10 @@ class VectorKernel {
         for (int sub = 0; sub < kChunkBlocks; sub++) {
             if (chunk.values[sub] == nullptr) continue;
             T* to = padded_values_ + sub * kSubBlock * shape_.padded_dim;
-            copy_padded(chunk.values[sub], used, used, to, width, kSubBlock / kStep);
+            for (int i = 0; i < kSubBlock / kStep; i++) {
+                std::memcpy(to + i * width, chunk.values[sub] + i * used, used * sizeof(T));
+                std::memset(to + i * width + used, 0, (width - used) * sizeof(T));
+            }
             chunk.values[sub] = to;
         }
     }

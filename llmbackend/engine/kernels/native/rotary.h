@@ -140,7 +140,8 @@ inline void write_positions(const Slab<bf16>& slab, int offset, const float* k, 
             values |= (offset + i) % 2 ? upper : upper >> 16 & 0xffff;
         }
         bf16* key = slab.keys + static_cast<size_t>(d) * slab.block_size + 2 * offset;
-        for (int j = 0; 2 * j < count; j++) std::memcpy(key + static_cast<size_t>(2 * j) * slab.block_size, pairs[j], sizeof pairs[j]);
+        for (int j = 0; 2 * j < count; j++)
+            std::memcpy(key + static_cast<size_t>(2 * j) * slab.block_size, pairs[j], sizeof pairs[j]);
         bf16* value = slab.values + static_cast<size_t>(offset / 2 * slab.dim + d) * 2;
         if constexpr (N == 2) std::memcpy(value, &values, count * sizeof(int32_t));
         else store_half(value, offset % 2, values, count);
