@@ -133,16 +133,15 @@ inline Floats load_some(const X* p, int count) {
     return load(some);
 }
 
-// The sum of term(v) over the vectors of x[0..n-1], the last one filled up with zeros, for which it is zero: element i is
-// added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
-template <class Term>
-inline float sum_of(const float* x, int n, Term&& term) {
+// The sum of x[i]²: element i is added to sum i % 64, for every vector width, and the 64 sums are halved again and again.
+inline float sum_of_squares(const float* x, int n) {
     constexpr int kSums = 64, kVectors = kSums / kLanes;
     Floats sums[kVectors] = {};
+    const auto add = [&](int j, Floats v) { sums[j] = fma(v, v, sums[j]); };
     int i = 0;
     for (; i + kSums <= n; i += kSums)
-        for (int j = 0; j < kVectors; j++) sums[j] = term(load(x + i + j * kLanes), sums[j]);
-    for (int j = 0; i < n; i += kLanes, j++) sums[j] = term(load_some(x + i, n - i < kLanes ? n - i : kLanes), sums[j]);
+        for (int j = 0; j < kVectors; j++) add(j, load(x + i + j * kLanes));
+    for (int j = 0; i < n; i += kLanes, j++) add(j, load_some(x + i, n - i < kLanes ? n - i : kLanes));
     for (int half = kVectors / 2; half > 0; half /= 2)
         for (int j = 0; j < half; j++) sums[j] += sums[j + half];
     return sum(sums[0]);

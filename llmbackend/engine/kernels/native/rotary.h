@@ -35,16 +35,6 @@ inline Ints finite_bf16(Floats x) {
     return (bits + 0x7fff + (bits >> 16 & 1)) & static_cast<int32_t>(0xffff0000);
 }
 
-// The sum of x[i]², in one order for a given n.
-inline float sum_of_squares(const float* x, int n) {
-    Floats lanes{};
-    int i = 0;
-    for (; i + kLanes <= n; i += kLanes) lanes = fma(load(x + i), load(x + i), lanes);
-    float total = sum(lanes);
-    for (; i < n; i++) total = fma(x[i], x[i], total);
-    return total;
-}
-
 inline float inverse_rms(const float* x, int n, float eps) {
     return 1.0f / std::sqrt(sum_of_squares(x, n) / static_cast<float>(n) + eps);
 }

@@ -48,8 +48,7 @@ inline void scale_row(const NormOp& op, const float* x, float factor, Out out) {
 }
 
 inline void norm_row(const NormOp& op, const float* x, int64_t out_row) {
-    const auto square = [](Floats v, Floats total) { return fma(v, v, total); };
-    const float factor = 1.0f / std::sqrt(sum_of(x, op.width, square) / static_cast<float>(op.width) + op.eps);
+    const float factor = 1.0f / std::sqrt(sum_of_squares(x, op.width) / static_cast<float>(op.width) + op.eps);
     if (op.out_type == Type::kBfloat16Tiles) {
         const TileRow<bf16> out(static_cast<bf16*>(op.out), static_cast<int>(out_row), op.out_stride);
         scale_row(op, x, factor, out);
