@@ -1,6 +1,6 @@
 """`llmbackend bench --profile`: where the time of a prompt and of decode steps goes, as tables.
 
-For: whoever asks what bounds a model on this CPU. Does not know: how operations are timed or counted. Invariant: an
+For: the `bench` command. Does not know: how operations are timed or counted. Invariant: an
 engine without a native program is refused, with what it lacks.
 """
 

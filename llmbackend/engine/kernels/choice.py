@@ -100,9 +100,9 @@ class _Piece:
     def __init__(self, library: KernelLibrary, weights: Type) -> None:
         self._kernels = NativeKernels(library, 1)
         self._keep: list[npt.NDArray[Any]] = []
-        rows = library.activation_type(Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16)
-        kv_type = library.kv_type(Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16)
-        self._ops = [self._linear(weights, rows), self._attention(kv_type, rows)]
+        model_type = Type.FLOAT32 if weights is Type.FLOAT32 else Type.BFLOAT16
+        rows = library.activation_type(model_type)
+        self._ops = [self._linear(weights, rows), self._attention(library.kv_type(model_type), rows)]
         self._pointers = op_pointers(self._ops)
         starts, lengths = np.array([0, _QUERIES], np.int32), np.array([_KEYS], np.int32)
         blocks = np.zeros(1, np.int32)

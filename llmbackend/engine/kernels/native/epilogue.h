@@ -80,7 +80,7 @@ struct FloatColumns {
     alignas(64) float bias[kPanel] = {};
 
     FloatColumns() = default;
-    FloatColumns(const LinearOp& op, bool second, int panel, int = 0) {
+    FloatColumns(const LinearOp& op, bool second, int panel) {
         const int first = panel * kPanel;
         const float* all = second ? op.bias2 : op.bias;
         if (all) std::copy(all + first, all + std::min(op.n, first + kPanel), bias);
@@ -88,7 +88,7 @@ struct FloatColumns {
 
     // `sums_of` gives the address of the sums from a column on.
     template <class Sums>
-    PanelRow result(Sums&& sums_of, float = 1.0f) const {
+    PanelRow result(Sums&& sums_of) const {
         PanelRow row;
         for (int v = 0; v < kPanelVectors; v++) row.v[v] = load(sums_of(v * kLanes)) + load(bias + v * kLanes);
         return row;

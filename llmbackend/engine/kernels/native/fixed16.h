@@ -12,8 +12,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "linear_int8.h"
 #include "numbers.h"
+#include "quantised_rows.h"
 
 #if defined(LLMB_HAS_VNNI)
 #define LLMB_FIXED_POINT_KV 1

@@ -32,8 +32,6 @@ struct Chunk {
     int rows;
     int k;
 
-    int sum_rows() const { return rows; }
-
     // Whether weights are used once, as they stream by: then there is no part of them to keep in a cache.
     bool streams() const { return std::is_same_v<X, bf16> && rows <= kStreamRows; }
 };

@@ -9,10 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "epilogue.h"
 #include "epilogue_int8.h"
+#include "memory.h"
 #include "numbers.h"
 #include "quantise_int8.h"
 #include "quantised_rows.h"
@@ -29,8 +31,6 @@ constexpr int kOffset = std::is_same_v<Stored, uint8_t> ? kUnsignedOffset : 0;
 constexpr int kKBlock = 6144;                     // elements of K at a time: a panel's part stays in the L2 cache
 constexpr int kChunkBytes = 384 << 10;            // quantised rows at a time: they stay in the L2 cache beside it
 constexpr int kOwnCopyRows = 2;                   // up to so many rows, every thread quantises all: no barrier
-
-inline int divide_up(int a, int b) { return (a + b - 1) / b; }
 
 inline int32_t load_int(const void* p) {
     int32_t x;
@@ -316,7 +316,8 @@ inline size_t linear_int8_scratch_bytes(const LinearOp& op, const Step& step, in
 
 inline void linear_int8(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
     const int8::Plan plan(op, step, worker.size);
-    int8::VectorRows x(plan.copy(scratch, worker), plan.rows, op.k);
+    Carver copy(plan.copy(scratch, worker));
+    int8::VectorRows x(copy, plan.rows, op.k);
     int8::quantise(worker, op, plan, x);
     const int8::Product product{op, x, reinterpret_cast<int32_t*>(plan.sums(scratch, worker.rank)), plan.sums_rows,
                                 plan.num_factors};

@@ -1,6 +1,6 @@
 // How the work of a linear layer is cut: over threads by panels of weights, then by k, so that reused data stay in cache.
 //
-// For: the float32 and the tile kernels. Does not know: how a panel is multiplied. Invariant: sums are cut by the shape of
+// For: linear_float.h; `Ahead` also for tile_block.h. Does not know: how a panel is multiplied. Invariant: sums are cut by the shape of
 // the weights alone and resumed exactly where they were left.
 #pragma once
 
@@ -38,19 +38,18 @@ struct Ahead {
 
 // k cut into the fewest parts of at most `most`, as even as can be, all but the last a multiple of 32.
 inline int part_of_k(int k, int most) {
-    const int parts = (k + most - 1) / most;
-    return padded_k((k + parts - 1) / parts, 32);
+    return padded_k(divide_up(k, divide_up(k, most)), 32);
 }
 
-// Panels begin..end-1 times one chunk x of rows, which are y's from first_row on. X tells its number of `rows`, how many
-// of them its sums have room for (`sum_rows`), `k`, and whether k need not be cut (`streams`); multiply_panel knows the rest.
+// Panels begin..end-1 times one chunk x of rows, which are y's from first_row on. X tells its number of `rows`,
+// `k`, and whether k need not be cut (`streams`); multiply_panel knows the rest.
 template <class X>
 void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int end, float* sums) {
     using W = typename X::Weight;
     const auto* weights = static_cast<const W*>(op.weight);
     const auto* weights2 = static_cast<const W*>(op.weight2);
     const size_t size = panel_size(weights, x.k);
-    const size_t sums_size = static_cast<size_t>(x.sum_rows()) * kPanel;
+    const size_t sums_size = static_cast<size_t>(x.rows) * kPanel;
     const int part = part_of_k(x.k, x.streams() ? x.k : kOuterK);
     const bool whole = part >= x.k;  // then sums need not outlive a panel, and stay in the L1 cache
     for (int k = 0; k < x.k; k += part) {
@@ -67,7 +66,7 @@ void linear_piece(const LinearOp& op, const X& x, int first_row, int begin, int 
 }
 
 // Bytes of a thread's sums for chunks of this many rows.
-inline size_t sums_bytes(int sum_rows) { return sizeof(float) * kPiecePanels * 2 * sum_rows * kPanel; }
+inline size_t sums_bytes(int rows) { return sizeof(float) * kPiecePanels * 2 * rows * kPanel; }
 
 // Calls f(begin, end) for ranges of panels until all are shared out. Pieces are long, because memory streams best
 // in one direction, but there are some for each thread, so that all end at about the same time.

@@ -12,8 +12,7 @@
 #include <type_traits>
 
 #include "amx.h"
-#include "epilogue.h"
-#include "epilogue_int8.h"
+#include "memory.h"
 #include "numbers.h"
 #include "pack.h"
 #include "quantised_rows.h"
@@ -110,8 +109,8 @@ class Product {
 
     // All rows of a chunk times a part of a unit's panels.
     void multiply_part(int first_tile, int row_tiles, int panels, int k, int steps, Weights w, Weights next, char* sums) {
-        constexpr int kLines = kPanelTileBytes / 64;
-        const int blocks = divide_up(row_tiles, 2), lines = divide_up(kLines, blocks);
+        constexpr int kLineBytes = 64, kLines = kPanelTileBytes / kLineBytes;
+        const int blocks = divide_up(row_tiles, 2), ahead_bytes = divide_up(kLines, blocks) * kLineBytes;
         for (int block = 0; block < blocks; block++) {
             const int tile = first_tile + 2 * block;
             const char* rows = x_.data + tile * x_.stride_bytes + k * kTileSizeBytes;
@@ -119,7 +118,7 @@ class Product {
             const auto multiply = two ? multiply_block<Type, true, Beside> : multiply_block<Type, false, Beside>;
             for (int panel = 0; panel < panels; panel++, sums += kBlockBytes) {
                 multiply(rows, x_.stride_bytes, w.panel[panel], steps, sums, k > 0,
-                         {next.panel[panel] + static_cast<size_t>(block) * steps * lines * 64, lines}, beside_);
+                         {next.panel[panel] + static_cast<size_t>(block) * steps * ahead_bytes, ahead_bytes}, beside_);
                 if constexpr (std::is_same_v<Type, Int8>) add_wide(tile, two, w.panel[panel], k, sums);
             }
         }
@@ -160,7 +159,7 @@ void multiply(Worker& worker, const LinearOp& op, const Plan& plan, TileX x, cha
 
 // Rows of bfloat16 that are not in tiles are copied to them.
 inline void tile_x(Worker& worker, const LinearOp& op, int rows, bf16* tiles) {
-    const int width = divide_up(op.k, Bfloat16::kDepth) * Bfloat16::kDepth;
+    const int width = padded_k(op.k, Bfloat16::kDepth);
     worker.share(rows, 4, [&](int begin, int end) {
         for (int row = begin; row < end; row++) {
             const bf16* from = static_cast<const bf16*>(op.x) + static_cast<int64_t>(row) * op.x_stride;
@@ -192,28 +191,35 @@ namespace llmb {
 
 inline size_t linear_tile_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
     const tile::Plan plan(op, step, num_threads);
-    const size_t sums_bytes = plan.sums_bytes() * num_threads;
-    if (op.weight_type == Type::kInt8)
-        return sums_bytes + tile::Quantised::bytes(plan.rows, op.k) + tile::WideElements::bytes(plan, op.k);
-    return sums_bytes + (op.x_type == Type::kBfloat16Tiles ? 0 : plan.x_tiles_bytes());
+    Carver counted(nullptr);
+    counted.take<char>(plan.sums_bytes() * num_threads);
+    if (op.weight_type == Type::kInt8) {
+        const tile::Quantised x(counted, plan.rows, op.k);
+        const tile::WideElements wide(counted, plan, op.k);
+    } else if (op.x_type != Type::kBfloat16Tiles) {
+        counted.take<char>(plan.x_tiles_bytes());
+    }
+    return counted.used();
 }
 
 inline void linear_tile(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
     const tile::Plan plan(op, step, worker.size);
-    char* memory = scratch + plan.sums_bytes() * worker.size;
+    Carver memory(scratch);
+    char* sums = memory.take<char>(plan.sums_bytes() * worker.size);
     if (op.weight_type == Type::kInt8) {
         tile::Quantised x(memory, plan.rows, op.k);
-        tile::WideElements wide(memory + tile::Quantised::bytes(plan.rows, op.k), plan, op.k);
+        tile::WideElements wide(memory, plan, op.k);
         tile::quantise(worker, op, plan, x, wide);
         const tile::TileX tiles{reinterpret_cast<const char*>(x.data), plan.k_tiles * kTileSizeBytes, x.scale, &wide};
-        return tile::multiply<tile::Int8>(worker, op, plan, tiles, scratch);
+        return tile::multiply<tile::Int8>(worker, op, plan, tiles, sums);
     }
     tile::TileX x{static_cast<const char*>(op.x), op.x_stride * sizeof(bf16) * amx::kTileRows};
     if (op.x_type != Type::kBfloat16Tiles) {
-        x = {memory, plan.k_tiles * kTileSizeBytes};
-        tile::tile_x(worker, op, plan.rows, reinterpret_cast<bf16*>(memory));
+        char* copy = memory.take<char>(plan.x_tiles_bytes());
+        tile::tile_x(worker, op, plan.rows, reinterpret_cast<bf16*>(copy));
+        x = {copy, plan.k_tiles * kTileSizeBytes};
     }
-    tile::multiply<tile::Bfloat16>(worker, op, plan, x, scratch);
+    tile::multiply<tile::Bfloat16>(worker, op, plan, x, sums);
 }
 
 }  // namespace llmb

@@ -23,12 +23,11 @@ struct EvenOdd {
     void add(EvenOdd other) { even += other.even, odd += other.odd; }
 };
 
-inline Magnitudes magnitudes(TileRow<const bf16> x, int k, TileRow<const bf16> next) {
+inline Magnitudes magnitudes(TileRow<const bf16> x, int k) {
     const Ints no_signs = Ints{} + 0x7fff7fff;
     __m512i largest = _mm512_setzero_si512();
     const auto magnitudes_at = [&](int i) {
         const Ints pairs = load_pairs(x + i) & no_signs;
-        __builtin_prefetch(next + i, 0, 2);
         largest = _mm512_max_epu16(largest, (__m512i)pairs);
         return EvenOdd{even(pairs), odd(pairs)};
     };

@@ -8,7 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
+#include "memory.h"
 #include "numbers.h"
 #include "quantise_int8.h"
 #include "quantise_tiles.h"
@@ -73,18 +75,19 @@ struct QuantisedRows {
     size_t stride;
     int most_wide;
 
-    static size_t data_bytes(int rows, int k) { return Order::padded_rows(rows) * Order::stride_of(k) * sizeof(Stored); }
-    static size_t bytes(int rows, int k) {
-        return data_bytes(rows, k) + (rows * (8 + k / kWideEvery * sizeof(Wide)) + 63) / 64 * 64;
+    QuantisedRows(Carver& memory, int rows, int k)
+        : stride(Order::stride_of(k)), most_wide(k / kWideEvery) {
+        data = memory.take<Stored>(Order::padded_rows(rows) * stride);
+        scale = memory.take<float>(rows);
+        num_wide = memory.take<int32_t>(rows);
+        wide = memory.take<Wide>(static_cast<size_t>(rows) * most_wide);
     }
 
-    QuantisedRows(char* memory, int rows, int k)
-        : data(reinterpret_cast<Stored*>(memory)),
-          scale(reinterpret_cast<float*>(memory + data_bytes(rows, k))),
-          num_wide(reinterpret_cast<int32_t*>(scale + rows)),
-          wide(reinterpret_cast<Wide*>(num_wide + rows)),
-          stride(Order::stride_of(k)),
-          most_wide(k / kWideEvery) {}
+    static size_t bytes(int rows, int k) {
+        Carver counted(nullptr);
+        const QuantisedRows taken(counted, rows, k);
+        return counted.used();
+    }
 
     const Wide* wide_of(int row) const { return wide + static_cast<size_t>(row) * most_wide; }
 
@@ -92,18 +95,17 @@ struct QuantisedRows {
         const size_t at = static_cast<size_t>(row) * op.x_stride;
         if (op.x_type == Type::kFloat32) fill(row, static_cast<const float*>(op.x) + at, op.k);
         else if (op.x_type == Type::kBfloat16) fill(row, static_cast<const bf16*>(op.x) + at, op.k);
-        else fill_from_tiles(op, row);
+        else fill(row, TileRow<const bf16>(static_cast<const bf16*>(op.x), row, op.x_stride), op.k);
     }
 
   private:
-    void fill_from_tiles(const LinearOp& op, int row) {
-        const auto row_of_x = [&](int r) { return TileRow<const bf16>(static_cast<const bf16*>(op.x), r, op.x_stride); };
 #if defined(__AVX512F__)
-        if constexpr (std::is_same_v<Order, TileOrder>)
-            return fill(row, row_of_x(row), op.k, row_of_x(row + amx::kTileRows));
+    template <class X>
+    static constexpr bool kByLine = std::is_same_v<X, TileRow<const bf16>> && std::is_same_v<Order, TileOrder>;
+#else
+    template <class X>
+    static constexpr bool kByLine = false;
 #endif
-        fill(row, row_of_x(row), op.k);
-    }
 
     template <class X>
     void fill(int row, X x, int k) {
@@ -119,26 +121,9 @@ struct QuantisedRows {
         scale[row] = chosen.scale;
         num_wide[row] = 0;
         const auto out = Order::row(data, row, stride);
-        quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
+        if constexpr (kByLine<X>) LineQuantiser(x, out, chosen.factor).narrow(k);
+        else quantise_row(x, k, chosen.factor, [&](int i, Ints q) { store_quantised(out + i, q); });
     }
-
-#if defined(__AVX512F__)
-    // The same for bfloat16 in tiles. `next` is fetched into the cache.
-    void fill(int row, TileRow<const bf16> x, int k, TileRow<const bf16> next) requires std::is_same_v<Order, TileOrder> {
-        const Magnitudes magnitude = magnitudes(x, k, next);
-        const auto with = [&](float limit) {
-            const Scale chosen(limit);
-            scale[row] = chosen.scale;
-            return LineQuantiser(x, Order::row(data, row, stride), chosen.factor);
-        };
-        for (float limit = narrow_limit(magnitude); limit < magnitude.largest; limit *= 1.5f) {
-            num_wide[row] = with(limit).with_wide(k, limit, wide + static_cast<size_t>(row) * most_wide, most_wide);
-            if (num_wide[row] <= most_wide) return;
-        }
-        with(magnitude.largest).narrow(k);
-        num_wide[row] = 0;
-    }
-#endif
 
     // False: too many elements are beyond the limit.
     template <class X>
@@ -147,8 +132,16 @@ struct QuantisedRows {
         scale[row] = chosen.scale;
         const auto out = Order::row(data, row, stride);
         Wide* own = wide + static_cast<size_t>(row) * most_wide;
+        if constexpr (kByLine<X>) num_wide[row] = LineQuantiser(x, out, chosen.factor).with_wide(k, limit, own, most_wide);
+        else num_wide[row] = quantise_with_wide(x, k, chosen.factor, out, own);
+        return num_wide[row] <= most_wide;
+    }
+
+    // How many elements are beyond the limit; `own` has room for most_wide.
+    template <class X, class Out>
+    int quantise_with_wide(X x, int k, float factor, Out out, Wide* own) const {
         int count = 0;
-        quantise_row(x, k, chosen.factor, [&](int i, Ints q) {
+        quantise_row(x, k, factor, [&](int i, Ints q) {
             Ints narrow = q > 127 ? Ints{} + 127 : q;
             narrow = narrow < -127 ? Ints{} - 127 : narrow;
             store_quantised(out + i, narrow);
@@ -157,8 +150,7 @@ struct QuantisedRows {
             for (int lane = 0; lane < kLanes; lane++)
                 if (rest[lane] != 0 && count++ < most_wide) own[count - 1] = {i + lane, rest[lane]};
         });
-        num_wide[row] = count;
-        return count <= most_wide;
+        return count;
     }
 };
 

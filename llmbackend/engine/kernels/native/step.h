@@ -99,8 +99,8 @@ struct LinearOp {
     int32_t x_stride;
     int32_t y_stride;
     Type weight_type;
-    Type x_type;          // float32 or bfloat16
-    Type y_type;          // float32 or bfloat16
+    Type x_type;          // of activations: float32, bfloat16 or, where there are tiles, kBfloat16Tiles
+    Type y_type;          // alike
     Epilogue epilogue;
     float factor;
     int32_t padding;

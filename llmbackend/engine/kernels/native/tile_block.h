@@ -8,7 +8,7 @@
 #include <cstdint>
 
 #include "amx.h"
-#include "pack.h"
+#include "linear_piece.h"
 #include "tile_rows.h"
 
 #if defined(LLMB_HAS_TILES)
@@ -38,27 +38,15 @@ struct Int8 {
 constexpr int kBlockRows = 2 * amx::kTileRows;
 constexpr size_t kBlockBytes = 4 * kTileSizeBytes;
 inline size_t sums_offset(int row, int column) {
-    constexpr int kTileRowBytes = amx::kTileBytes;
-    return (row / amx::kTileRows * 2 + column / 16) * kTileSizeBytes + row % amx::kTileRows * kTileRowBytes +
+    return (row / amx::kTileRows * 2 + column / 16) * kTileSizeBytes + row % amx::kTileRows * amx::kTileBytes +
            column % 16 * 4;
 }
-
-// Weights that will be needed next, fetched into the L2 cache in small steps beside the products.
-struct Ahead {
-    const char* at;
-    int lines;  // in each step
-
-    void step() {
-        for (int i = 0; i < lines; i++) __builtin_prefetch(at + 64 * i, 0, 2);
-        at += 64 * lines;
-    }
-};
 
 // sums (+)= one or two tiles of rows times one panel, over `steps` tiles of k. `next`: bytes from the first tile of rows to
 // the second. Tiles 0 to 3 hold the sums, 4 and 5 the rows, 6 and 7 the weights. `beside` is called once a step, so that
 // what it does runs while the tile unit multiplies.
 template <class Type, bool kTwo, class Beside>
-void multiply_block(const char* x, size_t next, const char* w, int steps, char* sums, bool resume, Ahead ahead,
+void multiply_block(const char* x, size_t next, const char* w, int steps, char* sums, bool resume, panels::Ahead ahead,
                     Beside& beside) {
     constexpr ptrdiff_t kSumStride = amx::kTileBytes, kPanelStride = 2 * amx::kTileBytes;
     if (resume) {
@@ -74,7 +62,7 @@ void multiply_block(const char* x, size_t next, const char* w, int steps, char* 
         tile_load<6>(w, kPanelStride);
         Type::template dot<0, 4, 6>();
         tile_load<7>(w + amx::kTileBytes, kPanelStride);
-        ahead.step();
+        ahead.fetch_step();
         Type::template dot<1, 4, 7>();
         if constexpr (kTwo) {
             tile_load<5>(x + next, amx::kTileBytes);

@@ -11,7 +11,7 @@
 #include "epilogue.h"
 #include "epilogue_int8.h"
 #include "numbers.h"
-#include "quantise_int8.h"
+#include "quantised_rows.h"
 #include "step.h"
 #include "tile_block.h"
 #include "tile_plan.h"
@@ -55,8 +55,8 @@ class Finisher {
 
   private:
     LLMB_INLINE void row() {
-        PanelRow result = columns_[0].result(Sums{at_}, scale());
-        if (plan_.gated) result = combine(op_.epilogue, result, columns_[1].result(Sums{at_ + kBlockBytes}, scale()));
+        PanelRow result = result_of(columns_[0], at_);
+        if (plan_.gated) result = combine(op_.epilogue, result, result_of(columns_[1], at_ + kBlockBytes));
         if (whole_panel_) write(result);
         else write_panel_row(op_, first_row_ + row_, panel_ + slot_, result);
         row_++;
@@ -65,6 +65,7 @@ class Finisher {
         if (--in_tile_ == 0) next_tile();
     }
 
+    // As write_panel_row, for whole panels, to an address that advances.
     LLMB_INLINE void write(PanelRow row) {
         if (op_.y_type == llmb::Type::kFloat32) {
             auto* y = reinterpret_cast<float*>(y_);
@@ -79,7 +80,7 @@ class Finisher {
     }
 
     void begin_panel() {
-        for (int i = 0; i < (plan_.gated ? 2 : 1); i++) columns_[i] = Columns(op_, i == 1, panel_ + slot_, offset());
+        for (int i = 0; i < (plan_.gated ? 2 : 1); i++) columns_[i] = columns_of(i == 1);
         whole_panel_ = (panel_ + slot_ + 1) * kPanel <= op_.n || op_.y_type == llmb::Type::kBfloat16Tiles;
         row_ = 0;
         begin_tile();
@@ -108,12 +109,15 @@ class Finisher {
         return sums_ + static_cast<size_t>(row / kBlockRows * num_panels_ + slot) * kBlockBytes;
     }
 
-    float scale() const {
-        if constexpr (kInt8) return row_scales_[first_row_ + row_];
-        else return 1.0f;
+    Columns columns_of(bool second) const {
+        if constexpr (kInt8) return {op_, second, panel_ + slot_, int8::kUnsignedOffset};
+        else return {op_, second, panel_ + slot_};
     }
 
-    static constexpr int offset() { return kInt8 ? int8::kUnsignedOffset : 0; }
+    LLMB_INLINE PanelRow result_of(const Columns& columns, char* sums) const {
+        if constexpr (kInt8) return columns.result(Sums{sums}, row_scales_[first_row_ + row_]);
+        else return columns.result(Sums{sums});
+    }
 
     static constexpr int kFetchRows = 8;  // so far ahead y is brought near
 

@@ -23,8 +23,6 @@ constexpr int kSlabPanels = 14;             // ... for so many panels, whose sum
 constexpr int kPartBytes = 32 << 10;        // of a unit's panels at a time: they stay in the L1 cache for all rows of a chunk
 constexpr int kPieceBytes = 512 << 10;      // of weights, that a thread takes at a time: memory streams best in one direction
 
-inline int divide_up(int a, int b) { return (a + b - 1) / b; }
-
 // As few parts as there must be with at most `most` in each, as even as can be.
 inline int even_part(int all, int most) { return divide_up(all, divide_up(all, most)); }
 

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "epilogue_int8.h"
+#include "memory.h"
 #include "numbers.h"
 #include "quantised_rows.h"
 #include "tile_block.h"
@@ -35,15 +36,10 @@ struct WideRange {
 // Those of all rows: of 16 at a time, by part of k.
 class WideElements {
   public:
-    static size_t bytes(const Plan& plan, int k) {
-        const size_t of_tile = plan.num_parts() + 1 + sizeof(WideElement) / 4 * amx::kTileRows * (k / int8::kWideEvery);
-        return plan.row_tiles() * of_tile * sizeof(int32_t);
-    }
-
-    WideElements(char* memory, const Plan& plan, int k)
+    WideElements(Carver& memory, const Plan& plan, int k)
         : plan_(plan), parts_(plan.num_parts()), room_(amx::kTileRows * (k / int8::kWideEvery)),
-          starts_(reinterpret_cast<int32_t*>(memory)),
-          elements_(reinterpret_cast<WideElement*>(starts_ + static_cast<size_t>(plan.row_tiles()) * (parts_ + 1))) {}
+          starts_(memory.take<int32_t>(static_cast<size_t>(plan.row_tiles()) * (parts_ + 1))),
+          elements_(memory.take<WideElement>(static_cast<size_t>(plan.row_tiles()) * room_)) {}
 
     // Takes those of 16 rows, or fewer, as they were found.
     template <class Rows>
@@ -77,7 +73,7 @@ class WideElements {
     const int parts_;
     const int room_;
     int32_t* const starts_;  // [row tiles][parts + 1]
-    WideElement* const elements_;
+    WideElement* const elements_;  // [row tiles][room]
 };
 
 // Adds the products of one row tile's wide elements of a part of k with one panel, some beside each step of the products
