@@ -123,6 +123,7 @@ from .tensors import (
     DATATYPE_OF_DTYPE,
     NUMPY_DTYPE,
     JsonTensor,
+    RawTensor,
     Tensor,
     element_count,
 )
@@ -133,9 +134,9 @@ __all__ = [
     "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy",
     "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind",
     "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance",
-    "OutputLayout", "Outputs", "ParameterValue", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace", "Response",
-    "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State", "Tenant",
-    "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "config_to_json",
+    "OutputLayout", "Outputs", "ParameterValue", "RawTensor", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace",
+    "Response", "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State",
+    "Tenant", "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "config_to_json",
     "element_count", "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory",
     "request_tag", "responses_together", "served_names", "shown", "split_names", "unavailable", "unsupported",
 ]  # fmt: skip

@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 EXECUTE = "TRITONBACKEND_ModelInstanceExecute"
 DEFAULT_MAX_BATCH_SIZE = "4"
 ENTRY_POINT_GROUP = "llmbackend.backends"
+ISOLATION = "isolation"
+"""Setting of a compiled backend: "process" = each instance has a process of its own."""
+ISOLATION_GROUP = "llmbackend.isolation"
 PYTHON_BACKEND = "python"
 PYTHON_BASED_FILE = "model.py"
 LLM_BACKEND = "llm"
@@ -176,7 +179,8 @@ class BackendManager:
         return backend
 
     def _load(self, backend: str, location: BackendLocation) -> LoadedBackend:
-        module = load_library("backend library", location.key, location.load)
+        config = self._config(location)
+        module = load_library("backend library", location.key, partial(_load_module, backend, location, config))
         if not callable(getattr(module, EXECUTE, None)):
             raise not_found(f"unable to find required entrypoint '{EXECUTE}' in backend library of '{backend}'")
         directory = location.directory
@@ -184,7 +188,7 @@ class BackendManager:
             directory = Path(module.__file__ or ".").parent
         runtime = PYTHON_BASED_FILE if location.is_python_based else ""
         functions = BackendFunctions(backend, module)
-        loaded = LoadedBackend(backend, directory, self._config(location), functions, self._families, runtime)
+        loaded = LoadedBackend(backend, directory, config, functions, self._families, runtime)
         try:
             functions.call("TRITONBACKEND_Initialize", loaded)
         except TritonError:
@@ -258,6 +262,18 @@ def find_backend(
 
 def _loader(file: Path) -> Callable[[], ModuleType | CompiledBackend]:
     return partial(CompiledBackend, file) if file.suffix == ".so" else partial(import_file, file)
+
+
+def _load_module(backend: str, location: BackendLocation, config: Mapping[str, str]) -> ModuleType | CompiledBackend:
+    """Raises TritonError INVALID_ARG for an isolation that does not exist. Backends in Python have none."""
+    isolation = config.get(ISOLATION, "")
+    if location.file is None or location.file.suffix != ".so" or isolation in ("", "none"):
+        return location.load()
+    for entry_point in entry_points(group=ISOLATION_GROUP, name=isolation):
+        loader = f"{CompiledBackend.__module__}:{CompiledBackend.__qualname__}"
+        isolated: CompiledBackend = entry_point.load()(location.file, loader)
+        return isolated
+    raise invalid_argument(f"backend config '{ISOLATION}' of backend '{backend}' is '{isolation}', expected 'process'")
 
 
 def _python_based(

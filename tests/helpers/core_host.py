@@ -127,6 +127,8 @@ class Repository:
         self.backends = root / "backends"
         self.models.mkdir(exist_ok=True)
         self.backends.mkdir(exist_ok=True)
+        self.defaults: dict[str, Any] = {"model_control_mode": "explicit", "model_repositories": [self.models]}
+        """Of `options`."""
 
     def backend(self, name: str, source: str, file: str = "backend.py") -> Path:
         path = self.backends / name / file
@@ -144,9 +146,7 @@ class Repository:
         return directory
 
     def options(self, **options: Any) -> ServerOptions:
-        options.setdefault("model_control_mode", "explicit")
-        options.setdefault("model_repositories", [self.models])
-        return ServerOptions(backend_directory=self.backends, **options)
+        return ServerOptions(backend_directory=self.backends, **{**self.defaults, **options})
 
 
 @contextmanager

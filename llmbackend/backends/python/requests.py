@@ -9,7 +9,7 @@ Source: python_backend's request executor; its texts for a model that is not rea
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,10 @@ from llmbackend.core.backend_api import (
 )
 
 from .stub_process import Outbox
-from .wire_messages import pack_error, pack_response, unpack_tensor
+from .wire_messages import pack_response, unpack_tensor
+
+PackResponse = Callable[[InferenceResponse, list[Any]], Any]
+"""The response as a plain value; large data is appended to the list."""
 
 
 def state_outputs(config: ModelConfig) -> frozenset[str]:
@@ -117,28 +120,23 @@ class Responder:
 class BlsRequests:
     """`start`, `cancel` and `cancel_all` are called on the thread of the stub's messages."""
 
-    def __init__(self, model: Model, outbox: Outbox) -> None:
+    def __init__(self, model: Model, outbox: Outbox, pack: PackResponse = pack_response) -> None:
         self._model = model
         self._outbox = outbox
+        self._pack = pack
         self._lock = threading.Lock()
         self._handles: dict[int, InferenceHandle | None] = {}
 
-    def start(
-        self,
-        number: int,
-        is_stream: bool,
-        fields: dict[str, Any],
-        parts: Sequence[Any],
-        trace: RequestTrace | None,
-        tenant: Tenant,
-    ) -> None:
+    def start(self, number: int, request: InferenceRequest, check: Callable[[], None] = lambda: None) -> None:
+        """check: raises the TritonError to refuse the request with"""
         with self._lock:
             self._handles[number] = None
         try:
-            self._check(fields["model"], is_stream)
-            handle = self._model.infer_async(_request(fields, parts, trace, tenant), partial(self._answer, number))
+            check()
+            handle = self._model.infer_async(request, partial(self._answer, number))
         except TritonError as error:
-            self._end(number, ([], {}, pack_error(error)))
+            refusal = InferenceResponse(request.model_name, request.model_version, request.id, error=error)
+            self._end(number, self._pack(refusal, []))
             return
         with self._lock:
             if number in self._handles:  # it has not ended yet
@@ -158,22 +156,9 @@ class BlsRequests:
             if handle is not None:
                 handle.cancel()
 
-    def _check(self, model: tuple[str, int], is_stream: bool) -> None:
-        name, version = model
-        try:
-            is_decoupled = self._model.is_decoupled(name, version)
-        except TritonError:
-            raise internal(f"Failed for execute the inference request. Model '{name}' is not ready.") from None
-        if is_decoupled and not is_stream:
-            raise internal(
-                f"Model {name} is using the decoupled. The current BLS request call doesn't support models using the "
-                "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
-                "calls for decoupled models.'"
-            )
-
     def _answer(self, number: int, response: InferenceResponse | None, flags: ResponseFlag) -> None:
         parts: list[Any] = []
-        packed = None if response is None else pack_response(response, parts)
+        packed = None if response is None else self._pack(response, parts)
         if flags & ResponseFlag.FINAL:
             self._end(number, packed, parts)
         else:
@@ -185,7 +170,22 @@ class BlsRequests:
         self._outbox.post(("answer", number, packed, True), parts)
 
 
-def _request(
+def check_bls_request(model: Model, request: InferenceRequest, is_stream: bool) -> None:
+    """Raises TritonError INTERNAL as python_backend does."""
+    name = request.model_name
+    try:
+        is_decoupled = model.is_decoupled(name, request.model_version)
+    except TritonError:
+        raise internal(f"Failed for execute the inference request. Model '{name}' is not ready.") from None
+    if is_decoupled and not is_stream:
+        raise internal(
+            f"Model {name} is using the decoupled. The current BLS request call doesn't support models using the "
+            "decoupled transaction policy. Please use 'decoupled=True' argument to the 'exec' or 'async_exec' "
+            "calls for decoupled models.'"
+        )
+
+
+def bls_request(
     fields: dict[str, Any], parts: Sequence[Any], trace: RequestTrace | None, tenant: Tenant
 ) -> InferenceRequest:
     name, version = fields["model"]

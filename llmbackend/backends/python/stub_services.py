@@ -30,7 +30,7 @@ from llmbackend.core.backend_api import (
     invalid_argument,
 )
 
-from .requests import BlsRequests, Responder, state_outputs
+from .requests import BlsRequests, Responder, bls_request, check_bls_request, state_outputs
 from .stub.packets import Message
 from .stub.pb_request import PackedTenant
 from .stub_process import Outbox, StubProcess
@@ -254,7 +254,8 @@ class StubServices:
     def _on_infer(self, number: int, is_stream: bool, fields: dict[str, Any], *, parts: Sequence[Any]) -> None:
         parent = self._responders.get(fields["parent"])  # the request whose trace the model passed
         trace = None if parent is None else parent.trace
-        self._bls.start(number, is_stream, fields, parts, trace, self._tenant_of(fields["tenants"]))
+        request = bls_request(fields, parts, trace, self._tenant_of(fields["tenants"]))
+        self._bls.start(number, request, partial(check_bls_request, self._model, request, is_stream))
 
     def _tenant_of(self, packed: Collection[PackedTenant] | None) -> Tenant:
         """The tenant of a call; one from a thread of the model's own may be for any of the stub's requests."""

@@ -27,11 +27,14 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def backends(repository: Repository, compiled: Path) -> Repository:
-    """A repository whose backend directory has the compiled backends, where Triton looks for them."""
+@pytest.fixture(params=["in-process", "isolated"])
+def backends(request: pytest.FixtureRequest, repository: Repository, compiled: Path) -> Repository:
+    """A repository whose backend directory has the compiled backends, where Triton looks for them. Each test runs
+    twice: with the libraries in the host's process, and with each instance in a process of its own."""
     for library in compiled.glob("*.so"):
         folder = repository.backends / library.stem.removeprefix("libtriton_")
         folder.mkdir()
         (folder / library.name).symlink_to(library)
+    if request.param == "isolated":
+        repository.defaults["backend_config"] = {"": {"isolation": "process"}}
     return repository
