@@ -188,7 +188,7 @@ class StubProcess:
         try:
             if self._calls.gettimeout() != timeout_s:
                 self._calls.settimeout(timeout_s)
-            packet.send(self._calls)
+            packet.send_under_lock(self._calls)
             return self._answers.receive()
         except TimeoutError:
             raise
