@@ -55,7 +55,7 @@ class IsolatedBackend:
         backend.send_policy = SendPolicy.BLOCKING  # each process has its own thread for messages
         backend.state = MetricUsers()
         metrics = ModelMetrics(backend, backend.state)
-        services = _launch(self._fork_server, backend, None, metrics, backend.name)
+        services = _launch(self._fork_server, None, metrics, backend.name)
         try:
             self._attributes = ask(services, "initialize_backend", _backend_fields(backend))
         finally:
@@ -127,7 +127,7 @@ class ModelState:
             return spare
 
     def launch(self, name: str, policy: HostPolicy = NO_POLICY) -> ProcessServices:
-        return _launch(self._fork_server, self.model.backend, self.model, self._metrics, name, policy)
+        return _launch(self._fork_server, self.model, self._metrics, name, policy)
 
     def load(self, services: ProcessServices, *, completes: bool = False) -> None:
         """Runs ModelInitialize in a new process. completes: whether it may set the configuration."""
@@ -207,13 +207,12 @@ def finalize(services: ProcessServices) -> None:
 
 def _launch(
     fork_server: ForkServer,
-    backend: Backend,
     model: Model | None,
     metrics: ModelMetrics,
     name: str,
     policy: HostPolicy = NO_POLICY,
 ) -> ProcessServices:
-    services = ProcessServices(backend, model, metrics)
+    services = ProcessServices(model, metrics)
     services.connect(StubProcess(name, fork_server, services.handle, policy))
     return services
 

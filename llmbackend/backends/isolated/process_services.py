@@ -31,7 +31,6 @@ from llmbackend.backends.python.wire_messages import (
     unpack_tensor,
 )
 from llmbackend.core.backend_api import (
-    Backend,
     InferenceRequest,
     InferenceResponse,
     Model,
@@ -116,13 +115,12 @@ class ProcessServices:
     instance: set before the first Execute
     """
 
-    def __init__(self, backend: Backend, model: Model | None, metrics: ModelMetrics) -> None:
+    def __init__(self, model: Model | None, metrics: ModelMetrics) -> None:
         self.process: StubProcess
         self.instance: ModelInstance
         self.has_model = False
         self.tells_readiness = False
         self.is_abandoned = False
-        self._backend = backend
         self._model = model
         self._bls: BlsRequests
         self._readiness: StubReadiness
