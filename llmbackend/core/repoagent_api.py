@@ -10,7 +10,8 @@ or provide others. A model names its agents in config.pbtxt:
 
 Functions
     The agent NAME is the Python module `<--repoagent-directory>/NAME/tritonrepoagent_NAME.py` (or `repoagent.py` there)
-    with the functions below. Only TRITONREPOAGENT_ModelAction is required.
+    with the functions below, or the shared library `libtritonrepoagent_NAME.so` there with those of Triton's C API.
+    Only TRITONREPOAGENT_ModelAction is required.
 
     TRITONREPOAGENT_Initialize(agent: Agent) -> None
         Before its first model is loaded.

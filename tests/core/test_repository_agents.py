@@ -224,7 +224,7 @@ def test_a_location_can_only_be_changed_while_loading(
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
-        (None, "unable to find 'tritonrepoagent_a.py' for repo agent 'a', searched: "),
+        (None, "unable to find 'libtritonrepoagent_a.so' or 'tritonrepoagent_a.py' for repo agent 'a', searched: "),
         ("x = 1", "unable to find required entrypoint 'TRITONREPOAGENT_ModelAction'"),
         ("import nonsense_that_is_not_there", "unable to load shared library: ModuleNotFoundError"),
         (AGENT.replace('note(agent, None, "Initialize")', 'exit("no")'), "SystemExit: no"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +35,7 @@ from ..backend_api import (
 from ..config.model_config import parse_json
 from ..config_readers import config_to_json
 from ..errors import ErrorCode, TritonError, as_triton_error, unavailable
+from ..repoagent_api import AgentModel
 from ..tensors import RawTensor, from_wire, wire_view
 
 _log = logging.getLogger(__name__)
@@ -139,7 +141,7 @@ def update_state(request: Request, name: str, datatype: str, shape: tuple[int, .
 # --- models and instances ---------------------------------------------------------------------------------------------
 
 
-def model_config(model: Model) -> str:
+def model_config(model: Model | AgentModel) -> str:
     return orjson.dumps(config_to_json(model.config)).decode()
 
 
@@ -237,6 +239,25 @@ def unpacked_response(response: InferenceResponse) -> tuple[Any, ...]:
 
 def cancel(handle: InferenceHandle) -> None:
     handle.cancel()
+
+
+# --- models of repository agents --------------------------------------------------------------------------------------
+
+
+def agent_location(model: AgentModel) -> str:
+    return str(model.location)
+
+
+def acquire_agent_location(model: AgentModel) -> str:
+    return str(model.acquire_location())
+
+
+def release_agent_location(model: AgentModel) -> None:
+    model.release_location()
+
+
+def update_agent_location(model: AgentModel, location: str) -> None:
+    model.update_location(Path(location))
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ class CompiledBackend:
         address = self._address(name)
         if address and subject.state is not None:
             self._api.set_log_levels(host_calls.log_levels())
-            _raise(self._api.call(address, subject.state.object))
+            raise_error(self._api.call(address, subject.state.object))
 
     # --- life cycle ---
 
@@ -168,7 +168,7 @@ class CompiledBackend:
     def _attributes(self, backend: Backend, attributes: BackendAttributes) -> None:
         address = self._address("GetBackendAttribute")
         error, groups, parallel = self._api.backend_attributes(address, backend.state.object)
-        _raise(error)
+        raise_error(error)
         attributes.preferred_groups = [(_KINDS[kind], count) for kind, count in groups]
         attributes.parallel_instance_loading = parallel
 
@@ -176,7 +176,7 @@ class CompiledBackend:
         self._api.set_log_levels(host_calls.log_levels())
         instance.model.state.tenants = frozenset(request.tenant for request in requests)
         packed = tuple(map(_packed, requests))
-        _raise(self._api.execute(self._address("ModelInstanceExecute"), instance.state.object, packed))
+        raise_error(self._api.execute(self._address("ModelInstanceExecute"), instance.state.object, packed))
 
 
 class CompiledStrategy:
@@ -200,25 +200,25 @@ class CompiledStrategy:
             self._api.new_model(model, owner, model.name, model.version, str(model.directory), False),
         )
         error, batcher = self._api.new_batcher(address, self._objects[1])
-        _raise(error)
+        raise_error(error)
         return int(batcher)
 
     def ModelBatcherFinalize(self, address: int, batcher: int) -> None:
-        _raise(self._api.finalize(address, batcher))
+        raise_error(self._api.finalize(address, batcher))
         del self._objects
 
     def ModelBatchInitialize(self, address: int, batcher: int) -> int:
         error, batch = self._api.new_batch(address, batcher)
-        _raise(error)
+        raise_error(error)
         return int(batch)
 
     def ModelBatchIncludeRequest(self, address: int, request: Request, batch: int) -> bool:
         error, included = self._api.batch_includes(address, _packed(request), batch)
-        _raise(error)
+        raise_error(error)
         return bool(included)
 
     def ModelBatchFinalize(self, address: int, batch: int) -> None:
-        _raise(self._api.finalize(address, batch))
+        raise_error(self._api.finalize(address, batch))
 
 
 class CompiledCache:
@@ -243,7 +243,7 @@ class CompiledCache:
         self._metric_family = metric_family
         host_calls.family_makers.append(metric_family)
         error, self._cache = self._api.new_cache(initialize, orjson.dumps(dict(settings)).decode())
-        _raise(error)
+        raise_error(error)
 
     def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:
         task()
@@ -257,12 +257,12 @@ class CompiledCache:
         return None if error is not None else bytes(entry)
 
     def insert(self, key: bytes, entry: bytes) -> None:
-        _raise(self._api.cache_insert(self._insert, self._cache, key.hex(), entry))
+        raise_error(self._api.cache_insert(self._insert, self._cache, key.hex(), entry))
 
     def close(self) -> None:
         error = self._api.finalize(self._finalize, self._cache)
         host_calls.family_makers.remove(self._metric_family)
-        _raise(error)
+        raise_error(error)
 
 
 class Handle:
@@ -320,7 +320,8 @@ class Deliveries:
             del item, delivery, response, value  # the last one must not live until the next comes
 
 
-def _raise(error: host_calls.ErrorPair | None) -> None:
+def raise_error(error: host_calls.ErrorPair | None) -> None:
+    """Raises what a function of a library has returned."""
     if error is not None:
         raise host_calls.error_from(error)
 

@@ -17,6 +17,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from llmbackend.fork_server.process_resources import OwnedFolder
 
+from ..c_api.compiled_agent import CompiledAgent
 from ..config.model_config import read_config
 from ..errors import TritonError, internal, invalid_argument, unavailable
 from ..files import call_entry_point, import_file, load_library
@@ -49,7 +50,7 @@ class LoadedAgent:
 
     api_version = API_VERSION
 
-    def __init__(self, name: str, file: Path, module: ModuleType) -> None:
+    def __init__(self, name: str, file: Path, module: ModuleType | CompiledAgent) -> None:
         self.state: Any = None
         self.name = name
         self.file = file
@@ -262,7 +263,7 @@ class AgentManager:
 
     def _load(self, name: str) -> LoadedAgent:
         file = self._find(name)
-        agent = LoadedAgent(name, file, load_library("shared library", file, partial(import_file, file)))
+        agent = LoadedAgent(name, file, load_library("shared library", file, partial(_load_file, file)))
         try:
             agent.call("Initialize")
         except TritonError:
@@ -274,13 +275,18 @@ class AgentManager:
         if not name or Path(name).name != name:
             raise invalid_argument(f"repo agent name '{name}' escapes the repository agent directory")
         for directory in self._directories:
-            for file_name in (f"tritonrepoagent_{name}.py", "repoagent.py"):
+            for file_name in (f"libtritonrepoagent_{name}.so", f"tritonrepoagent_{name}.py", "repoagent.py"):
                 file = directory / name / file_name
                 if file.is_file():
                     return file
         raise invalid_argument(
-            f"unable to find 'tritonrepoagent_{name}.py' for repo agent '{name}', searched: {self._directories[0]}"
+            f"unable to find 'libtritonrepoagent_{name}.so' or 'tritonrepoagent_{name}.py' for repo agent '{name}', "
+            f"searched: {self._directories[0]}"
         )
+
+
+def _load_file(file: Path) -> ModuleType | CompiledAgent:
+    return CompiledAgent(file) if file.suffix == ".so" else import_file(file)
 
 
 def _config_at(directory: Path, config_name: str) -> ModelConfig:

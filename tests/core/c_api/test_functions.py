@@ -9,14 +9,12 @@ from llmbackend.core.c_api import host_calls
 from llmbackend.core.c_api.library import _empty_library, api
 
 NAMES = Path(__file__).with_name("functions.txt").read_text().split()
-AGENTS = "TRITONREPOAGENT_"
-"""Functions for repository agents, which this host loads as Python modules."""
 UNSUPPORTED = Path(host_calls.__file__).with_name("native") / "unsupported.cpp"
 
 
-def test_every_function_for_backends_and_caches_is_exported() -> None:
+def test_every_function_is_exported() -> None:
     library = ctypes.CDLL(api().__file__)
-    assert [name for name in NAMES if not name.startswith(AGENTS) and not hasattr(library, name)] == []
+    assert [name for name in NAMES if not hasattr(library, name)] == []
 
 
 def test_what_is_not_supported_says_so_by_name() -> None:

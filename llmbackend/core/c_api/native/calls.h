@@ -13,6 +13,16 @@ T* held(PyObject* capsule, const char* name) {
   return static_cast<T*>(PyCapsule_GetPointer(capsule, name));
 }
 
+// A capsule that owns the object; null = an exception is set.
+template <typename T>
+PyObject* hold(std::unique_ptr<T> object, const char* name) {
+  PyObject* capsule = PyCapsule_New(object.get(), name, [](PyObject* self) {
+    delete static_cast<T*>(PyCapsule_GetPointer(self, PyCapsule_GetName(self)));
+  });
+  if (capsule) object.release();
+  return capsule;
+}
+
 // None, or (code, message) of an error, which is deleted.
 PyObject* result_of(Error* error);
 
@@ -23,6 +33,9 @@ std::unique_ptr<TRITONBACKEND_Request> read_request(PyObject* item);
 // (error | None, address), for what a library has made.
 PyObject* error_and_address(Error* error, const void* made);
 
+PyObject* new_agent(PyObject* module, PyObject* nothing);
+PyObject* new_agent_model(PyObject* module, PyObject* arguments);
+PyObject* call_agent(PyObject* module, PyObject* arguments);
 PyObject* new_cache(PyObject* module, PyObject* arguments);
 PyObject* cache_lookup(PyObject* module, PyObject* arguments);
 PyObject* cache_insert(PyObject* module, PyObject* arguments);

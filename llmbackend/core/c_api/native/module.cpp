@@ -10,15 +10,6 @@ void set_enabled_log_levels(unsigned mask);
 
 namespace {
 
-template <typename T>
-PyObject* hold(std::unique_ptr<T> object, const char* name) {
-  PyObject* capsule = PyCapsule_New(object.get(), name, [](PyObject* self) {
-    delete static_cast<T*>(PyCapsule_GetPointer(self, PyCapsule_GetName(self)));
-  });
-  if (capsule) object.release();
-  return capsule;
-}
-
 // new_backend(host, name, directory, config JSON)
 PyObject* new_backend(PyObject*, PyObject* arguments) {
   PyObject* host = nullptr;
@@ -86,7 +77,7 @@ PyObject* execution_policy(PyObject*, PyObject* backend) {
   return one ? PyLong_FromLong(one->policy) : nullptr;
 }
 
-// call(function address, capsule): Initialize, Finalize or Ready of what the capsule holds
+// call(function address, capsule): Initialize, Finalize or Ready of what the capsule holds, an agent too
 PyObject* call(PyObject*, PyObject* arguments) {
   unsigned long long address = 0;
   PyObject* capsule = nullptr;
@@ -178,6 +169,9 @@ PyMethodDef methods[] = {
     {"new_batch", new_batch, METH_VARARGS, nullptr},
     {"batch_includes", batch_includes, METH_VARARGS, nullptr},
     {"finalize", finalize, METH_VARARGS, nullptr},
+    {"new_agent", new_agent, METH_NOARGS, nullptr},
+    {"new_agent_model", new_agent_model, METH_VARARGS, nullptr},
+    {"call_agent", call_agent, METH_VARARGS, nullptr},
     {"new_cache", new_cache, METH_VARARGS, nullptr},
     {"cache_lookup", cache_lookup, METH_VARARGS, nullptr},
     {"cache_insert", cache_insert, METH_VARARGS, nullptr},
