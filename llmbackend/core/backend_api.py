@@ -87,7 +87,14 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from llmbackend.fork_server.host_policy import HostPolicy
 
 from .activity.messages import InstanceActivity
-from .config_readers import SERVED_MODEL_NAME, config_to_json, served_names, split_names
+from .config_readers import (
+    ACCELERATORS_FIELD,
+    SERVED_MODEL_NAME,
+    accelerator_names,
+    config_to_json,
+    served_names,
+    split_names,
+)
 from .errors import (
     ErrorCode,
     TritonError,
@@ -130,15 +137,16 @@ from .tensors import (
 from .tracing.trace import Attributes, RequestTrace, SpanEvent, TraceSpan
 
 __all__ = [
-    "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE", "JSON", "NO_TENANT",
-    "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend", "BackendAttributes", "ErrorCode", "ExecutionPolicy",
-    "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity", "InstanceGroupKind",
-    "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model", "ModelConfig", "ModelInstance",
-    "OutputLayout", "Outputs", "ParameterValue", "RawTensor", "ReleaseFlag", "Request", "RequestFlag", "RequestTrace",
-    "Response", "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume", "SendPolicy", "SpanEvent", "State",
-    "Tenant", "Tensor", "TraceSpan", "TritonError", "cancelled", "check_api_version", "common_tenant", "config_to_json",
-    "element_count", "internal", "invalid_argument", "is_final", "layout_of", "not_found", "process_memory",
-    "request_tag", "responses_together", "served_names", "shown", "split_names", "unavailable", "unsupported",
+    "ACCELERATORS_FIELD", "API_VERSION", "CONFIG_TYPE_OF_DATATYPE", "DATATYPE_OF_CONFIG_TYPE", "DATATYPE_OF_DTYPE",
+    "JSON", "NO_TENANT", "NUMPY_DTYPE", "SERVED_MODEL_NAME", "Attributes", "Backend", "BackendAttributes", "ErrorCode",
+    "ExecutionPolicy", "HostPolicy", "InferenceHandle", "InferenceRequest", "InferenceResponse", "InstanceActivity",
+    "InstanceGroupKind", "JsonTensor", "MemoryType", "MemoryUsage", "MetricFamily", "MetricKind", "Model",
+    "ModelConfig", "ModelInstance", "OutputLayout", "Outputs", "ParameterValue", "RawTensor", "ReleaseFlag", "Request",
+    "RequestFlag", "RequestTrace", "Response", "ResponseCallback", "ResponseFactory", "ResponseFlag", "Resume",
+    "SendPolicy", "SpanEvent", "State", "Tenant", "Tensor", "TraceSpan", "TritonError", "accelerator_names",
+    "cancelled", "check_api_version", "common_tenant", "config_to_json", "element_count", "internal",
+    "invalid_argument", "is_final", "layout_of", "not_found", "process_memory", "request_tag", "responses_together",
+    "served_names", "shown", "split_names", "unavailable", "unsupported",
 ]  # fmt: skip
 
 API_VERSION = (1, 19)
@@ -226,10 +234,13 @@ class BackendAttributes:
 
     preferred_groups: kind and count of the instance groups of models whose configuration has none
     parallel_instance_loading: whether instances of a model may be initialised at the same time
+    follows_accelerators: the backend acts on `optimization.execution_accelerators`, and logs those that it does not
+        follow; else the host does. Not in Triton's API
     """
 
     preferred_groups: list[tuple[InstanceGroupKind, int]] = field(default_factory=list)
     parallel_instance_loading: bool = False
+    follows_accelerators: bool = False
 
 
 class Model(Protocol):

@@ -41,11 +41,17 @@ SERVE_LLMAPI_BY = "serve-llmapi-by"
 """Setting of the python backend: which backend serves such models."""
 _LLMAPI_SECTION = re.compile(rb"^triton_config\s*:", re.MULTILINE)
 NOT_SERVED = {
-    "openvino": "OpenVINO models",
-    "tensorflow": "TensorFlow graphs and saved models",
-    "tensorrt": "TensorRT plans",
+    "dali": ("DALI pipelines", "write the preprocessing as a model of the backend python"),
+    "tensorflow": (
+        "TensorFlow graphs (tensorflow_graphdef) and saved models (tensorflow_savedmodel)",
+        "convert the model to ONNX or OpenVINO",
+    ),
+    "tensorrt": (
+        "TensorRT plans (tensorrt_plan)",
+        "export what the plan was built from to ONNX, OpenVINO or TorchScript",
+    ),
 }
-"""Triton's backends that this server does not have, and the model formats that they serve."""
+"""Triton's backends that this server does not have: the formats that they serve, and what to do instead."""
 
 
 class BackendFunctions:
@@ -79,6 +85,7 @@ class LoadedBackend:
     """backend_api.Backend, and the backend's functions.
 
     runtime: of models whose configuration has none
+    is_compiled: it is a shared library, which may read any field of a model configuration
     """
 
     api_version = API_VERSION
@@ -102,6 +109,7 @@ class LoadedBackend:
         self.functions = functions
         self.runtime = runtime
         self.metric_family = families.get
+        self.is_compiled = False
 
     def attributes(self) -> BackendAttributes:
         """The result of GetBackendAttribute; the defaults if it fails."""
@@ -189,6 +197,7 @@ class BackendManager:
         runtime = PYTHON_BASED_FILE if location.is_python_based else ""
         functions = BackendFunctions(backend, module)
         loaded = LoadedBackend(backend, directory, config, functions, self._families, runtime)
+        loaded.is_compiled = location.is_compiled
         try:
             functions.call("TRITONBACKEND_Initialize", loaded)
         except TritonError:
@@ -233,6 +242,10 @@ class BackendLocation:
     is_python_based: bool = False
     """The python backend under another name, with one model.py for all of its models."""
 
+    @property
+    def is_compiled(self) -> bool:
+        return self.file is not None and self.file.suffix == ".so"
+
 
 def find_backend(
     backend: str, model: str, version_directory: Path, backend_directory: Path | None, runtime: str
@@ -267,7 +280,7 @@ def _loader(file: Path) -> Callable[[], ModuleType | CompiledBackend]:
 def _load_module(backend: str, location: BackendLocation, config: Mapping[str, str]) -> ModuleType | CompiledBackend:
     """Raises TritonError INVALID_ARG for an isolation that does not exist. Backends in Python have none."""
     isolation = config.get(ISOLATION, "")
-    if location.file is None or location.file.suffix != ".so" or isolation in ("", "none"):
+    if location.file is None or not location.is_compiled or isolation in ("", "none"):
         return location.load()
     for entry_point in entry_points(group=ISOLATION_GROUP, name=isolation):
         loader = f"{CompiledBackend.__module__}:{CompiledBackend.__qualname__}"
@@ -332,5 +345,9 @@ def _not_found(backend: str, model: str, directories: list[Path], runtime: str) 
 def _why_not_served(backend: str) -> str:
     if backend not in NOT_SERVED:
         return ""
-    installed = ", ".join(installed_backends())
-    return f" This server does not run {NOT_SERVED[backend]}; its backends are {installed}."
+    formats, instead = NOT_SERVED[backend]
+    return (
+        f" This server has no backend for {formats}: {instead} (its backends are {', '.join(installed_backends())}), "
+        f"or put the compiled libtriton_{backend}.so into the folder {backend} of --backend-directory, which is loaded "
+        "as it is."
+    )

@@ -1,4 +1,4 @@
-"""Readings of a model configuration that the host and backends share: Triton's JSON of it, and served names."""
+"""Readings of a model configuration that the host and backends share: Triton's JSON of it, names that are in it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 SERVED_MODEL_NAME = "served_model_name"
 """The parameter with further names of a model, separated by commas; they may hold slashes, dots and colons."""
+ACCELERATORS_FIELD = "optimization.execution_accelerators"
 
 
 def served_names(config: ModelConfig) -> tuple[str, ...]:
@@ -22,6 +23,15 @@ def served_names(config: ModelConfig) -> tuple[str, ...]:
 def split_names(text: str) -> tuple[str, ...]:
     """The names in a value of `served_model_name`, the canonical one first."""
     return tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def accelerator_names(config: ModelConfig) -> list[str]:
+    """`<name> (<device>)` of each execution accelerator, those of the CPU first."""
+    accelerators = config.optimization.execution_accelerators
+    return [
+        *(f"{each.name} (cpu)" for each in accelerators.cpu_execution_accelerator),
+        *(f"{each.name} (gpu)" for each in accelerators.gpu_execution_accelerator),
+    ]
 
 
 def config_to_json(config: ModelConfig) -> dict[str, Any]:

@@ -35,10 +35,11 @@ def call_entry_point(owner: str, entry_point: Callable[..., Any], *arguments: An
     try:
         return entry_point(*arguments)
     except TritonError as error:
-        raise error.copy() from None
+        failure = error.copy()
     except (Exception, SystemExit) as error:
         log.exception("%s of %s failed", getattr(entry_point, "__name__", entry_point), owner)
-        raise internal(f"{type(error).__name__}: {error}") from None
+        failure = internal(f"{type(error).__name__}: {error}")
+    raise failure  # not in `except`: it would keep the library's error as its context, and thereby the library's frames
 
 
 def import_file(file: Path) -> ModuleType:

@@ -63,6 +63,7 @@ def _name_a_backend() -> str:
 _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), text)
     for pattern, text in (
+        (r"this server has no backend for", ""),  # the reason says what to do
         (r"unable to find backend library for backend", _name_a_backend),
         (r"is in no model repository", "Name a model whose directory lies in a --model-repository."),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from llmbackend.core.errors import TritonError
+from tests.helpers.core_host import version_of
 from tests.helpers.framework_host import begin, infer, serving, texts, version_directory
 
 onnx = pytest.importorskip("onnx", reason="the test extra brings onnx and onnxruntime")
-pytest.importorskip("onnxruntime")
+onnxruntime = pytest.importorskip("onnxruntime")
 from onnx import NodeProto, TensorProto, ValueInfoProto, helper  # noqa: E402
 
 
@@ -127,3 +129,34 @@ def test_only_configured_outputs_are_given(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         server.load_model("sum")
         assert list(infer(server, "sum", a=rows(1, 1), b=rows(1, 2))) == ["total"]
+
+
+ACCELERATORS = """
+    optimization { execution_accelerators {
+      cpu_execution_accelerator [ { name: "openvino" parameters { key: "num_of_threads" value: "1" } } ]
+      gpu_execution_accelerator [ { name: "tensorrt" } ]
+    } }
+"""
+
+
+def test_accelerators_are_followed_or_named_in_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED + ACCELERATORS))
+    with caplog.at_level(logging.WARNING), serving(tmp_path) as server:
+        server.load_model("sum")
+        assert (infer(server, "sum", a=rows(1, 1), b=rows(1, 2))["total"] == 3).all()
+    (warning,) = (record.getMessage() for record in caplog.records)
+    has_openvino = "OpenVINOExecutionProvider" in onnxruntime.get_available_providers()
+    absent = "" if has_openvino else "openvino (cpu), "
+    assert f"'optimization.execution_accelerators' has no effect for {absent}tensorrt (gpu): " in warning
+    assert ("the installed onnxruntime has no OpenVINOExecutionProvider" in warning) is not has_openvino
+
+
+@pytest.mark.skipif(
+    "OpenVINOExecutionProvider" not in onnxruntime.get_available_providers(), reason="needs onnxruntime-openvino"
+)
+def test_openvino_runs_the_graph_where_onnxruntime_has_it(tmp_path: Path) -> None:
+    save_sum(version_directory(tmp_path, "sum", CONFIGURED + ACCELERATORS))
+    with serving(tmp_path) as server:
+        server.load_model("sum")
+        (instance,) = version_of(server, "sum").instances
+        assert instance.state.session.get_providers()[0] == "OpenVINOExecutionProvider"

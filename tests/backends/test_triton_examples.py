@@ -175,10 +175,15 @@ def test_a_configuration_may_leave_out_the_backend_of_a_torchscript_file(tmp_pat
 @pytest.mark.parametrize(
     ("file", "config", "reason"),
     [
-        ("model.graphdef", 'platform: "tensorflow_graphdef"', "'tensorflow'.*does not run TensorFlow graphs"),
-        ("model.savedmodel/saved_model.pb", "", "'tensorflow'.*does not run TensorFlow graphs and saved models"),
-        ("model.plan", "", "'tensorrt'.*does not run TensorRT plans; its backends are .*onnxruntime"),
-        ("model.xml", "", "'openvino'.*does not run OpenVINO models"),
+        ("model.graphdef", 'platform: "tensorflow_graphdef"', "TensorFlow graphs .*: convert the model to ONNX"),
+        ("model.savedmodel/saved_model.pb", "", r"'tensorflow'.* saved models \(tensorflow_savedmodel\): convert the"),
+        ("model.plan", "", r"'tensorrt'.*TensorRT plans .*: export .*its backends are .*onnxruntime, openvino"),
+        (
+            "model.plan",
+            'platform: "tensorrt_plan"',
+            "put the compiled libtriton_tensorrt.so into the folder tensorrt of",
+        ),
+        ("model.dali", 'backend: "dali"', "DALI pipelines: write .* of the backend python .*libtriton_dali.so"),
         ("model.bin", 'name: "inception.nosuch"', "unable to find backend library for backend 'nosuch'"),
     ],
 )

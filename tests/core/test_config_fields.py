@@ -148,3 +148,4 @@ def test_a_loaded_model_warns_of_each_ignored_field(repository: Repository, capl
         "optimization.execution_accelerators",
     ]
     assert named == expected
+    assert "the backend runs models with its own framework only, not with tensorrt (gpu)" in caplog.text

@@ -77,6 +77,12 @@ def write_model(root: Path, name: str, config: str = 'backend: "llm"\n', **argum
     ("config", "arguments", "wrong", "remedy"),
     [
         ('backend: "nosuch"', {}, "backend 'nosuch'", "Name an installed backend in config.pbtxt (llm, onnxruntime, "),
+        (
+            'platform: "tensorrt_plan"',
+            {},
+            "no backend for TensorRT plans",
+            "put the compiled libtriton_tensorrt.so into ",
+        ),
         ("backend: llm", {}, "config.pbtxt", "Correct that"),
         ('backend: "llm"', {}, "model.json", CHECKPOINT),
         (

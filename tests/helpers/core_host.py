@@ -127,7 +127,7 @@ class Repository:
         self.backends = root / "backends"
         self.models.mkdir(exist_ok=True)
         self.backends.mkdir(exist_ok=True)
-        self.defaults: dict[str, Any] = {"model_control_mode": "explicit", "model_repositories": [self.models]}
+        self.defaults: dict[str, Any] = {"model_control_mode": "explicit"}
         """Of `options`."""
 
     def backend(self, name: str, source: str, file: str = "backend.py") -> Path:
@@ -146,7 +146,8 @@ class Repository:
         return directory
 
     def options(self, **options: Any) -> ServerOptions:
-        return ServerOptions(backend_directory=self.backends, **{**self.defaults, **options})
+        given = {"model_repositories": [self.models], **self.defaults, **options}
+        return ServerOptions(backend_directory=self.backends, **given)
 
 
 @contextmanager

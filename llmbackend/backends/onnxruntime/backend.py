@@ -19,7 +19,8 @@ from llmbackend.backends.array_backend import TRITONBACKEND_ModelFinalize as TRI
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceExecute as TRITONBACKEND_ModelInstanceExecute
 from llmbackend.backends.array_backend import TRITONBACKEND_ModelInstanceFinalize as TRITONBACKEND_ModelInstanceFinalize
 from llmbackend.core.backend_api import (
-    InstanceGroupKind,
+    Backend,
+    BackendAttributes,
     Model,
     ModelConfig,
     ModelInstance,
@@ -37,6 +38,7 @@ from ..array_backend import (
     read_parameters,
     sequence_inputs,
 )
+from .accelerators import providers, warn_of_accelerators
 
 _FILE = "model.onnx"
 _TYPES = {
@@ -90,12 +92,13 @@ class ModelState:
         self.name = model.name
         self.path = _find(model)
         settings = read_parameters(model.config, _PARAMETERS)
+        warn_of_accelerators(model.config)
         self._options = {_OPTIONS[key]: value for key, value in settings.items()}
 
     def load_model(self, instance: ModelInstance) -> onnxruntime.InferenceSession:
         """Raises TritonError INVALID_ARG when the graph does not have the configured tensors."""
-        session = self._session(instance.kind, instance.device_id)
         config = instance.model.config
+        session = self._session(providers(config, instance.kind, instance.device_id))
         inputs = [*(tensor.name for tensor in config.input), *sequence_inputs(config)]
         _check_names(self.name, "input", inputs, session.get_inputs())
         _check_names(self.name, "output", output_names(config), session.get_outputs())
@@ -106,7 +109,7 @@ class ModelState:
         config = model.config
         if config.input and config.output:
             return
-        session = self._session(InstanceGroupKind.CPU, 0)
+        session = self._session(["CPUExecutionProvider"])
         tensors = [*session.get_inputs(), *session.get_outputs()]
         batches = all(tensor.shape and not isinstance(tensor.shape[0], int) for tensor in tensors)
         if batches and config.max_batch_size == 0 and not (config.input or config.output):
@@ -128,16 +131,13 @@ class ModelState:
                     dims=(dims[1:] if config.max_batch_size else dims) or [1],
                 )
 
-    def _session(self, kind: InstanceGroupKind, device_id: int) -> onnxruntime.InferenceSession:
+    def _session(self, chosen: Sequence[Any]) -> onnxruntime.InferenceSession:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _QUIET
         for name, value in self._options.items():
             setattr(options, name, value)
-        providers: Sequence[Any] = ["CPUExecutionProvider"]
-        if kind is InstanceGroupKind.GPU:
-            providers = [("CUDAExecutionProvider", {"device_id": device_id}), *providers]
         try:
-            return onnxruntime.InferenceSession(str(self.path), options, providers=providers)
+            return onnxruntime.InferenceSession(str(self.path), options, providers=chosen)
         except Exception as error:  # its errors share no base class
             raise invalid_argument(f"failed to load model '{self.name}': {error}") from None
 
@@ -170,12 +170,12 @@ def _find(model: Model) -> Path:
 class ModelInstanceState(ArrayInstance):
     def __init__(self, instance: ModelInstance, model_state: ModelState) -> None:
         super().__init__(instance)
-        self._session = model_state.load_model(instance)
+        self.session = model_state.load_model(instance)
         self._names = output_names(instance.model.config)
 
     def execute(self, inputs: Arrays) -> Mapping[str, Array]:
         feed = {name: _texts(array) if array.dtype == np.object_ else array for name, array in inputs.items()}
-        outputs = self._session.run(self._names, feed)
+        outputs = self.session.run(self._names, feed)
         return dict(zip(self._names, map(_bytes, outputs), strict=True))
 
 
@@ -191,6 +191,10 @@ def _bytes(array: Array) -> Array:
     items = np.empty(array.size, np.object_)
     items[:] = [str(item).encode() for item in array.ravel()]
     return items.reshape(array.shape)
+
+
+def TRITONBACKEND_GetBackendAttribute(backend: Backend, attributes: BackendAttributes) -> None:
+    attributes.follows_accelerators = True
 
 
 def TRITONBACKEND_ModelInitialize(model: Model) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -22,6 +22,7 @@ from llmbackend import __version__
 from ..backend_manager import LoadedBackend
 from ..config.model_config import merge_auto_complete, set_instance_groups
 from ..config.model_config_rules import validate_config, validate_instance_groups, validate_tensors
+from ..config_readers import ACCELERATORS_FIELD, accelerator_names
 from ..errors import unsupported
 from ..gpus import HostGpus
 from ..messages import ModelMetadata, TensorMetadata
@@ -37,7 +38,7 @@ IGNORED_FIELDS: Final[Mapping[str, str]] = {
     "model_operations": "libraries of custom operations are not loaded",
     "optimization.cuda": "CUDA graphs are set by the engine arguments of the llm backend",
     "optimization.eager_batching": "a batch grows until an instance is free",
-    "optimization.execution_accelerators": "backends run a model with their own framework only",
+    ACCELERATORS_FIELD: "the backend runs models with its own framework only",
     "optimization.gather_kernel_buffer_threshold": "inputs are not gathered by a kernel",
     "optimization.graph": "the level of graph optimization is a parameter of the backend",
     "optimization.priority": "instances have no priority on their device",
@@ -46,12 +47,28 @@ IGNORED_FIELDS: Final[Mapping[str, str]] = {
 }
 """Path of the field → what happens instead. Without `input_pinned_memory` and `output_pinned_memory`: Triton sets them
 to true in every configuration, and this host has no pinned memory."""
+FIELDS_OF_BACKENDS: Final = frozenset(
+    {"cc_model_filenames", "model_operations"}
+    | {f"optimization.{name}" for name in ("cuda", "gather_kernel_buffer_threshold", "graph", "priority")}
+    | {ACCELERATORS_FIELD}
+)
+"""Ignored fields that Triton leaves to backends: a compiled one reads them."""
 
 
-def warn_of_ignored_fields(config: ModelConfig) -> None:
-    """Logs one WARNING for each ignored field that is set."""
+def fields_read_by(backend: LoadedBackend) -> frozenset[str]:
+    """The ignored fields that the backend itself acts on."""
+    if backend.is_compiled:
+        return FIELDS_OF_BACKENDS
+    return frozenset({ACCELERATORS_FIELD} if backend.attributes().follows_accelerators else ())
+
+
+def warn_of_ignored_fields(config: ModelConfig, read_by_backend: Collection[str] = ()) -> None:
+    """Logs one WARNING for each ignored field that is set, except those that the backend reads."""
+    names = accelerator_names(config)
     for path, instead in IGNORED_FIELDS.items():
-        if _is_set(config, path):
+        if path not in read_by_backend and _is_set(config, path):
+            if path == ACCELERATORS_FIELD and names:
+                instead = f"{instead}, not with {', '.join(names)}"
             log.warning("model '%s': '%s' in the model configuration has no effect: %s", config.name, path, instead)
 
 
@@ -105,7 +122,7 @@ class ServedConfig:
         """Raises TritonError for a configuration that cannot be served."""
         validate_config(self.current)
         validate_tensors(self.current)
-        warn_of_ignored_fields(self.current)
+        warn_of_ignored_fields(self.current, fields_read_by(self._backend))
 
     def with_instances_of(self, config: ModelConfig) -> ModelConfig:
         """A copy with the instance groups and the version policy of `config`. Raises as `complete_instance_groups`."""

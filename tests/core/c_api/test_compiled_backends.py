@@ -35,6 +35,17 @@ def text_of(client: Client) -> str:
     return str(response.outputs[0].data.item().decode())
 
 
+def test_fields_of_the_configuration_are_left_to_the_backend(
+    backends: Repository, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerators = 'execution_accelerators { cpu_execution_accelerator { name: "openvino" } }'
+    config = f"optimization {{ {accelerators} eager_batching: true graph {{ level: 1 }} }}"
+    backends.model("m", "identity", config, io=NUMBER_IO)
+    with caplog.at_level(logging.WARNING), serving(backends, "m"):
+        ignored = [record.getMessage() for record in caplog.records if "has no effect" in record.getMessage()]
+    assert len(ignored) == 1 and "optimization.eager_batching" in ignored[0]
+
+
 def test_tensors_come_back_as_they_were(backends: Repository) -> None:
     io = "".join(
         f'input [ {{ name: "INPUT{i}" data_type: TYPE_{t} dims: [ -1, 2 ] }} ]\n'
