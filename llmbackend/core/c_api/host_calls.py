@@ -8,6 +8,8 @@ and tritonserver.h.
 from __future__ import annotations
 
 import logging
+import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -49,6 +51,9 @@ ErrorPair = tuple[int, str]
 """Number of a TRITONSERVER_Error_Code, message."""
 WireTensor = tuple[str, str, tuple[int, ...], Any]
 """Name, datatype, shape, and an object with the buffer protocol that holds the raw bytes."""
+_metric_lock = threading.Lock()
+_metric_uses: Counter[tuple[MetricFamily, frozenset[tuple[str, str]]]] = Counter()
+"""How many TRITONSERVER_Metric stand for one metric; the last one that is deleted removes it."""
 family_makers: list[Callable[..., MetricFamily]] = []
 """`Backend.metric_family` of what is loaded: families, which belong to the server, are made through any of them."""
 
@@ -270,11 +275,18 @@ def metric_family(kind: int, name: str, description: str) -> MetricFamily:
 
 
 def declare_metric(family: MetricFamily, labels: dict[str, str], buckets: Sequence[float]) -> None:
-    family.declare(buckets or None, **labels)
+    with _metric_lock:
+        family.declare(buckets or None, **labels)
+        _metric_uses[family, frozenset(labels.items())] += 1
 
 
 def remove_metric(family: MetricFamily, labels: dict[str, str]) -> None:
-    family.remove(**labels)
+    key = family, frozenset(labels.items())
+    with _metric_lock:
+        _metric_uses[key] -= 1
+        if not _metric_uses[key]:
+            del _metric_uses[key]
+            family.remove(**labels)
 
 
 def metric_value(family: MetricFamily, labels: dict[str, str]) -> float:

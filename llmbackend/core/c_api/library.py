@@ -120,10 +120,12 @@ class CompiledBackend:
         backend.execution_policy = _POLICIES[self._api.execution_policy(backend.state.object)]
 
     def TRITONBACKEND_Finalize(self, backend: Backend) -> None:
-        self._call("Finalize", backend)
-        if backend.metric_family in host_calls.family_makers:
-            host_calls.family_makers.remove(backend.metric_family)
-        backend.state = None
+        try:
+            self._call("Finalize", backend)
+        finally:
+            if backend.metric_family in host_calls.family_makers:
+                host_calls.family_makers.remove(backend.metric_family)
+            backend.state = None
 
     def TRITONBACKEND_ModelInitialize(self, model: Model) -> None:
         owner = model.backend.state.object
@@ -131,12 +133,15 @@ class CompiledBackend:
         made = self._api.new_model(model, owner, model.name, model.version, where, completes)
         model.state = ModelHandle(made, self._api.deliver)
         self._call("ModelInitialize", model)
+        self._api.set_outputs(made, tuple(output.name for output in model.config.output))
 
     def TRITONBACKEND_ModelFinalize(self, model: Model) -> None:
-        self._call("ModelFinalize", model)
-        if model.state is not None:
-            model.state.deliveries.close()
-        model.state = None
+        try:
+            self._call("ModelFinalize", model)
+        finally:
+            if model.state is not None:
+                model.state.deliveries.close()
+            model.state = None
 
     def TRITONBACKEND_ModelInstanceInitialize(self, instance: ModelInstance) -> None:
         instance.state = Handle(
@@ -155,8 +160,10 @@ class CompiledBackend:
         self._call("ModelInstanceInitialize", instance)
 
     def TRITONBACKEND_ModelInstanceFinalize(self, instance: ModelInstance) -> None:
-        self._call("ModelInstanceFinalize", instance)
-        instance.state = None
+        try:
+            self._call("ModelInstanceFinalize", instance)
+        finally:
+            instance.state = None
 
     def LLMBACKEND_ModelInstanceMemoryUsage(self, instance: ModelInstance) -> Sequence[MemoryUsage]:
         """What the instance reported last."""
@@ -243,6 +250,8 @@ class CompiledCache:
         self._metric_family = metric_family
         host_calls.family_makers.append(metric_family)
         error, self._cache = self._api.new_cache(initialize, orjson.dumps(dict(settings)).decode())
+        if error is not None:
+            host_calls.family_makers.remove(metric_family)
         raise_error(error)
 
     def run_lookup(self, task: Callable[[], None], skip: Callable[[], None]) -> None:

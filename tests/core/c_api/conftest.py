@@ -1,40 +1,43 @@
-"""Compiles the test backends once per session, and serves them."""
+"""The test backends, compiled, and repositories that serve them."""
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.core_host import Repository
-
-SOURCES = Path(__file__).parent / "backends"
+from tests.helpers.compiled_backends import CompiledRepository, Libraries
+from tests.helpers.core_host import STAGE
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the compiled libraries."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
+    if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    folder = tmp_path_factory.mktemp("compiled_backends")
-    for source in sorted(SOURCES.glob("*.cpp")):
-        library = folder / f"libtriton_{source.stem}.so"
-        command = [compiler, "-std=c++20", "-O1", "-g", "-shared", "-fPIC", "-fvisibility=hidden"]
-        subprocess.run([*command, "-o", str(library), str(source)], check=True)
-    return folder
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled_backends"
+    folder.mkdir(exist_ok=True)
+    return Libraries(folder)
 
 
-@pytest.fixture(params=["in-process", "isolated"])
-def backends(request: pytest.FixtureRequest, repository: Repository, compiled: Path) -> Repository:
-    """A repository whose backend directory has the compiled backends, where Triton looks for them. Each test runs
-    twice: with the libraries in the host's process, and with each instance in a process of its own."""
-    for library in compiled.glob("*.so"):
-        folder = repository.backends / library.stem.removeprefix("libtriton_")
-        folder.mkdir()
-        (folder / library.name).symlink_to(library)
-    if request.param == "isolated":
-        repository.defaults["backend_config"] = {"": {"isolation": "process"}}
+@pytest.fixture
+def inside(tmp_path: Path, libraries: Libraries) -> CompiledRepository:
+    """A repository whose backends run in the host's process."""
+    STAGE.clear()
+    return CompiledRepository(tmp_path, libraries)
+
+
+@pytest.fixture
+def isolated(inside: CompiledRepository) -> CompiledRepository:
+    """A repository whose instances run in processes of their own."""
+    inside.backend_config = {"": {"isolation": "process"}}
+    return inside
+
+
+@pytest.fixture(params=["inside", "isolated"])
+def backends(request: pytest.FixtureRequest) -> CompiledRepository:
+    """Each test runs twice: with the libraries in the host's process, and with each instance in one of its own."""
+    repository: CompiledRepository = request.getfixturevalue(request.param)
     return repository

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from llmbackend.core.errors import TritonError
+from tests.helpers.compiled_backends import Libraries
 from tests.helpers.core_backends import VERSIONED_BACKEND, answer
 from tests.helpers.core_host import Repository, serving
 
 
 @pytest.fixture
-def agents(repository: Repository, compiled: Path, tmp_path: Path) -> Path:
+def agents(repository: Repository, libraries: Libraries, tmp_path: Path) -> Path:
     """The directory of agents. `m` has its files from `tmp_path/store`."""
     folder = tmp_path / "agents" / "fetch"
     folder.mkdir(parents=True)
-    (folder / "libtritonrepoagent_fetch.so").symlink_to(compiled / "libtriton_fetch_agent.so")
+    (folder / "libtritonrepoagent_fetch.so").symlink_to(libraries.library("fetch_agent"))
     repository.backend("v", VERSIONED_BACKEND)
     return folder.parent
 

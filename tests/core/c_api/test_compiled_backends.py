@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,32 +10,21 @@ import pytest
 from llmbackend.core.errors import ErrorCode, TritonError
 from llmbackend.core.tensors import Tensor
 from llmbackend.frontends.operations.probes import render
-from tests.helpers.core_host import Client, Repository, send, serving
+from tests.helpers.compiled_backends import (
+    DECOUPLED,
+    NUMBER_IO,
+    TEXT_IO,
+    CompiledRepository,
+    Libraries,
+    ask,
+    text_of,
+)
+from tests.helpers.core_host import send, serving
 from tests.helpers.waiting import eventually
-
-TEXT_IO = """
-input [ { name: "INPUT0" data_type: TYPE_STRING dims: [ 1 ] } ]
-output [ { name: "OUTPUT0" data_type: TYPE_STRING dims: [ 1 ] } ]
-"""
-NUMBER_IO = """
-input [ { name: "INPUT0" data_type: TYPE_INT32 dims: [ -1 ] } ]
-output [ { name: "OUTPUT0" data_type: TYPE_INT32 dims: [ -1 ] } ]
-"""
-DECOUPLED = "model_transaction_policy { decoupled: true }"
-
-
-def ask(server: object, command: str, model: str = "m", **fields: object) -> Client:
-    return send(server, model, Tensor.text("INPUT0", command), **fields)  # type: ignore[arg-type]
-
-
-def text_of(client: Client) -> str:
-    (response,) = client.responses()
-    assert response.error is None, response.error
-    return str(response.outputs[0].data.item().decode())
 
 
 def test_fields_of_the_configuration_are_left_to_the_backend(
-    backends: Repository, caplog: pytest.LogCaptureFixture
+    backends: CompiledRepository, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerators = 'execution_accelerators { cpu_execution_accelerator { name: "openvino" } }'
     config = f"optimization {{ {accelerators} eager_batching: true graph {{ level: 1 }} }}"
@@ -46,7 +34,7 @@ def test_fields_of_the_configuration_are_left_to_the_backend(
     assert len(ignored) == 1 and "optimization.eager_batching" in ignored[0]
 
 
-def test_tensors_come_back_as_they_were(backends: Repository) -> None:
+def test_tensors_come_back_as_they_were(backends: CompiledRepository) -> None:
     io = "".join(
         f'input [ {{ name: "INPUT{i}" data_type: TYPE_{t} dims: [ -1, 2 ] }} ]\n'
         f'output [ {{ name: "OUTPUT{i}" data_type: TYPE_{t} dims: [ -1, 2 ] }} ]\n'
@@ -75,7 +63,7 @@ def test_tensors_come_back_as_they_were(backends: Repository) -> None:
             assert output.data.tolist() == tensor.data.tolist()
 
 
-def test_statistics_are_those_that_the_backend_reports(backends: Repository) -> None:
+def test_statistics_are_those_that_the_backend_reports(backends: CompiledRepository) -> None:
     backends.model("m", "identity", io=NUMBER_IO)
     with serving(backends, "m") as server:
         for _ in range(3):
@@ -84,7 +72,7 @@ def test_statistics_are_those_that_the_backend_reports(backends: Repository) -> 
         eventually(lambda: server.model_statistics("m")[0].execution_count == 3)
 
 
-def test_an_error_response_is_the_clients(backends: Repository) -> None:
+def test_an_error_response_is_the_clients(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with serving(backends, "m") as server:
         (response,) = ask(server, "error the disk is full").responses()
@@ -92,7 +80,7 @@ def test_an_error_response_is_the_clients(backends: Repository) -> None:
         assert (response.error.code, response.error.message) == (ErrorCode.UNAVAILABLE, "the disk is full")
 
 
-def test_an_error_from_execute_leaves_the_request_with_the_host(backends: Repository) -> None:
+def test_an_error_from_execute_leaves_the_request_with_the_host(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with serving(backends, "m") as server:
         (response,) = ask(server, "refuse not today").responses()
@@ -101,7 +89,7 @@ def test_an_error_from_execute_leaves_the_request_with_the_host(backends: Reposi
         assert text_of(ask(server, "parameters")) == ""
 
 
-def test_a_factory_streams_after_the_release(backends: Repository) -> None:
+def test_a_factory_streams_after_the_release(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", DECOUPLED, io=TEXT_IO)
     with serving(backends, "m") as server:
         client = ask(server, "stream 50")
@@ -109,13 +97,13 @@ def test_a_factory_streams_after_the_release(backends: Repository) -> None:
         assert texts == [str(i).encode() for i in range(50)]
 
 
-def test_a_response_outlives_the_release_of_its_request(backends: Repository) -> None:
+def test_a_response_outlives_the_release_of_its_request(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with serving(backends, "m") as server:
         assert text_of(ask(server, "late")) == ""
 
 
-def test_parameters_go_both_ways(backends: Repository) -> None:
+def test_parameters_go_both_ways(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with serving(backends, "m") as server:
         client = ask(server, "parameters", parameters={"a": "x", "b": 3, "c": True})
@@ -124,7 +112,7 @@ def test_parameters_go_both_ways(backends: Repository) -> None:
         assert response.parameters == {"added": 42}
 
 
-def test_inferences_on_other_models(backends: Repository) -> None:
+def test_inferences_on_other_models(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     backends.model("other", "identity", io=NUMBER_IO)
     with serving(backends, "m", "other") as server:
@@ -133,7 +121,7 @@ def test_inferences_on_other_models(backends: Repository) -> None:
         assert response.error is not None and "nobody" in response.error.message
 
 
-def test_metrics_and_log_lines_are_the_hosts(backends: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics_and_log_lines_are_the_hosts(backends: CompiledRepository, caplog: pytest.LogCaptureFixture) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with caplog.at_level(logging.INFO, "llmbackend"), serving(backends, "m") as server:
         assert [ask(server, "metric").responses()[0].outputs[0].data.item() for _ in range(2)] == [
@@ -145,19 +133,19 @@ def test_metrics_and_log_lines_are_the_hosts(backends: Repository, caplog: pytes
     assert {(record.filename, record.lineno) for record in records} == {("scripted.cpp", 7)}
 
 
-def test_a_failed_model_initialize_is_the_loads_error(backends: Repository) -> None:
+def test_a_failed_model_initialize_is_the_loads_error(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", 'parameters { key: "broken" value { string_value: "1" } }', io=TEXT_IO)
     with serving(backends) as server, pytest.raises(TritonError, match="the model is broken"):
         server.load_model("m")
 
 
-def test_preferred_groups_are_used(backends: Repository) -> None:
+def test_preferred_groups_are_used(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", io=TEXT_IO)
     with serving(backends, "m") as server:
         assert [group.count for group in server.model_config("m").instance_group] == [2]
 
 
-def test_a_library_that_cannot_be_loaded_says_why(backends: Repository) -> None:
+def test_a_library_that_cannot_be_loaded_says_why(backends: CompiledRepository) -> None:
     folder = backends.backends / "torn"
     folder.mkdir()
     (folder / "libtriton_torn.so").write_bytes(b"\x7fELF, but no more")
@@ -166,7 +154,7 @@ def test_a_library_that_cannot_be_loaded_says_why(backends: Repository) -> None:
         server.load_model("m")
 
 
-def test_many_loads_leave_nothing(backends: Repository) -> None:
+def test_many_loads_leave_nothing(backends: CompiledRepository) -> None:
     backends.model("m", "scripted", DECOUPLED, io=TEXT_IO)
     with serving(backends) as server:
         for _ in range(20):
@@ -175,9 +163,9 @@ def test_many_loads_leave_nothing(backends: Repository) -> None:
             server.unload_model("m")
 
 
-def test_a_backend_in_the_version_directory_comes_first(backends: Repository, compiled: Path) -> None:
+def test_a_backend_in_the_version_directory_comes_first(backends: CompiledRepository, libraries: Libraries) -> None:
     model = backends.model("m", "scripted", io=NUMBER_IO)
-    (model / "1" / "libtriton_scripted.so").symlink_to(compiled / "libtriton_identity.so")
+    (model / "1" / "libtriton_scripted.so").symlink_to(libraries.library("identity"))
     with serving(backends, "m") as server:
         (response,) = send(server, "m", Tensor.of("INPUT0", np.array([5], np.int32))).responses()
         assert response.outputs[0].data.tolist() == [5]

@@ -9,6 +9,7 @@ import pytest
 
 from llmbackend.core.errors import TritonError
 from tests.core.test_response_cache import COUNTING_BACKEND
+from tests.helpers.compiled_backends import Libraries
 from tests.helpers.core_host import Repository, send, serving, x
 
 CACHED = "response_cache { enable: true }"
@@ -36,10 +37,10 @@ def answers(cached: Repository, name: str, directory: Path) -> list[list[float]]
         return found
 
 
-def test_a_compiled_cache_answers_in_place_of_the_model(cached: Repository, compiled: Path) -> None:
+def test_a_compiled_cache_answers_in_place_of_the_model(cached: Repository, libraries: Libraries) -> None:
     folder = cached.models.parent / "caches" / "map"
     folder.mkdir(parents=True)
-    (folder / "libtritoncache_map.so").symlink_to(compiled / "libtriton_map_cache.so")
+    (folder / "libtritoncache_map.so").symlink_to(libraries.library("map_cache"))
     first, again, other, third = answers(cached, "map", folder.parent)
     assert first == again == third != other
 
@@ -50,10 +51,10 @@ def test_nvidias_local_cache(cached: Repository) -> None:
     assert first == again == third != other
 
 
-def test_the_error_of_a_caches_initialisation_stops_the_start(cached: Repository, compiled: Path) -> None:
+def test_the_error_of_a_caches_initialisation_stops_the_start(cached: Repository, libraries: Libraries) -> None:
     folder = cached.models.parent / "caches" / "map"
     folder.mkdir(parents=True)
-    (folder / "libtritoncache_map.so").symlink_to(compiled / "libtriton_map_cache.so")
+    (folder / "libtritoncache_map.so").symlink_to(libraries.library("map_cache"))
     with (
         pytest.raises(TritonError, match="a setting 'size' is expected"),
         serving(cached, cache_config={"map": {"other": "1"}}, cache_directory=folder.parent),

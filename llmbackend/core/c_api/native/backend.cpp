@@ -42,6 +42,7 @@ void set_enabled_log_levels(unsigned mask) { enabled_log_levels = mask; }
 EXPORTED bool TRITONSERVER_LogIsEnabled(TRITONSERVER_LogLevel level) { return enabled_log_levels >> level & 1; }
 
 EXPORTED Error* TRITONSERVER_LogMessage(TRITONSERVER_LogLevel level, const char* file, int line, const char* message) {
+  if (level > LOG_VERBOSE) return invalid("unknown logging level '" + std::to_string(level) + "'");
   if (!TRITONSERVER_LogIsEnabled(level)) return nullptr;
   Locked lock;
   Ref shown(text(message));
@@ -319,6 +320,8 @@ SET_FIELD(Error, Error*, error)
 #undef SET_FIELD
 
 EXPORTED Error* TRITONBACKEND_ModelInstanceReportResponseStatistics(ResponseStatistics* statistics) {
+  if (!statistics->instance || !statistics->factory)
+    return invalid("response statistics need a model instance and a response factory");
   Locked lock;
   Error* error = statistics->error;
   Ref failure(error ? Py_BuildValue("(is)", error->code, error->message.c_str()) : Ref::borrowed(Py_None).release());

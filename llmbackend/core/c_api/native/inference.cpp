@@ -1,8 +1,9 @@
 // Inferences that a backend makes on other models (BLS): TRITONSERVER_InferenceRequest, _ResponseAllocator,
 // _InferenceResponse, and the functions of TRITONSERVER_Server that backends call.
 //
-// Invariants: input data is copied when the inference starts, so the request goes back to its owner at once; responses
-// are delivered by a thread of the host's (host_calls.py), without the interpreter's lock, in their order.
+// Invariants: input data is copied when the inference starts; responses are delivered by a thread of the host's
+// (host_calls.py), without the interpreter's lock, in their order; the request goes back to its owner after the last
+// one, so that it can be cancelled until then.
 
 #include <algorithm>
 
@@ -35,6 +36,19 @@ PyObject* output_names(const TRITONSERVER_InferenceRequest& request) {
 PyObject* correlation(const TRITONSERVER_InferenceRequest& request) {
   return request.has_text_correlation ? text(request.correlation_text)
                                       : PyLong_FromUnsignedLongLong(request.correlation_id);
+}
+
+Delivery* new_delivery(TRITONSERVER_InferenceRequest* request) {
+  auto* delivery = new Delivery;
+  delivery->allocator = request->allocator;
+  if (request->allocator) delivery->functions = *request->allocator;
+  delivery->allocator_userp = request->allocator_userp;
+  delivery->complete = request->complete;
+  delivery->userp = request->complete_userp;
+  delivery->request = request;
+  delivery->release = request->release;
+  delivery->release_userp = request->release_userp;
+  return delivery;
 }
 
 void delete_delivery(PyObject* capsule) {
@@ -232,7 +246,10 @@ EXPORTED Error* TRITONSERVER_InferenceRequestSetResponseCallback(TRITONSERVER_In
                                                                  TRITONSERVER_ResponseAllocator* allocator,
                                                                  void* allocator_userp, ResponseCompleteFn complete,
                                                                  void* userp) {
-  request->delivery = {*allocator, allocator_userp, complete, userp};
+  request->allocator = allocator;
+  request->allocator_userp = allocator_userp;
+  request->complete = complete;
+  request->complete_userp = userp;
   return nullptr;
 }
 
@@ -263,16 +280,17 @@ EXPORTED Error* TRITONSERVER_ResponseAllocatorDelete(TRITONSERVER_ResponseAlloca
 
 EXPORTED Error* TRITONSERVER_ServerInferAsync(TRITONSERVER_Server* server, TRITONSERVER_InferenceRequest* request,
                                               TRITONSERVER_InferenceTrace* trace) {
-  if (!request->delivery.complete)
+  if (!request->complete)
     return invalid("the request has no response callback: TRITONSERVER_InferenceRequestSetResponseCallback");
   std::unique_ptr<TRITONSERVER_InferenceTrace> owned_trace(trace);  // also where the inference is refused
   for (auto& input : request->inputs) {
     input.bytes.clear();
     for (auto [base, byte_size] : input.parts) input.bytes.append(base, byte_size);
   }
+  Locked lock;
+  auto* to = new_delivery(request);
+  Ref delivery(PyCapsule_New(to, DELIVERY, delete_delivery));
   {
-    Locked lock;
-    Ref delivery(PyCapsule_New(new Delivery(request->delivery), DELIVERY, delete_delivery));
     Ref inputs(input_list(*request)), outputs(output_names(*request)), parameters(parameter_dict(request->parameters));
     Ref id(text(request->id)), sequence(correlation(*request));
     if (!delivery || !inputs || !outputs || !parameters || !id || !sequence) return take_exception();
@@ -289,7 +307,8 @@ EXPORTED Error* TRITONSERVER_ServerInferAsync(TRITONSERVER_Server* server, TRITO
     request->is_cancelled = false;
     request->handle = std::move(handle);
   }
-  if (request->release) request->release(request, RELEASE_ALL, request->release_userp);
+  Unlocked unlocked;
+  to->let_go();
   return nullptr;
 }
 
@@ -299,13 +318,19 @@ namespace {
 Error* place(InferenceOutput* output, const char* data, Delivery& to) {
   TRITONSERVER_MemoryType type = MEMORY_CPU;
   int64_t type_id = 0;
-  Error* error = to.allocator.allocate(&to.allocator, output->name.c_str(), output->byte_size, type, type_id,
+  Error* error = to.functions.allocate(to.allocator, output->name.c_str(), output->byte_size, type, type_id,
                                        to.allocator_userp, &output->base, &output->userp, &type, &type_id);
   if (error) return error;
-  output->release = to.allocator.release;
-  if (type == MEMORY_GPU) return new_error(ERROR_UNSUPPORTED, "the response allocator gave GPU memory");
+  output->allocator = to.allocator;
+  if (output->base) output->release = to.functions.release;
   output->memory_type = type;
   output->memory_type_id = type_id;
+  if (to.functions.attributes) {
+    TRITONSERVER_BufferAttributes attributes{output->byte_size, type, type_id};
+    error = to.functions.attributes(to.allocator, output->name.c_str(), &attributes, to.allocator_userp, output->userp);
+    if (error) return error;
+  }
+  if (type == MEMORY_GPU) return new_error(ERROR_UNSUPPORTED, "the response allocator gave GPU memory");
   if (output->byte_size) memcpy(output->base, data, output->byte_size);
   return nullptr;
 }
@@ -357,13 +382,16 @@ PyObject* deliver(PyObject*, PyObject* arguments) {
       return nullptr;
     }
   }
+  Error* failed_start = nullptr;
   {
     Unlocked unlocked;
-    if (response && to->allocator.start) response->error.reset(to->allocator.start(&to->allocator, to->allocator_userp));
+    if (response && to->functions.start) failed_start = to->functions.start(to->allocator, to->allocator_userp);
     for (size_t i = 0; response && !response->error && i < response->outputs.size(); ++i)
       response->error.reset(place(&response->outputs[i], static_cast<const char*>(views[i].buf), *to));
     to->complete(response.release(), flags, to->userp);
+    if (flags & RESPONSE_FINAL) to->let_go();
   }
+  log_error(failed_start);  // as in Triton, the response is sent
   for (auto& view : views) PyBuffer_Release(&view);
   return Py_NewRef(Py_None);
 }
@@ -373,7 +401,7 @@ PyObject* deliver(PyObject*, PyObject* arguments) {
 TRITONSERVER_InferenceResponse::~TRITONSERVER_InferenceResponse() {
   for (auto& output : outputs)
     if (output.release)
-      delete output.release(nullptr, output.base, output.userp, output.byte_size, output.memory_type,
+      delete output.release(output.allocator, output.base, output.userp, output.byte_size, output.memory_type,
                             output.memory_type_id);
 }
 

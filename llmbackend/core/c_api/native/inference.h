@@ -12,12 +12,22 @@ struct TRITONSERVER_ResponseAllocator {
   BufferAttributesFn attributes = nullptr;
 };
 
-// Where the responses of one inference go.
+// Where the responses of one inference go, and how its request is given back.
 struct Delivery {
-  TRITONSERVER_ResponseAllocator allocator;
+  TRITONSERVER_ResponseAllocator* allocator = nullptr;
+  TRITONSERVER_ResponseAllocator functions;  // the allocator's: its owner may delete it before the last response
   void* allocator_userp = nullptr;
   ResponseCompleteFn complete = nullptr;
   void* userp = nullptr;
+  TRITONSERVER_InferenceRequest* request = nullptr;
+  RequestReleaseFn release = nullptr;
+  void* release_userp = nullptr;
+  std::atomic<int> holders{2};  // of the request: ServerInferAsync and the final response
+
+  // Gives the request back, by its callback, when the last holder calls it. Without the interpreter's lock.
+  void let_go() {
+    if (holders.fetch_sub(1) == 1 && release) release(request, RELEASE_ALL, release_userp);
+  }
 };
 constexpr const char* DELIVERY = "llmbackend.Delivery";
 
@@ -37,7 +47,10 @@ struct TRITONSERVER_InferenceRequest {
   Parameters parameters;
   RequestReleaseFn release = nullptr;
   void* release_userp = nullptr;
-  Delivery delivery;
+  TRITONSERVER_ResponseAllocator* allocator = nullptr;
+  void* allocator_userp = nullptr;
+  ResponseCompleteFn complete = nullptr;
+  void* complete_userp = nullptr;
   Ref handle;  // core's InferenceHandle, once it was started
 };
 
@@ -47,7 +60,8 @@ struct InferenceOutput : Shape {
   size_t byte_size = 0;
   TRITONSERVER_MemoryType memory_type = MEMORY_CPU;
   int64_t memory_type_id = 0;
-  ReleaseBufferFn release = nullptr;
+  TRITONSERVER_ResponseAllocator* allocator = nullptr;
+  ReleaseBufferFn release = nullptr;  // null = there is no memory to release
 };
 
 struct TRITONSERVER_InferenceResponse {

@@ -28,14 +28,25 @@ Error* change(TRITONSERVER_Metric* metric, const char* action, double value) {
 }
 
 Error* wrong_kind(const TRITONSERVER_Metric* metric, const char* action) {
-  return new_error(ERROR_UNSUPPORTED, std::string("TRITONSERVER_Metric") + action + ": metric '" +
-                                          metric->family->name + "' is of a kind that does not support it");
+  static constexpr const char* KINDS[] = {"COUNTER", "GAUGE", "HISTOGRAM"};
+  return new_error(ERROR_UNSUPPORTED, std::string("TRITONSERVER_METRIC_KIND_") + KINDS[metric->family->kind] +
+                                          " does not support " + action);
+}
+
+Error* check_args(const TRITONSERVER_MetricFamily* family, const TRITONSERVER_MetricArgs* args) {
+  if (family->kind != METRIC_HISTOGRAM)
+    return args ? invalid(std::string("Unexpected args found in ") +
+                          (family->kind == METRIC_COUNTER ? "counter" : "gauge") + " Metric constructor.")
+                : nullptr;
+  if (!args) return invalid("Bucket boundaries not found in Metric args.");
+  return args->is_histogram ? nullptr : invalid("Metric args not set to histogram kind.");
 }
 
 }  // namespace
 
 EXPORTED Error* TRITONSERVER_MetricFamilyNew(TRITONSERVER_MetricFamily** family, TRITONSERVER_MetricKind kind,
                                              const char* name, const char* description) {
+  if (kind > METRIC_HISTOGRAM) return invalid("Unsupported kind passed to MetricFamily constructor.");
   Locked lock;
   Ref host;
   if (Error* error = host_call("metric_family", Py_BuildValue("(iss)", kind, name, description), &host)) return error;
@@ -82,11 +93,12 @@ EXPORTED Error* TRITONSERVER_MetricArgsDelete(TRITONSERVER_MetricArgs* args) {
 EXPORTED Error* TRITONSERVER_MetricNewWithArgs(TRITONSERVER_Metric** metric, TRITONSERVER_MetricFamily* family,
                                                const TRITONSERVER_Parameter** labels, uint64_t label_count,
                                                const TRITONSERVER_MetricArgs* args) {
-  if (family->kind == METRIC_HISTOGRAM && (!args || !args->is_histogram))
-    return invalid("Histogram metric requires bucket boundaries: TRITONSERVER_MetricArgsSetHistogram");
+  if (Error* error = check_args(family, args)) return error;
   Parameters copies;
   for (uint64_t i = 0; i < label_count; ++i) {
-    if (labels[i]->type != PARAMETER_STRING) return invalid("label '" + labels[i]->name + "' is no string");
+    if (labels[i]->type != PARAMETER_STRING)
+      return invalid("Parameter [" + labels[i]->name +
+                     "] must have a type of TRITONSERVER_PARAMETER_STRING to be added as a label.");
     copies.push_back(*labels[i]);
   }
   Locked lock;
@@ -129,6 +141,8 @@ EXPORTED Error* TRITONSERVER_MetricValue(TRITONSERVER_Metric* metric, double* va
 
 EXPORTED Error* TRITONSERVER_MetricIncrement(TRITONSERVER_Metric* metric, double value) {
   if (metric->family->kind == METRIC_HISTOGRAM) return wrong_kind(metric, "Increment");
+  if (metric->family->kind == METRIC_COUNTER && value < 0)
+    return invalid("TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values.");
   return change(metric, "increment", value);
 }
 

@@ -71,6 +71,20 @@ PyObject* new_instance(PyObject*, PyObject* arguments) {
   return instance->model && !PyErr_Occurred() ? hold(std::move(instance), INSTANCE) : nullptr;
 }
 
+// set_outputs(model, names): those that its responses may have
+PyObject* set_outputs(PyObject*, PyObject* arguments) {
+  PyObject *capsule = nullptr, *names = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO", &capsule, &names)) return nullptr;
+  auto* model = held<TRITONBACKEND_Model>(capsule, MODEL);
+  if (!model) return nullptr;
+  for (Py_ssize_t i = 0; i < PyTuple_Size(names); ++i) {
+    std::string name;
+    if (!read_text(PyTuple_GetItem(names, i), &name)) return nullptr;
+    model->outputs.insert(std::move(name));
+  }
+  return Py_NewRef(Py_None);
+}
+
 // execution_policy(backend): TRITONBACKEND_ExecutionPolicy as a number
 PyObject* execution_policy(PyObject*, PyObject* backend) {
   auto* one = held<TRITONBACKEND_Backend>(backend, BACKEND);
@@ -128,6 +142,7 @@ PyObject* execute(PyObject*, PyObject* arguments) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(items); ++i) {
     requests.push_back(read_request(PyTuple_GetItem(items, i)));
     if (!requests.back()) return nullptr;
+    requests.back()->host->model = instance->model;
     pointers.push_back(requests.back().get());
   }
   using Execute = Error* (*)(TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request**, uint32_t);
@@ -159,6 +174,7 @@ PyMethodDef methods[] = {
     {"set_log_levels", set_log_levels, METH_O, nullptr},
     {"new_backend", new_backend, METH_VARARGS, nullptr},
     {"new_model", new_model, METH_VARARGS, nullptr},
+    {"set_outputs", set_outputs, METH_VARARGS, nullptr},
     {"new_instance", new_instance, METH_VARARGS, nullptr},
     {"execution_policy", execution_policy, METH_O, nullptr},
     {"call", call, METH_VARARGS, nullptr},

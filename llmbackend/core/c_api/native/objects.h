@@ -11,6 +11,7 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
@@ -173,6 +174,7 @@ struct TRITONBACKEND_Model {
   bool auto_complete = false;
   TRITONBACKEND_Backend* backend = nullptr;
   TRITONSERVER_Server server;
+  std::set<std::string> outputs;  // of its configuration, once it is initialised
   void* state = nullptr;
   PyObject* host = nullptr;  // borrowed
 };
@@ -223,7 +225,8 @@ struct TRITONSERVER_InferenceTrace {
 // still follow. Shared by the request, its factories and its responses, so that a response takes no lock to be made.
 struct Source {
   Ref request, factory;
-  std::atomic<int> count{0};  // of SourcePtr
+  const TRITONBACKEND_Model* model = nullptr;  // null for a batching strategy, which makes no responses
+  std::atomic<int> count{0};                   // of SourcePtr
 
   ~Source();
 };

@@ -73,13 +73,13 @@ EXPORTED Error* TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* request,
 
 EXPORTED Error* TRITONBACKEND_RequestCorrelationId(TRITONBACKEND_Request* request, uint64_t* id) {
   if (request->has_text_correlation)
-    return invalid("given request's correlation id is not an unsigned int");
+    return invalid("correlation ID in request is not an unsigned int");
   *id = request->correlation_id;
   return nullptr;
 }
 
 EXPORTED Error* TRITONBACKEND_RequestCorrelationIdString(TRITONBACKEND_Request* request, const char** id) {
-  if (!request->has_text_correlation) return invalid("given request's correlation id is not a string");
+  if (!request->has_text_correlation) return invalid("correlation ID in request is not a string");
   *id = request->correlation_text.c_str();
   return nullptr;
 }
@@ -209,6 +209,8 @@ EXPORTED Error* TRITONBACKEND_InputPropertiesForHostPolicy(TRITONBACKEND_Input* 
 
 EXPORTED Error* TRITONBACKEND_InputBufferAttributes(TRITONBACKEND_Input* input, uint32_t index, const void** buffer,
                                                     TRITONSERVER_BufferAttributes** attributes) {
+  *buffer = nullptr;
+  *attributes = nullptr;
   if (index > 0)
     return invalid("out of bounds index " + std::to_string(index) + ": input '" + input->name + "' has 1 buffer");
   *buffer = input->data;
@@ -219,6 +221,7 @@ EXPORTED Error* TRITONBACKEND_InputBufferAttributes(TRITONBACKEND_Input* input, 
 EXPORTED Error* TRITONBACKEND_InputBuffer(TRITONBACKEND_Input* input, uint32_t index, const void** buffer,
                                           uint64_t* byte_size, TRITONSERVER_MemoryType* type, int64_t* type_id) {
   TRITONSERVER_BufferAttributes* attributes = nullptr;
+  *byte_size = 0;
   if (Error* error = TRITONBACKEND_InputBufferAttributes(input, index, buffer, &attributes)) return error;
   *byte_size = attributes->byte_size;
   *type = attributes->memory_type;
@@ -248,6 +251,9 @@ Error* fill(Buffer* owned, void** buffer, uint64_t byte_size, TRITONSERVER_Memor
 
 EXPORTED Error* TRITONBACKEND_OutputBuffer(TRITONBACKEND_Output* output, void** buffer, uint64_t byte_size,
                                            TRITONSERVER_MemoryType* type, int64_t* type_id) {
+  *buffer = nullptr;
+  if (output->buffer.data)
+    return new_error(ERROR_ALREADY_EXISTS, "allocated buffer for output '" + output->name + "' already exists");
   return fill(&output->buffer, buffer, byte_size, type, type_id);
 }
 
@@ -259,6 +265,7 @@ EXPORTED Error* TRITONBACKEND_OutputBufferAttributes(TRITONBACKEND_Output* outpu
 
 EXPORTED Error* TRITONBACKEND_StateNew(TRITONBACKEND_State** state, TRITONBACKEND_Request* request, const char* name,
                                        TRITONSERVER_DataType datatype, const int64_t* shape, uint32_t dims) {
+  *state = nullptr;
   auto made = std::make_unique<TRITONBACKEND_State>();
   made->name = name;
   made->datatype = datatype;
@@ -300,6 +307,7 @@ EXPORTED Error* TRITONBACKEND_ResponseFactoryNew(TRITONBACKEND_ResponseFactory**
                                                  TRITONBACKEND_Request* request) {
   Locked lock;
   auto source = SourcePtr::make();
+  source->model = request->host->model;
   if (Error* error = host_call("new_factory", Py_BuildValue("(O)", request->host->request.get()), &source->factory))
     return error;
   *factory = new TRITONBACKEND_ResponseFactory{std::move(source)};
@@ -357,6 +365,10 @@ SET_PARAMETER(Double, double, PARAMETER_DOUBLE, double)
 EXPORTED Error* TRITONBACKEND_ResponseOutput(TRITONBACKEND_Response* response, TRITONBACKEND_Output** output,
                                              const char* name, TRITONSERVER_DataType datatype, const int64_t* shape,
                                              uint32_t dims) {
+  *output = nullptr;
+  const auto* model = response->host->model;
+  if (model && !model->outputs.count(name))
+    return invalid(std::string("unexpected inference output '") + name + "' for model '" + model->name + "'");
   auto made = std::make_unique<TRITONBACKEND_Output>();
   made->name = name;
   made->datatype = datatype;

@@ -1,10 +1,12 @@
 // Does what its input, one string, says:
-//   "stream N"      N responses by a factory, on a thread of its own, after the request is released; decoupled
+//   "stream N"      N responses by a factory, on a thread of its own, after the release; decoupled. An error ends them
+//                   when the request is cancelled
 //   "error TEXT"    an error response
 //   "refuse TEXT"   Execute returns an error
 //   "bls MODEL"     the answer of MODEL to INPUT0 = [7] (INT32), as text
 //   "metric"        counts in its own metric, and answers its value
 //   "parameters"    the request's parameters, and one in the response
+//   "inputs"        the names of the inputs, and their text or number
 //   "late"          releases the request before it sends the response that it made before
 #include <cstdio>
 #include <future>
@@ -13,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "backend.h"
+#include "functions.h"
 
 namespace {
 
@@ -23,32 +25,24 @@ struct ModelState {
   TRITONSERVER_Metric* metric = nullptr;
 };
 
-Error* add_text(TRITONBACKEND_Response* response, const std::string& text) {
-  uint32_t length = text.size();
-  std::string data(reinterpret_cast<char*>(&length), sizeof length);
-  data += text;
-  const int64_t shape[] = {1};
-  return add_output(response, "OUTPUT0", TYPE_BYTES, shape, 1, data.data(), data.size());
-}
-
-Error* command_of(TRITONBACKEND_Request* request, std::string* command) {
-  TRITONBACKEND_Input* input;
-  const char* data;
-  uint64_t byte_size;
-  TRY(TRITONBACKEND_RequestInput(request, "INPUT0", &input));
-  TRY(read_input(input, &data, &byte_size));
-  command->assign(data + 4, byte_size - 4);
-  return nullptr;
-}
-
 void stream(TRITONBACKEND_ResponseFactory* factory, int count) {
-  for (int i = 0; i < count; ++i) {
+  bool is_cancelled = false;
+  for (int i = 0; i < count && !is_cancelled; ++i) {
     TRITONBACKEND_Response* response;
     TRITONBACKEND_ResponseNewFromFactory(&response, factory);
     add_text(response, std::to_string(i));
     TRITONBACKEND_ResponseSend(response, 0, nullptr);
+    TRITONBACKEND_ResponseFactoryIsCancelled(factory, &is_cancelled);
   }
-  TRITONBACKEND_ResponseFactorySendFlags(factory, RESPONSE_FINAL);
+  if (is_cancelled) {
+    TRITONBACKEND_Response* response;
+    Error* error = TRITONSERVER_ErrorNew(ERROR_CANCELLED, "stopped");
+    TRITONBACKEND_ResponseNewFromFactory(&response, factory);
+    TRITONBACKEND_ResponseSend(response, RESPONSE_FINAL, error);
+    TRITONSERVER_ErrorDelete(error);
+  } else {
+    TRITONBACKEND_ResponseFactorySendFlags(factory, RESPONSE_FINAL);
+  }
   TRITONBACKEND_ResponseFactoryDelete(factory);
 }
 
@@ -113,6 +107,25 @@ Error* infer(TRITONBACKEND_Model* model, const std::string& other, std::string* 
   return TRITONSERVER_ResponseAllocatorDelete(allocator);
 }
 
+Error* shown_inputs(TRITONBACKEND_Request* request, std::string* text) {
+  uint32_t count;
+  TRY(TRITONBACKEND_RequestInputCount(request, &count));
+  for (uint32_t i = 0; i < count; ++i) {
+    TRITONBACKEND_Input* input;
+    const char *name, *data;
+    TRITONSERVER_DataType datatype;
+    uint64_t byte_size;
+    TRY(TRITONBACKEND_RequestInputByIndex(request, i, &input));
+    TRY(TRITONBACKEND_InputProperties(input, &name, &datatype, nullptr, nullptr, nullptr, nullptr));
+    TRY(read_input(input, &data, &byte_size));
+    *text += std::string(name) + "=";
+    *text += datatype == TYPE_BYTES ? std::string(data + 4, byte_size - 4)
+                                    : std::to_string(*reinterpret_cast<const int32_t*>(data));
+    *text += ";";
+  }
+  return nullptr;
+}
+
 Error* shown_parameters(TRITONBACKEND_Request* request, std::string* text) {
   uint32_t count;
   TRY(TRITONBACKEND_RequestParameterCount(request, &count));
@@ -153,6 +166,7 @@ Error* answer(TRITONBACKEND_Model* model, ModelState* state, TRITONBACKEND_Reque
     TRY(TRITONSERVER_MetricValue(state->metric, &value));
     text = std::to_string(value);
   }
+  if (verb == "inputs") TRY(shown_inputs(request, &text));
   if (verb == "parameters") {
     TRY(shown_parameters(request, &text));
     TRY(TRITONBACKEND_ResponseSetIntParameter(response, "added", 42));
