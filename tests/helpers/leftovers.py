@@ -114,7 +114,8 @@ def _new(before: Snapshot, shares_host: bool) -> list[str]:
     ]
     for thread in now.threads - before.threads:
         is_asked = thread.name.startswith(OURS) or not (shares_host or thread.name == PROGRESS_BARS)
-        if thread.is_alive() and is_asked:
+        is_note = isinstance(thread, threading._DummyThread)  # of a thread of compiled code; Python 3.11 keeps them
+        if thread.is_alive() and is_asked and not is_note:
             found.append(f"thread {thread.name}")
     if not shares_host:
         found += [f"file descriptor {number}: {what}" for number, what in now.descriptors - before.descriptors]
