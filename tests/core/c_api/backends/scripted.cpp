@@ -89,8 +89,8 @@ Error* infer(TRITONBACKEND_Model* model, const std::string& other, std::string* 
   TRITONSERVER_InferenceRequest* request;
   TRITONSERVER_ResponseAllocator* allocator;
   TRY(TRITONBACKEND_ModelServer(model, &server));
-  TRY(TRITONSERVER_ResponseAllocatorNew(&allocator, allocate, release_buffer, nullptr));
   TRY(TRITONSERVER_InferenceRequestNew(&request, server, other.c_str(), -1));
+  TRY(TRITONSERVER_ResponseAllocatorNew(&allocator, allocate, release_buffer, nullptr));
   const int64_t shape[] = {1};
   const int32_t value = 7;
   std::promise<std::string> promise;
