@@ -58,9 +58,10 @@ def test_the_functions_of_a_request(inside: CompiledRepository) -> None:
         assert text_of(ask(server, REFUSED_AT_ONCE)).splitlines() == EXPECTED[REFUSED_AT_ONCE].splitlines()
 
 
-@pytest.mark.parametrize("command", sorted(EXPECTED.keys() - {REFUSED_AT_ONCE}))
-def test_a_command(server: InferenceServer, command: str) -> None:
-    assert text_of(ask(server, command)).splitlines() == EXPECTED[command].splitlines()
+def test_commands(server: InferenceServer) -> None:
+    for command, expected in EXPECTED.items():
+        if command != REFUSED_AT_ONCE:
+            assert text_of(ask(server, command)).splitlines() == expected.splitlines(), command
 
 
 def test_an_inference_in_flight_can_be_cancelled(server: InferenceServer) -> None:

@@ -15,6 +15,7 @@ from llmbackend.core.inference_server import InferenceServer
 from tests.core.c_api.test_functions import NAMES, UNSUPPORTED
 from tests.helpers.compiled_backends import SOURCES, TEXT_IO, CompiledRepository, ask, text_of
 from tests.helpers.core_host import serving
+from tests.helpers.waiting import eventually
 
 EXPECTED = Path(__file__).with_name("every_function.txt").read_text()
 GROUPS = dict(re.findall(r"^# (\w+)\n(.*?)\n\n", EXPECTED, re.DOTALL | re.MULTILINE))
@@ -29,13 +30,24 @@ def server(backends: CompiledRepository) -> Iterator[InferenceServer]:
         yield server
 
 
-@pytest.mark.parametrize("group", GROUPS)
-def test_a_group_of_functions(server: InferenceServer, backends: CompiledRepository, group: str) -> None:
-    found = text_of(ask(server, group, id="r", parameters={"p": 1}))
-    assert (
-        found.replace(str(backends.models.parent), "<root>").replace(ISOLATION, "").splitlines()
-        == GROUPS[group].splitlines()
-    )
+def test_all_groups(server: InferenceServer, backends: CompiledRepository) -> None:
+    root = str(backends.models.parent)
+    for group, expected in GROUPS.items():
+        found = text_of(ask(server, group, id="r", parameters={"p": 1}))
+        assert found.replace(root, "<root>").replace(ISOLATION, "").splitlines() == expected.splitlines(), group
+
+
+def test_statistics_of_responses_and_batches(server: InferenceServer) -> None:
+    """Those that the groups `factory` and `instance` report."""
+    text_of(ask(server, "factory"))
+    text_of(ask(server, "instance"))
+    eventually(lambda: server.model_statistics("m")[0].batch_stats)
+    statistics = server.model_statistics("m")[0]
+    assert [(batch.batch_size, batch.compute_infer.ns) for batch in statistics.batch_stats] == [(3, 10)]
+    assert sorted(statistics.response_stats) == ["0", "1"]
+    good, bad = statistics.response_stats["0"], statistics.response_stats["1"]
+    assert (good.success.count, good.success.ns, good.compute_output.ns) == (1, 3000, 2000)
+    assert (bad.fail.count, bad.fail.ns, bad.success.count) == (1, 3000, 0)
 
 
 def test_every_function_has_a_caller_in_the_test_backends() -> None:

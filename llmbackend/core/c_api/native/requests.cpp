@@ -12,6 +12,9 @@ void set(T* out, T value) {
   if (out) *out = value;
 }
 
+// Published backends go on with a response that they have sent as an error and set to null.
+Error* no_response() { return invalid("the response is null: it was sent before"); }
+
 Error* out_of_bounds(const char* what, uint32_t index, size_t count) {
   return invalid("out of bounds index " + std::to_string(index) + ": request has " + std::to_string(count) + " " +
                  what);
@@ -353,6 +356,7 @@ EXPORTED Error* TRITONBACKEND_ResponseDelete(TRITONBACKEND_Response* response) {
 #define SET_PARAMETER(NAME, C_TYPE, TYPE, STORED)                                                               \
   EXPORTED Error* TRITONBACKEND_ResponseSet##NAME##Parameter(TRITONBACKEND_Response* response, const char* name, \
                                                              C_TYPE value) {                                    \
+    if (!response) return no_response();                                                                        \
     response->parameters.push_back({name, TYPE, STORED(value)});                                                \
     return nullptr;                                                                                             \
   }
@@ -366,6 +370,7 @@ EXPORTED Error* TRITONBACKEND_ResponseOutput(TRITONBACKEND_Response* response, T
                                              const char* name, TRITONSERVER_DataType datatype, const int64_t* shape,
                                              uint32_t dims) {
   *output = nullptr;
+  if (!response) return no_response();
   const auto* model = response->host->model;
   if (model && !model->outputs.count(name))
     return invalid(std::string("unexpected inference output '") + name + "' for model '" + model->name + "'");
@@ -379,6 +384,7 @@ EXPORTED Error* TRITONBACKEND_ResponseOutput(TRITONBACKEND_Response* response, T
 }
 
 EXPORTED Error* TRITONBACKEND_ResponseSend(TRITONBACKEND_Response* response, uint32_t flags, Error* error) {
+  if (!response) return no_response();
   std::unique_ptr<TRITONBACKEND_Response> owned(response);
   Locked lock;
   return host_call("send_response", send_arguments(response, flags, error));

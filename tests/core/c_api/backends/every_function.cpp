@@ -321,6 +321,9 @@ void response(const Subject& subject, Report& report) {
   report.call("SetIntParameter", TRITONBACKEND_ResponseSetIntParameter(response, "i", -1));
   report.call("SetDoubleParameter", TRITONBACKEND_ResponseSetDoubleParameter(response, "d", 0.5));
   report.call("Delete", TRITONBACKEND_ResponseDelete(response));
+  report.call("Output of null", TRITONBACKEND_ResponseOutput(nullptr, &none, "OUTPUT0", TYPE_BYTES, shape, 1));
+  report.call("SetIntParameter of null", TRITONBACKEND_ResponseSetIntParameter(nullptr, "i", 1));
+  report.call("Send of null", TRITONBACKEND_ResponseSend(nullptr, RESPONSE_FINAL, nullptr));
   report.call("New with too large an output", TRITONBACKEND_ResponseNew(&response, subject.request));
   report.call("its Output", TRITONBACKEND_ResponseOutput(response, &output, "OUTPUT0", TYPE_BYTES, shape, 1));
   report.call("its OutputBuffer", TRITONBACKEND_OutputBuffer(output, &buffer, 1ull << 60, &memory, &id));
