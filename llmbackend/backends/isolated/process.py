@@ -113,8 +113,12 @@ class _Runner:
     def _attributes(self, backend: BackendObject) -> tuple[list[tuple[str, int]], bool]:
         attributes = BackendAttributes()
         function = getattr(self._library, "TRITONBACKEND_GetBackendAttribute", None)
-        if function is not None:
-            function(backend, attributes)
+        try:
+            if function is not None:
+                function(backend, attributes)
+        except TritonError as error:
+            _log.warning("backend '%s': ignored attributes: %s", backend.name, error.status)
+            attributes = BackendAttributes()
         groups = [(kind.value, count) for kind, count in attributes.preferred_groups]
         return groups, attributes.parallel_instance_loading
 

@@ -94,10 +94,10 @@ def test_finalize_of_the_backend(inside: CompiledRepository, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize(("fail", "count"), [("", 3), ("GetBackendAttribute", 1)])
-def test_get_backend_attribute(inside: CompiledRepository, fail: str, count: int) -> None:
+def test_get_backend_attribute(backends: CompiledRepository, fail: str, count: int) -> None:
     """Where it fails, the defaults are used."""
-    inside.model("m", "failing", io=TEXT_IO)
-    with serving(inside, "m", backend_config={"failing": {"fail": fail}}) as server:
+    backends.model("m", "failing", io=TEXT_IO)
+    with serving(backends, "m", backend_config={"failing": {"fail": fail}}) as server:
         assert [group.count for group in server.model_config("m").instance_group] == [count]
         assert text_of(ask(server, "")) == "fine"
 
@@ -109,9 +109,9 @@ def test_model_instance_ready(inside: CompiledRepository) -> None:
         assert text_of(ask(server, "")) == "fine"
 
 
-def test_execute(inside: CompiledRepository) -> None:
-    failing(inside, "ModelInstanceExecute")
-    with serving(inside, "m") as server:
+def test_execute(backends: CompiledRepository) -> None:
+    failing(backends, "ModelInstanceExecute")
+    with serving(backends, "m") as server:
         clients = [ask(server, "") for _ in range(5)]
         errors = [client.error() for client in clients]
         assert {(error.code, error.message) for error in errors} == {
