@@ -15,9 +15,14 @@ void set(T* out, T value) {
 // Published backends go on with a response that they have sent as an error and set to null.
 Error* no_response() { return invalid("the response is null: it was sent before"); }
 
-Error* out_of_bounds(const char* what, uint32_t index, size_t count) {
-  return invalid("out of bounds index " + std::to_string(index) + ": request has " + std::to_string(count) + " " +
+Error* out_of_bounds(const std::string& tag, const char* what, uint32_t index, size_t count) {
+  return invalid(tag + "out of bounds index " + std::to_string(index) + ": request has " + std::to_string(count) + " " +
                  what);
+}
+
+// How Triton's errors begin that concern one request.
+std::string tag(const TRITONBACKEND_Request* request) {
+  return "[request id: " + (request->id.empty() ? "<id_unknown>" : request->id) + "] ";
 }
 
 // The Python object that makes a source's responses. Needs the lock.
@@ -76,13 +81,13 @@ EXPORTED Error* TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* request,
 
 EXPORTED Error* TRITONBACKEND_RequestCorrelationId(TRITONBACKEND_Request* request, uint64_t* id) {
   if (request->has_text_correlation)
-    return invalid("correlation ID in request is not an unsigned int");
+    return invalid(tag(request) + "correlation ID in request is not an unsigned int");
   *id = request->correlation_id;
   return nullptr;
 }
 
 EXPORTED Error* TRITONBACKEND_RequestCorrelationIdString(TRITONBACKEND_Request* request, const char** id) {
-  if (!request->has_text_correlation) return invalid("correlation ID in request is not a string");
+  if (!request->has_text_correlation) return invalid(tag(request) + "correlation ID in request is not a string");
   *id = request->correlation_text.c_str();
   return nullptr;
 }
@@ -104,7 +109,7 @@ EXPORTED Error* TRITONBACKEND_RequestParameterCount(TRITONBACKEND_Request* reque
 
 EXPORTED Error* TRITONBACKEND_RequestParameter(TRITONBACKEND_Request* request, uint32_t index, const char** key,
                                                TRITONSERVER_ParameterType* type, const void** value) {
-  if (index >= request->parameters.size()) return out_of_bounds("parameters", index, request->parameters.size());
+  if (index >= request->parameters.size()) return out_of_bounds("", "parameters", index, request->parameters.size());
   const auto& parameter = request->parameters[index];
   *key = parameter.name.c_str();
   *type = parameter.type;
@@ -120,7 +125,7 @@ EXPORTED Error* TRITONBACKEND_RequestInputCount(TRITONBACKEND_Request* request, 
 EXPORTED Error* TRITONBACKEND_RequestInputByIndex(TRITONBACKEND_Request* request, uint32_t index,
                                                   TRITONBACKEND_Input** input) {
   *input = nullptr;
-  if (index >= request->inputs.size()) return out_of_bounds("inputs", index, request->inputs.size());
+  if (index >= request->inputs.size()) return out_of_bounds(tag(request), "inputs", index, request->inputs.size());
   *input = &request->inputs[index];
   return nullptr;
 }
@@ -142,7 +147,7 @@ EXPORTED Error* TRITONBACKEND_RequestInput(TRITONBACKEND_Request* request, const
       return nullptr;
     }
   }
-  return invalid(std::string("unknown request input name ") + name);
+  return invalid(tag(request) + "unknown request input name " + name);
 }
 
 EXPORTED Error* TRITONBACKEND_RequestOutputCount(TRITONBACKEND_Request* request, uint32_t* count) {
@@ -152,7 +157,8 @@ EXPORTED Error* TRITONBACKEND_RequestOutputCount(TRITONBACKEND_Request* request,
 
 EXPORTED Error* TRITONBACKEND_RequestOutputName(TRITONBACKEND_Request* request, uint32_t index, const char** name) {
   *name = nullptr;
-  if (index >= request->outputs.size()) return out_of_bounds("requested outputs", index, request->outputs.size());
+  if (index >= request->outputs.size())
+    return out_of_bounds(tag(request), "requested outputs", index, request->outputs.size());
   *name = request->outputs[index].c_str();
   return nullptr;
 }
@@ -417,5 +423,5 @@ EXPORTED Error* TRITONBACKEND_InferenceResponseOutputByName(TRITONBACKEND_Respon
                                                             uint64_t* dims) {
   for (auto& output : response->outputs)
     if (output->name == name) return describe(*output, nullptr, datatype, shape, dims);
-  return invalid(std::string("response has no output named '") + name + "'");
+  return new_error(ERROR_NOT_FOUND, std::string("Output name ") + name + "not found.");  // Triton's words
 }
