@@ -83,7 +83,7 @@ def bench(
     load_format: Annotated[str, typer.Option(help="safetensors, or dummy for random weights.")] = "safetensors",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest number of requests in a step.")] = 64,
     max_num_batched_tokens: Annotated[int, typer.Option(min=1, help="Token budget of a step.")] = 512,
-    quantization: Annotated[str | None, typer.Option(help="int8 or fp8; default: none.")] = None,
+    quantization: Annotated[str | None, typer.Option(help="int8, int4 or fp8; default: none.")] = None,
     engine_args: Annotated[str, typer.Option(help='Further engine arguments, as JSON: {"num_threads": 1}.')] = "{}",
     ablate: Annotated[
         bool, typer.Option("--ablate", help="Repeat the run with each optimisation turned off in turn.")

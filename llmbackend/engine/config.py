@@ -216,7 +216,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_cache_size             GiB that it may hold; 0 = no packed weights are kept; None = the variable
                                   LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
-                                  "fp8" floats (e4m3, on a GPU); None = none
+                                  "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits in groups of 32 inputs, the
+                                  output head's in 8, activations in 8 (on a CPU); None = none
     enable_lora                   whether requests may name adapters; on CPU the model then runs as modules
     lora_modules                  adapters: name -> directory that PEFT wrote
     max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;
@@ -317,7 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     engine_python: str = ""
     num_threads: int = 0
     cluster_resources: dict[str, float] = {}
-    quantization: Literal["int8", "fp8"] | None = None
+    quantization: Literal["int8", "int4", "fp8"] | None = None
     enforce_eager: bool = False
     kernels: Literal["auto", "torch"] = "auto"
     load_format: Literal["safetensors", "dummy"] = "safetensors"
@@ -359,6 +360,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
+        if self.quantization == "int4" and self.device != "cpu":
+            raise ValueError(
+                f"engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on device '{self.device}'"
+            )
         if self.enable_lora and self.quantization is not None:
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):
@@ -380,6 +385,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         for size in self.cudagraph_capture_sizes or ():
             self._at_least("cudagraph_capture_sizes", size, 1)
+
+    @property
+    def eight_bits(self) -> Literal["int8", "fp8"] | None:
+        """Of `quantization`, what weights on a GPU may become."""
+        return None if self.quantization == "int4" else self.quantization
 
     @property
     def num_ranks(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
@@ -18,6 +19,7 @@ from llmbackend.engine.messages import InferRequest, SamplingParams
 from llmbackend.engine.model import loader
 from llmbackend.engine.model.module_runner import make_model_runner
 from llmbackend.engine.step import Runner
+from tests.engine.test_native_linear_int4 import rounded
 
 pytestmark = [
     pytest.mark.slow,
@@ -132,7 +134,8 @@ def test_the_program_is_an_option(tmp_path: Path) -> None:
     save(PROGRAMS["qwen2"], tmp_path)
     assert runner(tmp_path, enforce_eager=True).info.description.endswith("modules")
     assert "packed float32" in runner(tmp_path, kernels="torch").info.description
-    assert "int8" in runner(tmp_path, quantization="int8").info.description
+    for quantization in ("int8", "int4"):
+        assert quantization in runner(tmp_path, quantization=quantization).info.description
     with pytest.raises(ValueError, match="'quantization' is 'int8', which needs the native CPU kernels"):
         runner(tmp_path, quantization="int8", kernels="torch")
 
@@ -181,6 +184,31 @@ def test_int8_programs_of_models_with_outliers(family: str, dtype: str, tmp_path
     prompt = tuple((11 * i + 5) % 128 for i in range(60))
     exact, int8 = (greedy(tmp_path, prompt, 1, dtype="float32", quantization=kind)[1][0] for kind in (None, "int8"))
     assert int8 == pytest.approx(exact, abs=0.25)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_int4_programs_compute_what_modules_with_rounded_weights_do(family: str, dtype: str, tmp_path: Path) -> None:
+    """The output head's weights stay in 8 bits."""
+    model = with_outliers(save(PROGRAMS[family], tmp_path / "own"))
+    model.save_pretrained(tmp_path / "own")
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if type(module) is torch.nn.Linear and module is not head:
+            module.weight.data = in_four_bits(module.weight.data)
+    model.save_pretrained(tmp_path / "rounded")
+    made = runner(tmp_path / "own", dtype=dtype, quantization="int4")
+    assert "int4" in made.info.description and "modules" not in made.info.description
+    prompt = tuple((11 * i + 5) % 128 for i in range(60))
+    int4 = greedy(tmp_path / "own", prompt, 1, dtype="float32", quantization="int4")[1][0]
+    exact = greedy(tmp_path / "rounded", prompt, 1, dtype="float32")[1][0]
+    assert int4 == pytest.approx(exact, abs=0.25)
+
+
+def in_four_bits(weight: torch.Tensor) -> torch.Tensor:
+    numbers, scales = rounded(weight.float().numpy())
+    values = (numbers.astype(np.float32) - 8) * np.repeat(scales.astype(np.float32), 32, axis=1)
+    return torch.from_numpy(values[:, : weight.shape[1]]).to(weight.dtype)
 
 
 def test_int8_models_that_compute_something_else_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

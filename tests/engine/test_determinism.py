@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "program float32": {"dtype": "float32"},
     "program bfloat16": {"dtype": "bfloat16"},
     "program int8": {"dtype": "bfloat16", "quantization": "int8"},
+    "program int4": {"dtype": "bfloat16", "quantization": "int4"},
     "modules float32": {"dtype": "float32", "enforce_eager": True},
     "modules bfloat16": {"dtype": "bfloat16", "enforce_eager": True},
     "torch float32": {"dtype": "float32", "kernels": "torch"},

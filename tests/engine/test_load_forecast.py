@@ -49,6 +49,7 @@ def loaded(config: EngineConfig) -> tuple[Any, str, int]:
     [
         ("llama", {}),
         ("llama", {"dtype": "bfloat16", "quantization": "int8", "max_num_seqs": 4, "max_model_len": 64}),
+        ("qwen2", {"dtype": "bfloat16", "quantization": "int4"}),
         ("llama", {"dtype": "float16"}),
         ("llama", {"enforce_eager": True, "dtype": "bfloat16"}),
         ("gemma3", {}),

@@ -106,7 +106,7 @@ def outputs_of(config: EngineConfig, model: PackedModel) -> list[StepOutput]:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "options"),
-    [("qwen2", torch.bfloat16, {"quantization": "int8"}), ("gemma2", torch.float32, {}), ("olmo2", torch.float32, {})],
+    [("qwen2", torch.bfloat16, {"quantization": "int4"}), ("gemma2", torch.float32, {}), ("olmo2", torch.float32, {})],
 )
 def test_the_same_bits_without_torch(family: str, dtype: torch.dtype, options: dict[str, Any], tmp_path: Path) -> None:
     model = packed(tmp_path / "model", family, dtype, **options)
@@ -127,7 +127,7 @@ def test_the_same_bits_without_torch(family: str, dtype: torch.dtype, options: d
     assert outputs == outputs_of(config, model)
 
 
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}])
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"quantization": "int4"}])
 @pytest.mark.parametrize("same", [("avx2", "avx_vnni"), ("avx512", "avx512_vnni", "avx512_bf16", "amx")])
 def test_float32_models_have_the_same_bits_at_one_vector_width(
     same: tuple[str, ...], options: dict[str, Any], tmp_path: Path

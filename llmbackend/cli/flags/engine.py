@@ -48,7 +48,7 @@ _HELP: Final[Mapping[str, tuple[str, str]]] = {
     "override_generation_config": (_MODEL, "Sampling defaults, as JSON."),
     "trust_remote_code": (_MODEL, "Run code from the checkpoint."),
     "dtype": (_MODEL, "Data type of weights and activations."),
-    "quantization": (_MODEL, "Quantization of the weights to 8 bits while loading."),
+    "quantization": (_MODEL, "Quantization of the weights to 8 or 4 bits while loading."),
     "load_format": (_MODEL, "safetensors, or dummy for random weights."),
     "weight_cache_dir": (_MODEL, "Folder of packed weights for faster starts; default: ~/.cache/llmbackend/weights."),
     "weight_cache_size": (_MODEL, "Size of that folder in GiB; 0 = keep none. (default: 32)"),

@@ -67,12 +67,16 @@ def swap_linears(
     """Packs and replaces every plain linear layer of a float32 or bfloat16 model in place. Returns the memory of the
     packed weights, which has room for the model's norms and biases.
 
-    quantization "int8": all of these weights become int8, the output head's among them
-    (benchmarks/perplexity.py: what it costs).
+    quantization "int8": all of these weights become int8, the output head's among them; "int4": the head's become int8,
+    the others 4 bits (benchmarks/perplexity.py: what it costs).
     """
     found = list(_plain_linears(model))
     matrices = [_matrix(linear) for _, _, linear in found]
-    types = [Type.INT8 if quantization == "int8" else TYPE_OF[matrix.dtype] for matrix in matrices]
+    head = model.get_output_embeddings() if quantization == "int4" else None
+    types = [
+        _packed_type(quantization, linear is head, matrix)
+        for (_, _, linear), matrix in zip(found, matrices, strict=True)
+    ]
     shapes = [(*matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
     store = WeightStore(kernels, shapes, _vector_bytes(model), new_memory)
     shared = _shared_addresses(model)
@@ -83,6 +87,12 @@ def swap_linears(
         if not linear.weight.is_meta and linear.weight.data_ptr() not in shared:
             release_pages(linear.weight.data_ptr(), linear.weight.nbytes)
     return store
+
+
+def _packed_type(quantization: str | None, is_head: bool, matrix: torch.Tensor) -> Type:
+    if quantization is None:
+        return TYPE_OF[matrix.dtype]
+    return Type.INT4 if quantization == "int4" and not is_head else Type.INT8
 
 
 def _vector_bytes(model: nn.Module) -> int:

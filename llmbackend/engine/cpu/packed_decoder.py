@@ -17,14 +17,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ..kernels.library import Type, packed_bytes
+from ..kernels.library import Type, packed_bytes, scale_bytes, sums_bytes
 from ..kv_groups import LayerGroups, layer_groups
 
 Bytes = npt.NDArray[np.uint8]
-Dtype = Literal["float32", "bfloat16", "int8"]
+Dtype = Literal["float32", "bfloat16", "int8", "int4", "int4_min"]
 
-TYPE_OF: Final[dict[Dtype, Type]] = {"float32": Type.FLOAT32, "bfloat16": Type.BFLOAT16, "int8": Type.INT8}
+TYPE_OF: Final[dict[Dtype, Type]] = {
+    "float32": Type.FLOAT32,
+    "bfloat16": Type.BFLOAT16,
+    "int8": Type.INT8,
+    "int4": Type.INT4,
+    "int4_min": Type.INT4_MIN,
+}
 ITEM_BYTES: Final[dict[Dtype, int]] = {"float32": 4, "bfloat16": 2, "int8": 1}
+"""Of arrays."""
 ALIGN_BYTES: Final = 64
 """Arrays and matrices begin at multiples of it."""
 
@@ -50,9 +57,9 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
     k: int
     dtype: Dtype
     scale_offset_bytes: int | None = None
-    """Of float32 [n], for int8 alone."""
+    """Of its scales, if it has some (kernels.library.scale_bytes)."""
     sums_offset_bytes: int | None = None
-    """Of int32 [n], for int8 alone."""
+    """Of its sums or minima, if it has some (kernels.library.sums_bytes)."""
 
     @property
     def size_bytes(self) -> int:
@@ -61,10 +68,11 @@ class MatrixAt(msgspec.Struct, frozen=True, array_like=True):
     @property
     def parts(self) -> tuple[tuple[int | None, int], ...]:
         """Offset and size of panels, scale and sums, in bytes."""
+        shape = (self.n, self.k, TYPE_OF[self.dtype])
         return (
             (self.offset_bytes, self.size_bytes),
-            (self.scale_offset_bytes, 4 * self.n),
-            (self.sums_offset_bytes, 4 * self.n),
+            (self.scale_offset_bytes, scale_bytes(*shape)),
+            (self.sums_offset_bytes, sums_bytes(*shape)),
         )
 
 
@@ -219,8 +227,7 @@ def _check_norm(norm: PackedNorm | None, *shapes: tuple[int, ...]) -> None:
 def _check_projection(projection: PackedProjection, n: int, k: int) -> None:
     weight, bias = projection.weight, projection.bias
     _expect(n > 0 and k > 0 and (weight.n, weight.k) == (n, k), "projection")
-    has_both = weight.scale_offset_bytes is not None and weight.sums_offset_bytes is not None
-    _expect(has_both == (weight.dtype == "int8"), "projection")
+    _expect(all((offset is not None) == (size > 0) for offset, size in weight.parts), "projection")
     _expect(bias is None or (bias.shape == (n,) and bias.dtype == "float32"), "bias")
 
 

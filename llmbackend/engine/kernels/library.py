@@ -32,6 +32,10 @@ class Type(IntEnum):
     """For keys and values only (native/fixed16.h)."""
     BFLOAT16_TILES = 4
     """For activations only (native/tile_rows.h)."""
+    INT4 = 5
+    """For weights only: scale * (q - 8), in groups of 32 along k."""
+    INT4_MIN = 6
+    """For weights only: scale * q + min, alike."""
 
 
 class Rows(IntEnum):
@@ -120,8 +124,10 @@ VARIANTS: Final = {
 """Widest first, with the bits that the generic library reports for a CPU that can execute it (native/cpu.h)."""
 PANEL: Final = 32
 """Output columns of a packed weight per panel."""
-_K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64}
-_ITEM_BYTES: Final = {Type.FLOAT32: 4, Type.BFLOAT16: 2, Type.INT8: 1}
+GROUP: Final = 32
+"""Inputs of a weight in 4 bits that share a scale."""
+_K_MULTIPLE: Final = {Type.FLOAT32: 1, Type.BFLOAT16: 32, Type.INT8: 64, Type.INT4: 64, Type.INT4_MIN: 64}
+_ITEM_BITS: Final = {Type.FLOAT32: 32, Type.BFLOAT16: 16, Type.INT8: 8, Type.INT4: 4, Type.INT4_MIN: 4}
 _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
 """A tenth of a millisecond each."""
 
@@ -129,7 +135,19 @@ _PEAK_STEPS, _PEAK_REPEATS = 20_000, 50
 def packed_bytes(n: int, k: int, packed_type: Type) -> int:
     """Size of a packed weight with n output and k input features."""
     multiple = _K_MULTIPLE[packed_type]
-    return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BYTES[packed_type]
+    return -(-n // PANEL) * PANEL * -(-k // multiple) * multiple * _ITEM_BITS[packed_type] // 8
+
+
+def scale_bytes(n: int, k: int, packed_type: Type) -> int:
+    """Size of its scales; 0: it has none."""
+    if packed_type in (Type.INT4, Type.INT4_MIN):
+        return 2 * packed_bytes(n, k, Type.INT8) // GROUP
+    return 4 * n if packed_type is Type.INT8 else 0
+
+
+def sums_bytes(n: int, k: int, packed_type: Type) -> int:
+    """Size of its sums, or of the minima of its groups; 0: it has none."""
+    return 0 if packed_type is Type.INT4 else scale_bytes(n, k, packed_type)
 
 
 class KernelLibrary:
@@ -289,12 +307,13 @@ def _declare(functions: Any) -> None:
 Array = npt.NDArray[Any]
 
 ROWS, N, K = 19, 70, 130
-# Of the largest element. int8 rounds weights and activations to 127 steps each.
+# Of the largest element. int8 rounds weights and activations to 127 steps each, int4 weights to 8.
 _CASES = (
     (Type.FLOAT32, Type.FLOAT32, 1e-5),
     (Type.BFLOAT16, Type.FLOAT32, 1e-5),
     (Type.BFLOAT16, Type.BFLOAT16, 1e-5),
     (Type.INT8, Type.FLOAT32, 3e-2),
+    (Type.INT4, Type.FLOAT32, 2e-1),
 )
 
 
@@ -330,7 +349,8 @@ def _multiply(
     kernels: NativeKernels, weight: Array, source_type: Type, weight_type: Type, x: Array, x_type: Type, y: Array
 ) -> None:
     packed = kernels.library.memory(packed_bytes(N, K, weight_type))
-    scale, sums = np.zeros(N, np.float32), np.zeros(N, np.int32)
+    scale = np.zeros(max(scale_bytes(N, K, weight_type), 1), np.uint8)
+    sums = np.zeros(max(sums_bytes(N, K, weight_type), 1), np.uint8)
     kernels.pack(
         weight.ctypes.data, source_type, (N, K), K, packed.ctypes.data, weight_type, scale.ctypes.data, sums.ctypes.data
     )

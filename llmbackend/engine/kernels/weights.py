@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .library import PANEL, NativeKernels, Type, packed_bytes
+from .library import PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
@@ -32,9 +32,9 @@ class PackedWeight:
     k: int
     type: Type
     scale: int = 0
-    """Address of float32 [n]; 0 unless type is INT8."""
+    """Address of the scales (library.scale_bytes); 0: there are none."""
     sums: int = 0
-    """Address of int32 [n]; 0 unless type is INT8."""
+    """Address of the sums or minima (library.sums_bytes); 0: there are none."""
     memory: object = field(default=None, compare=False, repr=False)
     """Keeps the addresses valid."""
 
@@ -45,17 +45,24 @@ class PackedWeight:
     def part(self, start: int, n: int) -> PackedWeight:
         """Rows start .. start + n - 1 of the matrix; `start` is a multiple of the panel width."""
         assert start % PANEL == 0 and start + n <= self.n, f"rows {start} to {start + n} of {self.n} are not panels"
-        offset = packed_bytes(start, self.k, self.type)
-        scale, sums = (address and address + 4 * start for address in (self.scale, self.sums))
-        return dataclasses.replace(self, address=self.address + offset, n=n, scale=scale, sums=sums)
+        return self._from(start, n)
 
     def joined(self, other: PackedWeight) -> PackedWeight | None:
         """This matrix with the rows of the other below; None unless they are adjacent in memory."""
-        scale, sums = (address and address + 4 * self.n for address in (self.scale, self.sums))
-        behind = (self.address + self.size_bytes, scale, sums, self.k, self.type)
-        if self.n % PANEL or (other.address, other.scale, other.sums, other.k, other.type) != behind:
+        if self.n % PANEL or other != self._from(self.n, other.n):
             return None
         return dataclasses.replace(self, n=self.n + other.n)
+
+    def _from(self, start: int, n: int) -> PackedWeight:
+        """n rows in this memory from row `start` of this matrix on."""
+        shape = (start, self.k, self.type)
+        return dataclasses.replace(
+            self,
+            n=n,
+            address=self.address + packed_bytes(*shape),
+            scale=self.scale and self.scale + scale_bytes(*shape),
+            sums=self.sums and self.sums + sums_bytes(*shape),
+        )
 
 
 class WeightStore:
@@ -72,13 +79,13 @@ class WeightStore:
         is tried first. Raises MemoryError."""
         self._kernels = kernels
         panels = sum(packed_bytes(*shape) for shape in shapes)
-        self._per_row = sum(_aligned(4 * n) for n, _, kind in shapes if kind == Type.INT8)
-        """Bytes of all scales, and of all sums."""
-        self._end = panels + 2 * self._per_row
+        scales = sum(_aligned(scale_bytes(*shape)) for shape in shapes)
+        self._end = panels + scales + sum(_aligned(sums_bytes(*shape)) for shape in shapes)
         memory = None if new_memory is None else new_memory(self._end + extra_bytes)
         self.memory = kernels.library.memory(self._end + extra_bytes) if memory is None else memory
         self._next = int(self.memory.ctypes.data)
         self._next_scale = self._next + panels
+        self._next_sums = self._next_scale + scales
 
     @property
     def used(self) -> npt.NDArray[np.uint8]:
@@ -91,14 +98,20 @@ class WeightStore:
         if matrix.stride(1) != 1:
             matrix = matrix.contiguous()
         n, k = matrix.shape
-        scale = self._next_scale if packed_type == Type.INT8 else 0
-        packed = PackedWeight(self._next, n, k, packed_type, scale, scale and scale + self._per_row, self.memory)
+        packed = self._reserve(n, k, packed_type)
         self._kernels.pack(
             matrix.data_ptr(), TYPE_OF[matrix.dtype], (n, k), matrix.stride(0), packed.address, packed_type,
             packed.scale, packed.sums,
         )  # fmt: skip
+        return packed
+
+    def _reserve(self, n: int, k: int, packed_type: Type) -> PackedWeight:
+        num_scale, num_sums = scale_bytes(n, k, packed_type), sums_bytes(n, k, packed_type)
+        scale, sums = self._next_scale if num_scale else 0, self._next_sums if num_sums else 0
+        packed = PackedWeight(self._next, n, k, packed_type, scale, sums, self.memory)
         self._next += packed.size_bytes
-        self._next_scale += _aligned(4 * n) if scale else 0
+        self._next_scale += _aligned(num_scale)
+        self._next_sums += _aligned(num_sums)
         return packed
 
     def add(self, array: npt.NDArray[np.uint8]) -> int:

@@ -25,10 +25,11 @@ _ENCODER_TASKS = (
     "ForMultipleChoice", "ForNextSentencePrediction",
 )  # fmt: skip
 _PROBE_LENS = [5, 3]
-_MAX_QUANTIZED_ERROR = {"int8": 0.25, "fp8": 0.4}
+_MAX_QUANTIZED_ERROR = {"int8": 0.25, "int4": 0.25, "fp8": 0.4}
 """Rounding to 8 bits flips with the last bit of its input, so two programs of one model in 8 bits agree no better than
 either agrees with the float model: SmolLM2-135M in int8 8 %; 32 layers of random weights on an H100 19 % in int8, 33 %
-in fp8. A program that computes something else is off by 50 % and more."""
+in fp8. A program that computes something else is off by 50 % and more. Programs with weights in 4 bits are compared
+with the modules with these weights."""
 MAX_PROBE_TOKENS = 8
 """Tokens, and samples, that a program must have room for to be verified."""
 
@@ -92,7 +93,7 @@ class CheckedModel:
     logits: torch.Tensor
     """Of all tokens of the probes [tokens, vocab], computed one sequence at a time."""
     quantization: str | None = None
-    """Of the weights that compute the logits which are compared with these: "int8", "fp8" or none."""
+    """Of the weights that compute the logits which are compared with these: "int8", "int4", "fp8" or none."""
 
     def difference(self, logits: torch.Tensor) -> str:
         """By how much logits of the same tokens, computed otherwise, differ beyond rounding; "" if they do not."""
@@ -114,11 +115,13 @@ class CheckedModel:
             raise ProgramUnsupportedError(f"the program's logits differ from the modules' {difference}")
 
     @torch.inference_mode()
-    def verify_int8_modules(self, model: Any) -> None:
-        """Compares the model, now with int8 linear layers, with what it was. Raises ValueError."""
+    def verify_quantized_modules(self, model: Any) -> None:
+        """Compares the model, now with quantised linear layers, with what it was. Raises ValueError."""
         _, _, flattened = check_calls(model)
         if difference := self.difference(flattened):
-            reason = f"with int8 weights its logits differ {difference} (RMS) from those of its own weights"
+            reason = (
+                f"with {self.quantization} weights its logits differ {difference} (RMS) from those of its own weights"
+            )
             raise unsupported(type(model).__name__, reason)
 
 

@@ -37,7 +37,15 @@ from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
 from ..load_progress import bar_hook, download_bar, part, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report
 from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
-from .compatibility import CheckedModel, architecture_name, auto_class, causal_lm_class, check_config, check_model
+from .compatibility import (
+    CheckedModel,
+    architecture_name,
+    auto_class,
+    causal_lm_class,
+    check_calls,
+    check_config,
+    check_model,
+)
 from .decoder_description import Decoder, describe
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
@@ -140,13 +148,15 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     dtype = next(model.parameters()).dtype
     if not isinstance(model.get_output_embeddings(), nn.Module):
         raise ValueError(f"model architecture '{architecture_name(hf_config)}' is not supported: it has no output head")
-    packs_int8 = config.quantization is not None and not dense
-    if packs_int8:  # what is asked of the model itself is asked before its weights are rounded
+    packs_integers = config.quantization is not None and not dense
+    if packs_integers:  # what is asked of the model itself is asked before its weights are rounded
         checked = replace(_check(model.eval(), on_one_thread=False), quantization=config.quantization)
     with part("pack"):
         model, kernels, store, linear_kind = _place(config, model, device, dtype, dense, new_memory)
-    if not packs_int8:
+    if not packs_integers:
         checked = _check(model, kernels is not None, config.quantization)
+    elif config.quantization == "int4":  # too far from the model's own to tell a wrong program from a right one
+        checked = replace(checked, logits=check_calls(model)[2])
     adapters = None
     if batch is not None:
         adapters = load_adapters(
@@ -224,9 +234,9 @@ def _place(
 ) -> tuple[Any, NativeKernels | None, WeightStore | None, str]:
     """The model on its device with linear layers for it; the native kernels and the memory of their packed weights, if
     they compute these; how linear layers compute, for the log."""
-    if dense and config.quantization is not None:
-        check_device(config.quantization, device, dtype)
-        quantize_linears(model, model.get_output_embeddings(), config.quantization, device)
+    if dense and (eight_bits := config.eight_bits) is not None:
+        check_device(eight_bits, device, dtype)
+        quantize_linears(model, model.get_output_embeddings(), eight_bits, device)
     model = model.to(device).eval()
     if dense:
         join_neighbours(model)
@@ -244,10 +254,11 @@ def _native_kernels(config: EngineConfig, device: torch.device, dtype: torch.dty
 
 
 def library_choice(config: EngineConfig, dtype: torch.dtype) -> Choice | None:
-    """Which native kernels compute on CPU, and why these; None: torch does. Raises ValueError when int8 needs them."""
+    """Which native kernels compute on CPU, and why these; None: torch does. Raises ValueError when quantised weights
+    need them."""
     choice = None
     if dtype in TYPE_OF and config.kernels != "torch":
-        choice = choose_library(Type.INT8 if config.quantization == "int8" else TYPE_OF[dtype])
+        choice = choose_library(TYPE_OF[dtype] if config.quantization is None else Type.INT8)
     if choice is None and config.quantization is not None:
         raise ValueError(
             f"engine argument 'quantization' is '{config.quantization}', which needs the native CPU kernels"
@@ -272,7 +283,7 @@ def _check_quantization(config: EngineConfig, hf_config: Any, dense: bool) -> Pa
             "engine argument 'quantization' is 'fp8', expected 'int8' or null where 'batch_invariant' is true"
         )
     if config.quantization == "fp8" and not dense:
-        raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8' or null on device 'cpu'")
+        raise ValueError("engine argument 'quantization' is 'fp8', expected 'int8', 'int4' or null on device 'cpu'")
     stored = getattr(hf_config, "quantization_config", None)
     if stored is None:
         return None

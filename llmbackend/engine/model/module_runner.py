@@ -205,7 +205,7 @@ def pack_or_run(config: EngineConfig, place: PackingPlace | None = None) -> Pack
         logger.info("%s runs as transformers modules: %s", loaded.model_type, reason)
         note(f"transformers modules, because {reason}")
         if loaded.checked.quantization is not None:
-            loaded.checked.verify_int8_modules(loaded.model)
+            loaded.checked.verify_quantized_modules(loaded.model)
         if loaded.kernels is not None and (choice := library_choice(config, loaded.dtype)) is not None:
             note(f"kernels {choice.report}")
         return ModelRunner(config, loaded)

@@ -18,6 +18,7 @@ from ..cpu.native_memory import can_hold
 from ..cpu.native_runner import why_modules
 from ..cpu.packed_decoder import (
     ALIGN_BYTES,
+    TYPE_OF,
     ArrayAt,
     Bytes,
     Dtype,
@@ -42,7 +43,7 @@ from .compatibility import MAX_PROBE_TOKENS
 from .decoder_description import Attention, Experts, Layer, Mlp, Projection
 from .loader import LoadedModel, library_choice
 
-_NAME_OF: dict[Type, Dtype] = {Type.FLOAT32: "float32", Type.BFLOAT16: "bfloat16", Type.INT8: "int8"}
+_NAME_OF: dict[Type, Dtype] = {kind: name for name, kind in TYPE_OF.items()}
 
 
 def pack_model(config: EngineConfig, loaded: LoadedModel, place: PackingPlace | None = None) -> PackedModel:

@@ -50,9 +50,8 @@ _IN_MEMORY: Final = "weights"
 """The key of an image that lies in memory alone, and is read by the process whose child wrote it."""
 NewMemory = Callable[[int], Bytes]
 """Allocates that many bytes, as `KernelLibrary.memory` does: on huge pages, aligned, zeros."""
-_SAME_SHARE: Final = 0.95
-_INT8_SHARE: Final = 0.45
-"""Of a checkpoint's bytes in 16 bits: resident memory, rather less than more of it."""
+_SHARES: Final = {None: 0.95, "int8": 0.45, "int4": 0.25}
+"""By quantisation: resident memory of a checkpoint's bytes in 16 bits, rather less than more of it."""
 _decode = msgspec.msgpack.Decoder(PackedDecoder).decode
 
 
@@ -87,7 +86,7 @@ class CachedModel:
         self._folder = CacheFolder(directory, limit_bytes)
         self.key, self._name = key.digest, key.file_name
         if config.dtype == "auto":
-            self._resident_bytes = int(key.checkpoint_bytes * (_INT8_SHARE if config.quantization else _SAME_SHARE))
+            self._resident_bytes = int(key.checkpoint_bytes * _SHARES[config.quantization])
 
     def read(self, new_memory: NewMemory, num_threads: int) -> PackedModel | None:
         """The packed model, if there is an image of it that has not changed; its threads have ended. Raises

@@ -113,7 +113,7 @@ def test_ranks_have_parts_of_quantised_weights(kind: Quantization, tmp_path: Pat
 
 def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     save(FAMILIES["llama"], tmp_path)
-    with pytest.raises(ValueError, match="'quantization' is 'fp8', expected 'int8' or null on device 'cpu'"):
+    with pytest.raises(ValueError, match="'quantization' is 'fp8', expected 'int8', 'int4' or null on device 'cpu'"):
         load_model(EngineConfig(model=str(tmp_path), quantization="fp8", transport="inline"))
     with pytest.raises(ValueError, match="expected 'int8' or null where 'batch_invariant' is true"):
         load(tmp_path, quantization="fp8", batch_invariant=True)

@@ -116,8 +116,8 @@ def _set_threads(config: EngineConfig, is_alone: bool) -> None:
 def _open(config: EngineConfig, device: torch.device) -> LoadedModel:
     """The whole model, in its files or in host memory."""
     loaded = _open_files(config) or load_model(msgspec.structs.replace(config, device="cpu"), dense=True)
-    if config.quantization is not None:
-        check_device(config.quantization, device, loaded.dtype)
+    if config.eight_bits is not None:
+        check_device(config.eight_bits, device, loaded.dtype)
     return loaded
 
 
@@ -176,7 +176,7 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
         raise ProgramUnsupportedError("its layers are not known without weights") from error
     names = {id(parameter): name for name, parameter in _parameters(model)}
     try:
-        _take_tensors(model, mapped_tensors(files), dtype, config.quantization)
+        _take_tensors(model, mapped_tensors(files), dtype, config.eight_bits)
     except (SafetensorError, OSError) as error:
         raise bad_checkpoint(config.model, error) from error
     restore_buffers(model)

@@ -11,6 +11,7 @@
 #include <cstring>
 
 #include "numbers.h"
+#include "pack_int4.h"
 #include "quantise_int8.h"
 #include "step.h"
 #include "team.h"
@@ -90,10 +91,12 @@ void pack_from(Worker& worker, const From* weight, int n, int k, int64_t stride,
     if (packed_type == Type::kBfloat16) pack_panels(worker, weight, n, k, stride, static_cast<bf16*>(packed));
 }
 
-// scale and sums are written for int8 alone.
+// scale is written for int8 and int4, sums for int8 alone.
 inline void pack(Worker& worker, const void* weight, Type type, int n, int k, int64_t stride, void* packed,
                  Type packed_type, float* scale, int32_t* sums) {
     if (packed_type == Type::kInt8) return pack_int8(worker, weight, type, n, k, stride, packed, scale, sums);
+    if (packed_type == Type::kInt4)
+        return pack_int4(worker, weight, type, n, k, stride, packed, reinterpret_cast<uint16_t*>(scale));
     if (type == Type::kFloat32)
         return pack_from(worker, static_cast<const float*>(weight), n, k, stride, packed, packed_type);
     pack_from(worker, static_cast<const bf16*>(weight), n, k, stride, packed, packed_type);

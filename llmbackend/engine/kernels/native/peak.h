@@ -42,7 +42,7 @@ inline void tile_loop(int64_t steps, Multiply multiply) {
 
 inline int64_t tile_peak(Type weights, int64_t steps) {
     constexpr int64_t kSums = 4 * amx::kTileRows * amx::kTileRows;
-    if (weights == Type::kInt8) {
+    if (weights == Type::kInt8 || weights == Type::kInt4) {
         tile_loop(steps, [] {
             tile_dot_u8_s8<0, 4, 6>(), tile_dot_u8_s8<1, 4, 7>(), tile_dot_u8_s8<2, 5, 6>(), tile_dot_u8_s8<3, 5, 7>();
         });
@@ -58,7 +58,7 @@ inline int64_t peak(Type weights, int64_t steps) {
 #if defined(LLMB_HAS_TILES)
     if (weights != Type::kFloat32) return tile_peak(weights, steps);
 #endif
-    if (weights == Type::kInt8) {
+    if (weights == Type::kInt8 || weights == Type::kInt4) {
         constexpr int kSums = 2 * int8::kMaxBlock;
         alignas(64) static constexpr int8_t kZeros[64] = {};
         const int8::Stored stored[4] = {};

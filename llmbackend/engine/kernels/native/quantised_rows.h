@@ -39,6 +39,14 @@ inline void store_quantised(uint8_t* p, Ints q) {
 #endif
 }
 
+inline void store_quantised(int8_t* p, Ints q) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8((__m512i)q));
+#else
+    for (int i = 0; i < kLanes; i++) p[i] = static_cast<int8_t>(q[i]);
+#endif
+}
+
 // Quads in the order 0 2 1 3, which the even and odd bytes of the weights meet in pairs.
 inline void store_quantised(int16_t* p, Ints q) {
     constexpr int kOrder[4] = {0, 2, 1, 3};

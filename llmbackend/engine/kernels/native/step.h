@@ -15,6 +15,8 @@ enum class Type : int32_t {
     kInt8 = 2,           // of weights
     kFixed16 = 3,        // of keys and values
     kBfloat16Tiles = 4,  // of activations: bfloat16 as tile_rows.h orders it; a stride is the padded number of columns
+    kInt4 = 5,           // of weights: W = scale * (q - 8)
+    kInt4Min = 6,        // of weights: W = scale * q + min
 };
 
 // Which rows an operation computes: all tokens of the batch, or those that are sampled.
@@ -81,6 +83,8 @@ enum class Epilogue : int32_t {
 //   float32   [n/32][k][32]          k as it is
 //   bfloat16  [n/32][k/2][32][2]     k padded to a multiple of 32
 //   int8      [n/32][k/4][32][4]     k padded to a multiple of 64; scale [n]: W = scale * q; sums [n]: sum of q over k
+//   int4      [n/32][k/8][32][4]     k padded to a multiple of 64; a byte has the q of k and, in its upper half, of k + 4;
+//                                    scale and, of kInt4Min, sums (the minima): float16 [n/32][k/32][32]
 struct LinearOp {
     Kind kind;
     Rows rows;            // how many rows x has: tokens or sampled
@@ -88,9 +92,9 @@ struct LinearOp {
     const void* weight2;  // the second factor of kSiluMul and kGeluMul, packed alike
     const float* bias;    // [n] or null
     const float* bias2;
-    const float* scale;   // int8: [n]
+    const float* scale;   // int8: [n]; int4: see above
     const float* scale2;
-    const int32_t* sums;  // int8: [n]
+    const int32_t* sums;  // int8: [n]; int4: see above
     const int32_t* sums2;
     const void* x;        // [rows, x_stride], x_type
     void* y;              // [rows, y_stride], y_type

@@ -1,0 +1,317 @@
+// y = x·Wᵀ on vectors with weights of 4 bits in groups of 32 along k, and activations that are quantised row by row as
+// they come (quantised_rows.h).
+//
+// For: linear.h. Does not know: where weights come from. Invariants: a group's sum is an integer and exact; then
+// acc = fma(sum, scale, acc) for ascending groups, wide elements after them, and y = fma(acc, scale of the row, bias). So
+// no way of cutting rows and columns, and no instruction set with fused operations, changes an output.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#include "epilogue.h"
+#include "epilogue_int8.h"
+#include "float16.h"
+#include "linear_int8.h"
+#include "memory.h"
+#include "numbers.h"
+#include "pack_int4.h"
+#include "quantised_rows.h"
+#include "step.h"
+#include "team.h"
+
+namespace llmb::int4 {
+
+using int8::load_int;
+using int8::load_ints;
+using int8::padded_k;
+using int8::Wide;
+
+// Rows of x as signed bytes, in the order of k.
+struct SignedOrder {
+    using Stored = int8_t;
+    static size_t stride_of(int k) { return (padded_k(k) / 64 | 1) * 64; }
+    static int padded_rows(int rows) { return rows; }
+    static Stored* row(Stored* data, int row, size_t stride) { return data + row * stride; }
+};
+
+// The quantised rows, and of each group what the weights' zero or minimum is multiplied by: a group's sums of products
+// begin at -kZero * Σx, as integers, or Σx as float32 is multiplied by the minima.
+struct GroupedRows : int8::QuantisedRows<SignedOrder> {
+    int32_t* begins;  // [rows][groups]; of kInt4Min: bits of float32
+    int groups;
+
+    GroupedRows(Carver& memory, int rows, int k) : QuantisedRows(memory, rows, k), groups(num_groups(k)) {
+        begins = memory.take<int32_t>(static_cast<size_t>(rows) * groups);
+    }
+    static size_t bytes(int rows, int k) {
+        Carver counted(nullptr);
+        const GroupedRows taken(counted, rows, k);
+        return counted.used();
+    }
+    void fill(const LinearOp& op, int row) {
+        QuantisedRows::fill(op, row);
+        const int8_t* own = data + row * stride;
+        for (int group = 0; group < groups; group++) {
+            int32_t total = 0;
+            for (int i = 0; i < kGroup; i++) total += own[group * kGroup + i];
+            int32_t& begin = begins[static_cast<size_t>(row) * groups + group];
+            const float exact = static_cast<float>(total);
+            if (op.weight_type == Type::kInt4Min) std::memcpy(&begin, &exact, sizeof begin);
+            else begin = -kZero * total;
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The sum of one group: unsigned numbers of the weights times signed ones of x, a quad of k at a time.
+
+#if defined(LLMB_HAS_VNNI)
+struct GroupSum {
+    Ints sum = {};
+    void begin(Ints whole) { sum = whole; }
+    void add(Ints numbers, Ints x) { sum = int8::dot(sum, numbers, x); }
+    Ints total() const { return sum; }
+};
+#elif defined(__AVX2__)
+// In 16 bits: 8 times two products of up to 15 * 127.
+struct GroupSum {
+    Ints first = {};
+    void begin(Ints whole) { first = whole; }
+#if defined(__AVX512BW__)
+    __m512i sum = {};
+    void add(Ints numbers, Ints x) { sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16((__m512i)numbers, (__m512i)x)); }
+    Ints total() const { return first + (Ints)_mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+#else
+    __m256i sum = {};
+    void add(Ints numbers, Ints x) { sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)numbers, (__m256i)x)); }
+    Ints total() const { return first + (Ints)_mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+#endif
+};
+#else
+struct GroupSum {
+    Ints sum = {};
+    void begin(Ints whole) { sum = whole; }
+    void add(Ints numbers, Ints x) {
+        for (int byte = 0; byte < 32; byte += 8) sum += (numbers >> byte & 15) * (x << (24 - byte) >> 24);
+    }
+    Ints total() const { return sum; }
+};
+#endif
+
+// Rows whose sums fit the registers, with one and with two vectors of columns.
+#if defined(__AVX512F__)
+constexpr int kMaxBlock = 12;
+#else
+constexpr int kMaxBlock = 6;
+#endif
+
+// One weight's part of one panel.
+struct Panel {
+    const uint8_t* numbers;
+    const uint16_t* scales;
+    const uint16_t* mins;  // or null
+
+    Panel(const LinearOp& op, bool second, int panel) {
+        const size_t groups = num_groups(op.k), at = panel * groups * kPanel;
+        numbers = static_cast<const uint8_t*>(second ? op.weight2 : op.weight) + panel * groups * kGroupBytes;
+        scales = reinterpret_cast<const uint16_t*>(second ? op.scale2 : op.scale) + at;
+        mins = op.weight_type == Type::kInt4Min ? reinterpret_cast<const uint16_t*>(second ? op.sums2 : op.sums) + at
+                                                : nullptr;
+    }
+};
+
+using int8::kNearBytes;
+using int8::kStreamRows;
+
+// The sums of one group, in kChains parts, so that more products are in flight where rows are few.
+template <int kRows, int kVectors, int kChains>
+struct Sums {
+    GroupSum sums[kRows][kVectors][kChains];
+
+    Ints total(int row, int vector) const {
+        Ints whole = sums[row][vector][0].total();
+        if constexpr (kChains == 2) whole += sums[row][vector][1].total();
+        return whole;
+    }
+};
+
+// out[r][column] = the row's product with kVectors vectors of columns from `column` on, without the row's scale.
+template <int kRows, int kVectors, bool kMins>
+void multiply(const GroupedRows& x, int row, const Panel& panel, int column, float (*out)[kPanel]) {
+    constexpr int kChains = kRows <= 2 ? 2 : 1;  // few rows: more sums in flight
+    Floats acc[kRows][kVectors] = {};
+    const int8_t* own = x.data + row * x.stride;
+    const int32_t* begins = x.begins + static_cast<size_t>(row) * x.groups;
+    for (int group = 0; group < x.groups; group++, begins++) {
+        Sums<kRows, kVectors, kChains> part;
+#pragma GCC unroll 12
+        for (int r = 0; r < kRows; r++)
+            for (int v = 0; v < kVectors && !kMins; v++) part.sums[r][v][0].begin(Ints{} + begins[r * x.groups]);
+        const uint8_t* numbers = panel.numbers + group * kGroupBytes + column * 4;
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroup / 8; i++) {
+#pragma GCC unroll 2
+            for (int v = 0; v < kVectors; v++) {
+                const uint8_t* at = numbers + i * kPanel * 4 + v * kLanes * 4;
+                if constexpr (kRows > kStreamRows) __builtin_prefetch(at + kNearBytes, 0, 3);
+                const Ints both = load_ints(at), low = both & 0x0f0f0f0f, high = both >> 4 & 0x0f0f0f0f;
+#pragma GCC unroll 12
+                for (int r = 0; r < kRows; r++) {
+                    const int8_t* quads = own + r * x.stride + group * kGroup + i * 8;
+                    part.sums[r][v][0].add(low, Ints{} + load_int(quads));
+                    part.sums[r][v][kChains - 1].add(high, Ints{} + load_int(quads + 4));
+                }
+            }
+        }
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) {
+            const size_t at = static_cast<size_t>(group) * kPanel + column + v * kLanes;
+            const Floats scale = load_float16(panel.scales + at);
+            const Floats min = kMins ? load_float16(panel.mins + at) : Floats{};
+#pragma GCC unroll 12
+            for (int r = 0; r < kRows; r++) {
+                acc[r][v] = fma(__builtin_convertvector(part.total(r, v), Floats), scale, acc[r][v]);
+                if constexpr (kMins) acc[r][v] = fma((Floats)(Ints{} + begins[r * x.groups]), min, acc[r][v]);
+            }
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int v = 0; v < kVectors; v++) store(out[r] + column + v * kLanes, acc[r][v]);
+}
+
+template <int kRows, bool kMins>
+void multiply_panel(const GroupedRows& x, int row, const Panel& panel, float (*out)[kPanel]) {
+    constexpr int kVectors = kRows <= kMaxBlock / 2 ? 2 : 1;
+    for (int column = 0; column < kPanel; column += kVectors * kLanes)
+        multiply<kRows, kVectors, kMins>(x, row, panel, column, out);
+}
+
+using MultiplyPanel = void (*)(const GroupedRows&, int, const Panel&, float (*)[kPanel]);
+
+template <bool kMins>
+MultiplyPanel panel_function(int rows) {
+    static constexpr auto table = []<int... R>(std::integer_sequence<int, R...>) {
+        return std::array<MultiplyPanel, kMaxBlock>{multiply_panel<R + 1, kMins>...};
+    }(std::make_integer_sequence<int, kMaxBlock>{});
+    return table[rows - 1];
+}
+
+// Adds what a wide element has beyond 127, times its weights.
+inline void add_wide(const Panel& panel, const Wide& wide, float* out) {
+    const int group = wide.k / kGroup, shift = wide.k % 4 * 8 + wide.k % 8 / 4 * 4;
+    const uint8_t* numbers = panel.numbers + static_cast<size_t>(wide.k / 8) * kPanel * 4;
+    for (int column = 0; column < kPanel; column += kLanes) {
+        const size_t at = static_cast<size_t>(group) * kPanel + column;
+        const Ints number = load_ints(numbers + column * 4) >> shift & 15;
+        const Ints whole = (panel.mins ? number : number - kZero) * wide.rest;
+        Floats sum = fma(__builtin_convertvector(whole, Floats), load_float16(panel.scales + at), load(out + column));
+        if (panel.mins) sum = fma(splat(static_cast<float>(wide.rest)), load_float16(panel.mins + at), sum);
+        store(out + column, sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The whole operation: chunks of rows times panels of columns, in tasks that threads share.
+
+constexpr int kChunkBytes = 384 << 10;  // quantised rows at a time: they stay in the L2 cache beside a panel
+constexpr int kOwnCopyRows = 2;         // up to so many rows, every thread quantises all: no barrier
+
+// How an operation is cut, and where its rows lie in scratch memory. Nothing of it changes a result.
+struct Plan {
+    int rows;
+    int chunks;  // of rows
+    int chunk_rows;
+    size_t copy_bytes;
+    bool own_copies;  // each thread has its own
+
+    Plan(const LinearOp& op, const Step& step, int num_threads) {
+        rows = num_rows(op.rows, step);
+        const int most = std::max(kChunkBytes / padded_k(op.k) / kMaxBlock * kMaxBlock, kMaxBlock);
+        chunks = divide_up(rows, most);
+        chunk_rows = chunks == 0 ? 0 : divide_up(rows, chunks);
+        copy_bytes = GroupedRows::bytes(rows, op.k);
+        own_copies = num_threads > 1 && rows <= kOwnCopyRows;
+    }
+    size_t bytes(int num_threads) const { return copy_bytes * (own_copies ? num_threads : 1); }
+};
+
+struct Product {
+    const LinearOp& op;
+    const GroupedRows& x;
+
+    // Rows first..last-1 times one panel, in blocks of equal height, near enough.
+    void run(int first, int last, int panel) const {
+        const int height = divide_up(last - first, divide_up(last - first, kMaxBlock));
+        const Panel one(op, false, panel), two(op, is_gated(op.epilogue), panel);
+        const FloatColumns bias(op, false, panel), bias2(op, is_gated(op.epilogue), panel);
+        for (int row = first; row < last; row += height) {
+            const int rows = std::min(height, last - row);
+            alignas(64) float sums[kMaxBlock][kPanel], sums2[kMaxBlock][kPanel];
+            multiply_block(row, rows, one, sums);
+            if (is_gated(op.epilogue)) multiply_block(row, rows, two, sums2);
+            for (int r = 0; r < rows; r++) {
+                PanelRow result = scaled(sums[r], x.scale[row + r], bias);
+                if (is_gated(op.epilogue)) result = combine(op.epilogue, result, scaled(sums2[r], x.scale[row + r], bias2));
+                write_panel_row(op, row + r, panel, result);
+            }
+        }
+    }
+
+    void multiply_block(int row, int rows, const Panel& panel, float (*sums)[kPanel]) const {
+        (panel.mins ? panel_function<true>(rows) : panel_function<false>(rows))(x, row, panel, sums);
+        for (int r = 0; r < rows; r++)
+            for (int i = 0; i < x.num_wide[row + r]; i++) add_wide(panel, x.wide_of(row + r)[i], sums[r]);
+    }
+
+    static PanelRow scaled(const float* sums, float scale, const FloatColumns& columns) {
+        PanelRow row;
+        for (int v = 0; v < kPanelVectors; v++)
+            row.v[v] = fma(load(sums + v * kLanes), splat(scale), load(columns.bias + v * kLanes));
+        return row;
+    }
+};
+
+inline void quantise(Worker& worker, const LinearOp& op, const Plan& plan, GroupedRows& x) {
+    if (plan.own_copies) {
+        for (int row = 0; row < plan.rows; row++) x.fill(op, row);
+        return;
+    }
+    worker.share(plan.rows, std::max(1, plan.rows / (4 * worker.size)), [&](int begin, int end) {
+        for (int row = begin; row < end; row++) x.fill(op, row);
+    });
+    worker.barrier();
+}
+
+}  // namespace llmb::int4
+
+namespace llmb {
+
+inline bool is_int4(Type type) { return type == Type::kInt4 || type == Type::kInt4Min; }
+
+inline size_t linear_int4_scratch_bytes(const LinearOp& op, const Step& step, int num_threads) {
+    return int4::Plan(op, step, num_threads).bytes(num_threads);
+}
+
+inline void linear_int4(Worker& worker, const LinearOp& op, const Step& step, char* scratch) {
+    const int4::Plan plan(op, step, worker.size);
+    Carver copy(scratch + (plan.own_copies ? plan.copy_bytes * worker.rank : 0));
+    int4::GroupedRows x(copy, plan.rows, op.k);
+    int4::quantise(worker, op, plan, x);
+    const int4::Product product{op, x};
+    const int panels = num_panels(op.n);
+    worker.share(panels * plan.chunks, 1, [&](int begin, int end) {
+        for (int i = begin; i < end; i++) {
+            const int first = i / panels * plan.chunk_rows;
+            product.run(first, std::min(first + plan.chunk_rows, plan.rows), i % panels);
+        }
+    });
+}
+
+}  // namespace llmb

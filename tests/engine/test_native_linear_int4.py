@@ -1,0 +1,233 @@
+"""The native linear layer with weights of 4 bits against the same scheme in numpy, and its laws: rows independent, the
+same bits on every instruction set."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmbackend.engine.kernels import library
+from llmbackend.engine.kernels.library import (
+    GROUP,
+    Epilogue,
+    Kind,
+    LinearOp,
+    NativeKernels,
+    Rows,
+    Step,
+    Type,
+    op_pointers,
+    packed_bytes,
+    scale_bytes,
+)
+from tests.engine.test_native_linear_int8 import narrow_limits, quantised
+from tests.helpers.native_engines import Array, best_is_fast, engine, in_tiles, numbers, stored, stride
+
+VARIANTS = list(library.available())
+MIN = Type.INT4_MIN
+
+pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
+
+
+def rounded(weight: Array) -> tuple[Array, Array]:
+    """Numbers uint8 [n, k] and scales float16 [n, groups], as the kernels' packing rounds them."""
+    n, k = weight.shape
+    padded = np.zeros((n, -(-k // 64) * 64), np.float32)
+    padded[:, :k] = weight
+    groups = padded.reshape(n, -1, GROUP)
+    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], 2)
+    scales = (largest / np.float32(-8)).astype(np.float16)
+    exact = scales.astype(np.float32)
+    factor = np.divide(np.float32(1), exact, out=np.zeros_like(exact), where=exact != 0)
+    found = np.clip(np.rint(groups * factor) + 8, 0, 15).astype(np.uint8)
+    return found.reshape(n, -1), scales[:, :, 0]
+
+
+def panels_of(found: Array, n: int) -> Array:
+    """The kernels' layout of numbers uint8 [n, k]; panels that are not full end with numbers of zero."""
+    k = found.shape[1]
+    padded = np.zeros((-(-n // 32) * 32, k), np.uint8)
+    padded[:n] = found
+    quads = padded.reshape(-1, 32, k // 8, 2, 4)
+    return np.ascontiguousarray((quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3))
+
+
+def grouped(values: Array, n: int) -> Array:
+    """float16 [n / 32, groups, 32] of [n, groups], as bits."""
+    padded = np.zeros((-(-n // 32) * 32, values.shape[1]), np.float16)
+    padded[:n] = values
+    return np.ascontiguousarray(padded.reshape(-1, 32, values.shape[1]).transpose(0, 2, 1)).view(np.uint16)
+
+
+class Weight:
+    """Random numbers and scales, and the matrix that they stand for."""
+
+    def __init__(self, n: int, k: int, kind: Type, seed: int) -> None:
+        random = np.random.default_rng(seed)
+        wide = -(-k // 64) * 64
+        self.found = random.integers(0, 16, (n, wide), np.uint8)
+        scales = (random.standard_normal((n, wide // GROUP)) / 4 / k**0.5).astype(np.float16)
+        scales[:, ::3] *= np.float16(1e-4)  # subnormal ones too
+        mins = (random.standard_normal(scales.shape) / k**0.5).astype(np.float16)
+        zeros = -8 * scales.astype(np.float64) if kind is Type.INT4 else mins.astype(np.float64)
+        self.matrix = self.found * np.repeat(scales.astype(np.float64), GROUP, 1) + np.repeat(zeros, GROUP, 1)
+        self.matrix = self.matrix[:, :k]
+        self.panels, self.scales, self.mins = panels_of(self.found, n), grouped(scales, n), grouped(mins, n)
+
+
+class Layer:
+    """A linear layer, run on random rows and compared with the same scheme in float64."""
+
+    def __init__(
+        self, kernels: NativeKernels, n: int, k: int, epilogue: Epilogue = Epilogue.STORE, kind: Type = Type.INT4,
+        x_type: Type = Type.FLOAT32,
+    ) -> None:  # fmt: skip
+        self.kernels, self.n, self.k, self.epilogue, self.kind, self.x_type = kernels, n, k, epilogue, kind, x_type
+        self.two = epilogue in (Epilogue.SILU_MUL, Epilogue.GELU_MUL)
+        self.weights = [Weight(n, k, kind, seed) for seed in range(1 + self.two)]
+        self.biases = np.random.default_rng(5).standard_normal((2, n)).astype(np.float32)
+
+    def x(self, rows: int, outliers: bool = False) -> Array:
+        random = np.random.default_rng(rows)
+        x = np.full((rows, self.k + 21), np.nan, np.float32)
+        x[:, : self.k] = random.standard_normal((rows, self.k))
+        for row in range(rows if outliers else 0):
+            places = random.integers(0, self.k, max(1, self.k // 40))
+            x[row, places] *= 20.0 ** random.uniform(1, 2, len(places)) * random.choice((-1, 1), len(places))
+        return stored(x, self.x_type)
+
+    def run(self, x: Array, threads: int = 1, rows: Rows = Rows.TOKENS) -> Array:
+        y = np.full((len(x), self.n + 7), np.nan, np.float32)
+        if self.epilogue is Epilogue.ADD:
+            y[:, : self.n] = 1
+        if self.x_type is Type.BFLOAT16_TILES:
+            x = in_tiles(x[:, : self.k])
+        first, second = self.weights[0], self.weights[-1]
+        op = LinearOp(
+            kind=Kind.LINEAR, rows=rows, n=self.n, k=self.k, x_stride=stride(x), y_stride=stride(y),
+            weight_type=self.kind, x_type=self.x_type, y_type=Type.FLOAT32, epilogue=self.epilogue, factor=0.5,
+            weight=first.panels.ctypes.data, scale=first.scales.ctypes.data, sums=first.mins.ctypes.data,
+            weight2=second.panels.ctypes.data, scale2=second.scales.ctypes.data, sums2=second.mins.ctypes.data,
+            bias=self.biases[0].ctypes.data, bias2=self.biases[1].ctypes.data, x=x.ctypes.data, y=y.ctypes.data,
+        )  # fmt: skip
+        runner = self.kernels if threads == 1 else NativeKernels(self.kernels.library, threads)
+        counts = (len(y), 0) if rows is Rows.TOKENS else (0, len(y))
+        runner.run(op_pointers([op]), 1, Step(num_tokens=counts[0], num_sampled=counts[1]))
+        assert np.isnan(y[:, self.n :]).all(), "wrote past the columns"
+        return y[:, : self.n]
+
+    def expected(self, x: Array) -> Array:
+        row = numbers(x[:, : self.k], Type.FLOAT32 if self.x_type is Type.FLOAT32 else Type.BFLOAT16)
+        integers, scale = quantised(row, narrow_limits(row))
+        first, second = (
+            integers.astype(np.float64) @ weight.matrix.T * scale.astype(np.float64) + bias
+            for weight, bias in zip((self.weights[0], self.weights[-1]), self.biases, strict=True)
+        )
+        if self.epilogue is Epilogue.ADD:
+            return np.asarray(1 + first * 0.5)
+        if self.epilogue is Epilogue.SILU_MUL:
+            return np.asarray(first / (1 + np.exp(-np.maximum(first, -80))) * second)
+        if self.epilogue is Epilogue.GELU_MUL:
+            return np.asarray(0.5 * first * (1 + np.tanh((2 / np.pi) ** 0.5 * (first + 0.044715 * first**3))) * second)
+        return np.asarray(first)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (64, 64), (40, 200)])
+def test_weights_are_rounded_per_group_and_packed_in_panels(variant: str, weight_type: Type, n: int, k: int) -> None:
+    weight = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
+    weight[n // 2] = 0
+    weight[-1] *= 1e-6  # subnormal scales
+    raw = stored(weight, weight_type)
+    kernels = engine(variant, 2)
+    panels = kernels.library.memory(packed_bytes(n, k, Type.INT4))
+    scales = kernels.library.memory(scale_bytes(n, k, Type.INT4))
+    kernels.pack(raw.ctypes.data, weight_type, (n, k), k, panels.ctypes.data, Type.INT4, scales.ctypes.data)
+    found, expected = rounded(numbers(raw, weight_type))
+    got = scales.view(np.uint16).reshape(-1, expected.shape[1], 32)
+    assert np.array_equal(got & 0x7FFF, grouped(expected, n) & 0x7FFF)  # zeros have either sign
+    assert np.array_equal(panels.reshape(-1), panels_of(found, n).reshape(-1))
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (1, 1), (33, 7), (100, 515), (64, 4864)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 7, 13, 30])
+def test_it_multiplies(variant: str, kind: Type, n: int, k: int, rows: int) -> None:
+    layer = Layer(engine(variant), n, k, kind=kind)
+    for x in (layer.x(rows), layer.x(rows, outliers=True)):
+        np.testing.assert_allclose(
+            layer.run(x), layer.expected(x), rtol=2e-5, atol=2e-5 * np.abs(layer.expected(x)).max()
+        )
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+def test_it_finishes(variant: str, epilogue: Epilogue, kind: Type) -> None:
+    layer = Layer(engine(variant), 72, 130, epilogue, kind, x_type=Type.BFLOAT16)
+    x = layer.x(17)
+    np.testing.assert_allclose(layer.run(x), layer.expected(x), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+def test_a_row_is_the_same_in_every_batch(variant: str, threads: int, kind: Type) -> None:
+    layer = Layer(engine(variant), 70, 333, Epilogue.SILU_MUL, kind)
+    x = layer.x(140, outliers=True)
+    whole = layer.run(x, threads)
+    for rows in (*range(1, 14), 24, 25, 33, 64, 97, 128):
+        assert np.array_equal(layer.run(x[:rows], threads), whole[:rows]), f"{rows} rows"
+    assert np.array_equal(np.concatenate([layer.run(x[row : row + 1]) for row in range(140)]), whole)
+
+
+@pytest.mark.parametrize("epilogue", list(Epilogue))
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+def test_variants_with_fused_operations_agree_bit_by_bit(epilogue: Epilogue, kind: Type) -> None:
+    results = {}
+    for variant in (name for name in VARIANTS if name != "generic"):
+        layer = Layer(engine(variant), 45, 333, epilogue, kind)
+        results[variant] = np.concatenate([layer.run(layer.x(29)), layer.run(layer.x(29, outliers=True))])
+    first = next(iter(results.values()))
+    for variant, result in results.items():
+        assert np.array_equal(result, first), variant
+
+
+def test_tiles_of_bfloat16_give_the_same_bits_as_rows() -> None:
+    kernels = engine(VARIANTS[0])
+    of_rows, of_tiles = (Layer(kernels, 45, 333, x_type=kind) for kind in (Type.BFLOAT16, Type.BFLOAT16_TILES))
+    x = of_rows.x(21)
+    assert np.array_equal(of_tiles.run(x), of_rows.run(x))
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+def test_largest_numbers_do_not_saturate(variant: str) -> None:
+    layer = Layer(engine(variant), 32, 4096)
+    layer.weights[0].panels[:] = 0xFF
+    x = np.full((3, 4096), [[1e30], [-1e30], [1.0]], np.float32)
+    scales = layer.weights[0].scales.view(np.float16).astype(np.float64)
+    exact = x[:, :1].astype(np.float64) * 7 * GROUP * scales.sum(axis=(0, 1)) + layer.biases[0]
+    np.testing.assert_allclose(layer.run(x), exact, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_row_is_nan_and_no_other(variant: str, bad: float) -> None:
+    layer = Layer(engine(variant), 40, 70)
+    x = layer.x(15)
+    good = layer.run(x)
+    x[4, 69] = bad
+    result = layer.run(x, threads=2)
+    assert np.isnan(result[4]).all()
+    others = np.arange(15) != 4
+    assert np.array_equal(result[others], good[others])
+
+
+@pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+def test_sampled_rows_and_no_rows(variant: str) -> None:
+    layer = Layer(engine(variant, 2), 40, 70)
+    x = layer.x(3)
+    assert np.array_equal(layer.run(x, rows=Rows.SAMPLED), layer.run(x))
+    assert layer.run(x[:0]).shape == (0, 40)
