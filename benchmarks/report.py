@@ -239,16 +239,22 @@ def _server_table(lines: list[Line], model: str) -> str:
 
 
 def perplexity_table(lines: list[Line]) -> str:
+    def cell(line: Line, name: str) -> str:
+        if name not in line:
+            return "–"
+        cost = f" ({100 * (line[name] / line['bfloat16'] - 1):+.2f} %)" if name.startswith("int") else ""
+        return f"{line[name]:.3f}{cost}"
+
+    names = ("float32", "bfloat16", "int8", "int4")
     rows = [
-        f"| {line['model']} | {line['float32']:.3f} | {line['bfloat16']:.3f} | {line['int8']:.3f} "
-        f"| {100 * (line['int8'] / line['bfloat16'] - 1):+.2f} % |"
+        f"| {line['model']} | {' | '.join(cell(line, name) for name in names)} |"
         for line in lines
         if line["workload"] == PERPLEXITY and "error" not in line
     ]
     if not rows:
         return ""
     note = "Of 9,980 tokens that no model has read, in windows of 500, by the logprobs that the API returns."
-    head = "| real model | float32 | bfloat16 | int8 | int8 against bfloat16 |"
+    head = f"| real model | {' | '.join(names)} |"
     return "\n".join(["## Perplexity of real models", "", note, "", head, "|---|" + "--:|" * 4, *rows, ""])
 
 

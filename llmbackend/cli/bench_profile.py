@@ -44,7 +44,7 @@ def _no_program(reason: str) -> ValueError:
 
 def tables(profile: EngineProfile) -> Iterator[str]:
     """Lines."""
-    unit = "GOP/s" if profile.weights in ("int8", "int4") else "GFLOP/s"
+    unit = "GOP/s" if profile.weights.startswith("int") else "GFLOP/s"
     yield profile.description
     for step in profile.steps:
         yield f"\n{step.title}: {step.whole_s * 1e3:,.1f} ms, {step.num_tokens / step.whole_s:,.0f} tokens/s"

@@ -206,8 +206,9 @@ def test_int4_programs_compute_what_modules_with_rounded_weights_do(family: str,
 
 
 def in_four_bits(weight: torch.Tensor) -> torch.Tensor:
-    numbers, scales = rounded(weight.float().numpy())
-    values = (numbers.astype(np.float32) - 8) * np.repeat(scales.astype(np.float32), 32, axis=1)
+    numbers, *groups = rounded(weight.float().numpy())
+    scales, mins = (np.repeat(each.astype(np.float32), 32, axis=1) for each in groups)
+    values = numbers * scales + mins
     return torch.from_numpy(values[:, : weight.shape[1]]).to(weight.dtype)
 
 

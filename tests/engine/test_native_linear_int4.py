@@ -3,6 +3,8 @@ same bits on every instruction set."""
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 
@@ -29,18 +31,25 @@ MIN = Type.INT4_MIN
 pytestmark = pytest.mark.skipif(not VARIANTS, reason="no native kernels are built")
 
 
-def rounded(weight: Array) -> tuple[Array, Array]:
-    """Numbers uint8 [n, k] and scales float16 [n, groups], as the kernels' packing rounds them."""
+def rounded(weight: Array, kind: Type = MIN) -> tuple[Array, Array, Array]:
+    """Numbers uint8 [n, k], and scales and minima float16 [n, groups], as the kernels' packing rounds them."""
     n, k = weight.shape
-    padded = np.zeros((n, -(-k // 64) * 64), np.float32)
+    wide = -(-k // 64) * 64
+    padded = np.full((n, wide), np.nan, np.float32)
     padded[:, :k] = weight
     groups = padded.reshape(n, -1, GROUP)
-    largest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], 2)
-    scales = (largest / np.float32(-8)).astype(np.float16)
-    exact = scales.astype(np.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # groups that are padding alone
+        smallest, largest = np.nanmin(groups, 2), np.nanmax(groups, 2)
+    groups = np.nan_to_num(groups)
+    farthest = np.take_along_axis(groups, np.abs(groups).argmax(axis=2)[:, :, None], 2)[:, :, 0]
+    scales = ((largest - smallest) / np.float32(15) if kind is MIN else farthest / np.float32(-8)).astype(np.float16)
+    scales, mins = np.nan_to_num(scales), np.nan_to_num(smallest.astype(np.float16)) * (kind is MIN)
+    exact = scales.astype(np.float32)[:, :, None]
     factor = np.divide(np.float32(1), exact, out=np.zeros_like(exact), where=exact != 0)
-    found = np.clip(np.rint(groups * factor) + 8, 0, 15).astype(np.uint8)
-    return found.reshape(n, -1), scales[:, :, 0]
+    steps = (groups - mins.astype(np.float32)[:, :, None]) * factor
+    found = np.clip(np.rint(steps) + (0 if kind is MIN else 8), 0, 15).astype(np.uint8)
+    return found.reshape(n, -1), scales, mins
 
 
 def panels_of(found: Array, n: int) -> Array:
@@ -133,20 +142,25 @@ class Layer:
 
 
 @pytest.mark.parametrize("variant", best_is_fast(VARIANTS))
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
 @pytest.mark.parametrize("weight_type", [Type.FLOAT32, Type.BFLOAT16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (64, 64), (40, 200)])
-def test_weights_are_rounded_per_group_and_packed_in_panels(variant: str, weight_type: Type, n: int, k: int) -> None:
+def test_weights_are_rounded_per_group_and_packed_in_panels(
+    variant: str, kind: Type, weight_type: Type, n: int, k: int
+) -> None:
     weight = np.random.default_rng(n).standard_normal((n, k)).astype(np.float32)
     weight[n // 2] = 0
     weight[-1] *= 1e-6  # subnormal scales
     raw = stored(weight, weight_type)
     kernels = engine(variant, 2)
-    panels = kernels.library.memory(packed_bytes(n, k, Type.INT4))
-    scales = kernels.library.memory(scale_bytes(n, k, Type.INT4))
-    kernels.pack(raw.ctypes.data, weight_type, (n, k), k, panels.ctypes.data, Type.INT4, scales.ctypes.data)
-    found, expected = rounded(numbers(raw, weight_type))
-    got = scales.view(np.uint16).reshape(-1, expected.shape[1], 32)
-    assert np.array_equal(got & 0x7FFF, grouped(expected, n) & 0x7FFF)  # zeros have either sign
+    panels = kernels.library.memory(packed_bytes(n, k, kind))
+    scales, mins = (kernels.library.memory(scale_bytes(n, k, kind)).view(np.float16) for _ in range(2))
+    kernels.pack(
+        raw.ctypes.data, weight_type, (n, k), k, panels.ctypes.data, kind, scales.ctypes.data, mins.ctypes.data
+    )  # fmt: skip
+    found, *expected = rounded(numbers(raw, weight_type), kind)
+    for got, values in zip((scales, mins), expected, strict=True):
+        assert np.array_equal(got, grouped(values, n).view(np.float16).reshape(-1))
     assert np.array_equal(panels.reshape(-1), panels_of(found, n).reshape(-1))
 
 

@@ -92,7 +92,7 @@ def swap_linears(
 def _packed_type(quantization: str | None, is_head: bool, matrix: torch.Tensor) -> Type:
     if quantization is None:
         return TYPE_OF[matrix.dtype]
-    return Type.INT4 if quantization == "int4" and not is_head else Type.INT8
+    return Type.INT4_MIN if quantization == "int4" and not is_head else Type.INT8
 
 
 def _vector_bytes(model: nn.Module) -> int:

@@ -314,6 +314,7 @@ _CASES = (
     (Type.BFLOAT16, Type.BFLOAT16, 1e-5),
     (Type.INT8, Type.FLOAT32, 3e-2),
     (Type.INT4, Type.FLOAT32, 2e-1),
+    (Type.INT4_MIN, Type.FLOAT32, 2e-1),
 )
 
 

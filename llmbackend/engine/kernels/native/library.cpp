@@ -113,7 +113,7 @@ LLMB_EXPORT void llmb_sizes(int32_t* sizes) {
 }
 
 // Packs float32 or bfloat16 weights [n, k] (row-major, `stride` elements from row to row) into panels of `packed_type`.
-// scale float32 [n] and sums int32 [n] are written for int8 alone.
+// scale and sums: of int8 and int4, as step.h describes them.
 LLMB_EXPORT void llmb_pack(void* engine, const void* weight, llmb::Type type, int n, int k, int64_t stride, void* packed,
                            llmb::Type packed_type, float* scale, int32_t* sums) {
     static_cast<llmb::Engine*>(engine)->team.run([&](llmb::Worker& worker) {

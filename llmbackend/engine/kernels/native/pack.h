@@ -91,12 +91,13 @@ void pack_from(Worker& worker, const From* weight, int n, int k, int64_t stride,
     if (packed_type == Type::kBfloat16) pack_panels(worker, weight, n, k, stride, static_cast<bf16*>(packed));
 }
 
-// scale is written for int8 and int4, sums for int8 alone.
+// scale and sums as step.h describes them.
 inline void pack(Worker& worker, const void* weight, Type type, int n, int k, int64_t stride, void* packed,
                  Type packed_type, float* scale, int32_t* sums) {
     if (packed_type == Type::kInt8) return pack_int8(worker, weight, type, n, k, stride, packed, scale, sums);
-    if (packed_type == Type::kInt4)
-        return pack_int4(worker, weight, type, n, k, stride, packed, reinterpret_cast<uint16_t*>(scale));
+    if (packed_type == Type::kInt4 || packed_type == Type::kInt4Min)
+        return pack_int4(worker, weight, type, n, k, stride, packed, reinterpret_cast<uint16_t*>(scale),
+                         packed_type == Type::kInt4 ? nullptr : reinterpret_cast<uint16_t*>(sums));
     if (type == Type::kFloat32)
         return pack_from(worker, static_cast<const float*>(weight), n, k, stride, packed, packed_type);
     pack_from(worker, static_cast<const bf16*>(weight), n, k, stride, packed, packed_type);

@@ -3,8 +3,8 @@
 // For: pack.h, linear_int4.h. Does not know: products. Invariant: numbers and scales are the same on every instruction
 // set.
 //
-// Of a group, the element with the largest magnitude becomes -8, so its sign is the scale's; the others are rounded to the
-// nearest of 16 steps. (Q4_0 of GGUF files is rounded so.)
+// The 16 steps of a group go from its smallest element to its largest one (kInt4Min), or from the element with the largest
+// magnitude, which becomes -8, through zero (kInt4). The other elements are rounded to the nearest step.
 #pragma once
 
 #include <algorithm>
@@ -27,21 +27,32 @@ constexpr int kGroupBytes = int8::kColumns * kGroup / 2;     // of a panel
 
 inline int num_groups(int k) { return int8::padded_k(k) / kGroup; }
 
-// One group of one column: its numbers, and its scale as float16. Beyond `count` elements, and where the scale is zero, a
-// number stands for 0.
+// One group of one column: w = scale * (number - zero) or, of kInt4Min, scale * number + min.
+struct Group {
+    uint8_t numbers[kGroup];  // beyond the group's elements, the nearest to 0
+    uint16_t scale;           // float16
+    uint16_t min = 0;
+};
+
 template <class W>
-uint16_t round_group(const W* weights, int count, uint8_t* numbers) {
-    float largest = 0;
-    for (int i = 0; i < count; i++)
-        if (std::fabs(to_float(weights[i])) > std::fabs(largest)) largest = to_float(weights[i]);
-    const uint16_t stored = to_float16(largest / -kZero);
-    const float scale = to_float(stored);
-    const float factor = scale == 0 ? 0.0f : 1.0f / scale;
-    for (int i = 0; i < kGroup; i++) {
-        const float value = i < count ? to_float(weights[i]) * factor : 0.0f;
-        numbers[i] = static_cast<uint8_t>(std::clamp(std::nearbyint(value) + kZero, 0.0f, 15.0f));
+Group round_group(const W* weights, int count, bool has_min) {
+    float smallest = 0, largest = 0, farthest = 0;
+    for (int i = 0; i < count; i++) {
+        const float w = to_float(weights[i]);
+        smallest = i == 0 ? w : std::min(smallest, w);
+        largest = i == 0 ? w : std::max(largest, w);
+        if (std::fabs(w) > std::fabs(farthest)) farthest = w;
     }
-    return stored;
+    Group group;
+    group.scale = to_float16(has_min ? (largest - smallest) / 15.0f : farthest / -kZero);
+    if (has_min) group.min = to_float16(smallest);
+    const float scale = to_float(group.scale), factor = scale == 0 ? 0.0f : 1.0f / scale;
+    const float begin = to_float(group.min);
+    for (int i = 0; i < kGroup; i++) {
+        const float steps = ((i < count ? to_float(weights[i]) : 0.0f) - begin) * factor;
+        group.numbers[i] = static_cast<uint8_t>(std::clamp(std::nearbyint(steps) + (has_min ? 0 : kZero), 0.0f, 15.0f));
+    }
+    return group;
 }
 
 // Puts the numbers of one group of one column into its panel: low halves of bytes have the first quad of eight.
@@ -52,13 +63,15 @@ inline void put_group(const uint8_t* numbers, int column, uint8_t* group) {
                 static_cast<uint8_t>(numbers[i + byte] | numbers[i + 4 + byte] << 4);
 }
 
+// mins: null without minima.
 template <class W>
-void pack_column(const W* weights, int k, int column, uint8_t* panel, uint16_t* scales) {
-    for (int group = 0; group < num_groups(k); group++) {
-        uint8_t numbers[kGroup];
-        const int begin = std::min(group * kGroup, k);
-        scales[group * int8::kColumns + column] = round_group(weights + begin, std::min(kGroup, k - begin), numbers);
-        put_group(numbers, column, panel + static_cast<size_t>(group) * kGroupBytes);
+void pack_column(const W* weights, int k, int column, uint8_t* panel, uint16_t* scales, uint16_t* mins) {
+    for (int i = 0; i < num_groups(k); i++) {
+        const int begin = std::min(i * kGroup, k);
+        const Group group = round_group(weights + begin, std::min(kGroup, k - begin), mins != nullptr);
+        scales[i * int8::kColumns + column] = group.scale;
+        if (mins) mins[i * int8::kColumns + column] = group.min;
+        put_group(group.numbers, column, panel + static_cast<size_t>(i) * kGroupBytes);
     }
 }
 
@@ -66,20 +79,22 @@ void pack_column(const W* weights, int k, int column, uint8_t* panel, uint16_t* 
 
 namespace llmb {
 
-// In panels as step.h describes them. The memory is zero: the columns that fill up the last panel have scales of zero.
+// In panels as step.h describes them; mins: null of kInt4. The memory is zero, and with it the scales and minima of the
+// columns that fill up the last panel.
 inline void pack_int4(Worker& worker, const void* weight, Type type, int n, int k, int64_t stride, void* packed,
-                      uint16_t* scale) {
+                      uint16_t* scale, uint16_t* mins) {
     using namespace int4;
     const size_t groups = num_groups(k);
     worker.share((n + int8::kColumns - 1) / int8::kColumns, 1, [&](int begin, int end) {
         for (int column = begin * int8::kColumns; column < std::min(n, end * int8::kColumns); column++) {
             const size_t panel = column / int8::kColumns;
             uint8_t* to = static_cast<uint8_t*>(packed) + panel * groups * kGroupBytes;
-            uint16_t* scales = scale + panel * groups * int8::kColumns;
-            if (type == Type::kFloat32)
-                pack_column(static_cast<const float*>(weight) + column * stride, k, column % int8::kColumns, to, scales);
-            else
-                pack_column(static_cast<const bf16*>(weight) + column * stride, k, column % int8::kColumns, to, scales);
+            const size_t at = panel * groups * int8::kColumns;
+            const auto pack = [&](const auto* weights) {
+                pack_column(weights + column * stride, k, column % int8::kColumns, to, scale + at, mins ? mins + at : nullptr);
+            };
+            if (type == Type::kFloat32) pack(static_cast<const float*>(weight));
+            else pack(static_cast<const bf16*>(weight));
         }
     });
 }
