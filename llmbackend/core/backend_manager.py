@@ -296,9 +296,10 @@ def _python_based(
     key = str((own_directory / PYTHON_BASED_FILE).resolve())
     python_directory = backend_directory / PYTHON_BACKEND if backend_directory is not None else own_directory
     for directory in (*directories, python_directory):
-        file = directory / f"triton_{PYTHON_BACKEND}.py"
-        if file.is_file():
-            return BackendLocation(key, own_directory, PYTHON_BACKEND, partial(import_file, file), file, True)
+        for name in (f"libtriton_{PYTHON_BACKEND}.so", f"triton_{PYTHON_BACKEND}.py"):
+            file = directory / name
+            if file.is_file():
+                return BackendLocation(key, own_directory, PYTHON_BACKEND, _loader(file), file, True)
     installed = _installed(PYTHON_BACKEND)
     if installed is None:
         raise invalid_argument(

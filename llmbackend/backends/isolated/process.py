@@ -20,6 +20,7 @@ from llmbackend.backends.python.stub.packets import PacketReader, encode
 from llmbackend.backends.python.wire_messages import pack_error
 from llmbackend.core.backend_api import BackendAttributes, TritonError, internal, not_found
 
+from .children import Children
 from .host_objects import BackendObject, Host, InstanceObject, ModelObject, RequestObject
 
 _EXECUTE = "TRITONBACKEND_ModelInstanceExecute"
@@ -68,6 +69,7 @@ class _Runner:
         self._load = load
         self._host = host
         self._finalizers: list[Callable[[], None]] = []
+        self._children: Children | None = None
 
     def initialize_backend(self, fields: tuple[str, str, dict[str, str], int], _parts: Sequence[Any]) -> Any:
         """Returns the attributes of the backend."""
@@ -93,6 +95,7 @@ class _Runner:
         instance = self._instance = InstanceObject(self._host, self._model, *own)
         self._finalizers.append(partial(self._library.TRITONBACKEND_ModelInstanceFinalize, instance))
         self._library.TRITONBACKEND_ModelInstanceInitialize(instance)
+        self._children = Children()
         self._host.link.not_ready_reason = self._not_ready_reason
         return hasattr(self._library, "TRITONBACKEND_ModelInstanceReady")
 
@@ -104,6 +107,8 @@ class _Runner:
         self._library.TRITONBACKEND_ModelInstanceExecute(self._instance, requests)
 
     def finalize(self, _argument: None, _parts: Sequence[Any]) -> None:
+        if self._children is not None:
+            self._children.leave()
         for finalizer in reversed(self._finalizers):
             try:
                 finalizer()

@@ -45,6 +45,17 @@ def test_requests_that_a_killed_process_has_are_ended(isolated: CompiledReposito
         assert text_of(ask(server, "echo")) != str(pid)
 
 
+def test_an_instance_whose_own_process_dies_starts_again(isolated: CompiledRepository) -> None:
+    isolated.model("m", "faulty", io=TEXT_IO)
+    with serving(isolated, "m") as server:
+        before = text_of(ask(server, "echo"))
+        held = ask(server, "hold")
+        for client in (ask(server, "orphan"), held):
+            (response,) = client.responses()
+            assert response.error is not None and "not healthy. It ended by signal SIGKILL." in response.error.message
+        assert text_of(ask(server, "echo")) != before
+
+
 def test_a_cancellation_reaches_the_process(isolated: CompiledRepository) -> None:
     isolated.model("m", "faulty", io=TEXT_IO)
     with serving(isolated, "m") as server:

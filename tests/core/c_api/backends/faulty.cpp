@@ -2,6 +2,10 @@
 //   "echo"    answers with the process's id
 //   "crash"   ends the process within Execute, after a response where the model is decoupled
 //   "hold"    owns the request, and answers with an error when it is cancelled
+//   "orphan"  kills the process that the instance has started, and owns the request for ever
+#include <signal.h>
+#include <spawn.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -11,6 +15,8 @@
 #include "backend.h"
 
 namespace {
+
+pid_t child = 0;
 
 Error* answer(TRITONBACKEND_Request* request, const std::string& text, uint32_t flags) {
   TRITONBACKEND_Response* response;
@@ -48,6 +54,10 @@ Error* execute(TRITONBACKEND_Request* request) {
     std::thread(hold, request).detach();
     return nullptr;
   }
+  if (command == "orphan") {
+    kill(child, SIGKILL);
+    return nullptr;
+  }
   if (command == "crash") {
     TRY(answer(request, "soon", 0));
     _exit(7);
@@ -57,6 +67,19 @@ Error* execute(TRITONBACKEND_Request* request) {
 }
 
 }  // namespace
+
+EXPORTED Error* TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelInstance*) {
+  char name[] = "sleep", seconds[] = "600";
+  char* const arguments[] = {name, seconds, nullptr};
+  posix_spawnp(&child, name, nullptr, nullptr, arguments, environ);
+  return nullptr;
+}
+
+EXPORTED Error* TRITONBACKEND_ModelInstanceFinalize(TRITONBACKEND_ModelInstance*) {
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  return nullptr;
+}
 
 EXPORTED Error* TRITONBACKEND_ModelInstanceExecute(TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request** requests,
                                                    const uint32_t count) {
