@@ -129,6 +129,11 @@ def test_metrics_and_log_lines_are_the_hosts(backends: CompiledRepository, caplo
             b"3.000000",
         ]
         assert b'scripted_requests{model="m"} 3' in render(server.metrics_registry)
+        told = [ask(server, verb).responses()[0].error for verb in ("decrement", "set")]
+        assert [str(error) for error in told] == [
+            "TRITONSERVER_METRIC_KIND_COUNTER can only be incremented monotonically by non-negative values.",
+            "TRITONSERVER_METRIC_KIND_COUNTER does not support Set",
+        ]
     records = [record for record in caplog.records if record.getMessage() == "initialised m"]
     assert {(record.filename, record.lineno) for record in records} == {("scripted.cpp", 7)}
 

@@ -22,6 +22,7 @@ IMPORTED Error* TRITONSERVER_MetricFamilyDelete(TRITONSERVER_MetricFamily*);
 IMPORTED Error* TRITONSERVER_MetricNew(TRITONSERVER_Metric**, TRITONSERVER_MetricFamily*, const TRITONSERVER_Parameter**, uint64_t);
 IMPORTED Error* TRITONSERVER_MetricDelete(TRITONSERVER_Metric*);
 IMPORTED Error* TRITONSERVER_MetricIncrement(TRITONSERVER_Metric*, double);
+IMPORTED Error* TRITONSERVER_MetricSet(TRITONSERVER_Metric*, double);
 IMPORTED Error* TRITONSERVER_MetricValue(TRITONSERVER_Metric*, double*);
 IMPORTED Error* TRITONSERVER_InferenceRequestNew(TRITONSERVER_InferenceRequest**, TRITONSERVER_Server*, const char*, int64_t);
 IMPORTED Error* TRITONSERVER_InferenceRequestDelete(TRITONSERVER_InferenceRequest*);

@@ -5,6 +5,7 @@
 //   "refuse TEXT"   Execute returns an error
 //   "bls MODEL"     the answer of MODEL to INPUT0 = [7] (INT32), as text
 //   "metric"        counts in its own metric, and answers its value
+//   "decrement", "set"  answer with the error of doing so with the metric
 //   "parameters"    the request's parameters, and one in the response
 //   "inputs"        the names of the inputs, and their text or number
 //   "late"          releases the request before it sends the response that it made before
@@ -160,6 +161,8 @@ Error* answer(TRITONBACKEND_Model* model, ModelState* state, TRITONBACKEND_Reque
   Error* error = nullptr;
   if (verb == "error") error = TRITONSERVER_ErrorNew(ERROR_UNAVAILABLE, argument.c_str());
   if (verb == "bls") error = infer(model, argument, &text);
+  if (verb == "decrement") error = TRITONSERVER_MetricIncrement(state->metric, -1);
+  if (verb == "set") error = TRITONSERVER_MetricSet(state->metric, 1);
   if (verb == "metric") {
     TRY(TRITONSERVER_MetricIncrement(state->metric, 1.5));
     double value;
