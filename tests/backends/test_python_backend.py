@@ -241,9 +241,9 @@ response = pb_utils.InferenceResponse([pb_utils.Tensor("R", np.array([b"a"], dty
         ('ValueError("oh")', "ValueError: oh\n\nAt:\n"),
         ("SystemExit(3)", "RuntimeError: SystemExit: 3"),
     ):
-        host.load(f"bad {raised}", config, body(f"raise {raised}", is_async=True))
+        host.load(told.partition(":")[0], config, body(f"raise {raised}", is_async=True))
         for _ in range(2):
-            error = host.infer(f"bad {raised}", text("x")).one().error
+            error = host.infer(told.partition(":")[0], text("x")).one().error
             assert error is not None and f"message: {told}" in str(error)
 
 

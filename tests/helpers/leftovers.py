@@ -43,7 +43,7 @@ class Snapshot:
 
     @classmethod
     def take(cls) -> Snapshot:
-        return cls(frozenset(_children()), frozenset(threading.enumerate()), frozenset(_descriptors()))
+        return cls(frozenset(_children()), frozenset(_threads()), frozenset(_descriptors()))
 
     def __or__(self, other: Snapshot) -> Snapshot:
         return Snapshot(
@@ -103,6 +103,11 @@ class Conservation:
             core.check()
         except AssertionError as error:
             self.breaches.append(f"an engine core: {error}")
+
+
+def _threads() -> list[threading.Thread]:
+    """Without the objects that Python 3.11 keeps for ended threads of a compiled backend."""
+    return [thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)]
 
 
 def _new(before: Snapshot, shares_host: bool) -> list[str]:

@@ -64,6 +64,8 @@ def write_model(repository: Path, name: str, config: str, code: str, version: in
 BACKENDS = os.environ.get("LLMBACKEND_TRITON_BACKENDS")
 """A folder with NVIDIA's libtriton_python.so, in its subfolder `python`, to run the tests under it."""
 
+ISOLATION = {"isolation": "process"} if BACKENDS and os.environ.get("LLMBACKEND_TRITON_ISOLATED") else {}
+
 
 class Host:
     """An InferenceServer in explicit mode over one repository."""
@@ -82,7 +84,7 @@ class Host:
                 model_repositories=[repository],
                 model_control_mode="explicit",
                 backend_directory=backend_directory or (Path(BACKENDS) if BACKENDS else None),
-                backend_config={"python": settings or {}},
+                backend_config={"python": {**ISOLATION, **(settings or {})}},
                 host_policies=host_policies or {},
             )
         )
@@ -124,7 +126,11 @@ class Host:
         eventually(lambda: self.counts(model) == expected, ANSWER_TIMEOUT_S)
 
     def counts(self, model: str) -> tuple[int, int, int, int]:
-        """(inference_count, execution_count, successes, failures) of the model's one version."""
+        """(inference_count, execution_count, successes, failures) of the model's one version. NVIDIA's backend reports
+        them after the last response."""
+        if BACKENDS:
+            for version in self.server._versions.live_models():
+                version.in_flight.wait_for_zero(1.0)
         (statistics,) = self.server.model_statistics(model)
         requests = statistics.inference_stats
         return (

@@ -95,13 +95,14 @@ class RealTriton:
         (found,) = glob.glob(str(self.root / "venv" / "lib" / "python3*" / "site-packages"))
         return Path(found)
 
+    @property
+    def libraries(self) -> dict[str, str]:
+        """What its libraries and its stub need in the environment."""
+        folders = [str(self._site_packages / "nvidia_pytriton.libs"), str(sysconfig.get_config_var("LIBDIR"))]
+        return {"LD_LIBRARY_PATH": ":".join(folders), "PATH": f"{self.python.parent}:{os.environ['PATH']}"}
+
     def _environ(self) -> dict[str, str]:
-        libraries = [str(self._site_packages / "nvidia_pytriton.libs"), str(sysconfig.get_config_var("LIBDIR"))]
-        return os.environ | {
-            "LD_LIBRARY_PATH": ":".join(libraries),
-            "PATH": f"{self.python.parent}:{os.environ['PATH']}",
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
+        return os.environ | self.libraries | {"PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def _free_port() -> int:

@@ -22,6 +22,8 @@ from pathlib import Path
 RECORDED_PORTS = {"http": "18000", "grpc": "18001", "metrics": "18002"}
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 40.0
+NVIDIAS_BACKENDS = os.environ.get("LLMBACKEND_TRITON_BACKENDS")
+"""A folder with NVIDIA's python backend, which then serves the models."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +51,8 @@ def make_work_folder(work: Path, models: Path) -> None:
         shutil.copytree(models / "repo" / name, work / "repo_none" / name)
     shutil.copytree(models / "repo_extra", work / "repo_extra")
     shutil.copytree(models / "backends", work / "dist" / "backends")
-    if nvidias := os.environ.get("LLMBACKEND_TRITON_BACKENDS"):  # a folder with NVIDIA's python backend
-        shutil.copytree(Path(nvidias) / "python", work / "dist" / "backends" / "python")
+    if NVIDIAS_BACKENDS:
+        shutil.copytree(Path(NVIDIAS_BACKENDS) / "python", work / "dist" / "backends" / "python")
 
 
 class Server:
