@@ -174,3 +174,13 @@ def test_a_backend_in_the_version_directory_comes_first(backends: CompiledReposi
     with serving(backends, "m") as server:
         (response,) = send(server, "m", Tensor.of("INPUT0", np.array([5], np.int32))).responses()
         assert response.outputs[0].data.tolist() == [5]
+
+
+def test_a_compiled_python_backend_serves_python_based_backends(backends: Repository, compiled: Path) -> None:
+    backends.backend("mine", "", file="model.py")
+    (backends.backends / "python").mkdir()
+    (backends.backends / "python" / "libtriton_python.so").symlink_to(compiled / "libtriton_scripted.so")
+    backends.model("m", "mine", io=TEXT_IO)
+    with serving(backends, "m") as server:
+        assert server.model_config("m").runtime == "model.py"
+        assert ask(server, "error of scripted").responses()[0].error is not None
