@@ -176,10 +176,12 @@ def test_a_backend_in_the_version_directory_comes_first(backends: CompiledReposi
         assert response.outputs[0].data.tolist() == [5]
 
 
-def test_a_compiled_python_backend_serves_python_based_backends(backends: Repository, compiled: Path) -> None:
+def test_a_compiled_python_backend_serves_python_based_backends(
+    backends: CompiledRepository, libraries: Libraries
+) -> None:
     backends.backend("mine", "", file="model.py")
     (backends.backends / "python").mkdir()
-    (backends.backends / "python" / "libtriton_python.so").symlink_to(compiled / "libtriton_scripted.so")
+    (backends.backends / "python" / "libtriton_python.so").symlink_to(libraries.library("scripted"))
     backends.model("m", "mine", io=TEXT_IO)
     with serving(backends, "m") as server:
         assert server.model_config("m").runtime == "model.py"
