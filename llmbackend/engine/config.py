@@ -216,9 +216,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     weight_cache_size             GiB that it may hold; 0 = no packed weights are kept; None = the variable
                                   LLMBACKEND_WEIGHT_CACHE_SIZE, else 32
     quantization                  weights per output channel and activations per token in 8 bits: "int8" integers,
-                                  "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits with a scale and a minimum
-                                  per 32 inputs, the output head's in 8 bits, activations as int8 (on a CPU); None =
-                                  none
+                                  "fp8" floats (e4m3, on a GPU); "int4": weights in 4 bits, the output head's in 8,
+                                  activations as int8 (on a CPU); None = none
     enable_lora                   whether requests may name adapters; on CPU the model then runs as modules
     lora_modules                  adapters: name -> directory that PEFT wrote
     max_loras                     adapters that a GPU has memory for at the same time, at least those of lora_modules;
@@ -362,9 +361,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.lora_modules and not self.enable_lora:
             raise ValueError("engine argument 'lora_modules' is set, expected 'enable_lora' to be true with it")
         if self.quantization == "int4" and self.device != "cpu":
-            raise ValueError(
-                f"engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on device '{self.device}'"
-            )
+            raise ValueError("engine argument 'quantization' is 'int4', expected 'int8', 'fp8' or null on a GPU")
         if self.enable_lora and self.quantization is not None:
             raise ValueError(f"engine argument 'quantization' is '{self.quantization}', expected null with enable_lora")
         for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes"):

@@ -94,7 +94,7 @@ def test_a_repository_with_broken_models(check: Check, tmp_path: Path) -> None:
     assert {name for name, each in found.items() if each["would_load"]} == {"good", "foreign"}
     assert "unknown engine argument 'max_modl_len'" in found["misspelt"]["reasons"]["misspelt"]
     assert any("swap_space" in text for text in found["foreign"]["warnings"])
-    assert "does not run TensorRT plans" in found["nothing"]["reasons"]["nothing"]
+    assert "TensorRT" in found["nothing"]["reasons"]["nothing"]
     assert found["syntax"]["reasons"] and found["ensemble"]["reasons"]
 
 
