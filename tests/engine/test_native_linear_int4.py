@@ -22,6 +22,7 @@ from llmbackend.engine.kernels.library import (
     packed_bytes,
     scale_bytes,
 )
+from llmbackend.engine.kernels.weights import FourBits, WeightStore
 from tests.engine.test_native_linear_int8 import narrow_limits, quantised
 from tests.helpers.native_engines import Array, best_is_fast, engine, in_tiles, numbers, stored, stride
 
@@ -50,6 +51,25 @@ def rounded(weight: Array, kind: Type = MIN) -> tuple[Array, Array, Array]:
     steps = (groups - mins.astype(np.float32)[:, :, None]) * factor
     found = np.clip(np.rint(steps) + (0 if kind is MIN else 8), 0, 15).astype(np.uint8)
     return found.reshape(n, -1), scales, mins
+
+
+@pytest.mark.parametrize("kind", [Type.INT4, MIN])
+@pytest.mark.parametrize(("n", "k"), [(33, 32), (64, 64), (40, 224)])
+def test_matrices_of_checkpoints_are_kept_as_they_are(kind: Type, n: int, k: int) -> None:
+    random = np.random.default_rng(n)
+    found = random.integers(0, 16, (n, k), np.uint8)
+    scales, mins = (random.standard_normal((n, k // GROUP)).astype(np.float16) for _ in range(2))
+    store = WeightStore(engine(VARIANTS[0]), [(n, k, kind)] * 2)
+    first, second = (store.pack_four_bits(FourBits(found, scales, mins if kind is MIN else None)) for _ in range(2))
+    padded = np.pad(found, ((0, 0), (0, -k % 64)))
+    groups = [np.pad(each, ((0, 0), (0, padded.shape[1] // GROUP - k // GROUP))) for each in (scales, mins)]
+    for packed in (first, second):
+        parts = [(packed.address, panels_of(padded, n)), (packed.scale, grouped(groups[0], n))]
+        parts += [(packed.sums, grouped(groups[1], n))] if kind is MIN else []
+        for address, expected in parts:
+            begin = address - store.memory.ctypes.data
+            assert store.memory[begin : begin + expected.nbytes].tobytes() == expected.tobytes()
+    assert (first.joined(second) is not None) == (n % 32 == 0)
 
 
 def panels_of(found: Array, n: int) -> Array:

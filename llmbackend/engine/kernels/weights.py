@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .library import PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
+from .library import GROUP, PANEL, NativeKernels, Type, packed_bytes, scale_bytes, sums_bytes
 
 TYPE_OF = {torch.float32: Type.FLOAT32, torch.bfloat16: Type.BFLOAT16}
 _ALIGN_BYTES = 64
@@ -65,6 +66,38 @@ class PackedWeight:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class FourBits:
+    """A matrix [n, k] in 4 bits as a checkpoint has it, k a multiple of GROUP: scale * (number - 8), or with minima
+    scale * number + min."""
+
+    numbers: npt.NDArray[np.uint8]
+    """[n, k]"""
+    scales: npt.NDArray[np.float16]
+    """[n, k / GROUP]"""
+    mins: npt.NDArray[np.float16] | None
+    """As scales."""
+
+    @property
+    def type(self) -> Type:
+        return Type.INT4 if self.mins is None else Type.INT4_MIN
+
+    def panels(self) -> npt.NDArray[np.uint8]:
+        """The numbers as native/step.h orders them, uint8 [panels, k / 8, PANEL, 4]."""
+        n, k = self.numbers.shape
+        padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64), np.uint8)
+        padded[:n, :k] = self.numbers
+        quads = padded.reshape(-1, PANEL, padded.shape[1] // 8, 2, 4)
+        return (quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3)
+
+    def by_panel(self, values: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
+        """Scales or minima as native/step.h orders them, [panels, groups, PANEL]."""
+        n, k = self.numbers.shape
+        padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64 // GROUP), np.float16)
+        padded[:n, : k // GROUP] = values
+        return padded.reshape(-1, PANEL, padded.shape[1]).transpose(0, 2, 1)
+
+
 class WeightStore:
     """Memory for all packed weights of a model and the small arrays beside them, reserved at once.
 
@@ -104,6 +137,19 @@ class WeightStore:
             packed.scale, packed.sums,
         )  # fmt: skip
         return packed
+
+    def pack_four_bits(self, matrix: FourBits) -> PackedWeight:
+        """Keeps every number, scale and minimum as it is."""
+        packed = self._reserve(*matrix.numbers.shape, matrix.type)
+        self._write(packed.address, matrix.panels())
+        self._write(packed.scale, matrix.by_panel(matrix.scales))
+        if matrix.mins is not None:
+            self._write(packed.sums, matrix.by_panel(matrix.mins))
+        return packed
+
+    def _write(self, address: int, array: npt.NDArray[Any]) -> None:
+        begin = address - int(self.memory.ctypes.data)
+        self.memory[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
 
     def _reserve(self, n: int, k: int, packed_type: Type) -> PackedWeight:
         num_scale, num_sums = scale_bytes(n, k, packed_type), sums_bytes(n, k, packed_type)
