@@ -88,7 +88,7 @@ class FourBits:
         padded = np.zeros((-(-n // PANEL) * PANEL, -(-k // 64) * 64), np.uint8)
         padded[:n, :k] = self.numbers
         quads = padded.reshape(-1, PANEL, padded.shape[1] // 8, 2, 4)
-        return (quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3)
+        return np.asarray((quads[:, :, :, 0] | quads[:, :, :, 1] << 4).transpose(0, 2, 1, 3))
 
     def by_panel(self, values: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
         """Scales or minima as native/step.h orders them, [panels, groups, PANEL]."""
@@ -140,7 +140,8 @@ class WeightStore:
 
     def pack_four_bits(self, matrix: FourBits) -> PackedWeight:
         """Keeps every number, scale and minimum as it is."""
-        packed = self._reserve(*matrix.numbers.shape, matrix.type)
+        n, k = matrix.numbers.shape
+        packed = self._reserve(n, k, matrix.type)
         self._write(packed.address, matrix.panels())
         self._write(packed.scale, matrix.by_panel(matrix.scales))
         if matrix.mins is not None:
