@@ -35,6 +35,7 @@ from .foreign_engine_args import (
     translate_tensorrtllm,
     with_present_names,
 )
+from .gguf_models import is_gguf_model, with_directories
 from .limits import MAX_MESSAGES_BYTES
 from .llmapi_config import MODEL_FILE, ModelYaml, llmapi_arguments
 from .schemas import TENSOR_SCHEMA, is_tensorrtllm
@@ -154,7 +155,7 @@ def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> M
     if ENGINE_PYTHON in os.environ:
         arguments["engine_python"] = os.environ[ENGINE_PYTHON]
     version_directory = model.version_directory
-    if (version_directory / "config.json").is_file():
+    if (version_directory / "config.json").is_file() or is_gguf_model(version_directory):
         arguments["model"] = str(version_directory)
     if ENGINE_CONFIG_PATH in parameters:
         arguments |= _read_mindie_config(model.directory, parameters[ENGINE_CONFIG_PATH])
@@ -169,10 +170,10 @@ def read_model_arguments(model: Model, model_yaml: ModelYaml | None = None) -> M
     if not arguments.get("model"):
         raise invalid_argument(
             f"'model.json' containing vllm engine args must be provided in '{version_directory}' "
-            "(looked for config.json of a Hugging Face checkpoint, model.json, model.yaml, and the parameters "
-            f"'model' and '{ENGINE_CONFIG_PATH}' of config.pbtxt)"
+            "(looked for config.json of a Hugging Face checkpoint, a GGUF file, model.json, model.yaml, and the "
+            f"parameters 'model' and '{ENGINE_CONFIG_PATH}' of config.pbtxt)"
         )
-    engine = _engine_config(arguments)
+    engine = _with_directories(_engine_config(arguments))
     if (gpu_only := GPU_ONLY & arguments.keys()) and (engine.device == "cpu" or not supported_gpus()):
         logger.warning("'%s': no effect on a CPU: %s", version_directory, ", ".join(sorted(gpu_only)))
     return ModelArguments(
@@ -208,6 +209,7 @@ def with_parameters(config: ModelConfig, parameters: Mapping[str, str]) -> Model
 def check_checkpoint(engine: EngineConfig) -> None:
     """Checks that a local directory holds a checkpoint whose files and config.json agree: the engine would refuse it
     only after seconds, when torch and transformers are imported. Raises TritonError INVALID_ARG."""
+    engine = _with_directories(engine)
     model, path = engine.model, Path(engine.model)
     if not _is_directory(model, path):
         return
@@ -230,7 +232,9 @@ def _is_directory(model: str, path: Path) -> bool:
         if not path.exists() and (path.is_absolute() or model.startswith(".") or len(path.parts) > 2):
             raise invalid_argument(f"engine argument 'model' is '{model}', which does not exist")
         if path.exists() and not path.is_dir():
-            raise invalid_argument(f"engine argument 'model' is '{model}', which is not a directory")
+            raise invalid_argument(
+                f"engine argument 'model' is '{model}', which is neither a directory nor a GGUF file"
+            )
         if not path.is_dir():
             return False
         if not (path / "config.json").is_file():
@@ -241,6 +245,14 @@ def _is_directory(model: str, path: Path) -> bool:
             f"engine argument 'model' is '{model}', which cannot be read: {error.strerror}"
         ) from None
     return True
+
+
+def _with_directories(engine: EngineConfig) -> EngineConfig:
+    """Raises TritonError INVALID_ARG."""
+    try:
+        return with_directories(engine)
+    except ValueError as error:
+        raise invalid_argument(str(error)) from None
 
 
 def _engine_config(arguments: Mapping[str, Any]) -> EngineConfig:
@@ -417,7 +429,9 @@ def _resolve(name: str, value: str, directory: Path, source: str) -> str:
     path = Path(value)
     try:
         if value and not path.is_absolute() and (directory / path).exists():
-            return str((directory / path).resolve())
+            # A hub's cache has files under other names, and parts of a model beside each other by their own.
+            found = directory / path
+            return str(found.absolute() if found.is_file() else found.resolve())
         is_missing_path = value.startswith(("/", ".")) and not path.exists()
     except OSError as error:  # a name too long, a directory that may not be read
         raise invalid_argument(f"{source}: engine argument '{name}' is {shown(value)}: {error.strerror}") from None

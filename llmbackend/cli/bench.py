@@ -20,6 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import GPU_DEFAULTS, EngineConfig
 from llmbackend.engine.make_runner import make_runner
 from llmbackend.engine.messages import EngineStats, InferRequest, ModelInfo, SamplingParams
@@ -225,13 +226,13 @@ def run_bench(
 
 
 def _run(arguments: Mapping[str, Any], items: list[WorkloadItem], as_served: bool) -> tuple[BenchResult, Measured]:
-    config = msgspec.convert(arguments, EngineConfig)
+    config = with_directories(msgspec.convert(arguments, EngineConfig))
     start_s = time.perf_counter()
     with OfflineEngine(config, make_served_runner if as_served else make_runner) as engine:
         load_s, ready_s = time.perf_counter() - start_s, process_age_s()
         requests = make_requests(items, engine.info, config.seed)
         times = _measure(engine, requests, _warm_up(engine, config.seed))
-        return _result(config.model, engine.info, requests, times, load_s, ready_s), times.measured
+        return _result(arguments["model"], engine.info, requests, times, load_s, ready_s), times.measured
 
 
 def _ablate(arguments: Mapping[str, Any], items: list[WorkloadItem], base: BenchResult) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from llmbackend.adapter.gguf_models import with_directories
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.cpu.native_runner import NativeRunner, why_modules
 from llmbackend.engine.cpu.step_profile import EngineProfile, RoleTime, profile_runner
@@ -22,7 +23,7 @@ from llmbackend.engine.offline import make_served_runner
 def run_profile(json_path: Path | None = None, as_served: bool = False, **arguments: Any) -> EngineProfile:
     """Prints the tables; `json_path` gets their figures as JSON. `arguments`: of EngineConfig; `as_served`: as of
     `run_bench`. Raises ValueError where there is no native program, and as loading a model does."""
-    config = msgspec.convert(arguments, EngineConfig)
+    config = with_directories(msgspec.convert(arguments, EngineConfig))
     if reason := why_modules(config):
         raise _no_program(reason)
     runner = make_served_runner(config) if as_served else make_runner(config)

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from llmbackend.adapter.gguf_models import is_gguf_model
 from llmbackend.core.config.model_config import CONFIG_FILE_NAME
 from llmbackend.core.config_readers import config_to_json
 from llmbackend.core.errors import StartupError, TritonError
@@ -45,7 +46,10 @@ class CheckFlags:
     """What is checked, and how it is told."""
 
     target: Annotated[
-        str, typer.Argument(help="Checkpoint (directory or hub id), model of a Triton repository, or repository.")
+        str,
+        typer.Argument(
+            help="Checkpoint (directory, GGUF file or hub id), model of a Triton repository, or repository."
+        ),
     ]
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per model, on standard output.")] = False
     backend_directory: Annotated[Path | None, typer.Option(help="As for serve.")] = None
@@ -75,7 +79,7 @@ def check(context: typer.Context, flags: CheckFlags, engine: EngineFlags) -> Non
 def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
     """Repository, models in it, and the name of the model of engine flags. Raises BadParameter."""
     path = Path(target)
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not path.is_dir() or (path / "config.json").is_file() or is_gguf_model(path):
         try:
             single = engine.model(target)
         except typer.BadParameter as error:
@@ -88,7 +92,8 @@ def _models(target: str, engine: EngineFlags) -> tuple[Path, list[str], str]:
         return path.parent, [path.name], ""
     names = sorted(child.name for child in path.iterdir() if child.is_dir() and _is_model(child))
     if not names:
-        expected = "a checkpoint (config.json), a model of a repository (config.pbtxt, 1/), or a repository of such"
+        checkpoint = "a checkpoint (config.json or a GGUF file)"
+        expected = f"{checkpoint}, a model of a repository (config.pbtxt, 1/), or a repository of such"
         raise bad_option("TARGET", f"'{target}' holds no model, expected {expected}")
     return path, names, ""
 

@@ -71,7 +71,7 @@ def check() -> None:
 
 @app.command(cls=PlainHelpCommand)
 def bench(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, hub id, or mock.")],
+    model: Annotated[str, typer.Option(help="Checkpoint directory, GGUF file, hub id, or mock.")],
     workload: Annotated[
         Path | None,
         typer.Option(help='JSON list of {"prompt_token_ids": [...] or "prompt_tokens": n, "output_tokens": n}.'),

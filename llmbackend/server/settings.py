@@ -29,6 +29,7 @@ from llmbackend.frontends.access.settings import NO_ACCESS_CONTROL, AccessSettin
 from llmbackend.frontends.journals.store_settings import IN_MEMORY, StoreSettings
 from llmbackend.frontends.limits import FrontendLimits
 from llmbackend.frontends.protocol_options import DEFAULT_OPTIONS, NO_PAGES, PageSettings, ProtocolOptions
+from llmbackend.gguf.files import model_name as gguf_name
 
 from ..core.server_log import LogSettings
 from .ports import Endpoint
@@ -71,7 +72,7 @@ class SingleModel:
     """The one model of `llmbackend serve --model`."""
 
     model: str
-    """A checkpoint's directory or a hub id."""
+    """A checkpoint's directory, a GGUF file or a hub id."""
     names: Sequence[str] = ()
     """Names for clients, the canonical one first; may contain slashes and colons; () = the last part of `model`."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -99,8 +100,8 @@ class SingleModel:
         path = Path(self.model)
         if self.names or not path.exists():
             last = (self.names[0] if self.names else self.model).rstrip("/").rsplit("/", 1)[-1]
-            return _NOT_IN_NAMES.sub("_", last).lstrip(".") or "model"
-        return path.resolve().name
+            return _NOT_IN_NAMES.sub("_", gguf_name(Path(last))).lstrip(".") or "model"
+        return gguf_name(path) if path.is_file() else path.resolve().name
 
     def make_repository(self) -> Path:
         """A repository with this model, which is removed with the process."""

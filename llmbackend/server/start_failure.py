@@ -85,9 +85,9 @@ _ADVICE: tuple[tuple[re.Pattern[str], str | Callable[[], str]], ...] = tuple(
             "Check the name and the network, or give the path of a local checkpoint.",
         ),
         (
-            r"which does not exist|no config\.json|is not a directory|no safetensors|must be provided in",
-            "Give the directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), "
-            "or a hub id such as Qwen/Qwen3-0.6B.",
+            r"which does not exist|no config\.json|is neither a directory|no safetensors|must be provided in",
+            "Give the directory of a Hugging Face checkpoint (config.json, *.safetensors, tokenizer.json), a GGUF "
+            "file, or a hub id such as Qwen/Qwen3-0.6B.",
         ),
         (
             r"expected|is supported|at least one version must be available|is not JSON|cannot be read",

@@ -44,7 +44,7 @@ def refused_flags(flags: Sequence[str], capsys: pytest.CaptureFixture[str], monk
     [
         (["--model", "/no/such/dir"], "is '/no/such/dir', which does not exist", CHECKPOINT),
         (["--model", "a/b/c"], "is 'a/b/c', which does not exist", CHECKPOINT),
-        (["--model", __file__], "which is not a directory", CHECKPOINT),
+        (["--model", __file__], "which is neither a directory nor a GGUF file", CHECKPOINT),
         (["--model", str(Path(__file__).parent)], "has no config.json", CHECKPOINT),
         (["--model-repository", "/no/such/repo"], "'/no/such/repo' does not exist", "give the directory that holds"),
         (["--model-repository", __file__], "is no directory", "give the directory that holds"),

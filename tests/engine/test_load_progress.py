@@ -158,7 +158,7 @@ DOWNLOAD = """
 import json
 from llmbackend.engine.config import EngineConfig
 from llmbackend.engine.load_progress import reporting_to
-from llmbackend.engine.model.loader import hub_files
+from llmbackend.engine.model.located_files import hub_files
 told = []
 with reporting_to(told.append):
     files = hub_files(EngineConfig(model="org/model"))

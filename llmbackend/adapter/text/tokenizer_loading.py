@@ -35,6 +35,7 @@ from llmbackend.engine.weight_cache.cache_folder import (
     usable_directory,
 )
 from llmbackend.fork_server.client import is_this
+from llmbackend.gguf.tokenizer_files import MARKER
 
 from .tokenizer import ByteTokenizer, HuggingFaceTokenizer, ModelTokenizer
 from .tokenizer_files import (
@@ -172,6 +173,8 @@ def may_be_rebuilt(directory: Path) -> bool:
     if not (directory / TOKENIZER_FILE).is_file():
         return False  # transformers converts it
     tokenizer, model = read_json(directory / "tokenizer_config.json"), read_json(directory / "config.json")
+    if MARKER in tokenizer:  # transformers has its own idea of a GGUF file's tokenizer
+        return False
     tokenizer_class = tokenizer.get("tokenizer_class") or model.get("tokenizer_class")
     if tokenizer_class not in _AS_IN_THE_FILE or model.get("model_type") in REBUILT_MODEL_TYPES:
         return True

@@ -45,7 +45,9 @@ class ModelFlags:
     ] = ""
     model: Annotated[
         str,
-        typer.Option(help="Serve one checkpoint directory or hub id, with no repository (see --served-model-name)."),
+        typer.Option(
+            help="Serve one checkpoint (directory, GGUF file or hub id), no repository (--served-model-name)."
+        ),
     ] = ""
     served_model_name: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about its tensors, read from the safetensors headers alone.
+"""What a checkpoint's files say about its tensors, read from the headers of its safetensors or GGUF files alone.
 
 For: the adapter, which refuses a bad checkpoint at once, and the loader, before it allocates anything. Does not know:
 torch, transformers, model families. Invariant: costs no more than the headers' own size, regardless of what config.json
@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from llmbackend.gguf.errors import GgufError
+from llmbackend.gguf.families import model_tensors
+from llmbackend.gguf.files import SUFFIX, files_in, read_parts
 
 from ..errors import CheckpointError
 
@@ -43,6 +47,8 @@ _WIDTHS = frozenset({
 _HARMLESS_COUNT = 256
 """Up to so many modules cost nothing to build, and the comparison with the model itself names what is missing."""
 _MAX_CONFIG_DEPTH = 8
+_MADE_OF_GGUF = "F32"
+"""What the values of any type are before they are rounded to the model's."""
 _INDEX = re.compile(r"(?:^|(?<=\.))\d{1,9}(?=\.)")
 
 
@@ -90,12 +96,15 @@ def check_directory(directory: Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(directory: Path, stated: str = "") -> list[Path]:
-    """The safetensors files that transformers would read. stated: the name that config.json gives, if any.
+    """The safetensors files that transformers would read, or the parts of a GGUF model. stated: the name that
+    config.json gives, if any.
 
     Raises CheckpointError when there are none, or when the index names files that are not there.
     """
     candidates = [stated] if stated else [WEIGHTS_FILE, INDEX_FILE]
     name = next((name for name in candidates if (directory / name).is_file()), None)
+    if name is None and (files := _gguf_files(directory)):
+        return files
     if name is None:
         raise CheckpointError(f"it holds no safetensors file {' or '.join(candidates)}")
     if not name.endswith(".index.json"):
@@ -112,8 +121,21 @@ def weight_files(directory: Path, stated: str = "") -> list[Path]:
     return [directory / shard for shard in names]
 
 
-def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
-    """All tensors by name. Raises CheckpointError naming the file."""
+def are_gguf(files: Sequence[Path]) -> bool:
+    return bool(files) and files[0].suffix == SUFFIX
+
+
+def _gguf_files(directory: Path) -> list[Path]:
+    try:
+        return files_in(directory)
+    except GgufError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def read_headers(files: Sequence[Path]) -> dict[str, TensorHeader]:
+    """All tensors by the model's names. Raises CheckpointError naming the file."""
+    if are_gguf(files):
+        return _read_gguf(files)
     tensors: dict[str, TensorHeader] = {}
     for path in files:
         try:
@@ -123,6 +145,16 @@ def read_headers(files: Iterable[Path]) -> dict[str, TensorHeader]:
         except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
             raise CheckpointError(f"the weights cannot be read: {path.name} is not safetensors: {error}") from None
     return tensors
+
+
+def _read_gguf(files: Sequence[Path]) -> dict[str, TensorHeader]:
+    try:
+        tensors = model_tensors(read_parts(files))
+    except GgufError as error:
+        raise CheckpointError(str(error)) from None
+    except OSError as error:
+        raise CheckpointError(f"{files[0].name} cannot be read: {error.strerror}") from None
+    return {name: TensorHeader(_MADE_OF_GGUF, tensor.shape) for name, tensor in tensors.items()}
 
 
 def _read_header(path: Path) -> dict[str, TensorHeader]:

@@ -40,13 +40,10 @@ class Int4Placement:
 def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], place: Int4Placement) -> None:
     """model: without memory, of the class that the tensors fit. Raises CheckpointError."""
     layers = form.linears(tensors)
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if heads := [name for name, module in model.named_modules() if module is head and name in layers]:
         raise CheckpointError(f"its output head '{heads[0]}' is in 4 bits, expected a plain one")
-    is_tied = head.weight is embedding.weight
     _give_plain(model, tensors, place.dtype)
-    if is_tied:
-        head.weight = embedding.weight
     for parent_name, parent in list(model.named_modules()):
         own = {name for name, child in parent.named_children() if f"{_dotted(parent_name)}{name}" in layers}
         for name, child in list(parent.named_children()):
@@ -60,16 +57,29 @@ def fill(model: Any, form: PackedFormat, tensors: Mapping[str, torch.Tensor], pl
     _check_values(model)
 
 
-def _give_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+@torch.no_grad()
+def fill_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """model: as of `fill`. tensors: each look-up makes one, which is the model's from then on. Raises
+    CheckpointError."""
+    _give_plain(model, tensors, dtype, are_owned=True)
+    restore_buffers(model)
+    _check_values(model)
+
+
+def _give_plain(model: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype, are_owned: bool = False) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    is_tied = head.weight is embedding.weight
     for name, _ in list(model.named_parameters(remove_duplicate=False)):
         if name in tensors:
             parent, _, attribute = name.rpartition(".")
-            value = tensors[name].to(dtype, copy=True)
+            value = tensors[name].to(dtype, copy=not are_owned)
             setattr(model.get_submodule(parent), attribute, nn.Parameter(value, requires_grad=False))
     for name, _ in list(model.named_buffers()):
         if name in tensors:
             parent, _, attribute = name.rpartition(".")
             model.get_submodule(parent).register_buffer(attribute, tensors[name].clone())
+    if is_tied:
+        head.weight = embedding.weight
 
 
 def _groups(names: set[str]) -> list[tuple[str, ...]]:

@@ -1,13 +1,12 @@
 """From a checkpoint to a model that can run in flattened batches.
 
-For: the model runner. Does not know: KV memory, rows, steps. Invariant: safetensors only, no remote code unless the
-config allows it, and a loaded model has passed `compatibility`.
+For: the model runner. Does not know: KV memory, rows, steps. Invariant: safetensors or GGUF only, no remote code unless
+the config allows it, and a loaded model has passed `compatibility`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,6 @@ import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
-from transformers.utils.hub import cached_files
 
 from ..attention import interface
 from ..attention.interface import AttentionOptions, LayerShape
@@ -34,9 +31,9 @@ from ..gpu.weights.stored import mapped_tensors
 from ..kernels.choice import Choice, choose_library
 from ..kernels.library import NativeKernels, Type
 from ..kernels.weights import TYPE_OF, NewMemory, WeightStore
-from ..load_progress import bar_hook, download_bar, part, report
+from ..load_progress import bar_hook, part, report
 from .checkpoint_check import check_loading_info, check_tensors, without_report
-from .checkpoint_files import TensorHeader, bad_checkpoint, check_directory, read_headers, weight_files
+from .checkpoint_files import TensorHeader, are_gguf, bad_checkpoint, check_directory, read_headers
 from .compatibility import (
     CheckedModel,
     architecture_name,
@@ -47,8 +44,10 @@ from .compatibility import (
     check_model,
 )
 from .decoder_description import Decoder, describe
+from .gguf_model import fill_of_gguf
 from .int4_formats import METHODS, PackedFormat, packed_format
 from .int4_model import Int4Placement, fill
+from .located_files import files_of, hub_files
 from .lora import LoraBatch, ModuleAdapters, load_adapters, wrap_linears
 from .rotary import fix_frequencies, max_model_len
 
@@ -109,6 +108,7 @@ class OpenedCheckpoint:
     """Whether weights stay plain matrices."""
     int4: PackedFormat | None = None
     """How the checkpoint stores weights in 4 bits; hf_config says nothing of them any more."""
+    is_gguf: bool = False
 
     @property
     def is_multimodal(self) -> bool:
@@ -126,7 +126,8 @@ def open_checkpoint(config: EngineConfig, dense: bool | None = None) -> OpenedCh
     check_config(hf_config)
     int4 = _check_quantization(config, hf_config, dense)
     max_len = max_model_len(config.max_model_len, hf_config.get_text_config(decoder=True))
-    return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4)
+    is_gguf = tensors is not None and are_gguf(files_of(config))
+    return OpenedCheckpoint(hf_config, tensors, max_len, device, dense, int4, is_gguf)
 
 
 def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewMemory | None = None) -> LoadedModel:
@@ -138,10 +139,10 @@ def load_model(config: EngineConfig, dense: bool | None = None, new_memory: NewM
     opened = open_checkpoint(config, dense)
     device, dense, hf_config, max_len = opened.device, opened.dense, opened.hf_config, opened.max_model_len
     with part("read checkpoint"):
-        if opened.int4 is None or config.load_format == "dummy":
+        if config.load_format == "dummy" or (opened.int4 is None and not opened.is_gguf):
             model = _instantiate(config, hf_config, device, opened.tensors)
         else:
-            model = _int4_model(config, opened, opened.int4)
+            model = _filled_model(config, opened)
     fix_frequencies(model, max_len)
     batch = LoraBatch(config.max_num_seqs, device) if config.enable_lora and not dense else None
     wrapped = {} if batch is None else wrap_linears(model, batch)
@@ -390,17 +391,21 @@ def _instantiate(
     return model
 
 
-def _int4_model(config: EngineConfig, opened: OpenedCheckpoint, int4: PackedFormat) -> Any:
+def _filled_model(config: EngineConfig, opened: OpenedCheckpoint) -> Any:
+    """Of weights that transformers does not read: in 4 bits, or in a GGUF file."""
     dtype = dtype_of(config, opened)
     files = files_of(config)
     try:
         tensors = read_headers(files) if opened.tensors is None else opened.tensors
         check_stored_tensors(config, opened, tensors)
-        if int4.plain(tensors).keys() == tensors.keys():
-            logger.warning(_PLAIN_UNDER_A_LABEL)
         model = random_model(config, opened.hf_config, dtype, torch.device("meta"))
-        place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
-        fill(model, int4, mapped_tensors(files), place)
+        if opened.int4 is None:
+            fill_of_gguf(model, files, dtype)
+        else:
+            if opened.int4.plain(tensors).keys() == tensors.keys():
+                logger.warning(_PLAIN_UNDER_A_LABEL)
+            place = Int4Placement(opened.device, dtype, dense=not opened.dense, exact=config.batch_invariant)
+            fill(model, opened.int4, mapped_tensors(files), place)
     except (CheckpointError, SafetensorError) as error:
         raise bad_checkpoint(config.model, error) from error
     with contextlib.suppress(OSError):  # it has none
@@ -414,17 +419,6 @@ def check_stored_tensors(config: EngineConfig, opened: OpenedCheckpoint, tensors
     if opened.int4 is not None:
         tensors, spare = opened.int4.plain(tensors), opened.int4.spare(tensors)
     check_tensors(*class_and_config(config, opened.hf_config), tensors, opened.is_multimodal, spare)
-
-
-def files_of(config: EngineConfig) -> list[Path]:
-    """The checkpoint's safetensors files. Raises ValueError or OSError."""
-    directory = Path(config.model)
-    if not directory.is_dir():
-        return hub_files(config)
-    try:
-        return weight_files(directory)
-    except CheckpointError as error:
-        raise bad_checkpoint(config.model, error) from None
 
 
 def _note_plain_weights(hf_config: Any, tensors: Mapping[str, TensorHeader]) -> None:
@@ -460,19 +454,6 @@ def class_and_config(config: EngineConfig, hf_config: Any) -> tuple[Any, Any]:
             text_config.quantization_config = quantization
         return model_class, text_config
     return model_class, hf_config
-
-
-def hub_files(config: EngineConfig) -> list[Path]:
-    """The safetensors files of a hub id, downloaded. Raises OSError."""
-    bar = download_bar()
-    for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME):
-        path = cached_file(config.model, name, _raise_exceptions_for_missing_entries=False, tqdm_class=bar)
-        if path is not None and name == SAFE_WEIGHTS_NAME:
-            return [Path(path)]
-        if path is not None:
-            shards = sorted(set(json.loads(Path(path).read_text(encoding="utf-8"))["weight_map"].values()))
-            return [Path(file) for file in cached_files(config.model, shards, tqdm_class=bar) or ()]
-    raise ValueError(f"engine argument 'model' is '{config.model}', which has no safetensors file")
 
 
 def random_model(config: EngineConfig, hf_config: Any, dtype: torch.dtype | str, device: torch.device) -> Any:

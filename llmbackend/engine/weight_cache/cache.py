@@ -31,7 +31,7 @@ from ..config import EngineConfig
 from ..cpu.packed_decoder import Bytes, Memories, PackedDecoder, PackedModel
 from ..errors import CheckpointError
 from ..kernels import library
-from ..model.checkpoint_files import MAX_HEADER_BYTES, weight_files
+from ..model.checkpoint_files import MAX_HEADER_BYTES, are_gguf, weight_files
 from .cache_folder import CacheFolder, FolderRefusedError, directory_of, limit_bytes_of
 from .image_file import (
     FORMAT,
@@ -318,12 +318,12 @@ def _read(image: ImageFile, new_memory: NewMemory, num_threads: int) -> PackedMo
     return PackedModel(decoder, memories)
 
 
-_LIBRARIES: Final = ("torch", "transformers", "safetensors", "numpy")
+_LIBRARIES: Final = ("torch", "transformers", "safetensors", "numpy", "gguf")
 _ARGUMENTS: Final = ("dtype", "quantization", "max_model_len", "load_format", "seed", "trust_remote_code", "kernels",
                      "block_size")  # fmt: skip
 """Engine arguments that change what is packed, or whether a program can run it."""
 _CODE: Final = ("attention", "cpu", "kernels", "model", "weight_cache")
-"""Packages of the engine whose code packs, checks and verifies."""
+"""Packages of the engine whose code packs, checks and verifies, besides what reads GGUF files."""
 _OFFLINE: Final = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRUE: Final = ("1", "ON", "YES", "TRUE")
 """As huggingface_hub reads its variables."""
@@ -332,7 +332,7 @@ _CONFIGS: Final = ("config.json", "generation_config.json")
 
 class ImageKey(msgspec.Struct, frozen=True):
     """model: the folder's name, for people; digest: of everything that the image depends on, in hex;
-    checkpoint_bytes: of the files with weights."""
+    checkpoint_bytes: of the files with weights; 0 where these are packed more tightly than in memory."""
 
     model: str
     digest: str
@@ -360,7 +360,7 @@ def key_of(config: EngineConfig) -> ImageKey:
     depends_on = (
         FORMAT,
         configs,
-        [(path.name, _stamp(path), _header_digest(path)) for path in weights],
+        [(path.name, _stamp(path), "" if are_gguf(weights) else _header_digest(path)) for path in weights],
         [getattr(config, name) for name in _ARGUMENTS],
         _this_program(),
         _this_machine(),
@@ -368,7 +368,8 @@ def key_of(config: EngineConfig) -> ImageKey:
     named = config.model if not Path(config.model).is_dir() else directory.resolve().name
     name = re.sub(r"[^\w.-]+", "_", named)[:80] or "model"
     digest = hashlib.sha256(msgspec.msgpack.encode(depends_on)).hexdigest()[:40]
-    return ImageKey(name, digest, sum(path.stat().st_size for path in weights))
+    size_bytes = 0 if are_gguf(weights) else sum(path.stat().st_size for path in weights)
+    return ImageKey(name, digest, size_bytes)
 
 
 def _directory(model: str) -> Path:
@@ -417,7 +418,8 @@ def _header_digest(path: Path) -> str:
 def _this_program() -> tuple[Any, ...]:
     engine = Path(__file__).parent.parent
     sources = sorted(path for package in _CODE for path in (engine / package).glob("*.py"))
-    code = [(str(path.relative_to(engine)), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
+    sources += sorted((engine.parent / "gguf").glob("*.py"))
+    code = [(str(path.relative_to(engine.parent)), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     return llmbackend.__version__, sys.version, [_version(name) for name in _LIBRARIES], code
 
 

@@ -40,11 +40,11 @@ from ...model.loader import (
     describe_or_why,
     dtype_of,
     eos_token_ids,
-    files_of,
     load_model,
     open_checkpoint,
     random_model,
 )
+from ...model.located_files import files_of
 from ...model.rotary import fix_frequencies, restore_buffers
 from ...model.unloaded_model import meta_model
 from .. import device_kv_memory as kv_memory
@@ -166,6 +166,8 @@ def open_stored_model(config: EngineConfig) -> LoadedModel:
     opened = open_checkpoint(config, dense=True)
     if opened.int4 is not None:
         raise ProgramUnsupportedError("its weights are in 4 bits")
+    if opened.is_gguf:
+        raise ProgramUnsupportedError("its weights are in a GGUF file")
     files = files_of(config)
     _check(config, opened, files)
     dtype = dtype_of(config, opened)

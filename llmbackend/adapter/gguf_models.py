@@ -1,0 +1,67 @@
+"""Engine arguments that name a GGUF file, or a directory that holds one: the model directory that is made of it.
+
+For: whoever reads engine arguments. Does not know: requests, what is in such a file. Invariant: what the engine and the
+tokenizer's loader get is a directory. It lies beside the packed weights; where none are kept, in a temporary folder of
+this process.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import msgspec
+
+from llmbackend.engine.config import EngineConfig
+from llmbackend.engine.weight_cache.cache_folder import usable_directory
+from llmbackend.fork_server.process_resources import OwnedFolder
+from llmbackend.gguf.errors import GgufError
+from llmbackend.gguf.model_directory import gguf_files, model_directory
+
+_FOLDER = "gguf"
+_FIELDS = ("model", "tokenizer")
+
+
+def is_gguf_model(path: Path) -> bool:
+    """Whether this is a GGUF file or a directory whose weights are such files, be they fit to serve or not."""
+    try:
+        return bool(gguf_files(path))
+    except GgufError:
+        return True
+    except OSError:  # a name too long, a directory that may not be read
+        return False
+
+
+def with_directories(config: EngineConfig) -> EngineConfig:
+    """The configuration with directories in place of GGUF files. Raises ValueError naming the argument and the file."""
+    given = {field: value for field in _FIELDS if (value := getattr(config, field)) and is_gguf_model(Path(value))}
+    if not given:
+        return config
+    return msgspec.structs.replace(config, **{field: str(_directory(field, config)) for field in given})
+
+
+def _directory(field: str, config: EngineConfig) -> Path:
+    value = getattr(config, field)
+    try:
+        return model_directory(gguf_files(Path(value)), _parent(config))
+    except GgufError as error:
+        raise ValueError(
+            f"engine argument '{field}' is '{value}', a checkpoint that cannot be served: {error}"
+        ) from None
+    except OSError as error:
+        raise ValueError(f"engine argument '{field}' is '{value}', which cannot be read: {error}") from None
+
+
+def _parent(config: EngineConfig) -> Path:
+    cache = usable_directory(config)
+    return _temporary() if cache is None else cache / _FOLDER
+
+
+@functools.cache
+def _temporary() -> Path:
+    """Of this process."""
+    _kept.append(folder := OwnedFolder(_FOLDER))
+    return folder.path
+
+
+_kept: list[OwnedFolder] = []

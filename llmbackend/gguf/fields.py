@@ -1,0 +1,90 @@
+"""A file's fields, read with a type and bounds.
+
+Invariant: an error names the field, its value and what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import GgufError, short
+from .header import Strings
+
+MAX_SIZE: Final = 1 << 24
+"""Of a count or a width."""
+
+
+class Fields:
+    def __init__(self, fields: Mapping[str, Any], architecture: str = "") -> None:
+        """architecture: begins the names of hyperparameters."""
+        self._fields = fields
+        self._prefix = f"{architecture}." if architecture else ""
+
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._fields
+
+    def value(self, name: str) -> Any:
+        """None: there is no such field."""
+        return self._fields.get(self._prefix + name)
+
+    def integer(self, name: str, default: int | None = None, least: int = 1, most: int = MAX_SIZE) -> int:
+        """Raises GgufError, also for a field that is missing and has no default."""
+        value = self._required(name, default, f"a number from {least} to {most}")
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, value, f"a number from {least} to {most}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self._required(name, default, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(name, value, "a finite number")
+        return _shortest(float(value))
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self._required(name, default, "true or false")
+        if not isinstance(value, bool):
+            raise self._wrong(name, value, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._required(name, default, "a text")
+        if not isinstance(value, str):
+            raise self._wrong(name, value, "a text")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        value = self._required(name, None, "a list of strings")
+        if not isinstance(value, Strings):
+            raise self._wrong(name, value, "a list of strings")
+        return value.decoded(self._prefix + name)
+
+    def numbers(self, name: str, count: int) -> npt.NDArray[Any]:
+        """Of that many or more; the first ones are returned."""
+        expected = f"a list of {count} numbers"
+        value = self._required(name, None, expected)
+        if not isinstance(value, np.ndarray) or len(value) < count:
+            raise self._wrong(name, value, expected)
+        return value[:count]
+
+    def _required(self, name: str, default: Any, expected: str) -> Any:
+        value = self._fields.get(self._prefix + name, default)
+        if value is None:
+            raise GgufError(f"its field '{self._prefix + name}' is missing, expected {expected}")
+        return value
+
+    def _wrong(self, name: str, value: Any, expected: str) -> GgufError:
+        shown = f"a list of {len(value)}" if isinstance(value, np.ndarray) else repr(value)
+        shown = f"a list of {value.count} strings" if isinstance(value, Strings) else shown
+        return GgufError(f"its field '{self._prefix}{name}' is {short(shown)}, expected {expected}")
+
+
+def _shortest(value: float) -> float:
+    """1e-05 for the number next to it that has 32 bits."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    return float(str(single)) if float(single) == value else value

@@ -1,0 +1,101 @@
+"""Which files hold one GGUF model: a file, its parts, or what a directory has; and what they say together.
+
+Does not know: what fields mean. Invariant: the fields are those of the first part, the tensors those of all parts, and
+no part is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final
+
+from .errors import GgufError
+from .header import MAGIC, Header, read_header
+
+SUFFIX: Final = ".gguf"
+_PART: Final = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PROJECTOR: Final = "mmproj"
+"""Begins the names of files with the image part of a model."""
+MAX_PARTS: Final = 1000
+_NUM_PARTS, _NUM_TENSORS = "split.count", "split.tensors.count"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether this is such a file, by its first bytes; a link in a hub's cache may lead to another name."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def model_name(path: Path) -> str:
+    """The file's name without its ending and its number among parts."""
+    match = _PART.fullmatch(path.name)
+    return match.group(1) if match else path.name.removesuffix(SUFFIX)
+
+
+def file_in(directory: Path) -> Path | None:
+    """The GGUF model of a directory, its first part of several; None where it has none, or has safetensors. Raises
+    GgufError when it holds several models."""
+    try:
+        names = sorted(path.name for path in directory.iterdir() if path.suffix in (SUFFIX, ".safetensors"))
+    except OSError:
+        return None
+    if any(not name.endswith(SUFFIX) for name in names):
+        return None
+    models: dict[str, Path] = {}
+    for name in names:
+        if not name.startswith(_PROJECTOR):
+            models.setdefault(model_name(Path(name)), directory / name)
+    if len(models) > 1:
+        shown = ", ".join(path.name for path in list(models.values())[:5])
+        raise GgufError(f"it holds {len(models)} GGUF models, expected 1; name one of its files: {shown}")
+    return next(iter(models.values()), None)
+
+
+def parts_of(path: Path) -> list[Path]:
+    """All files of the model that `path` is, or is a part of. Raises GgufError naming those that are missing."""
+    match = _PART.fullmatch(path.name)
+    if match is None:
+        return [path]
+    stem, count = match.group(1), int(match.group(3))
+    if not 1 <= count <= MAX_PARTS:
+        raise GgufError(f"its name states {count} parts, expected 1 to {MAX_PARTS}")
+    parts = [path.with_name(f"{stem}-{number:05}-of-{count:05}{SUFFIX}") for number in range(1, count + 1)]
+    if missing := [part.name for part in parts if not part.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise GgufError(f"it is one of {count} parts, of which are missing: {', '.join(missing[:3])}{more}")
+    return parts
+
+
+def files_in(directory: Path) -> list[Path]:
+    """All files of the directory's GGUF model; [] as `file_in`. Raises GgufError."""
+    path = file_in(directory)
+    return [] if path is None else parts_of(path)
+
+
+def read_parts(files: Sequence[Path]) -> Header:
+    """Raises GgufError naming the file, or OSError."""
+    headers = [read_header(path) for path in files]
+    first = headers[0]
+    count = first.fields.get(_NUM_PARTS, 1)
+    if count != len(files) and (count, len(files)) != (0, 1):
+        raise GgufError(f"{files[0].name}: its field '{_NUM_PARTS}' is {count}, but there are {len(files)} files")
+    tensors = dict(first.tensors)
+    for path, header in zip(files[1:], headers[1:], strict=True):
+        if twice := _first(tensors.keys() & header.tensors.keys()):
+            raise GgufError(f"{path.name}: its tensor '{twice}' is in another part, too")
+        tensors |= header.tensors
+    stated = first.fields.get(_NUM_TENSORS, len(tensors))
+    if stated != len(tensors):
+        raise GgufError(f"{files[0].name}: its field '{_NUM_TENSORS}' is {stated}, but its parts have {len(tensors)}")
+    return Header(first.fields, tensors)
+
+
+def _first(names: Iterable[str]) -> str:
+    return min(names, default="")

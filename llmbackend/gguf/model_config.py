@@ -1,0 +1,275 @@
+"""A GGUF model's config.json and generation_config.json: its hyperparameters by transformers' names.
+
+Does not know: texts, tensors' values other than rotary factors. Invariant: what a field leaves open is what llama.cpp
+takes it for. Sources: llama.cpp's conversion of each family and its model loader; transformers' configurations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import numpy as np
+
+from .errors import GgufError
+from .families import Family, family_of
+from .fields import Fields
+from .header import Header, TensorInfo
+
+Config = dict[str, Any]
+MAX_LAYERS: Final = 1024
+MAX_VECTOR: Final = 1 << 16
+ROPE_FACTORS: Final = "rope_freqs.weight"
+LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_LLAMA3: Final = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Of every Llama since 3.1. A file holds what follows from them."""
+
+
+def model_config(header: Header, token_ids: Mapping[str, Any]) -> Config:
+    """token_ids: `bos_token_id` …. Raises GgufError naming field or tensor."""
+    family = family_of(header)
+    fields = Fields(header.fields, family.architecture)
+    if fields.integer("expert_count", 0, least=0):
+        raise GgufError(f"its architecture is '{family.architecture}' with experts, which is not supported")
+    config = _common(header, family, fields)
+    config |= _FAMILIES[family.architecture](header, fields, config)
+    return {**config, **token_ids, "dtype": _dtype(header), "architectures": [family.class_name]}
+
+
+def _common(header: Header, family: Family, fields: Fields) -> Config:
+    hidden_size = fields.integer("embedding_length")
+    num_heads = fields.integer("attention.head_count")
+    if hidden_size % num_heads and not fields.has("attention.key_length"):
+        raise GgufError(
+            f"its field '{family.architecture}.attention.head_count' is {num_heads}, expected a divisor of "
+            f"{hidden_size}, the embedding's length"
+        )
+    num_kv_heads = fields.integer("attention.head_count_kv", num_heads)
+    if num_heads % num_kv_heads:
+        raise GgufError(
+            f"its field '{family.architecture}.attention.head_count_kv' is {num_kv_heads}, expected a divisor of "
+            f"{num_heads}, the number of heads"
+        )
+    head_dim = fields.integer("attention.key_length", max(hidden_size // num_heads, 1))
+    if (value_dim := fields.integer("attention.value_length", head_dim)) != head_dim:
+        raise GgufError(
+            f"its field '{family.architecture}.attention.value_length' is {value_dim}, expected {head_dim}, as of keys"
+        )
+    return {
+        "model_type": family.model_type,
+        "vocab_size": _embedding(header).shape[0],
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("feed_forward_length"),
+        "num_hidden_layers": fields.integer("block_count", most=MAX_LAYERS),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": fields.integer("context_length", most=1 << 31),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(header, fields, head_dim),
+        "tie_word_embeddings": "output.weight" not in header.tensors,
+    }
+
+
+def _embedding(header: Header) -> TensorInfo:
+    if (info := header.tensors.get("token_embd.weight")) is None or len(info.shape) != 2:
+        raise GgufError("its tensor 'token_embd.weight' is missing, or no matrix")
+    return info
+
+
+def _dtype(header: Header) -> str:
+    matrices = [info for info in header.tensors.values() if len(info.shape) > 1]
+    return "float32" if all(info.type.name == "F32" for info in matrices) else "bfloat16"
+
+
+# --- rotary embeddings ------------------------------------------------------------------------------------------------
+
+
+def _rope(header: Header, fields: Fields, head_dim: int) -> Config:
+    """One set for all layers."""
+    theta = fields.number("rope.freq_base", 10000.0)
+    plain = {"rope_type": "default", "rope_theta": theta}
+    kind = fields.text("rope.scaling.type", "linear" if fields.has("rope.scale_linear") else "none")
+    if (info := header.tensors.get(ROPE_FACTORS)) is not None:
+        return {**plain, **_of_factors(_vector(ROPE_FACTORS, info), theta, head_dim, fields)}
+    if kind == "linear":
+        factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+        return plain if factor in (0.0, 1.0) else {**plain, "rope_type": "linear", "factor": factor}
+    if kind == "yarn":
+        return {**plain, **_yarn(fields)}
+    if kind in ("none", "longrope"):  # longrope: see _longrope
+        return plain
+    raise GgufError(f"its field 'rope.scaling.type' is '{kind}', expected none, linear, yarn or longrope")
+
+
+def _yarn(fields: Fields) -> Config:
+    given = {
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "attention_factor": "rope.scaling.yarn_attn_factor",
+    }
+    return {
+        "rope_type": "yarn",
+        "factor": fields.number("rope.scaling.factor"),
+        "original_max_position_embeddings": fields.integer("rope.scaling.original_context_length", most=1 << 31),
+        **{name: fields.number(field) for name, field in given.items() if fields.has(field)},
+    }
+
+
+def _of_factors(factors: list[float], theta: float, head_dim: int, fields: Fields) -> Config:
+    """What divides each frequency: by the rule that made them, where that is known, else as they are."""
+    if len(factors) != head_dim // 2:
+        raise GgufError(f"its tensor '{ROPE_FACTORS}' has {len(factors)} numbers, expected {head_dim // 2}")
+    factor = max(factors)
+    if np.allclose(_llama3_factors(factor, theta, head_dim), factors, rtol=1e-5):
+        return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
+    length = fields.integer("context_length", most=1 << 31)
+    return {
+        "rope_type": "longrope",
+        "short_factor": factors,
+        "long_factor": factors,
+        "attention_factor": 1.0,
+        "original_max_position_embeddings": length,
+    }
+
+
+def _llama3_factors(factor: float, theta: float, head_dim: int) -> Any:
+    low, high, length = _LLAMA3.values()
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
+    return 1 / ((1 - smooth) / factor + smooth)
+
+
+def _longrope(header: Header, fields: Fields, config: Config) -> Config:
+    """Of Phi: factors for short and for long sequences."""
+    rotary = fields.integer("rope.dimension_count", config["head_dim"])
+    rope = {**config["rope_parameters"], "partial_rotary_factor": rotary / config["head_dim"]}
+    original = fields.integer("rope.scaling.original_context_length", config["max_position_embeddings"], most=1 << 31)
+    found = {"long_factor": LONG_FACTORS, "short_factor": SHORT_FACTORS}
+    infos = {name: header.tensors.get(tensor) for name, tensor in found.items()}
+    factors = {name: _vector(found[name], info) for name, info in infos.items() if info is not None}
+    if factors:
+        rope |= factors | {"rope_type": "longrope", "original_max_position_embeddings": original}
+        if fields.has("rope.scaling.attn_factor"):
+            rope["attention_factor"] = fields.number("rope.scaling.attn_factor")
+    return {"rope_parameters": rope, "original_max_position_embeddings": original}
+
+
+def _vector(name: str, info: TensorInfo) -> list[float]:
+    if info.type.name != "F32" or len(info.shape) != 1 or info.shape[0] > MAX_VECTOR:
+        raise GgufError(f"its tensor '{name}' is {info.type.name} {list(info.shape)}, expected a vector of F32")
+    values = np.fromfile(info.file, dtype="<f4", count=info.shape[0], offset=info.offset)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise GgufError(f"its tensor '{name}' has numbers that are not finite and above 0")
+    return [float(str(value)) for value in values]
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+def _llama(header: Header, fields: Fields, config: Config) -> Config:
+    _check_whole_rotary(fields, config)
+    return {"attention_bias": _has(header, "attn_q.bias"), "mlp_bias": _has(header, "ffn_gate.bias")}
+
+
+def _granite(header: Header, fields: Fields, config: Config) -> Config:
+    scales = {
+        "logits_scaling": fields.number("logit_scale"),
+        "attention_multiplier": fields.number("attention.scale", config["head_dim"] ** -0.5),
+        "embedding_multiplier": fields.number("embedding_scale", 1.0),
+        "residual_multiplier": fields.number("residual_scale", 1.0),
+    }
+    if not fields.boolean("rope.scaling.finetuned", True):
+        raise GgufError("its field 'granite.rope.scaling.finetuned' is false: models without positions are not read")
+    return _llama(header, fields, config) | scales
+
+
+def _smollm3(header: Header, fields: Fields, config: Config) -> Config:
+    return _llama(header, fields, config) | {"no_rope_layer_interval": 4}
+
+
+def _qwen2(header: Header, fields: Fields, config: Config) -> Config:
+    _check_whole_rotary(fields, config)
+    return {"use_sliding_window": False}
+
+
+def _qwen3(header: Header, fields: Fields, config: Config) -> Config:
+    return _qwen2(header, fields, config) | {"attention_bias": _has(header, "attn_q.bias")}
+
+
+def _gemma2(header: Header, fields: Fields, config: Config) -> Config:
+    return {
+        "query_pre_attn_scalar": _attention_width(config, layers_of_the_largest=46),
+        "sliding_window": fields.integer("attention.sliding_window", 4096),
+        "layer_types": _layer_types(fields, config, 2),
+        "attn_logit_softcapping": fields.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 30.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _gemma3(header: Header, fields: Fields, config: Config) -> Config:
+    window = fields.integer("attention.sliding_window", 0, least=0)
+    ropes = {
+        "full_attention": config["rope_parameters"],
+        "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)},
+    }
+    if not fields.has("rope.freq_base"):
+        ropes["full_attention"] = {**config["rope_parameters"], "rope_theta": 1e6}
+    cap = fields.number("final_logit_softcapping", 0.0)
+    return {
+        "query_pre_attn_scalar": _attention_width(config, layers_of_the_largest=62),
+        "sliding_window": window or config["max_position_embeddings"],
+        "layer_types": _layer_types(fields, config, 6) if window else ["full_attention"] * config["num_hidden_layers"],
+        "rope_parameters": ropes,
+        "final_logit_softcapping": cap or None,
+        "hidden_activation": "gelu_pytorch_tanh",
+    }
+
+
+def _phi3(header: Header, fields: Fields, config: Config) -> Config:
+    window = fields.integer("attention.sliding_window", 0, least=0)
+    return {"sliding_window": window or None, **_longrope(header, fields, config)}
+
+
+def _layer_types(fields: Fields, config: Config, every: int) -> list[str]:
+    """Every so many layers, one sees the whole text."""
+    count, name = config["num_hidden_layers"], "attention.sliding_window_pattern"
+    if isinstance(fields.value(name), np.ndarray):
+        is_sliding = [bool(value) for value in fields.numbers(name, count)]
+    else:
+        every = fields.integer(name, every)
+        is_sliding = [(layer + 1) % every != 0 for layer in range(count)]
+    return ["sliding_attention" if sliding else "full_attention" for sliding in is_sliding]
+
+
+def _attention_width(config: Config, layers_of_the_largest: int) -> int:
+    """Logits are divided by its square root. Files do not state it; the largest Gemma differs from the others."""
+    if config["num_hidden_layers"] == layers_of_the_largest:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _check_whole_rotary(fields: Fields, config: Config) -> None:
+    rotary = fields.integer("rope.dimension_count", config["head_dim"])
+    if rotary != config["head_dim"]:
+        raise GgufError(
+            f"its field '{config['model_type']}.rope.dimension_count' is {rotary}, expected {config['head_dim']}, the "
+            "width of a head"
+        )
+
+
+def _has(header: Header, name: str) -> bool:
+    return f"blk.0.{name}" in header.tensors
+
+
+_FAMILIES: Final[Mapping[str, Callable[[Header, Fields, Config], Config]]] = {
+    "llama": _llama,
+    "granite": _granite,
+    "smollm3": _smollm3,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+}

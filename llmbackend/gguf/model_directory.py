@@ -1,0 +1,148 @@
+"""A GGUF file as a model directory: what a checkpoint has in small files, beside links to the file and its parts.
+
+For: whoever reads an engine argument `model`. Does not know: engines, where caches are. Invariants: a directory appears
+complete, by a rename, whichever process makes it; it is used only for the same files (size, times, inode) and the same
+program; one that was not used for long is removed. Takes seconds for a new file, milliseconds for a known one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import llmbackend
+
+from .errors import GgufError
+from .fields import Fields
+from .files import files_in, is_gguf, model_name, parts_of, read_parts
+from .header import Header
+from .model_config import model_config
+from .tokenizer_files import MARKER, chat_template, tokenizer_config, tokenizer_json
+from .vocabulary import Vocabulary
+
+MAX_DIRECTORIES: Final = 32
+"""The least recently used are removed."""
+_CONFIG: Final = "config.json"
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_UNFINISHED: Final = ".unfinished-"
+_SAMPLING: Final = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
+"""Fields of generation_config.json by their names in a file."""
+
+
+def gguf_files(path: Path) -> list[Path]:
+    """The files of the GGUF model that `path` is or holds, the first part first; [] where it is something else. Raises
+    GgufError."""
+    if path.is_dir():
+        return [] if is_made_of_gguf(path) else files_in(path)
+    return parts_of(path) if is_gguf(path) else []
+
+
+def model_directory(files: Sequence[Path], parent: Path) -> Path:
+    """The directory of this model in `parent`, made where there is none. Raises GgufError or OSError."""
+    paths = [Path(os.path.abspath(path)) for path in files]
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    name = re.sub(r"[^\w.-]+", "_", model_name(paths[0])).lstrip(".")[:80] or "model"
+    directory = parent / f"{name}-{_key(paths)}"
+    if not (directory / _CONFIG).is_file():
+        _make(paths, directory)
+        _remove_old(parent, directory)
+    with contextlib.suppress(OSError):  # a read-only file system
+        os.utime(directory)
+    return directory
+
+
+def is_made_of_gguf(directory: Path) -> bool:
+    """Whether this is a directory of `model_directory`."""
+    try:
+        return MARKER in json.loads((directory / _TOKENIZER_CONFIG).read_bytes())
+    except (OSError, ValueError, TypeError, RecursionError):
+        return False
+
+
+def _key(paths: Sequence[Path]) -> str:
+    code = sorted(Path(__file__).parent.glob("*.py"))
+    program = [llmbackend.__version__, *((path.name, *_stamp(path)[:2]) for path in code)]
+    depends_on = [program, [(str(path), *_stamp(path)) for path in paths]]
+    return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:20]
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
+
+
+def _make(paths: Sequence[Path], directory: Path) -> None:
+    contents = _contents(read_parts(paths), paths[0].name)
+    unfinished = Path(tempfile.mkdtemp(prefix=_UNFINISHED, dir=directory.parent))
+    try:
+        for name, content in contents.items():
+            (unfinished / name).write_text(content, encoding="utf-8")
+        for path in paths:
+            (unfinished / path.name).symlink_to(path)
+        unfinished.rename(directory)
+    except OSError:
+        if not (directory / _CONFIG).is_file():  # else another process was faster
+            raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _contents(header: Header, file_name: str) -> dict[str, str]:
+    """Files by name. Raises GgufError."""
+    tokenizer, vocabulary = tokenizer_json(header.fields)
+    _check_vocabulary(header, vocabulary)
+    ids = _token_ids(vocabulary)
+    ends = vocabulary.ends
+    objects = {
+        _CONFIG: model_config(header, {**ids, "eos_token_id": ends[0] if ends else None}),
+        "generation_config.json": {**ids, **({"eos_token_id": ends} if ends else {}), **_sampling(header.fields)},
+        _TOKENIZER_CONFIG: tokenizer_config(vocabulary, file_name),
+    }
+    contents = {name: json.dumps(value, indent=2) for name, value in objects.items()}
+    contents["tokenizer.json"] = json.dumps(tokenizer, ensure_ascii=False)
+    if template := chat_template(header.fields):
+        contents["chat_template.jinja"] = template
+    return contents
+
+
+def _check_vocabulary(header: Header, vocabulary: Vocabulary) -> None:
+    info = header.tensors.get("token_embd.weight")
+    if info is not None and len(vocabulary.tokens) > info.shape[0]:
+        raise GgufError(
+            f"its field 'tokenizer.ggml.tokens' has {len(vocabulary.tokens)} entries, but its tensor "
+            f"'token_embd.weight' has {info.shape[0]} rows"
+        )
+
+
+def _token_ids(vocabulary: Vocabulary) -> dict[str, int]:
+    return {f"{name}_token_id": vocabulary.special[name] for name in ("bos", "pad") if name in vocabulary.special}
+
+
+def _sampling(fields: Mapping[str, Any]) -> dict[str, Any]:
+    reader = Fields(fields, "general.sampling")
+    found = {name: reader.value(field) for name, field in _SAMPLING.items()}
+    numbers = {name: value for name, value in found.items() if isinstance(value, int | float)}
+    return {
+        name: value if isinstance(value, int) else reader.number(_SAMPLING[name]) for name, value in numbers.items()
+    }
+
+
+def _remove_old(parent: Path, new: Path) -> None:
+    """Keeps the newest directories, and removes what killed processes left unfinished."""
+    found = []
+    for path in parent.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if path.is_dir() and not path.is_symlink() and path != new:
+                found.append((path.stat().st_mtime_ns, path))
+    for _, path in sorted(found)[: max(len(found) - MAX_DIRECTORIES + 1, 0)]:
+        shutil.rmtree(path, ignore_errors=True)

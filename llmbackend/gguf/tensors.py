@@ -1,0 +1,111 @@
+"""A GGUF model's tensors by the model's names, as torch has them: read one by one, when they are asked for.
+
+For: the engine's loader. Does not know: modules. Invariants: at no time is there more than one tensor beside what the
+caller keeps, and a few blocks of it as 32-bit floats; values are those that llama.cpp computes with, rounded once to
+the wanted type. The gguf package has the layouts of the types.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .families import ModelTensor, model_tensors
+from .files import read_parts
+
+T = TypeVar("T")
+_CHUNK = 1 << 18
+"""Numbers that one thread converts at a time."""
+
+
+class GgufTensors(Mapping[str, torch.Tensor]):
+    """Each look-up reads the tensor again, into memory of its own."""
+
+    def __init__(self, files: Sequence[Path], dtype: torch.dtype) -> None:
+        """dtype: of every tensor. Raises GgufError or OSError."""
+        self._tensors = model_tensors(read_parts(files))
+        self._dtype = dtype
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _read(self._tensors[name], self._dtype)
+
+    @property
+    def description(self) -> str:
+        """Which types the files have and what they are kept as, for the log."""
+        kept = str(self._dtype).removeprefix("torch.")
+        infos = {tensor.name: tensor.info for tensor in self._tensors.values()}
+        counts = Counter(info.type.name for info in infos.values())
+        parts = [f"{count} {name}" for name, count in counts.most_common()]
+        return f"{len(infos)} tensors ({', '.join(parts)}) kept as {kept}"
+
+
+def _read(tensor: ModelTensor, dtype: torch.dtype) -> torch.Tensor:
+    raw = _mapped(tensor)
+    result = torch.empty(tensor.shape, dtype=dtype)
+    flat = result.view(len(raw), -1)
+    at_once = max(_CHUNK // flat.shape[1], 1)
+    starts = range(0, len(raw), at_once)
+
+    def values(start: int) -> npt.NDArray[np.float32]:
+        return _values(raw[start : start + at_once], tensor)
+
+    for start, found in zip(starts, _in_turn(values, starts), strict=True):
+        flat[start : start + at_once] = torch.from_numpy(found + np.float32(tensor.plus) if tensor.plus else found)
+    return _halves(result, tensor.num_heads) if tensor.num_heads else result
+
+
+def _in_turn(make: Callable[[int], T], starts: Sequence[int]) -> Iterator[T]:
+    """What is made of each, by several threads, no more of it at a time than there are threads."""
+    if len(starts) == 1:
+        yield make(starts[0])
+        return
+    num_threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(num_threads) as threads:
+        for first in range(0, len(starts), num_threads):
+            yield from threads.map(make, starts[first : first + num_threads])
+
+
+def _mapped(tensor: ModelTensor) -> npt.NDArray[np.uint8]:
+    """Bytes by row."""
+    info = tensor.info
+    if len(info.shape) == 1:
+        item = info.size_bytes // info.shape[0]
+        begin = info.offset + tensor.first_row * item
+        return np.memmap(info.file, np.uint8, "r", begin, (1, tensor.num_rows * item))
+    whole = np.memmap(info.file, np.uint8, "r", info.offset, (info.shape[0], info.size_bytes // info.shape[0]))
+    return whole[tensor.first_row : tensor.first_row + tensor.num_rows]
+
+
+def _values(raw: npt.NDArray[np.uint8], tensor: ModelTensor) -> npt.NDArray[np.float32]:
+    from gguf import GGMLQuantizationType, quants
+
+    kind = tensor.info.type.name
+    with np.errstate(all="ignore"):  # a file may hold infinities
+        if kind in ("F32", "F16"):
+            return np.ascontiguousarray(raw).view("<f4" if kind == "F32" else "<f2").astype(np.float32)
+        one_row = np.ascontiguousarray(raw).reshape(1, -1)  # quants converts few rows at a time, however short
+        values: npt.NDArray[np.float32] = quants.dequantize(one_row, GGMLQuantizationType[kind])
+        return values.reshape(len(raw), -1)
+
+
+def _halves(result: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Of each head, the first rows of all pairs before the second ones."""
+    rows = result.shape[0] // num_heads // 2
+    return result.view(num_heads, rows, 2, -1).transpose(1, 2).reshape(result.shape)
